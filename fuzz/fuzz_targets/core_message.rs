@@ -1,4 +1,4 @@
-//! Bytes of peers into the core: decoders alone, then a whole node that gets them as messages and datagrams.
+//! Fuzzes the core with bytes from peers: first the decoders alone, then a whole node that receives messages and datagrams.
 #![no_main]
 use libfuzzer_sys::fuzz_target;
 use node_core::codec;
@@ -38,7 +38,7 @@ fuzz_target!(|data: &[u8]| {
     }
 });
 
-/// Signatures are granted, so that what lies behind them is reached.
+/// Accepts every signature, so that the code after verification is reached.
 fn run(node: &mut Node, now: Instant, input: Input) {
     node.handle(now, input);
     let outputs: Vec<Output> = std::iter::from_fn(|| node.poll()).take(10_000).collect();

@@ -1,4 +1,4 @@
-//! Data-plane frames: a header is checked against what a job expects, then its payload is unpacked.
+//! Fuzzes data-plane frames: checks a header against a job's expectation, then unpacks the payload.
 #![no_main]
 use libfuzzer_sys::fuzz_target;
 use transport::compress::unpack;
@@ -10,7 +10,7 @@ fuzz_target!(|data: &[u8]| {
     for expected in [Expectation::hidden(576, 512), Expectation::tokens(512)] {
         let Ok(incoming) = raw.check(&expected) else { continue };
         let payload = &payload[..incoming.wire_length.min(payload.len())];
-        // The checksum is not asked first: what a collision would let through must be harmless too.
+        // A wrong checksum does not stop the test: payloads that pass by a collision must be harmless too.
         let _ = incoming.check(payload);
         if let Ok(rows) = unpack(incoming.codec, incoming.head.dtype, payload.to_vec(), incoming.raw_length) {
             assert_eq!(rows.len(), incoming.raw_length);

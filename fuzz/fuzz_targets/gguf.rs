@@ -1,7 +1,6 @@
-//! Hostile weights files and shard indexes: whatever opens can be asked everything without a panic.
+//! Fuzzes weight files and shard indexes: no call on a file that opens may panic.
 //!
-//! Inputs are read as files as they are, and as patches to a sound small model: what lies behind the first checks is
-//! reached that way.
+//! An input is used twice: as a file, and as patches to a valid small model, which reach the code after the first checks.
 #![no_main]
 use bytes::Bytes;
 use kernels::stage::Activations;
@@ -36,7 +35,7 @@ fn open(bytes: Vec<u8>) {
     }
 }
 
-/// A sound small model with the input's patches: (position, value) pairs, so that what lies behind the checks is reached.
+/// A valid small model, patched by the input's (position, value) pairs.
 fn patched(data: &[u8]) -> Vec<u8> {
     static MODEL: OnceLock<(Vec<u8>, usize)> = OnceLock::new();
     let (model, header) = MODEL.get_or_init(|| {

@@ -1,13 +1,12 @@
-//! Hostile simulations, as another node might send them: whatever opens can be asked everything without a panic.
+//! Fuzzes simulations from other nodes: no call on a simulation that opens may panic.
 //!
-//! Inputs are read as packed jobs as they are, and as the text of a job without files, so that what lies behind the first
-//! checks is reached.
+//! An input is used twice: as a packed job, and as the text of a job without files, which reaches the code after the first checks.
 #![no_main]
 use kernels::grid::simulation::{Mosaic, Simulation};
 use kernels::grid::tile::Tile;
 use libfuzzer_sys::fuzz_target;
 
-/// Cells of a grid that is worth computing here.
+/// Maximum cells of a grid that is computed here.
 const CELLS_MAX: usize = 1 << 12;
 
 fuzz_target!(|data: &[u8]| {
@@ -27,13 +26,13 @@ fn open(bytes: &[u8]) {
         return;
     }
     let Ok(mut tile) = Tile::new(simulation.grid(), simulation.rule(), region, 1) else { return };
-    simulation.load(&mut tile).expect("a processor does not fail");
+    simulation.load(&mut tile).expect("the CPU does not fail");
     for output in simulation.outputs() {
         let shown = simulation.shown(output);
         let mut mosaic = Mosaic::new(&simulation, &output.quantity, shown).expect("a quantity of the simulation");
         for need in simulation.needs(&output.quantity) {
             let values = simulation.sample(&tile, need, shown.0, shown.1).expect("the tile owns all");
-            mosaic.add(need, shown.0, &values).expect("as many values as blocks");
+            mosaic.add(need, shown.0, &values).expect("one value per block");
         }
         assert!(mosaic.is_whole());
         let _ = mosaic.finish();

@@ -1,4 +1,4 @@
-//! What people paste and what strangers present: tickets and certificates.
+//! Fuzzes untrusted credentials: tickets pasted by users and certificates presented by peers.
 #![no_main]
 use libfuzzer_sys::fuzz_target;
 use transport::certificate::{Chain, MeshCredentials};

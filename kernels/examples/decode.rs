@@ -1,4 +1,5 @@
-//! Decode and prefill speed of a GGUF file on this machine: `decode FILE [THREADS [ROUNDS]] [--f32]`, JSON on stdout.
+//! Benchmarks decode and prefill of a GGUF file on this machine: `decode FILE [THREADS [ROUNDS]] [--f32]`, JSON on
+//! stdout.
 use std::io::Write;
 
 use kernels::bench::{DecodeBench, decode};

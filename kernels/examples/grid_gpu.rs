@@ -1,7 +1,7 @@
-//! Grids on a GPU in one program that can be carried to a machine that has one: are the results right, and how fast.
+//! Checks and benchmarks of grids on GPUs, in one program that can be copied to a machine with a GPU.
 //!
-//! `grid_gpu cuda:0|vulkan:0 [check|bench] [NAME PART] [SCALE]` prints JSON lines; all devices of that kind are used where
-//! tiles are spread over several.
+//! `grid_gpu cuda:0|vulkan:0 [check|bench] [NAME_PART] [SCALE]` prints JSON lines. With CUDA, all devices are used
+//! where tiles are spread over several.
 use cubecl::prelude::*;
 use kernels::gpu::grid::bench::figures;
 use kernels::gpu::grid::check::checks_named;
@@ -28,11 +28,11 @@ fn main() {
             };
             run(&[cubecl::wgpu::WgpuRuntime::client(&device)], &mode, &part, scale);
         }
-        _ => eprintln!("{device} is no GPU: cuda:0 or vulkan:0 would be"),
+        _ => eprintln!("expected a GPU such as cuda:0 or vulkan:0, found {device}"),
     }
 }
 
-/// CUDA devices of this machine.
+/// Number of CUDA devices of this machine.
 fn cudarc_count() -> usize {
     use cudarc::driver::result;
     result::init().and_then(|()| result::device::get_count()).map_or(0, |count| count as usize)
@@ -52,8 +52,8 @@ fn run<R: Runtime>(clients: &[ComputeClient<R>], mode: &str, part: &str, scale: 
         }
         return;
     }
-    let mut tell = |figure: &_| println!("{}", serde_json::to_string(figure).unwrap_or_default());
-    if let Err(error) = figures(clients, scale, part, &mut tell) {
+    let mut report = |figure: &_| println!("{}", serde_json::to_string(figure).unwrap_or_default());
+    if let Err(error) = figures(clients, scale, part, &mut report) {
         eprintln!("{error}");
     }
 }

@@ -1,7 +1,8 @@
-//! How fast a model runs on this machine's CPU, beside what its memory can deliver in the same minutes.
+//! CPU benchmarks of a model, compared with the memory bandwidth measured in the same minutes.
 //!
-//! Decoding one sequence reads every weight once per token, so tokens times bytes against the measured read bandwidth
-//! says how much of the machine is used. All figures are medians of rounds in which every measurement takes its turn.
+//! Decoding one sequence reads every weight once per token, so tokens/s · bytes per token over the measured read
+//! bandwidth is the fraction of the roofline. All figures are medians over rounds, and each round takes every
+//! measurement once.
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
@@ -26,18 +27,18 @@ mod sampler;
 
 pub use sampler::{SamplerFigures, sampler};
 
-/// What to measure.
+/// Settings of a decode benchmark.
 #[derive(Clone, Copy, Debug)]
 pub struct DecodeBench {
     /// Compute threads.
     pub threads: usize,
-    /// Arithmetic of products.
+    /// Number format of activations in products.
     pub activations: Activations,
-    /// Prompt tokens of a round.
+    /// Prompt tokens per round.
     pub prompt: usize,
-    /// Tokens decoded after it.
+    /// Tokens decoded after the prompt.
     pub tokens: usize,
-    /// Rounds; figures are medians over them.
+    /// Rounds to take medians over.
     pub rounds: usize,
 }
 
@@ -47,24 +48,24 @@ impl Default for DecodeBench {
     }
 }
 
-/// What was measured.
+/// Results of a decode benchmark.
 #[derive(Clone, Debug, Serialize)]
 pub struct DecodeFigures {
     /// Compute threads.
     pub threads: usize,
-    /// Instruction set in use.
+    /// Instruction set used.
     pub instruction_set: &'static str,
-    /// Kernel set whose results agree bit for bit.
+    /// Numerics id: kernels with the same id give bit-identical results.
     pub numerics: String,
-    /// Tokens of the prompt per second.
+    /// Prompt tokens per second.
     pub prefill_tok_s: f64,
-    /// Tokens generated per second, one sequence.
+    /// Tokens decoded per second, for one sequence.
     pub decode_tok_s: f64,
-    /// Weights read for each token decoded.
+    /// Weight bytes read per decoded token.
     pub bytes_per_token: u64,
-    /// Bytes per second that one thread reads from a buffer larger than the caches.
+    /// Read bandwidth of one thread from a buffer larger than the caches, in bytes per second.
     pub read_bandwidth_1: f64,
-    /// The same for `threads` threads together.
+    /// Read bandwidth of `threads` threads together, in bytes per second.
     pub read_bandwidth_n: f64,
     /// `decode_tok_s · bytes_per_token / read_bandwidth_1`
     pub share_of_1: f64,
@@ -72,7 +73,7 @@ pub struct DecodeFigures {
     pub share_of_n: f64,
 }
 
-/// Measures a whole model on the CPU.
+/// Benchmarks prefill and decode of a whole model on the CPU.
 ///
 /// # Errors
 /// The model cannot be loaded, or the prompt and tokens exceed its context.
@@ -88,14 +89,15 @@ pub fn decode(file: &Arc<ModelFile>, bench: DecodeBench) -> Result<DecodeFigures
     let mut stage = CpuEngine::load(Arc::clone(file), options, isa)?;
     let threads = |count| Threads::new(count).map_err(|e| no_threads(count, &e));
     let (mut one, mut all) = (threads(1)?, threads(bench.threads)?);
-    // As large as what a token reads, and larger than most caches; ones, because denormal numbers would be slow.
+    // As large as the weights read per token, and larger than most caches. Ones, because adding subnormals would be
+    // slow.
     let bytes_per_token = stage.engine().bytes_per_token();
     let buffer = vec![1f32; (bytes_per_token as usize).max(128 << 20) / 4];
 
     let rounds = bench.rounds.max(1);
     let (mut prefill, mut decode) = (Vec::with_capacity(rounds), Vec::with_capacity(rounds));
     let (mut read_1, mut read_n) = (Vec::with_capacity(rounds), Vec::with_capacity(rounds));
-    run(&mut stage, &mut all, &bench, 4.min(bench.tokens))?; // pages of the file and of scratch are touched before the clock runs
+    run(&mut stage, &mut all, &bench, 4.min(bench.tokens))?; // warm-up: touches the pages of the file and of scratch
     for _ in 0..rounds {
         read_1.push(read_bandwidth(isa, one.pool(), &buffer));
         read_n.push(read_bandwidth(isa, all.pool(), &buffer));
@@ -119,30 +121,30 @@ pub fn decode(file: &Arc<ModelFile>, bench: DecodeBench) -> Result<DecodeFigures
     })
 }
 
-/// What a plan needs to know of a device: how fast the engine's own kernels are on it, attention aside.
+/// Measured speed of the engine's kernels on a device, except attention: the planner's cost model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Speed {
-    /// Bytes of quantised weights per second when each serves one row: decode.
+    /// Quantised weight bytes per second with one row per weight (decode).
     pub weight_bytes_s: u64,
-    /// Multiplications and additions per second when each weight serves many rows: prefill.
+    /// Multiplications and additions per second with many rows per weight (prefill).
     pub flops_s: u64,
-    /// Nanoseconds of a step that computes nothing: hand-overs, launch, round trip to the device.
+    /// Fixed overhead of a step in nanoseconds: thread hand-overs, launch, round trip to the device.
     pub step_ns: u64,
-    /// Nanoseconds that a layer takes beside reading its weights: hand-overs between compute threads, launches.
+    /// Overhead of a layer in nanoseconds besides reading its weights: hand-overs between compute threads, launches.
     pub layer_ns: u64,
 }
 
-/// Measures the processor's [`Speed`] with this many threads, in about a third of a second. It reads at most `memory` bytes
-/// of weights (at least four small matrices): a node whose stages fit into the caches computes them from there.
+/// Measures the [`Speed`] of the CPU with `threads` threads, in about a third of a second. Reads at most `memory` bytes
+/// of weights (at least four small matrices), because a node with little memory may run its stages from the caches.
 ///
 /// # Errors
-/// No threads to be had.
+/// The threads cannot be started.
 pub fn speed(threads: usize, memory: u64) -> Result<Speed, StageError> {
-    /// Rows and columns of the matrices: a small model's.
+    /// Rows and columns of the matrices, as in a small model.
     const SIDE: usize = 1024;
     const KIND: QuantType = QuantType::Q4_1;
     const PROMPT: usize = 64;
-    /// Matrices that the prompt goes through; as few as there ever are.
+    /// Matrices in the prefill measurement: the minimum number.
     const PREFILLED: usize = 4;
     let isa = Isa::detect();
     let mut pool = Pool::new(threads).map_err(|e| no_threads(threads, &e))?;
@@ -151,7 +153,7 @@ pub fn speed(threads: usize, memory: u64) -> Result<Speed, StageError> {
     let count = (beyond_caches().min(bytes_of(memory)) / one).max(PREFILLED);
     let matrices = (0..count).map(|_| Matrix::convert(&mut pool, KIND, [SIDE; 2], &stored));
     let matrices = matrices.collect::<Result<Vec<Matrix>, _>>()?;
-    // As little as can be shared among all threads.
+    // The smallest product that all threads share.
     let (tiny_rows, tiny_cols) = (4 * ROWS * threads, GROUP);
     let tiny = random_blocks(KIND, tiny_rows * tiny_cols / KIND.block_len(), 1);
     let tiny = Matrix::convert(&mut pool, KIND, [tiny_rows, tiny_cols], &tiny)?;
@@ -167,7 +169,7 @@ pub fn speed(threads: usize, memory: u64) -> Result<Speed, StageError> {
     let few = &all[..PREFILLED];
     let prefill = seconds(&prompt, few);
     let hand_over = seconds(&some_rows(isa, 1, tiny_cols), &[&tiny; HAND_OVERS_TIMED]) / HAND_OVERS_TIMED as f64;
-    // Noise must not make a machine infinitely fast.
+    // Measurement noise must not make the bandwidth infinite.
     let reading = (decode - count as f64 * hand_over).max(decode / 2.0);
     Ok(Speed {
         weight_bytes_s: ((count * one) as f64 / reading) as u64,
@@ -177,11 +179,11 @@ pub fn speed(threads: usize, memory: u64) -> Result<Speed, StageError> {
     })
 }
 
-/// Bytes of keys and values per second that attention of one row reads with this many threads, in 8-bit arithmetic: in about a
-/// tenth of a second. The cache takes at most `memory` bytes, but at least 8 MiB.
+/// Measures KV-cache bytes per second that attention of one row reads with `threads` threads, in 8-bit arithmetic.
+/// Takes about a tenth of a second. The cache takes at most `memory` bytes, but at least 8 MiB.
 ///
 /// # Errors
-/// No threads to be had.
+/// The threads cannot be started.
 pub fn cache_speed(threads: usize, memory: u64) -> Result<u64, StageError> {
     let mut pool = Pool::new(threads).map_err(|e| no_threads(threads, &e))?;
     Ok(attention::cache_bytes_s(Isa::detect(), &mut pool, beyond_caches().min(bytes_of(memory))))
@@ -191,12 +193,12 @@ fn bytes_of(memory: u64) -> usize {
     usize::try_from(memory).unwrap_or(usize::MAX)
 }
 
-/// Seconds of the fastest of several passes: other programs make a pass slower, and may have ended a minute later. No
-/// pass begins after `limit`.
+/// Seconds of the fastest of several passes: other programs only slow a pass down, and the minimum filters that out. No
+/// pass begins after `limit`, except the warm-up and one measured pass.
 fn fastest(limit: Duration, mut pass: impl FnMut()) -> f64 {
     let began = Instant::now();
     let mut passes = Vec::new();
-    // The first pass finds scratch memory and sleeping threads, and does not count.
+    // The first pass is a warm-up: it allocates scratch and wakes threads.
     while passes.len() < 2 || (passes.len() < 7 && began.elapsed() < limit) {
         let start = Instant::now();
         pass();
@@ -205,12 +207,13 @@ fn fastest(limit: Duration, mut pass: impl FnMut()) -> f64 {
     passes.split_off(1).into_iter().fold(f64::INFINITY, f64::min)
 }
 
-/// Hand-overs between compute threads in a layer of one row: queries, keys and values; attention; output; gate and up; down.
+/// Hand-overs between compute threads per layer of one row: queries, keys and values; attention; output; gate and up;
+/// down.
 const LAYER_HAND_OVERS: f64 = 5.0;
-/// Hand-overs between two looks at the clock.
+/// Hand-overs per timed pass.
 const HAND_OVERS_TIMED: usize = 64;
 
-/// Nanoseconds until work has got to a sleeping thread and its answer back, as each step of a stage does.
+/// Nanoseconds of a round trip to a sleeping thread and back, as in each step of a stage.
 fn hand_over_ns() -> u64 {
     let (ask, asked) = mpsc::channel::<()>();
     let (answer, answered) = mpsc::channel();
@@ -231,21 +234,21 @@ fn hand_over_ns() -> u64 {
     })
 }
 
-/// The time of which a quarter of the measurements are faster: others use the machine too, but not always.
+/// The lower quartile in nanoseconds: robust against other load on the machine, which is not constant.
 pub fn usual_ns(mut times: Vec<Duration>) -> u64 {
     times.sort_unstable();
     times.get(times.len() / 4).map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX))
 }
 
-/// Measurements of a hand-over.
+/// Number of hand-over measurements.
 const HAND_OVERS: usize = 16;
-/// After this long without work threads and drivers sleep, as they do between two tokens.
+/// After this time without work, threads and drivers are asleep, as between two tokens.
 pub const ASLEEP: Duration = Duration::from_millis(2);
 
-/// No further pass begins after this.
+/// No pass begins after this time.
 const MEASURE: Duration = Duration::from_millis(150);
 
-/// Twice the last-level cache, where the system says how large it is; at least 64 MiB, at most 256.
+/// Bytes of a buffer larger than the caches: twice the last-level cache, clamped to 64..256 MiB.
 fn beyond_caches() -> usize {
     let size = std::fs::read_to_string("/sys/devices/system/cpu/cpu0/cache/index3/size").unwrap_or_default();
     let kib: usize = size.trim().trim_end_matches('K').parse().unwrap_or(0);
@@ -268,10 +271,10 @@ fn some_rows(isa: Isa, count: usize, cols: usize) -> activations::Rows {
 }
 
 fn no_threads(threads: usize, error: &std::io::Error) -> StageError {
-    StageError::Device(format!("{threads} threads to measure with: {error}"))
+    StageError::Device(format!("cannot start {threads} threads for the benchmark: {error}"))
 }
 
-/// Seconds for the prompt and for greedy tokens after it.
+/// Runs a prompt and greedy decoding; returns the seconds of each.
 fn run(
     stage: &mut CpuStage,
     threads: &mut Threads,
@@ -299,7 +302,7 @@ fn run(
     Ok((prompt_s, start.elapsed().as_secs_f64()))
 }
 
-/// Bytes per second at which a pool's threads together read a buffer once.
+/// Read bandwidth of all threads of a pool over one pass of a buffer, in bytes per second.
 fn read_bandwidth(isa: Isa, pool: &mut Pool, buffer: &[f32]) -> f64 {
     let start = Instant::now();
     pool.run(buffer.len(), 4096, &|_, mine| {
@@ -343,7 +346,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_speed_is_measured_quickly() {
+    fn speed_measurements_are_plausible_and_quick() {
         let start = Instant::now();
         for memory in [u64::MAX, 0] {
             let speed = speed(2, memory).unwrap();
@@ -354,6 +357,6 @@ mod tests {
             assert!(cache_bytes_s > 1 << 20, "{memory}: {cache_bytes_s}");
             eprintln!("{speed:?}, {:.1} GB/s of cache", cache_bytes_s as f64 / 1e9);
         }
-        assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed()); // far less without other load
+        assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed()); // far less on an idle machine
     }
 }

@@ -1,4 +1,4 @@
-//! A conversation as the one string that a model was trained on: its own Jinja template, run by minijinja.
+//! Chat templates: renders a conversation into the model's prompt format by running its own Jinja template with minijinja.
 use minijinja::value::{Kwargs, Value};
 use minijinja::{Error, ErrorKind, context};
 use serde::{Deserialize, Serialize};
@@ -9,25 +9,25 @@ use crate::weights::{Metadata, WeightsError};
 
 mod guard;
 
-/// Used for models without a template: ChatML, the most common format. What such a model makes of it is not known, so
-/// callers tell their user ([`ChatTemplate::is_fallback`]).
+/// Fallback for models without a template: ChatML, the most common format. Whether such a model understands it is unknown, so
+/// callers warn the user ([`ChatTemplate::is_fallback`]).
 const CHATML: &str = "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + \
                       '<|im_end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' \
                       }}{% endif %}";
-/// Bytes of a rendered prompt; what the tokenizer takes at once.
+/// Maximum bytes of a rendered prompt: the limit of the tokenizer.
 const RENDERED_BYTES_MAX: usize = crate::tokenizer::TEXT_BYTES_MAX;
 
-/// One turn.
+/// One message of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChatMessage {
-    /// `system`, `user` or `assistant`; templates may know more.
+    /// `system`, `user` or `assistant`; templates may accept more.
     pub role: String,
-    /// Its text.
+    /// Message text.
     pub content: String,
 }
 
-/// A template that was parsed once. Each rendering parses it again: the engine's instructions borrow from the text, and a
-/// prompt's first token takes a thousand times longer.
+/// A validated template. Each rendering parses it again, because the engine's instructions borrow from the text; the first
+/// token of a prompt takes a thousand times longer.
 #[derive(Debug)]
 pub struct ChatTemplate {
     source: String,
@@ -37,7 +37,7 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// The template in `tokenizer.chat_template`, ChatML where there is none.
+    /// The template in `tokenizer.chat_template`, or ChatML if absent.
     ///
     /// # Errors
     /// [`ChatTemplateError`]: not valid Jinja, or metadata of the wrong type.
@@ -53,7 +53,7 @@ impl ChatTemplate {
         Self::parse(source, bos, eos)
     }
 
-    /// A template with the texts of its beginning- and end-of-text tokens; `None` is ChatML.
+    /// Validates a template; `None` selects ChatML. `bos` and `eos` are the texts of the beginning- and end-of-text tokens.
     ///
     /// # Errors
     /// [`ChatTemplateError::Syntax`].
@@ -64,15 +64,15 @@ impl ChatTemplate {
         Ok(Self { source, bos, eos, fallback })
     }
 
-    /// The model has no template of its own: this is ChatML.
+    /// Whether the model has no template of its own and ChatML is used.
     #[must_use]
     pub fn is_fallback(&self) -> bool {
         self.fallback
     }
 
-    /// Token ids of a conversation; `add_generation_prompt` opens the assistant's turn. Control tokens come from the
-    /// template alone: a message that spells one (`<|im_end|>`) is text, so that a user who only writes messages cannot end a turn
-    /// or speaks as another role. For that the template sees such a text with a character in it that occurs nowhere else.
+    /// Token ids of a conversation; `add_generation_prompt` opens the assistant's turn. Only the template can produce control
+    /// tokens: a message that spells one (`<|im_end|>`) is encoded as text, so a user cannot end a turn or impersonate another
+    /// role. To achieve this, the template sees such a message with a marker character inserted that occurs nowhere else.
     ///
     /// # Errors
     /// As [`Self::render`], or a text that cannot be encoded.
@@ -83,7 +83,7 @@ impl ChatTemplate {
         add_generation_prompt: bool,
     ) -> Result<Vec<u32>, ChatTemplateError> {
         let used = |mark: &char| self.source.contains(*mark) || messages.iter().any(|m| m.content.contains(*mark));
-        // Private use: no trimming, folding or JSON changes these.
+        // Private-use characters are unaffected by trimming, case folding and JSON.
         let mut marks = ('\u{e000}'..='\u{f8ff}').chain('\u{f0000}'..='\u{ffffd}').chain('\u{100000}'..='\u{10fffd}');
         let Some(mark) = marks.find(|mark| !used(mark)) else { return Err(ChatTemplateError::NoMark) };
         let mut spelt = false;
@@ -98,11 +98,11 @@ impl ChatTemplate {
         Ok(if spelt { tokenizer.encode_marked_prompt(&prompt, mark)? } else { tokenizer.encode_prompt(&prompt)? })
     }
 
-    /// The prompt of a conversation as text; `add_generation_prompt` opens the assistant's turn. [`Self::encode`] makes its
-    /// tokens.
+    /// Renders the prompt of a conversation as text; `add_generation_prompt` opens the assistant's turn. Use [`Self::encode`]
+    /// to get its tokens.
     ///
     /// # Errors
-    /// [`ChatTemplateError::Render`]: the template refused the conversation (such as two user turns in a row) or failed;
+    /// [`ChatTemplateError::Render`]: the template rejected the conversation (for example two user turns in a row) or failed;
     /// [`ChatTemplateError::TooLong`].
     pub fn render(&self, messages: &[ChatMessage], add_generation_prompt: bool) -> Result<String, ChatTemplateError> {
         let messages = Value::from_serialize(messages);
@@ -116,7 +116,7 @@ impl ChatTemplate {
     }
 }
 
-/// The error with its causes on one line; a template may put any amount of text into one.
+/// Formats an error and its causes on one line, truncated because a template may raise errors of any length.
 fn describe(error: &Error) -> String {
     const CHARS_MAX: usize = 1000;
     let mut text = error.to_string();
@@ -131,7 +131,7 @@ fn describe(error: &Error) -> String {
     }
 }
 
-/// JSON as Python's `json.dumps` spaces it, which is what models saw in training; nothing is escaped for HTML.
+/// JSON spaced as Python's `json.dumps` does, which models saw in training; without HTML escaping.
 fn to_json(value: &Value, options: Kwargs) -> Result<Value, Error> {
     struct Python;
     impl serde_json::ser::Formatter for Python {
@@ -149,7 +149,7 @@ fn to_json(value: &Value, options: Kwargs) -> Result<Value, Error> {
     options.assert_all_used()?;
     let mut out = Vec::new();
     let written = match indent {
-        // Wider than any template asks for is an attack on memory.
+        // Cap the indent: a larger one is an attack on memory.
         Some(width) => {
             let spaces = " ".repeat(width.min(16));
             let pretty = serde_json::ser::PrettyFormatter::with_indent(spaces.as_bytes());
@@ -162,9 +162,9 @@ fn to_json(value: &Value, options: Kwargs) -> Result<Value, Error> {
     String::from_utf8(out).map(Value::from_safe_string).map_err(|e| failed(e.to_string()))
 }
 
-/// The current date (UTC) in the directives that templates use.
+/// Formats a date (UTC) with the `strftime` directives that templates use.
 fn strftime(format: &str, now: std::time::SystemTime) -> Result<String, Error> {
-    // A clock before 1970 reads as 1970.
+    // A clock before 1970 counts as 1970.
     let seconds = now.duration_since(std::time::UNIX_EPOCH).unwrap_or_default().as_secs();
     let now = i64::try_from(seconds).ok().and_then(|seconds| OffsetDateTime::from_unix_timestamp(seconds).ok());
     let now =
@@ -199,26 +199,26 @@ fn strftime(format: &str, now: std::time::SystemTime) -> Result<String, Error> {
     Ok(out)
 }
 
-/// Why there is no prompt.
+/// Why a prompt could not be built.
 #[derive(Debug, thiserror::Error)]
 pub enum ChatTemplateError {
-    /// The metadata is of the wrong type.
+    /// Metadata of the wrong type.
     #[error("chat template: {0}")]
     Metadata(String),
     /// The model's template is not valid Jinja.
     #[error("the model's chat template cannot be parsed: {0}")]
     Syntax(String),
-    /// The template refused the conversation or failed.
-    #[error("the model's chat template does not take these messages: {0}")]
+    /// The template rejected the conversation or failed.
+    #[error("the model's chat template rejected these messages: {0}")]
     Render(String),
     /// The prompt cannot be encoded.
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),
-    /// Control tokens of the messages cannot be told from the template's.
-    #[error("the messages contain every character of Unicode's private-use areas; leave some out")]
+    /// No unused marker character is left to escape control tokens in the messages.
+    #[error("the messages contain every private-use Unicode character; remove some of them")]
     NoMark,
-    /// A longer prompt than is encoded at once.
-    #[error("the rendered prompt exceeds {RENDERED_BYTES_MAX} bytes")]
+    /// The prompt is longer than the tokenizer's limit.
+    #[error("the rendered prompt exceeds {RENDERED_BYTES_MAX} bytes; shorten the messages")]
     TooLong,
 }
 

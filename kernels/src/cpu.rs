@@ -1,6 +1,6 @@
-//! Arithmetic on the CPU: one text per kernel, compiled for each instruction set and chosen at run time.
+//! CPU kernels: one source per kernel, compiled for each instruction set and dispatched at run time.
 //!
-//! Products, norms and attention have the bits of [`crate::order`], whatever the number of rows, the number of threads or the
+//! Products, norms and attention are bit-identical to [`crate::order`], for any number of rows or threads and any
 //! instruction set.
 //! Next: `cpu/simd.rs`, then `cpu/product.rs`.
 
@@ -19,7 +19,7 @@ pub(crate) mod words;
 
 use simd::Kernel;
 
-/// The instruction sets there is code for.
+/// The supported instruction sets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Isa {
     /// AVX-512 with VNNI.
@@ -28,17 +28,17 @@ pub(crate) enum Isa {
     /// AVX2 with FMA and F16C.
     #[cfg(target_arch = "x86_64")]
     Avx2,
-    /// Whatever the compiler makes of arrays.
+    /// Arrays, vectorised by the compiler if at all.
     Portable,
 }
 
 impl Isa {
-    /// The best that this machine has.
+    /// The best instruction set of this machine.
     pub(crate) fn detect() -> Self {
         Self::all()[0]
     }
 
-    /// All that this machine has, best first.
+    /// All instruction sets of this machine, best first.
     pub(crate) fn all() -> Vec<Self> {
         let mut found = Vec::new();
         #[cfg(target_arch = "x86_64")]
@@ -57,7 +57,7 @@ impl Isa {
         found
     }
 
-    /// Its usual name.
+    /// The common name.
     pub(crate) fn name(self) -> &'static str {
         match self {
             #[cfg(target_arch = "x86_64")]

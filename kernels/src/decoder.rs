@@ -1,7 +1,7 @@
-//! A stage of a model over any engine: what a batch may hold, how it is cut into passes, which sequences are open, how tokens are
-//! drawn, and which step is queued before it is asked for.
+//! The decoder: implements [`Stage`] on top of any [`Engine`]. It validates batches, splits them into forward passes, tracks
+//! open sequences, samples tokens and queues the next decode step ahead of its request.
 //!
-//! All of this stands here once; an [`Engine`] only computes passes. Next: `model.rs`, the processor's engine.
+//! This logic exists once; an [`Engine`] only computes passes. Next: `model.rs`, the CPU engine.
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -16,42 +16,42 @@ mod ahead;
 
 use ahead::{Ahead, Step};
 
-/// A row of a pass.
+/// One row of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RowAt {
-    /// Whose keys and values it sees.
+    /// Sequence whose KV cache the row attends to.
     pub sequence: SequenceId,
-    /// Its position.
+    /// Position in the sequence.
     pub position: usize,
 }
 
-/// What the rows of a pass are made of.
+/// Input rows of a pass.
 #[derive(Clone, Copy, Debug)]
 pub enum PassInput<'a> {
-    /// A token a row, each of the vocabulary (stage with layer 0).
+    /// One token id per row, each within the vocabulary (stage with layer 0).
     Tokens(&'a [u32]),
     /// `[rows, width]` (any other stage).
     Hidden(&'a [f32]),
 }
 
-/// What computes the layers of a stage on one device.
+/// Computes the layers of a stage on one device.
 pub trait Engine: Send {
-    /// Most rows of one pass: enough to use each weight many times, few enough that scratch stays small.
+    /// Maximum rows per pass: enough to reuse each weight many times, few enough that scratch stays small.
     const ROWS_PER_PASS: usize;
 
-    /// Makes room for the first positions of sequences, which may be new; positions behind them are forgotten. No sequence is
-    /// named twice.
+    /// Allocates cache for the first `n` positions of each `(sequence, n)`; later positions are discarded. Sequences may be
+    /// new; no sequence is listed twice.
     ///
     /// # Errors
-    /// There is no memory for all of them; no sequence has changed.
-    fn reserve(&mut self, wanted: &[(SequenceId, usize)]) -> Result<(), StageError>;
+    /// Not enough memory for all of them; no sequence has changed.
+    fn reserve(&mut self, requested: &[(SequenceId, usize)]) -> Result<(), StageError>;
 
-    /// Frees what a sequence takes.
+    /// Frees the cache of a sequence.
     fn release(&mut self, sequence: SequenceId);
 
-    /// Computes rows whose places were reserved; those of a sequence are in the order of their positions. Gives the logits
-    /// `[wanted, vocabulary]` of the rows that are `wanted` (ascending) if the stage ends with the head, else all hidden
-    /// rows `[rows, width]`. `None`: the pass is queued, and [`Engine::passed`] gives them.
+    /// Computes rows whose positions are reserved; rows of one sequence are in position order. Returns the logits
+    /// `[requested, vocabulary]` of the rows in `requested` (ascending) if the stage has the output head, else all hidden rows
+    /// `[rows, width]`. `None`: the pass is queued, and [`Engine::passed`] returns them.
     ///
     /// # Errors
     /// The device failed.
@@ -60,10 +60,10 @@ pub trait Engine: Send {
         threads: &mut Threads,
         rows: &[RowAt],
         input: PassInput<'_>,
-        wanted: &[usize],
+        requested: &[usize],
     ) -> Result<Option<Vec<f32>>, StageError>;
 
-    /// Waits for the oldest queued pass and gives what [`Engine::pass`] did not.
+    /// Waits for the oldest queued pass and returns its output.
     ///
     /// # Errors
     /// The device failed.
@@ -71,14 +71,14 @@ pub trait Engine: Send {
         Err(StageError::Device("this engine queues no passes".into()))
     }
 
-    /// Whether [`Engine::queue`] takes a step of this many rows that are drawn from as these settings say.
+    /// Whether [`Engine::queue`] accepts a step with this many rows and these sampler settings.
     fn draws(&self, _rows: usize, _settings: &SamplerSettings) -> bool {
         false
     }
 
-    /// Queues a step and returns before it is computed: one row per sequence, places reserved, a token drawn from the logits of
-    /// each. `tokens`: what the rows are made of; `None`: the tokens that the step queued before draws, row by row. At most
-    /// [`QUEUED_MAX`] steps are queued at once.
+    /// Queues a decode step and returns before it is computed: one row per sequence, positions reserved, one token sampled per
+    /// row. `tokens`: the input tokens; `None`: the tokens sampled by the previously queued step, row by row. At most
+    /// [`QUEUED_MAX`] steps are queued.
     ///
     /// # Errors
     /// The device failed.
@@ -91,8 +91,8 @@ pub trait Engine: Send {
         Err(StageError::Device("this engine queues no steps".into()))
     }
 
-    /// Waits for the oldest queued step and gives the tokens that it drew. `None` for a row whose token the device did not
-    /// decide: its logits are not sound, or too many tokens are almost equally likely.
+    /// Waits for the oldest queued step and returns its sampled tokens. `None` for a row that the device left undecided: its
+    /// logits are invalid, or too many tokens are almost equally likely.
     ///
     /// # Errors
     /// The device failed.
@@ -100,39 +100,39 @@ pub trait Engine: Send {
         Err(StageError::Device("this engine queues no steps".into()))
     }
 
-    /// Bytes of weights, and of caches and scratch.
+    /// Bytes resident in memory: weights, and caches and scratch.
     fn resident_bytes(&self) -> ResidentBytes;
 
-    /// Names the order of arithmetic; see [`Stage::numerics`].
+    /// Numerics id; see [`Stage::numerics`].
     fn numerics(&self) -> &str;
 }
 
-/// Steps that an engine has queued at once: the one that is asked for, and the one after it.
+/// Maximum queued steps: the requested one and the one after it.
 pub const QUEUED_MAX: usize = 2;
 
-/// Layers of a model on an engine.
+/// A range of a model's layers on an engine.
 #[derive(Debug)]
 pub struct Decoder<E> {
     layers: Range<usize>,
-    /// The last layer of the model is among them.
+    /// The range includes the last layer of the model.
     last: bool,
     width: usize,
     vocab: usize,
     sequences: usize,
     context: usize,
     held: BTreeMap<SequenceId, usize>,
-    /// The step that was queued before it is asked for.
+    /// The step that was queued ahead of its request.
     ahead: Option<Ahead>,
-    /// The batch that was submitted and is not finished.
+    /// The submitted, unfinished batch.
     queued: Option<Queued>,
     sampler: Sampler,
     engine: E,
 }
 
-/// Refuses options that make no sense for a model, before anything is loaded.
+/// Validates options for a model before anything is loaded.
 ///
 /// # Errors
-/// Layers that the model lacks; no sequence, position or thread.
+/// Layers outside the model; zero sequences, positions or threads.
 pub fn check_options(config: &ModelConfig, options: &StageOptions) -> Result<(), StageError> {
     let StageOptions { layers, sequences, context, threads, .. } = options;
     if layers.is_empty() || layers.end > config.layers {
@@ -147,7 +147,7 @@ pub fn check_options(config: &ModelConfig, options: &StageOptions) -> Result<(),
 }
 
 impl<E: Engine> Decoder<E> {
-    /// A stage of the layers that `engine` was loaded with.
+    /// Wraps `engine`, which has loaded `options.layers`.
     #[must_use]
     pub fn new(config: &ModelConfig, options: &StageOptions, engine: E) -> Self {
         Self {
@@ -165,12 +165,12 @@ impl<E: Engine> Decoder<E> {
         }
     }
 
-    /// What computes it.
+    /// The engine.
     pub fn engine(&self) -> &E {
         &self.engine
     }
 
-    /// What computes it, to be measured; no step is queued.
+    /// The engine, for benchmarks. Waits for queued work first and discards its results.
     ///
     /// # Errors
     /// The device failed.
@@ -180,7 +180,7 @@ impl<E: Engine> Decoder<E> {
         Ok(&mut self.engine)
     }
 
-    /// Tokens of the vocabulary.
+    /// Vocabulary size.
     pub fn vocab(&self) -> usize {
         self.vocab
     }
@@ -189,21 +189,21 @@ impl<E: Engine> Decoder<E> {
         self.layers.start == 0
     }
 
-    /// Everything that can be wrong with a batch, before anything changes.
+    /// Validates a batch; nothing has changed if this fails.
     fn check(&self, batch: &[Rows<'_>]) -> Result<(), StageError> {
         let wrong = |what: String| Err(StageError::Input(what));
         let mut seen: Vec<SequenceId> = Vec::with_capacity(batch.len());
         for rows in batch {
             let sequence = rows.sequence;
             if seen.contains(&sequence) {
-                return wrong(format!("sequence {sequence} is twice in one batch; join its rows"));
+                return wrong(format!("sequence {sequence} occurs twice in one batch; merge its rows"));
             }
             seen.push(sequence);
             let count = self.count(rows)?;
             let held = self.held(sequence);
             if rows.position > held {
                 return wrong(format!(
-                    "sequence {sequence}: rows begin at position {}, but {held} are held; replay from {held}",
+                    "sequence {sequence}: rows begin at position {}, but {held} are cached; replay from {held}",
                     rows.position
                 ));
             }
@@ -225,24 +225,28 @@ impl<E: Engine> Decoder<E> {
         Ok(())
     }
 
-    /// Rows of an entry, which are of the kind and shape that this stage takes.
+    /// Number of rows of an entry. Checks their kind and shape.
     fn count(&self, rows: &Rows<'_>) -> Result<usize, StageError> {
         let count = match rows.input {
             RowsIn::Tokens(tokens) if self.embeds() => {
                 if let Some(token) = tokens.iter().find(|t| **t as usize >= self.vocab) {
-                    return Err(StageError::Input(format!("token {token} of a vocabulary of {}", self.vocab)));
+                    return Err(StageError::Input(format!("expected a token id below {}, found {token}", self.vocab)));
                 }
                 tokens.len()
             }
             RowsIn::Hidden(hidden) if !self.embeds() => {
                 if !hidden.len().is_multiple_of(self.width) {
                     let found = hidden.len();
-                    return Err(StageError::Input(format!("{found} numbers are no whole rows of {}", self.width)));
+                    return Err(StageError::Input(format!("expected rows of {} numbers, found {found}", self.width)));
                 }
                 hidden.len() / self.width
             }
-            RowsIn::Tokens(_) => return Err(StageError::Input("tokens for a stage without layer 0".into())),
-            RowsIn::Hidden(_) => return Err(StageError::Input("hidden rows for the stage with layer 0".into())),
+            RowsIn::Tokens(_) => {
+                return Err(StageError::Input("expected hidden rows, found tokens: the stage has no layer 0".into()));
+            }
+            RowsIn::Hidden(_) => {
+                return Err(StageError::Input("expected tokens, found hidden rows: the stage has layer 0".into()));
+            }
         };
         if count == 0 {
             return Err(StageError::Input(format!("no rows for sequence {}", rows.sequence)));
@@ -251,30 +255,30 @@ impl<E: Engine> Decoder<E> {
     }
 }
 
-/// A batch that a device is at.
+/// A batch in flight on a device.
 #[derive(Debug)]
 enum Queued {
-    /// A step that the device draws the tokens of, and the step that was queued behind it.
+    /// A step whose tokens the device samples, and the step queued behind it.
     Step { next: Option<Step> },
-    /// Passes.
+    /// Forward passes.
     Passes(Passes),
 }
 
-/// A batch as passes, with the numbers of each that is computed.
+/// A batch split into passes, with the output of each computed pass.
 #[derive(Debug)]
 struct Passes {
     joined: Joined,
     numbers: Vec<Option<Vec<f32>>>,
 }
 
-/// Rows of a batch one after the other, and the pieces of it that a pass is made of.
+/// The concatenated rows of a batch, from which passes are sliced.
 #[derive(Debug, Default)]
 struct Joined {
     rows: Vec<RowAt>,
-    /// Entry of each row.
+    /// Batch entry of each row.
     entries: Vec<usize>,
-    /// Rows whose logits are wanted.
-    wanted: Vec<usize>,
+    /// Rows whose logits are requested.
+    requested: Vec<usize>,
     tokens: Vec<u32>,
     hidden: Vec<f32>,
 }
@@ -287,7 +291,7 @@ impl Joined {
             joined.rows.extend((0..count).map(at));
             joined.entries.resize(joined.rows.len(), entry);
             if !matches!(rows.want, Want::Nothing) {
-                joined.wanted.push(joined.rows.len() - 1);
+                joined.requested.push(joined.rows.len() - 1);
             }
             match rows.input {
                 RowsIn::Tokens(tokens) => joined.tokens.extend(tokens),
@@ -297,14 +301,14 @@ impl Joined {
         joined
     }
 
-    /// Rows whose logits are wanted of a pass, counted from its first.
-    fn wanted_of(&self, pass: &Range<usize>) -> Vec<usize> {
-        self.wanted.iter().filter(|row| pass.contains(row)).map(|row| row - pass.start).collect()
+    /// Rows of a pass whose logits are requested, relative to its first row.
+    fn requested_of(&self, pass: &Range<usize>) -> Vec<usize> {
+        self.requested.iter().filter(|row| pass.contains(row)).map(|row| row - pass.start).collect()
     }
 }
 
 impl<E: Engine> Decoder<E> {
-    /// Makes room for a batch and remembers what is held then.
+    /// Reserves cache for a batch and records the new lengths.
     fn reserve(&mut self, batch: &[Rows<'_>], counts: &[usize]) -> Result<(), StageError> {
         let ends: Vec<(SequenceId, usize)> =
             batch.iter().zip(counts).map(|(rows, count)| (rows.sequence, rows.position + count)).collect();
@@ -313,7 +317,7 @@ impl<E: Engine> Decoder<E> {
         Ok(())
     }
 
-    /// Begins all passes of a batch.
+    /// Starts all passes of a batch.
     fn begin(&mut self, threads: &mut Threads, batch: &[Rows<'_>], counts: &[usize]) -> Result<Passes, StageError> {
         let mut passes = Passes { joined: Joined::of(batch, counts), numbers: Vec::new() };
         let joined = &passes.joined;
@@ -325,11 +329,11 @@ impl<E: Engine> Decoder<E> {
             } else {
                 PassInput::Hidden(&joined.hidden[pass.start * self.width..pass.end * self.width])
             };
-            let wanted = if self.last { joined.wanted_of(&pass) } else { Vec::new() };
-            match self.engine.pass(threads, rows, input, &wanted) {
+            let requested = if self.last { joined.requested_of(&pass) } else { Vec::new() };
+            match self.engine.pass(threads, rows, input, &requested) {
                 Ok(numbers) => passes.numbers.push(numbers),
                 Err(error) => {
-                    // What was queued before is not taken for the passes of a later batch.
+                    // Drain queued passes, so that a later batch does not collect their output.
                     let _ = self.arrive(passes.numbers);
                     return Err(error);
                 }
@@ -338,14 +342,14 @@ impl<E: Engine> Decoder<E> {
         Ok(passes)
     }
 
-    /// Waits for the passes of a batch that are queued: for all of them, whatever comes of one.
+    /// Waits for all queued passes of a batch, even if one fails.
     fn arrive(&mut self, numbers: Vec<Option<Vec<f32>>>) -> Result<Vec<Vec<f32>>, StageError> {
         let arrived: Vec<_> =
             numbers.into_iter().map(|numbers| numbers.map_or_else(|| self.engine.passed(), Ok)).collect();
         arrived.into_iter().collect()
     }
 
-    /// What a batch gives, once its passes are computed.
+    /// Assembles the results of a batch once its passes are computed.
     fn end(&mut self, batch: &[Rows<'_>], passes: Passes) -> Result<Vec<RowsOut>, StageError> {
         let Passes { joined, numbers } = passes;
         let numbers = self.arrive(numbers)?;
@@ -355,7 +359,7 @@ impl<E: Engine> Decoder<E> {
             let start = index * E::ROWS_PER_PASS;
             let pass = start..(start + E::ROWS_PER_PASS).min(joined.rows.len());
             if self.last {
-                for (logits, row) in numbers.chunks_exact(self.vocab).zip(joined.wanted_of(&pass)) {
+                for (logits, row) in numbers.chunks_exact(self.vocab).zip(joined.requested_of(&pass)) {
                     let entry = joined.entries[start + row];
                     out[entry] = match batch[entry].want {
                         Want::Token(draw) => {
@@ -376,7 +380,7 @@ impl<E: Engine> Decoder<E> {
         Ok(out)
     }
 
-    /// Waits for a batch that was queued and is not asked for any more.
+    /// Waits for a queued batch and discards its results.
     fn abandon(&mut self) -> Result<(), StageError> {
         match self.queued.take() {
             None => Ok(()),

@@ -1,37 +1,37 @@
-//! Devices as people name them, and the processor as one of them; GPUs are found by the crate that drives them.
+//! Device names and the choice among devices. Describes the CPU as a device; the crate `kernels-gpu` finds GPUs.
 use std::fmt;
 use std::str::FromStr;
 
 /// A device that stages can be loaded on.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Device {
-    /// What it is and which of them.
+    /// Kind and number.
     pub id: DeviceId,
-    /// What its maker calls it.
+    /// Product name, as its driver or the kernel reports it.
     pub name: String,
-    /// Bytes of its memory.
+    /// Total memory in bytes.
     pub memory_total: u64,
-    /// Bytes not in use now.
+    /// Free memory in bytes.
     pub memory_free: u64,
-    /// The memory is the device's own, not a part of the machine's.
+    /// The device has dedicated memory; otherwise it shares the host's.
     pub own_memory: bool,
 }
 
 impl Device {
-    /// Whether a software driver (llvmpipe, lavapipe) pretends to be a GPU: slower than the processor's own kernels.
+    /// Whether the device is a software rasterizer (llvmpipe, lavapipe, SwiftShader). It is slower than the CPU kernels.
     fn is_software(&self) -> bool {
         let name = self.name.to_lowercase();
         ["llvmpipe", "lavapipe", "swiftshader"].iter().any(|software| name.contains(software))
     }
 }
 
-/// The GPUs among `devices` that stay idle when `used` computes. A card that both CUDA and Vulkan list counts once, as CUDA.
+/// The GPUs among `devices` that stay idle when `used` computes. A card listed by both CUDA and Vulkan counts once, as CUDA.
 #[must_use]
 pub fn idle_gpus<'a>(devices: &'a [Device], used: &Device) -> Vec<&'a Device> {
     let listed_by_cuda = |name: &str| devices.iter().any(|d| matches!(d.id, DeviceId::Cuda(_)) && d.name == name);
     let in_use = match used.id {
         DeviceId::Cpu | DeviceId::Cuda(_) => Some(used),
-        // Which of several equal cards a Vulkan number means is unknown: the first counts as the one in use.
+        // The Vulkan number does not identify one of several equal cards; take the first as the one in use.
         DeviceId::Vulkan(_) => devices.iter().find(|d| d.name == used.name && d.id != DeviceId::Cpu),
     };
     let idle = |d: &&Device| match d.id {
@@ -45,7 +45,7 @@ pub fn idle_gpus<'a>(devices: &'a [Device], used: &Device) -> Vec<&'a Device> {
 /// A kind of device and its number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub enum DeviceId {
-    /// The processor.
+    /// The CPU.
     Cpu,
     /// An NVIDIA GPU by its CUDA number.
     Cuda(u32),
@@ -63,27 +63,27 @@ impl fmt::Display for DeviceId {
     }
 }
 
-/// What a user asked for: `auto`, `cpu`, `cuda[:i]`, `vulkan[:i]`.
+/// The user's choice: `auto`, `cpu`, `cuda[:i]`, `vulkan[:i]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceChoice {
-    /// A real GPU if there is one, else the processor.
+    /// A hardware GPU if present, else the CPU.
     Auto,
-    /// This one.
+    /// A specific device.
     This(DeviceId),
 }
 
-/// A choice that cannot be met.
+/// Why a choice of device cannot be met.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DeviceError {
-    /// Not a device's name.
-    #[error("`{0}` is no device: say auto, cpu, cuda, cuda:1, vulkan, vulkan:1, …")]
+    /// Not a device name.
+    #[error("`{0}` is not a device name: expected auto, cpu, cuda, cuda:1, vulkan, vulkan:1, …")]
     Name(String),
-    /// There is no such device.
-    #[error("there is no {wanted} here; there are: {there}; `meshnode doctor` says what a missing one needs")]
+    /// The device does not exist on this machine.
+    #[error("device {wanted} not found; found: {there}; run `meshnode doctor` to see what a missing device needs")]
     Missing {
-        /// What was asked for.
+        /// The requested device.
         wanted: DeviceId,
-        /// What there is.
+        /// The devices found.
         there: String,
     },
 }
@@ -106,10 +106,10 @@ impl FromStr for DeviceChoice {
 }
 
 impl DeviceChoice {
-    /// The device among `devices` (the processor always among them) that meets the choice.
+    /// Picks the device among `devices` that meets the choice. `devices` must include the CPU.
     ///
     /// # Errors
-    /// None does.
+    /// [`DeviceError::Missing`] if no device meets the choice.
     pub fn pick(self, devices: &[Device]) -> Result<&Device, DeviceError> {
         let wanted = match self {
             DeviceChoice::This(id) => id,
@@ -126,7 +126,7 @@ impl DeviceChoice {
     }
 }
 
-/// The processor of this machine.
+/// The CPU of this machine, with the memory of the host.
 pub fn cpu() -> Device {
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let kib = |key: &str| {
@@ -157,10 +157,10 @@ mod tests {
     }
 
     #[test]
-    fn choices_are_read_and_met() {
+    fn choices_are_parsed_and_resolved() {
         let here = [device(DeviceId::Cpu, "x"), device(DeviceId::Vulkan(0), "llvmpipe (LLVM 15)")];
         let pick = |text: &str| text.parse::<DeviceChoice>().and_then(|c| c.pick(&here).map(|d| d.id));
-        assert_eq!(pick("auto"), Ok(DeviceId::Cpu), "a software driver is not chosen");
+        assert_eq!(pick("auto"), Ok(DeviceId::Cpu), "auto skips software rasterizers");
         assert_eq!(pick("vulkan"), Ok(DeviceId::Vulkan(0)));
         assert!(matches!(pick("cuda:1"), Err(DeviceError::Missing { .. })));
         for wrong in ["", "gpu", "cpu:0", "cuda:", "cuda:x", "auto:1", "vulkan:-1"] {
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn gpus_that_stay_idle_are_named_once_each() {
+    fn each_idle_gpu_is_listed_once() {
         let (cpu, software) = (device(DeviceId::Cpu, "x"), device(DeviceId::Vulkan(2), "llvmpipe (LLVM 15)"));
         let cuda = |number| device(DeviceId::Cuda(number), "RTX 3090");
         let (same, radeon) = (device(DeviceId::Vulkan(0), "RTX 3090"), device(DeviceId::Vulkan(1), "Radeon"));
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn the_processor_has_memory() {
+    fn the_cpu_reports_memory() {
         assert!(cpu().memory_total > 0 && cpu().memory_free <= cpu().memory_total);
     }
 }

@@ -1,4 +1,4 @@
-//! Grids on GPUs as CubeCL kernels: one source for CUDA and Vulkan. Models on GPUs are the package `kernels-gpu`.
+//! Grid kernels for GPUs, in CubeCL: one source for CUDA and Vulkan. Model kernels for GPUs are in the crate `kernels-gpu`.
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
@@ -9,14 +9,14 @@ use cubecl::server::{Handle, ServerError};
 
 pub mod grid;
 
-/// What a read gives, once the device is done with what came before it.
+/// A pending read; completes once the device has executed everything queued before it.
 pub type Coming = Pin<Box<dyn Future<Output = Result<Vec<Bytes>, ServerError>> + Send>>;
 
-/// A read that is with the device already, whenever it is awaited.
+/// Queues a read on the device immediately; the returned future only waits for it.
 pub fn submitted<R: Runtime>(client: ComputeClient<R>, handle: Handle) -> Coming {
     let mut coming: Coming = Box::pin(async move {
         let read = client.read_async(vec![handle]);
-        // The first poll ends here, before the one that may block.
+        // Stop the first poll here: the next one may block.
         let mut first = true;
         poll_fn(|_| if std::mem::take(&mut first) { Poll::Pending } else { Poll::Ready(()) }).await;
         read.await
@@ -26,19 +26,19 @@ pub fn submitted<R: Runtime>(client: ComputeClient<R>, handle: Handle) -> Coming
     coming
 }
 
-/// Units of a cube of [`copy`].
+/// Threads per block of [`copy`].
 const UNITS: u32 = 128;
 
-/// Copies `len` floats, 16 bytes a unit: what the device's memory can do at best.
+/// Copies `len` floats, 16 bytes per thread: measures the peak memory bandwidth of the device.
 ///
 /// # Panics
-/// If `len` is no multiple of 512 or more than a grid holds.
+/// If `len` is not a multiple of 512, or exceeds the largest launch grid.
 pub fn copy<R: Runtime>(client: &ComputeClient<R>, from: &Handle, to: &Handle, len: usize) {
     let units = len / 4;
-    assert!(len.is_multiple_of(4 * UNITS as usize), "{len} floats are no whole cubes");
+    assert!(len.is_multiple_of(4 * UNITS as usize), "expected a multiple of 512 floats, found {len}");
     let (across, down) = (units / UNITS as usize, 1usize);
     let (across, down) = if across > 32_768 { (32_768, across.div_ceil(32_768)) } else { (across, down) };
-    // SAFETY: the kernel tests its position against the length, which both have.
+    // SAFETY: the kernel checks its position against the length, which both buffers have.
     unsafe {
         let array = |handle: &Handle| ArrayArg::from_raw_parts(handle.clone(), len);
         copy_kernel::launch_unchecked::<R>(

@@ -1,9 +1,10 @@
-//! Simulations on a dense grid of cells: a global grid, tiles that own boxes of it, and the rules that move them.
+//! Stencil simulations on a dense grid: the global grid, the tiles that partition it, and the rules that advance its
+//! cells.
 //!
-//! A [`Grid`] says how large the world is and what happens at its faces. A [`Tile`](tile::Tile) owns a box of it, keeps a
-//! copy of its neighbours' cells around it and advances step by step; what it computes does not depend on where the cuts
-//! are, how deep the copies are or how many threads compute, to the last bit. A [`Rule`](rule::Rule) is what a cell
-//! becomes next. Next: `grid/tile.rs`, `grid/any_tile.rs`, `grid/rule.rs`, then `grid/life.rs` for the shortest rule.
+//! A [`Grid`] gives the size of the domain and its boundary conditions. A [`Tile`](tile::Tile) owns a box of the grid,
+//! keeps a halo of its neighbours' cells around it and advances step by step. Its results are bit-identical for any
+//! partition, halo depth and number of threads. A [`Rule`](rule::Rule) computes the next state of a cell. Next:
+//! `grid/tile.rs`, `grid/any_tile.rs`, `grid/rule.rs`, then `grid/life.rs` for the shortest rule.
 
 pub mod any_tile;
 pub mod bench;
@@ -30,45 +31,46 @@ pub use halo::{Link, links};
 pub use state::Look;
 use thiserror::Error;
 
-/// Cuts across x fall on multiples of this: the state hash is made of runs of so many cells.
+/// Cuts across x must be at multiples of this number of cells: the state hash is computed over runs of this length.
 pub const RUN: usize = 64;
-/// Cells along one axis, at most: offsets within a tile stay far from the ends of an `isize`.
+/// Maximum number of cells along one axis: offsets within a tile stay far from the limits of `isize`.
 pub const SIZE_MAX: usize = 1 << 24;
 
-/// The whole world: its size, and what is beyond each face.
+/// The global domain: its size and its boundary conditions.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Grid {
     /// Two or three.
     dimensions: usize,
     /// Cells along x, y and z; z is 1 in two dimensions.
     size: [usize; 3],
-    /// By axis, at the low and at the high end.
+    /// Boundary conditions, by axis; low end first.
     faces: [[Face; 2]; 3],
 }
 
-/// What is beyond a face of the grid.
+/// The boundary condition at one face of the grid.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Face {
-    /// The opposite face.
+    /// Wraps around to the opposite face.
     Periodic,
-    /// Nothing passes: dead cells, no flux, fluid at rest half a cell beyond the last one.
+    /// No flux: dead cells for Life, a mirror image for scalar rules, no slip half a cell outside the last cell for
+    /// fluids.
     Wall,
-    /// Scalar rules: cells that keep these values, one a field.
+    /// Scalar rules: ghost cells keep these values, one per field.
     Fixed([f32; rule_file::FIELDS_MAX]),
     /// Fluids: a wall that moves along itself.
     Moving {
-        /// Cells a step.
+        /// Cells per step.
         velocity: [f32; 3],
     },
-    /// Fluids: what comes in, or goes out, has this velocity half a cell beyond the last one, at the density of the outlets (1
-    /// where there is none).
+    /// Fluids: fluid enters or leaves with this velocity, imposed half a cell outside the last cell, at the density of
+    /// the outlets (1 without an outlet).
     Inlet {
-        /// Cells a step; the largest if the profile is a parabola.
+        /// Cells per step; the maximum of a parabolic profile.
         velocity: [f32; 3],
-        /// Whether the velocity falls to zero at the ends of the face like that of a channel.
+        /// Parabolic profile: the velocity falls to zero at the ends of the face, as in a channel.
         parabola: bool,
     },
-    /// Fluids: what goes out, or comes in, has this density in the last cells.
+    /// Fluids: fluid leaves or enters at this density, imposed in the last cells.
     Outlet {
         /// 1 is the density of the fluid at rest.
         density: f32,
@@ -76,7 +78,7 @@ pub enum Face {
 }
 
 impl Face {
-    /// As a job file says it.
+    /// Formats the boundary condition in job file syntax.
     pub(crate) fn written(&self, dimensions: usize) -> String {
         let list = |parts: &[f32]| parts.iter().map(f32::to_string).collect::<Vec<_>>().join(", ");
         match self {
@@ -86,7 +88,7 @@ impl Face {
                 format!("{{ fixed = {} }}", values[0])
             }
             Self::Fixed(values) => {
-                // A list of one would say the same of all fields.
+                // A list of one value would read as "the same for all fields".
                 let fields = values.iter().rposition(|value| *value != 0.0).map_or(2, |last| (last + 1).max(2));
                 format!("{{ fixed = [{}] }}", list(&values[..fields]))
             }
@@ -123,7 +125,7 @@ impl Grid {
         Ok(grid)
     }
 
-    /// A grid without faces.
+    /// A grid that is periodic along every axis.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -149,17 +151,17 @@ impl Grid {
         self.size
     }
 
-    /// What is beyond the low and the high end of an axis.
+    /// The boundary conditions at the low and the high end of an axis.
     pub fn faces(&self, axis: usize) -> [Face; 2] {
         self.faces[axis]
     }
 
-    /// All of it.
+    /// All cells of the grid.
     pub fn region(&self) -> Region {
         Region { start: [0; 3], end: self.size }
     }
 
-    /// That a rule cannot have what is beyond a face, which must be as `expected` says.
+    /// The error for a boundary condition that a rule does not support; `expected` describes the supported ones.
     pub(crate) fn bad_face(&self, rule: &'static str, axis: usize, side: usize, expected: &str) -> GridError {
         let face = self.faces[axis][side].written(self.dimensions);
         GridError::Face { rule, face, axis, side, expected: expected.into() }
@@ -169,8 +171,8 @@ impl Grid {
         self.faces[axis][0] == Face::Periodic
     }
 
-    /// Whether a rule that looks so far sees further round a periodic axis than it is long. No tile of any cut could be: a
-    /// halo is no longer than the axis either.
+    /// Fails if a periodic axis is shorter than the rule's radius. No partition could help: a halo is never wider than
+    /// the axis either.
     pub(crate) fn check_radius(&self, axis: usize, radius: usize) -> Result<(), GridError> {
         let cells = self.size[axis];
         if self.is_periodic(axis) && cells < radius {
@@ -185,88 +187,86 @@ impl Grid {
 pub struct Region {
     /// The lowest x, y and z.
     pub start: [usize; 3],
-    /// One beyond the highest.
+    /// The highest x, y and z, exclusive.
     pub end: [usize; 3],
 }
 
 impl Region {
-    /// Along x, y and z.
+    /// Cells along x, y and z.
     pub fn size(&self) -> [usize; 3] {
         std::array::from_fn(|axis| self.end[axis].saturating_sub(self.start[axis]))
     }
 
-    /// How many there are.
+    /// Number of cells.
     pub fn cells(&self) -> usize {
         self.size().iter().product()
     }
 
-    /// Whether all cells of `other` are in it.
+    /// Whether `other` lies within this region.
     pub fn contains(&self, other: &Self) -> bool {
         (0..3).all(|axis| self.start[axis] <= other.start[axis] && other.end[axis] <= self.end[axis])
     }
 }
 
-/// What is wrong with a grid, a tile or what one is given.
+/// Errors of grids and tiles and of their inputs.
 #[derive(Clone, Debug, Error, PartialEq)]
 #[allow(missing_docs)]
 pub enum GridError {
-    #[error("a grid has two or three axes and two faces for each, not {sizes} sizes and faces for {faces} axes")]
+    #[error("a grid has two or three axes and two faces per axis: found {sizes} sizes and faces for {faces} axes")]
     Axes { sizes: usize, faces: usize },
-    #[error("{size} cells along {axis}: 1 to {SIZE_MAX} are possible")]
+    #[error("{size} cells along {axis}: expected 1 to {SIZE_MAX}")]
     Size { axis: char, size: usize },
-    #[error("one face of {axis} is periodic and the other is not: both or neither")]
+    #[error("one face of {axis} is periodic and the other is not: make both periodic or neither")]
     HalfPeriodic { axis: char },
-    #[error("the tile {tile:?} is empty or reaches beyond the grid of {grid:?}")]
+    #[error("the tile {tile:?} is empty or extends outside the grid of {grid:?}")]
     Outside { tile: Region, grid: [usize; 3] },
-    #[error("a cut at x = {x}: cuts across x fall on multiples of {RUN}")]
+    #[error("a cut at x = {x}: cuts across x must be at multiples of {RUN}")]
     Cut { x: usize },
-    #[error("the halo is 0 steps deep: at least 1 is needed")]
+    #[error("halo depth 0: expected at least 1 step")]
     NoHalo,
     #[error(
-        "a halo of {depth} steps is {halo} cells deep, but there are only {cells} beside the tile along {axis}: use \
-         fewer steps"
+        "a halo depth of {depth} steps needs {halo} cells, but only {cells} are beside the tile along {axis}: reduce \
+         the depth"
     )]
     Deep { depth: usize, halo: usize, cells: usize, axis: char },
     #[error(
-        "the rule looks {radius} cells far, but {axis} is periodic and has {cells} only: make it {radius} cells long, or put \
-         walls there"
+        "the rule looks {radius} cells far, but {axis} is periodic and has {cells} only: make it at least {radius} \
+         cells long, or put walls there"
     )]
     Thin { radius: usize, cells: usize, axis: char },
     #[error("{rule} cannot have {face} at {}_{}: expected {expected}", AXES[*.axis], ["low", "high"][*.side])]
     Face { rule: &'static str, face: String, axis: usize, side: usize, expected: String },
     #[error("{rule}: {what}")]
     Parameter { rule: &'static str, what: String },
-    #[error("{steps} steps are wanted, but the halo lasts for {left}: exchange it first")]
+    #[error("{steps} steps are requested, but the halo is valid for {left}: exchange halos first")]
     Stale { steps: usize, left: usize },
-    #[error("only the last step before an exchange is made in two parts; {left} are left")]
+    #[error("only the last pass before a halo exchange is split, boundary strips first; {left} steps are left")]
     Parts { left: usize },
-    #[error("the strips of this step are made and its interior is not: call interior")]
+    #[error("the boundary strips of this step are computed and its interior is not: call interior")]
     Half,
-    #[error("the link {link:?} cannot be: {what}")]
+    #[error("invalid link {link:?}: {what}")]
     Link { link: Link, what: &'static str },
-    #[error("nobody is said to own {cells} of the {halo} cells around the tile: all neighbours are needed at once")]
+    #[error("no link covers {cells} of the {halo} halo cells: pass all neighbours in one call")]
     Uncovered { cells: usize, halo: usize },
-    #[error("link {link} is none: the tile has {links}")]
+    #[error("no link {link}: the tile has {links}")]
     NoLink { link: usize, links: usize },
-    #[error("the strip of link {link} has {found} bytes, {expected} are needed: same rule, depth and cut?")]
+    #[error("the halo strip of link {link} has {found} bytes, expected {expected}: same rule, halo depth and cuts?")]
     Strip { link: usize, expected: usize, found: usize },
     #[error("the region {region:?} is empty or not within the tile {tile:?}")]
     Region { region: Region, tile: Region },
-    #[error("the saved cells have {found} bytes, {expected} are needed: another rule, or cut short?")]
+    #[error("the saved cells have {found} bytes, expected {expected}: saved by another rule, or truncated?")]
     Saved { expected: usize, found: usize },
-    #[error("field {field} is wanted, the rule has {fields}")]
+    #[error("no field {field}: the rule has {fields}")]
     Field { field: usize, fields: usize },
-    #[error("the rule has no fluid that could push anything: only d2q9 and d3q19 know forces")]
+    #[error("the rule is no fluid: only d2q9 and d3q19 compute forces")]
     NoForce,
-    #[error("no memory for {bytes} bytes")]
+    #[error("cannot allocate {bytes} bytes")]
     Memory { bytes: usize },
-    #[error(
-        "the tile needs {needed} bytes of the device's memory, {free} are free: use a smaller tile or another device"
-    )]
+    #[error("the tile needs {needed} bytes of device memory, {free} are free: use a smaller tile or another device")]
     DeviceMemory { needed: usize, free: usize },
-    #[error("a buffer of {bytes} bytes is needed, the device allows {most}: cut the grid into more tiles")]
+    #[error("the tile needs a buffer of {bytes} bytes, the device allows {most}: cut the grid into more tiles")]
     Buffer { bytes: usize, most: usize },
-    #[error("the device failed, its tile is lost and must be restored elsewhere: {what}")]
+    #[error("the device failed; its tile is lost and must be restored on another device: {what}")]
     Device { what: String },
     #[error("pattern, line {line}: {what}")]
     Pattern { line: usize, what: String },

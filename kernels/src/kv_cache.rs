@@ -1,17 +1,17 @@
-//! Keys and values of several sequences, addressed by position.
+//! Paged KV cache of several sequences, addressed by position.
 //!
-//! Writing a position again is harmless, and writing at one forgets those behind it: replay, cancellation and
-//! speculation need nothing else. Memory comes in pages of [`PAGE`] positions and follows use. Cells are f32 or f16, as
-//! [`Activations::cache_cell_bytes`] says.
+//! Writing a position again is harmless, and reserving up to a position discards all later ones: replay, cancellation and
+//! speculative decoding need nothing else. Memory is allocated in pages of [`PAGE`] positions as sequences grow. Cells are f32
+//! or f16 ([`Activations::cache_cell_bytes`]).
 use std::collections::BTreeMap;
 
 use crate::cpu::simd::{Kernel, Simd};
 use crate::stage::{Activations, SequenceId};
 
-/// Positions in a page: two vectors of keys, small enough to waste little.
+/// Positions per page: two vectors of keys; small, so little is wasted.
 pub(crate) const PAGE: usize = 32;
 
-/// Keys and values of a stage's layers.
+/// Keys and values of a stage's layers, for all open sequences.
 pub(crate) struct KvCache {
     shape: Shape,
     sequences: BTreeMap<SequenceId, Vec<Page>>,
@@ -32,7 +32,7 @@ struct Page(Vec<Aligned>);
 #[repr(C, align(64))]
 struct Aligned([u8; 64]);
 
-/// Bytes that one position takes in one layer, all heads; memory comes for [`PAGE`] positions at a time.
+/// Bytes per position and layer, all heads. Memory is allocated for [`PAGE`] positions at a time.
 pub(crate) fn position_bytes(kv_heads: usize, head_dim: usize, activations: Activations) -> usize {
     let shape = Shape { layers: 1, kv_heads, head_dim, cell_bytes: activations.cache_cell_bytes() };
     shape.page_bytes() / PAGE
@@ -51,7 +51,7 @@ impl Shape {
         PAGE * self.head_dim * self.cell_bytes
     }
 
-    /// Of one head: a multiple of 64, as 32 cells are.
+    /// Bytes of one head in a page: a multiple of 64, because 32 cells are.
     fn head_bytes(&self) -> usize {
         self.keys_bytes() + PAGE * self.value_row_bytes()
     }
@@ -75,25 +75,25 @@ impl KvCache {
         self.sequences.remove(&sequence);
     }
 
-    /// Makes room for the first `positions` of a sequence and forgets those behind.
+    /// Allocates pages for the first `positions` of a sequence and discards later ones.
     pub(crate) fn reserve(&mut self, sequence: SequenceId, positions: usize) {
         let lines = self.shape.page_bytes().div_ceil(64);
         let pages = self.sequences.entry(sequence).or_default();
         pages.resize_with(positions.div_ceil(PAGE), || Page(vec![Aligned([0; 64]); lines]));
     }
 
-    /// Bytes of all pages.
+    /// Allocated bytes.
     pub(crate) fn bytes(&self) -> usize {
         let pages: usize = self.sequences.values().map(Vec::len).sum();
         pages * self.shape.page_bytes().next_multiple_of(64)
     }
 
-    /// Pages of a sequence for reading; `None` if it is not known.
+    /// Pages of a sequence for reading; `None` if the sequence is unknown.
     pub(crate) fn view(&self, sequence: SequenceId) -> Option<SequencePages<'_>> {
         self.sequences.get(&sequence).map(|pages| SequencePages { shape: self.shape, pages })
     }
 
-    /// Pages of a sequence for writing by several threads.
+    /// Pages of a sequence for concurrent writes.
     pub(crate) fn writer(&mut self, sequence: SequenceId) -> Option<Writer> {
         let shape = self.shape;
         self.sequences
@@ -129,7 +129,7 @@ impl HeadPages<'_> {
         self.pages.shape.half()
     }
 
-    /// Positions there is room for.
+    /// Allocated positions.
     pub(crate) fn positions(&self) -> usize {
         self.pages.pages.len() * PAGE
     }
@@ -148,19 +148,19 @@ impl HeadPages<'_> {
     }
 }
 
-/// Writes positions of one sequence; distinct positions may be written at the same time.
+/// Writes positions of one sequence; distinct positions may be written concurrently.
 pub(crate) struct Writer {
     shape: Shape,
     pages: Vec<*mut u8>,
 }
 
-// SAFETY: `StoreRow` asks that no two threads write the same place; distinct positions are distinct memory.
+// SAFETY: `StoreRow` requires that no two threads write the same position; distinct positions are distinct memory.
 unsafe impl Sync for Writer {}
 // SAFETY: as above.
 unsafe impl Send for Writer {}
 
 impl Writer {
-    /// Where a position of one layer goes.
+    /// Address of a position in one layer.
     pub(crate) fn place(&self, layer: usize, position: usize) -> Place {
         let shape = self.shape;
         assert!(layer < shape.layers, "a layer of the cache");
@@ -182,8 +182,8 @@ pub(crate) struct Place {
     values: *mut u8,
 }
 
-/// Writes keys and values of all heads (`kv_heads · head_dim` each) to their place. Further contract of `run`: the cache
-/// is alive, and nobody else reads or writes the place now.
+/// Stores the keys and values of all heads (`kv_heads · head_dim` each) of one position. Further contract of `run`: the cache
+/// is alive, and no other thread reads or writes the position.
 pub(crate) struct StoreRow<'a> {
     pub(crate) keys: &'a [f32],
     pub(crate) values: &'a [f32],
@@ -195,7 +195,7 @@ impl Kernel for StoreRow<'_> {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: the contract above; the machine has `S`.
+        // SAFETY: the contract above; the CPU supports `S`.
         unsafe { if self.place.shape.half() { self.cells::<S, Half>() } else { self.cells::<S, f32>() } }
     }
 }
@@ -225,15 +225,15 @@ impl StoreRow<'_> {
     }
 }
 
-/// How a key or value is kept.
+/// Storage format of a key or value.
 pub(crate) trait Cell {
-    /// Bytes of one.
+    /// Bytes per cell.
     const BYTES: usize;
     /// # Safety
-    /// The machine has `S`; 16 cells lie at `from`.
+    /// The CPU supports `S`; 16 cells lie at `from`.
     unsafe fn load<S: Simd>(from: *const u8) -> S::F;
     /// # Safety
-    /// The machine has `S`; 16 cells lie at `to`.
+    /// The CPU supports `S`; 16 cells lie at `to`.
     unsafe fn store<S: Simd>(numbers: S::F, to: *mut u8);
 }
 
@@ -273,7 +273,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_follows_use() {
+    fn pages_are_allocated_and_freed_with_positions() {
         let mut cache = KvCache::new(2, 3, 64, Activations::Int8);
         let page = 2 * 3 * (32 * 64 * 2) * 2;
         assert_eq!(page, 2 * 32 * position_bytes(3, 64, Activations::Int8));
@@ -284,7 +284,7 @@ mod tests {
         assert_eq!(cache.bytes(), 2 * page);
         cache.reserve(9, 70);
         assert_eq!(cache.bytes(), 5 * page);
-        cache.reserve(9, 15); // later ones are forgotten
+        cache.reserve(9, 15); // discards later positions
         assert_eq!(cache.bytes(), 3 * page);
         cache.release(5);
         cache.release(5);

@@ -1,6 +1,6 @@
-//! Tensors on a device: weights as stored, the model read top to bottom, and a stage of it as one object.
+//! Inference and stencil kernels: quantised weights, transformer decoding, grid simulation, and the devices they run on.
 //!
-//! `stage` is what the rest of the program sees. Next: `stage.rs`, then `model.rs` for how a CPU computes one.
+//! The rest of the program loads a model as a `stage`. Next: `stage.rs`, then `model.rs` for the CPU engine.
 
 pub mod device;
 pub mod stage;

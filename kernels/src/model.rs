@@ -1,4 +1,4 @@
-//! Models on the CPU: a range of layers loaded from a file, run pass by pass as their recipe says.
+//! The CPU engine: loads a range of layers from a model file and runs forward passes by their recipe.
 //!
 //! Next: `model/load.rs`, then `cpu/engine.rs`.
 use std::sync::Arc;
@@ -18,39 +18,39 @@ pub(crate) mod load;
 
 use load::{Head, LayerWeights, Loader, Matrix};
 
-/// Loads layers of a model for this machine's CPU. All that they need becomes tiles and vectors in memory: nothing is read from
-/// the file afterwards.
+/// Loads layers of a model for this machine's CPU. All weights are copied into memory as tiles and vectors; the file is not
+/// read afterwards.
 ///
 /// # Errors
-/// Options that make no sense, a tensor that is not there or holds numbers that are not finite, a file that was written or cut
-/// since it was opened, no threads or no memory.
+/// Invalid options, a tensor that is missing or holds a non-finite number, a file that was modified or truncated since it was
+/// opened, no threads or no memory.
 pub fn load_cpu_stage(file: Arc<ModelFile>, options: StageOptions) -> Result<Box<dyn Stage>, StageError> {
     Ok(Box::new(CpuEngine::load(file, options, Isa::detect())?))
 }
 
-/// As [`load_cpu_stage`], on the plainest instruction set: the reference that devices are checked with.
+/// As [`load_cpu_stage`] with the portable instruction set: the reference that devices are checked against.
 ///
 /// # Errors
-/// See there.
+/// As [`load_cpu_stage`].
 pub fn load_plain_stage(file: Arc<ModelFile>, options: StageOptions) -> Result<Box<dyn Stage>, StageError> {
     Ok(Box::new(CpuEngine::load(file, options, Isa::Portable)?))
 }
 
-/// A stage on the processor.
+/// A stage on the CPU.
 pub(crate) type CpuStage = Decoder<CpuEngine>;
 
-/// Layers in the processor's memory.
+/// Weights and caches of a range of layers in host memory.
 pub(crate) struct CpuEngine {
     options: StageOptions,
     width: usize,
     recipe: Recipe,
-    /// The embedding, where layer 0 is here and the output matrix is not the same one.
+    /// The embedding table; `None` if layer 0 is not in the range or the output matrix is tied to it.
     embedding: Option<Matrix>,
     layers: Vec<LayerWeights>,
     head: Option<Head>,
     engine: Engine,
     weight_bytes: u64,
-    /// A model that is computed with stays open: its lock is held, and the cache of a node keeps it.
+    /// Keeps the model file open: its lock is held, and the node's model cache keeps the file.
     _file: Arc<ModelFile>,
 }
 
@@ -62,7 +62,7 @@ impl CpuEngine {
         let recipe = Recipe::of(config);
         let no_threads = |e| StageError::Device(format!("{} compute threads: {e}", options.threads));
         let engine = engine(&file, &recipe, &options, isa)?;
-        // Of its own, and gone with the load: a node computes meanwhile.
+        // A pool of its own, dropped after loading: the node's compute threads may be busy.
         let mut pool = Pool::new(options.threads).map_err(no_threads)?;
         let mut loader = Loader { file: &file, pool: &mut pool, bytes: 0 };
         let range = options.layers.clone();
@@ -70,14 +70,14 @@ impl CpuEngine {
         let embedding = (first && !(last && config.tied)).then(|| loader.matrix(EMBEDDING)).transpose()?;
         let layers = range.clone().map(|layer| loader.layer(&recipe.layers[layer], layer)).collect::<Result<_, _>>()?;
         let head = last.then(|| loader.head(config)).transpose()?;
-        file.check_unchanged()?; // so it was what the header said while it was read
+        file.check_unchanged()?; // the bytes read match the header
         let (weight_bytes, width) = (loader.bytes, config.width);
         let (stage_options, _file) = (options.clone(), Arc::clone(&file));
         let engine = Self { options, width, recipe, embedding, layers, head, engine, weight_bytes, _file };
         Ok(Decoder::new(config, &stage_options, engine))
     }
 
-    /// Weights that decoding one token reads, beside a row of the embedding.
+    /// Bytes of weights read to decode one token, not counting its embedding row.
     pub(crate) fn bytes_per_token(&self) -> u64 {
         self.weight_bytes - self.embedding.as_ref().map_or(0, |matrix| matrix.tiles().bytes().len() as u64)
     }
@@ -86,8 +86,8 @@ impl CpuEngine {
 impl decoder::Engine for CpuEngine {
     const ROWS_PER_PASS: usize = 128;
 
-    fn reserve(&mut self, wanted: &[(SequenceId, usize)]) -> Result<(), StageError> {
-        wanted.iter().for_each(|(sequence, positions)| self.engine.cache.reserve(*sequence, *positions));
+    fn reserve(&mut self, requested: &[(SequenceId, usize)]) -> Result<(), StageError> {
+        requested.iter().for_each(|(sequence, positions)| self.engine.cache.reserve(*sequence, *positions));
         Ok(())
     }
 
@@ -100,7 +100,7 @@ impl decoder::Engine for CpuEngine {
         threads: &mut Threads,
         rows: &[RowAt],
         input: PassInput<'_>,
-        wanted: &[usize],
+        requested: &[usize],
     ) -> Result<Option<Vec<f32>>, StageError> {
         let pool = threads.pool();
         let Self { options, recipe, embedding, layers, head, engine, width, .. } = self;
@@ -120,8 +120,8 @@ impl decoder::Engine for CpuEngine {
         engine.settle();
         Ok(Some(match head {
             None => engine.hidden.clone(),
-            Some(_) if wanted.is_empty() => Vec::new(),
-            Some(head) => engine.logits(pool, wanted, &head.norm, head.matrix.tiles(), recipe.logit_cap),
+            Some(_) if requested.is_empty() => Vec::new(),
+            Some(head) => engine.logits(pool, requested, &head.norm, head.matrix.tiles(), recipe.logit_cap),
         }))
     }
 
@@ -134,7 +134,7 @@ impl decoder::Engine for CpuEngine {
     }
 }
 
-/// The embedding of a token, which is one of the vocabulary.
+/// Writes the embedding of a token. The token must be in the vocabulary.
 fn embed(table: Tiles<'_>, recipe: &Recipe, token: u32, row: &mut [f32]) {
     table.write_row(token as usize, row);
     if let Some(scale) = recipe.embed_scale {

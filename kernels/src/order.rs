@@ -1,35 +1,36 @@
-//! The order of every floating-point operation of a model, in plain Rust: all kernels must equal these functions bit for bit.
+//! The reference order of every floating-point operation of a model, in plain Rust. All kernels must match these functions bit
+//! for bit.
 //!
-//! A result depends on values and on their places in a row, never on who computes it: not on the number of rows, threads, lanes
-//! or devices. Four rules give that:
+//! A result depends on values and their places in a row, never on the number of rows, threads, lanes or devices that compute
+//! it. Four rules guarantee that:
 //!
 //! - An inner product over [`BLOCK`] columns of integers is exact.
-//! - A row of K columns is cut into [`CHUNKS`] chunks of whole [`GROUP`]s ([`chunk`]). Within a chunk one chain of fused
-//!   multiply-adds runs over the columns in order; then the chunk sums are added in order. So a chunk can be computed by
-//!   any lane, thread block or rank.
-//! - Sums of squares run over [`LANES`] partial sums per chunk, which a butterfly adds up ([`tree`]).
+//! - A row of K columns is split into [`CHUNKS`] chunks of whole [`GROUP`]s ([`chunk`]). Within a chunk, one chain of fused
+//!   multiply-adds runs over the columns in order; then the chunk sums are added in order. So any lane, thread block or rank
+//!   can compute a chunk.
+//! - Sums of squares use [`LANES`] partial sums per chunk, which a butterfly reduces ([`tree`]).
 //! - Attention runs over blocks of [`POSITIONS`] positions, counted from position 0; the blocks are combined in order.
 //!
-//! A number that is not finite makes whatever is computed from it not finite, through integers and exponentials too: it reaches
-//! the logits, and the sampler refuses them. How it spreads need not be the same everywhere.
+//! A non-finite number makes everything computed from it non-finite, through integers and exponentials too: it reaches the
+//! logits, and the sampler rejects them. How it spreads may differ between devices.
 //!
-//! Nothing is asked of a device but IEEE addition, multiplication and fused multiply-add in f32, rounded to nearest even:
-//! division, roots and exponentials are built of these here. No expression has the form `a * b + c`, which some compilers fuse.
+//! A device must provide only IEEE addition, multiplication and fused multiply-add in f32, rounded to nearest even. Division,
+//! roots and exponentials are built from these here. No expression has the form `a * b + c`, which some compilers fuse.
 //! Next: `tile.rs`.
 use std::ops::Range;
 
-/// Columns of one exact integer sum, with one activation scale.
+/// Columns per exact integer sum; one activation scale each.
 pub const BLOCK: usize = 32;
-/// Columns of a weight tile: chunks are whole groups.
+/// Columns of a weight tile. Chunks consist of whole groups.
 pub const GROUP: usize = 64;
-/// Parts of a row whose sums are added in order.
+/// Chunks per row; their sums are added in order.
 pub const CHUNKS: usize = 8;
-/// Partial sums of a sum of squares, and of the weights of an attention block.
+/// Lanes (partial sums) for a sum of squares and for the weights of an attention block.
 pub const LANES: usize = 32;
-/// Positions of an attention block.
+/// Positions per attention block.
 pub const POSITIONS: usize = 128;
 
-/// Columns of chunk `index` of a row of `cols`. Chunks are disjoint, in order and together the row; some of a short row are empty.
+/// Columns of chunk `index` of a row of `cols`. The chunks partition the row in order; some chunks of a short row are empty.
 #[must_use]
 pub fn chunk(cols: usize, index: usize) -> Range<usize> {
     let groups = cols.div_ceil(GROUP);
@@ -37,19 +38,19 @@ pub fn chunk(cols: usize, index: usize) -> Range<usize> {
     bound(index)..bound(index + 1)
 }
 
-/// Activations as integers: in blocks of 32, each with the scale largest magnitude / 127.
+/// Activations quantised to 8 bits in blocks of 32. The scale of a block is its largest magnitude / 127.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Quantised {
     /// One per column, within ±127. Columns are padded with zeros to whole groups.
     pub codes: Vec<i8>,
-    /// One per block; NaN if a number of the block is not finite.
+    /// One per block; NaN if the block contains a non-finite number.
     pub scales: Vec<f32>,
 }
 
-/// Magnitudes up to this are zero as integers: the reciprocal of a smaller one would overflow.
+/// Largest magnitude that is quantised to zero: the reciprocal of a smaller one would overflow.
 pub const SMALLEST: f32 = 1e-30;
 
-/// Rounds a row of activations to integers, to nearest even.
+/// Quantises a row of activations, rounding to nearest even.
 #[must_use]
 pub fn quantise(row: &[f32]) -> Quantised {
     let padded = row.len().next_multiple_of(GROUP);
@@ -69,18 +70,18 @@ pub fn quantise(row: &[f32]) -> Quantised {
     quantised
 }
 
-/// Weights of one row in one block: `scale · (code - offset) + minimum`, the scale being one for each 16 columns.
+/// One block of a row of weights: `scale · (code - offset) + minimum`, with one scale per 16 columns.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct WeightBlock {
     /// Unsigned codes.
     pub codes: [u8; BLOCK],
-    /// What is subtracted from a code.
+    /// Subtracted from each code.
     pub offset: i32,
     /// Scales of the first and the second half.
     pub scales: [f32; 2],
-    /// Whether the halves have scales of their own, and so a term each.
+    /// Whether the halves have different scales, and so contribute one term each.
     pub split: bool,
-    /// What is added; `None` where the format has none.
+    /// Added to each weight; `None` if the format has no minimum.
     pub minimum: Option<f32>,
 }
 
@@ -93,7 +94,7 @@ impl WeightBlock {
     }
 }
 
-/// Inner product of a row of weights with a row of activations as integers. Blocks beyond `cols` are not read.
+/// Inner product of a row of weights with a row of quantised activations. Blocks at or after `cols` are not read.
 #[must_use]
 pub fn dot(weights: &[WeightBlock], x: &Quantised, cols: usize) -> f32 {
     in_chunks(cols, |columns| {
@@ -117,18 +118,18 @@ fn block_dot(w: &WeightBlock, codes: &[i8], scale: f32, sum: f32) -> f32 {
     w.minimum.map_or(sum, |minimum| minimum.mul_add(scale * total as f32, sum))
 }
 
-/// Inner product of f32 weights with activations as they are: one chain per chunk.
+/// Inner product of f32 weights with f32 activations: one chain per chunk.
 #[must_use]
 pub fn dot_f32(weights: &[f32], x: &[f32]) -> f32 {
     in_chunks(x.len(), |columns| columns.fold(0.0, |sum, i| weights[i].mul_add(x[i], sum)))
 }
 
-/// The sums of all chunks, added in order; those without columns are zero.
+/// Adds the sums of all chunks in order; the sum of an empty chunk is zero.
 fn in_chunks(cols: usize, sum_of: impl Fn(Range<usize>) -> f32) -> f32 {
     (0..CHUNKS).fold(0.0, |sum, index| sum + sum_of(chunk(cols, index)))
 }
 
-/// The sum of the squares of a row: in each chunk column i belongs to lane i mod [`LANES`].
+/// Sum of squares of a row. Within a chunk, column i belongs to lane i mod [`LANES`].
 #[must_use]
 pub fn square_sum(row: &[f32]) -> f32 {
     in_chunks(row.len(), |columns| {
@@ -138,7 +139,7 @@ pub fn square_sum(row: &[f32]) -> f32 {
     })
 }
 
-/// Lanes added as (i, i + 16), (i, i + 8), … (i, i + 1).
+/// Butterfly reduction: adds lanes (i, i + 16), (i, i + 8), … (i, i + 1).
 #[must_use]
 pub fn tree(mut lanes: [f32; LANES]) -> f32 {
     let mut apart = LANES / 2;
@@ -158,13 +159,13 @@ pub fn rms_norm(row: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
     row.iter().zip(weight).map(|(x, w)| x * factor * w).collect()
 }
 
-/// What RMSNorm multiplies a row of `cols` by.
+/// The factor of RMSNorm for a row of `cols`: 1 / rms.
 #[must_use]
 pub fn rms_factor(square_sum: f32, cols: usize, eps: f32) -> f32 {
     inverse_sqrt(square_sum.mul_add(1.0 / cols as f32, eps))
 }
 
-/// What a gated feed-forward applies to its gate.
+/// Activation function of a gated feed-forward block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Activation {
     /// x · sigmoid(x)
@@ -173,7 +174,7 @@ pub enum Activation {
     Gelu,
 }
 
-/// √(2/π) · 2 and the same · 0.044715: of GELU's tanh form (Hendrycks and Gimpel, arXiv 1606.08415).
+/// Constants of GELU's tanh form: 2 √(2/π), and that times 0.044715 (Hendrycks and Gimpel, arXiv 1606.08415).
 pub const GELU: [f32; 2] = [1.595_769_2, 0.071_354_814];
 
 impl Activation {
@@ -200,17 +201,17 @@ pub fn soft_cap(x: f32, cap: f32) -> f32 {
     sigmoid(x * (2.0 / cap)).mul_add(2.0 * cap, -cap)
 }
 
-/// A rotary pair turned by an angle.
+/// Rotates a RoPE pair by an angle.
 #[must_use]
 pub fn rotate(a: f32, b: f32, cos: f32, sin: f32) -> (f32, f32) {
     (a.mul_add(cos, -(b * sin)), a.mul_add(sin, b * cos))
 }
 
-/// Attention of one query over the positions `seen`: keys and values are rows as the cache holds them, indexed by position.
+/// Attention of one query over the positions `seen`. Keys and values are cache rows, indexed by position.
 ///
-/// In each block of [`POSITIONS`]: scores are chains over the dimensions; their weights e^(score - largest of the block) are
-/// summed by lane (position mod [`LANES`]) and [`tree`]; values are chains over the positions. The blocks are then combined in
-/// order by e^(largest - largest of all).
+/// In each block of [`POSITIONS`]: scores are chains over the dimensions; their weights e^(score - block maximum) are summed by
+/// lane (position mod [`LANES`]) and [`tree`]; values are chains over the positions. The blocks are then combined in order by
+/// e^(block maximum - overall maximum).
 #[must_use]
 pub fn attend(query: &[f32], keys: &[&[f32]], values: &[&[f32]], seen: Range<usize>, cap: Option<f32>) -> Vec<f32> {
     let blocks: Vec<AttendedBlock> = (seen.start / POSITIONS..seen.end.div_ceil(POSITIONS))
@@ -230,7 +231,7 @@ pub fn attend(query: &[f32], keys: &[&[f32]], values: &[&[f32]], seen: Range<usi
     out.iter().map(|out| out * inverse).collect()
 }
 
-/// One block of positions: the largest score, the sum of weights, the weighted sum of values.
+/// One attended block: the largest score, the sum of weights, the weighted sum of values.
 struct AttendedBlock {
     largest: f32,
     sum: f32,
@@ -269,7 +270,8 @@ pub fn reciprocal(x: f32) -> f32 {
     y
 }
 
-/// The pattern of 1 / x is about this minus the pattern of x: relative error at most 0.125 (Blinn, "Floating-Point Tricks", 1997).
+/// The bit pattern of 1 / x is about this minus the bit pattern of x: relative error at most 0.125 (Blinn, "Floating-Point
+/// Tricks", 1997).
 pub const RECIPROCAL_GUESS: u32 = 0x7ef3_11c7;
 
 /// 1 / √x for normal positive x, within two units in the last place: four Newton steps.
@@ -283,10 +285,10 @@ pub fn inverse_sqrt(x: f32) -> f32 {
     y
 }
 
-/// The pattern of 1 / √x is about this minus half the pattern of x (Lomont, "Fast Inverse Square Root", 2003).
+/// The bit pattern of 1 / √x is about this minus half that of x (Lomont, "Fast Inverse Square Root", 2003).
 pub const INVERSE_SQRT_GUESS: u32 = 0x5f37_5a86;
 
-/// e^x, relative error below 2e-7 for x in ±[`EXP_MAX`], clamped beyond, NaN of NaN: x = n ln 2 + r, and a polynomial of r
+/// e^x, relative error below 2e-7 for x in ±[`EXP_MAX`], clamped outside; NaN for NaN. x = n ln 2 + r, and a polynomial in r
 /// (coefficients of Cephes `expf`).
 #[must_use]
 pub fn exp(x: f32) -> f32 {
@@ -299,13 +301,13 @@ pub fn exp(x: f32) -> f32 {
     p * f32::from_bits((t.to_bits() << 23).wrapping_add(1.0f32.to_bits()))
 }
 
-/// So that e^x and its reciprocal are normal numbers with room for Newton steps: a device may treat smaller ones as zero.
+/// Keeps e^x and its reciprocal normal with room for the Newton steps: a device may flush subnormals to zero.
 pub const EXP_MAX: f32 = 86.0;
 /// Adding this to a number of small magnitude leaves its nearest integer in the low bits of the pattern.
 pub const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23
-/// Minus ln 2: its first bits (0.693359375), and the rest.
+/// Minus ln 2, split into its leading bits (0.693359375) and the remainder.
 pub const LN_2: [f32; 2] = [-0.693_359_4, 2.121_944_4e-4];
-/// From the highest power down.
+/// Polynomial coefficients of e^r, from the highest power down.
 pub const EXP: [f32; 8] = [1.987_569_2e-4, 1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5, 1.0, 1.0];
 
 #[cfg(test)]

@@ -1,12 +1,12 @@
-//! Compute threads that stay: they spin for a moment between pieces of work, then park.
+//! Fork-join thread pool with work stealing, whose idle workers spin briefly before they park.
 //!
-//! Work is a number of units and a closure that does any range of them; which worker does a range must not matter to the
-//! result. Each worker begins with a share of its own and takes parts of it from the front, smaller ones as less is left;
-//! who has done his own takes from the back of the others'. So a thread that the system runs late, or slowly because
-//! somebody else needs the core, holds nobody up for longer than the part it has in hand, and one that does not come at
-//! all is not waited for. If it does hold the others up, because it lost its core with a part in hand, it is left out for
-//! a while; and so is one worker more whenever the caller himself is denied a core, because then there are more threads
-//! than cores for them. The caller is worker 0, and with one worker there is no synchronisation at all.
+//! A round of work is a number of units and a closure over ranges of them; the result must not depend on which worker
+//! runs a range. Each worker starts with its own share and takes parts from the front, smaller ones as less is left,
+//! then steals from the back of other shares. A worker that the OS runs late or slowly delays a round by at most the
+//! part it has in hand, and one that never runs is not waited for. A worker that does delay a round, because it was
+//! descheduled with a part in hand, is benched for a while. If the caller itself is starved of CPU there are more
+//! threads than free cores, and one more worker is benched. The caller is worker 0; with one worker there is no
+//! synchronisation.
 use std::any::Any;
 use std::cell::UnsafeCell;
 use std::ops::Range;
@@ -16,49 +16,50 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
-/// Longer waits park: a spinning thread steals time from the network's threads and from other stages on the machine.
+/// Maximum spin before parking: a spinning thread takes CPU time from network threads and other stages on the machine.
 const SPIN: Duration = Duration::from_micros(50);
-/// Looks at the clock once in so many turns of a spin.
-const TURNS_PER_LOOK: u32 = 64;
-/// A worker takes this fraction of what is left of a share: few takings, yet small parts towards the end.
+/// Spin iterations per clock read.
+const SPINS_PER_CLOCK_READ: u32 = 64;
+/// A worker takes 1 / `FRACTION` of what is left of a share: few atomic operations, yet small parts towards the end.
 const FRACTION: u32 = 4;
-/// Who is waited for longer than this, and longer than twice what the caller had to do himself, has lost his core: the last
-/// parts of a round are smaller.
+/// A worker that is waited for longer than this, and longer than twice the caller's own share took, was descheduled:
+/// the last parts of a round are shorter.
 const LATE: Duration = Duration::from_micros(200);
-/// He is left out for so many times what he was waited for: trying again costs a ninth at most.
+/// A descheduled worker is benched for this multiple of the wait, so retrying costs at most 1/9 of the time.
 const REST: u32 = 8;
-/// But not longer than this.
+/// Maximum time on the bench after a wait.
 const REST_MAX: Duration = Duration::from_millis(200);
-/// How often the system is asked whether the caller had a core when he wanted one: often enough to matter, and long enough
-/// for threads that were woken on one core to be spread over all.
+/// Interval between checks whether the caller is starved of CPU: often enough to react, and long enough for the OS to
+/// spread threads woken on one core over all cores.
 const WATCH: Duration = Duration::from_millis(50);
-/// He had not if he waited for more than this fraction of the time.
+/// The caller is starved if it was runnable without a core for more than 1 / `DENIED` of the interval.
 const DENIED: u32 = 4;
-/// How long one helper less is tried then: doubled, up to the longer, each time that trying with all ends like this.
+/// Initial and maximum time that one more helper is benched if the caller is starved. Doubles each time the caller is
+/// starved again, and resets after an interval without starvation and with all helpers.
 const FEWER: [Duration; 2] = [Duration::from_millis(200), Duration::from_millis(3200)];
 
-/// Threads that run closures together.
+/// A pool of worker threads, owned by the caller.
 pub(crate) struct Pool {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
-    /// When those that are left out may come back; `None`: there are none.
+    /// When benched workers return; `None`: no worker is benched.
     rest_ends: Option<Instant>,
-    /// When the system was last asked, and what it said (see [`denied`]).
+    /// Time of the last starvation check, and the value of [`denied`] then.
     watched: (Instant, Duration),
-    /// How long one helper less is tried next time.
+    /// How long a helper is benched at the next starvation.
     fewer: Duration,
 }
 
 struct Shared {
-    /// Changes with each piece of work: what idle workers look at.
+    /// Changes with each round; idle workers poll it.
     round: Padded<AtomicUsize>,
-    /// Grains (the smallest ranges of units) that are not done. Zero: no round is open.
+    /// Unfinished grains (the smallest ranges of units). Zero: no round is open.
     pending: Padded<AtomicUsize>,
-    /// The caller first.
+    /// Worker 0 is the caller.
     workers: Vec<Padded<Worker>>,
     task: UnsafeCell<Option<Task>>,
     stop: AtomicBool,
-    /// Who to wake when nothing is pending; set before he says that he sleeps.
+    /// The thread to unpark when nothing is pending; set before it sets `sleeping`.
     caller: Mutex<Option<Thread>>,
     /// The first panic of a worker's closure in this round.
     panic: Mutex<Option<Box<dyn Any + Send>>>,
@@ -66,17 +67,17 @@ struct Shared {
 
 #[derive(Default)]
 struct Worker {
-    /// What is left of his share. Taking some keeps the round open until it is subtracted from `pending`.
+    /// The rest of its share. A taken part keeps the round open until it is subtracted from `pending`.
     share: Share,
-    /// Is parked, or about to be.
+    /// Parked, or about to park.
     sleeping: AtomicBool,
-    /// Has parts in hand.
+    /// Has a part in hand.
     busy: AtomicBool,
-    /// Is left out. Written by the caller only.
+    /// Benched. Written by the caller only.
     resting: AtomicBool,
 }
 
-/// A closure on all workers; the pointer is valid while its round is open.
+/// The closure of a round; the pointer is valid while the round is open.
 #[derive(Clone, Copy)]
 struct Task {
     run: Run<'static>,
@@ -86,22 +87,22 @@ struct Task {
 
 type Run<'a> = *const (dyn Fn(usize, Range<usize>) + Sync + 'a);
 
-/// On its own pair of cache lines, so that a write to one does not disturb readers of the next.
+/// A value on its own pair of cache lines, to prevent false sharing.
 #[repr(align(128))]
 #[derive(Default)]
 struct Padded<T>(T);
 
-// SAFETY: `task` is written by the caller only while no round is open, and read only by who has taken grains of an open
-// round: shares are filled (release) after the task is written, and taken from (acquire) before it is read.
+// SAFETY: `task` is written by the caller only while no round is open, and read only by workers that took grains of an
+// open round: shares are filled (release) after the task is written, and taken from (acquire) before it is read.
 unsafe impl Sync for Shared {}
 // SAFETY: as above; the task is only a pointer to something `Sync`.
 unsafe impl Send for Shared {}
 
 impl Pool {
-    /// `workers` (at least 1) including the caller.
+    /// A pool of `workers` (at least 1) including the caller.
     ///
     /// # Errors
-    /// The operating system refuses a thread.
+    /// The operating system cannot start a thread.
     pub(crate) fn new(workers: usize) -> std::io::Result<Self> {
         let workers = workers.max(1);
         let shared = Arc::new(Shared {
@@ -128,16 +129,16 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Workers including the caller.
+    /// Number of workers including the caller.
     pub(crate) fn workers(&self) -> usize {
         self.threads.len() + 1
     }
 
-    /// Calls `task(worker, range)` on all workers at the same time until each of `units` was in one range, and returns when
-    /// all calls have. Ranges begin at multiples of `grain`; calls with one worker's number follow one another.
+    /// Runs `task(worker, range)` on all workers in parallel, with disjoint ranges that cover `units`, and returns when
+    /// all calls have returned. Ranges begin at multiples of `grain`; calls with the same worker number do not overlap.
     ///
     /// # Panics
-    /// If the task does, on any worker; all other ranges are done nevertheless.
+    /// If the task panics on any worker; all other ranges still run.
     pub(crate) fn run(&mut self, units: usize, grain: usize, task: &(dyn Fn(usize, Range<usize>) + Sync)) {
         let grains = units.div_ceil(grain);
         if grains > 1 && !self.threads.is_empty() {
@@ -154,13 +155,13 @@ impl Pool {
         }
     }
 
-    /// Everybody beside the caller who is not left out, with his number.
+    /// The workers that are neither the caller nor benched, with their numbers.
     fn helpers(&self) -> impl Iterator<Item = (usize, &Worker)> {
         let all = self.shared.workers.iter().map(|worker| &worker.0).enumerate();
         all.skip(1).filter(|(_, worker)| !worker.resting.load(Ordering::Relaxed))
     }
 
-    /// One piece of work by the caller and the first `helpers`.
+    /// Runs one round on the caller and the first `helpers` helpers.
     fn round(
         &mut self,
         helpers: usize,
@@ -170,8 +171,8 @@ impl Pool {
         task: &(dyn Fn(usize, Range<usize>) + Sync),
     ) {
         let Shared { round, pending, workers, .. } = &*self.shared;
-        // SAFETY: no round is open, so nobody reads this; the lifetime is erased only until the end of this function, which
-        // does not return or unwind before all that was taken is done.
+        // SAFETY: no round is open, so no worker reads this; the lifetime is erased only until the end of this
+        // function, which does not return or unwind before all taken parts are done.
         unsafe {
             let run = std::mem::transmute::<Run<'_>, Run<'static>>(task);
             *self.shared.task.get() = Some(Task { run, units, grain });
@@ -210,7 +211,7 @@ impl Pool {
         }
     }
 
-    /// Leaves out one helper more if the caller is denied a core.
+    /// Benches one more helper if the caller is starved of CPU.
     fn watch(&mut self, now: Instant) {
         let (before, denied_before) = self.watched;
         if now - before < WATCH {
@@ -242,7 +243,7 @@ impl Drop for Pool {
         self.shared.stop.store(true, Ordering::SeqCst);
         for thread in self.threads.drain(..) {
             thread.thread().unpark();
-            // A worker only ends by `stop`; its closures' panics are caught.
+            // A worker ends only on `stop`; panics of closures are caught.
             let _ = thread.join();
         }
     }
@@ -264,19 +265,19 @@ impl Shared {
             if stopped() {
                 return;
             }
-            // Rounds that went by meanwhile needed nobody.
+            // Rounds missed in the meantime completed without this worker.
             seen = self.round.0.load(Ordering::SeqCst);
             self.work(number);
         }
     }
 
-    /// Does what there is to take, then says so.
+    /// Runs parts until none is left to take, then subtracts them from `pending`.
     fn work(&self, number: usize) {
         let worker = &self.workers[number].0;
         let mut done = 0;
         while let Some(part) = self.take(number) {
             worker.busy.store(true, Ordering::Relaxed);
-            // SAFETY: part of a round is in hand, which is open until the subtraction below; so the task is there.
+            // SAFETY: the part in hand keeps its round open until the subtraction below, so the task is set and valid.
             let result = unsafe {
                 let Task { run, units, grain } = (*self.task.get()).expect("a round has a task");
                 let range = part.start as usize * grain..units.min(part.end as usize * grain);
@@ -288,7 +289,7 @@ impl Shared {
             done += part.len();
         }
         worker.busy.store(false, Ordering::Relaxed);
-        // All that is in hand is of one round: the next cannot open before this.
+        // All parts in `done` belong to one round: the next cannot open before this subtraction.
         if done > 0
             && self.pending.0.fetch_sub(done, Ordering::SeqCst) == done
             && self.workers[0].0.sleeping.load(Ordering::SeqCst)
@@ -298,7 +299,7 @@ impl Shared {
         }
     }
 
-    /// The next part for a worker: of its own share, else of the nearest that has something left.
+    /// The next part for a worker: from its own share, else stolen from the next share that is not empty.
     fn take(&self, number: usize) -> Option<Range<u32>> {
         let mut others = (number + 1..number + self.workers.len()).map(|other| other % self.workers.len());
         let own = self.workers[number].0.share.take(End::Front);
@@ -306,10 +307,10 @@ impl Shared {
     }
 }
 
-/// A range of grains from which several take: `start` in the upper half of the word, `end` in the lower.
+/// A range of grains that several workers take from: `start` in the upper half of the word, `end` in the lower.
 ///
-/// That a word may come back in a later round is harmless: whoever takes a part owns it by the word that he replaced,
-/// whatever he saw before.
+/// ABA is harmless: a successful compare-exchange owns the part encoded in the word it replaced, whatever was read
+/// before.
 #[derive(Default)]
 struct Share(AtomicU64);
 
@@ -348,17 +349,17 @@ fn pack(grains: &Range<u32>) -> u64 {
     u64::from(grains.start) << 32 | u64::from(grains.end)
 }
 
-/// For how long this thread was ready to run and got no core, since it began; zero where the system does not say.
+/// Total time this thread was runnable without a core (run-queue delay); zero if the system does not report it.
 fn denied() -> Duration {
     let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
     Duration::from_nanos(text.split_whitespace().nth(1).and_then(|ns| ns.parse().ok()).unwrap_or(0))
 }
 
-/// Whether `ready` came true within [`SPIN`].
+/// Spins until `ready`, for at most [`SPIN`]; returns whether it became ready.
 fn spin(ready: impl Fn() -> bool) -> bool {
     let mut began: Option<Instant> = None;
     loop {
-        for _ in 0..TURNS_PER_LOOK {
+        for _ in 0..SPINS_PER_CLOCK_READ {
             if ready() {
                 return true;
             }
@@ -370,7 +371,7 @@ fn spin(ready: impl Fn() -> bool) -> bool {
     }
 }
 
-/// Parks until `ready`. Whoever makes it ready looks at `sleeps` afterwards and unparks.
+/// Parks until `ready`. The thread that makes it ready must check `sleeps` afterwards and unpark.
 fn sleep(sleeps: &AtomicBool, ready: impl Fn() -> bool) {
     sleeps.store(true, Ordering::SeqCst);
     while !ready() {
@@ -379,7 +380,7 @@ fn sleep(sleeps: &AtomicBool, ready: impl Fn() -> bool) {
     sleeps.store(false, Ordering::SeqCst);
 }
 
-/// No lock here is held while anything can panic.
+/// Locks, ignoring poison: no lock here is held while code can panic.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -388,7 +389,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 mod tests {
     use super::*;
 
-    /// How often each unit was done.
+    /// How often each unit ran.
     fn counts(pool: &mut Pool, units: usize, grain: usize) -> Vec<usize> {
         let counts: Vec<_> = (0..units).map(|_| AtomicUsize::new(0)).collect();
         pool.run(units, grain, &|_, range| {
@@ -399,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn every_unit_is_done_once() {
+    fn every_unit_runs_once() {
         for workers in 1..9 {
             let mut pool = Pool::new(workers).unwrap();
             for units in [0, 1, 15, 16, 17, 100, 1536, 49152] {
@@ -411,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn rounds_follow_one_another_also_after_parking() {
+    fn rounds_work_after_workers_parked() {
         for workers in 1..5 {
             let mut pool = Pool::new(workers).unwrap();
             for round in 0..2000 {
@@ -424,13 +425,13 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_is_held_up_leaves_its_share_to_the_others() {
+    fn the_share_of_a_delayed_worker_is_stolen() {
         let mut pool = Pool::new(3).unwrap();
         for _ in 0..50 {
             let done = AtomicUsize::new(0);
             pool.run(300, 1, &|_, range| {
                 if range.contains(&150) {
-                    // Nobody comes to help with this part, and everything else is done by others meanwhile.
+                    // This part cannot be stolen; other workers run everything else in the meantime.
                     while done.load(Ordering::SeqCst) + range.len() < 300 {
                         std::thread::yield_now();
                     }
@@ -441,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn one_workers_calls_do_not_overlap() {
+    fn calls_of_one_worker_do_not_overlap() {
         let mut pool = Pool::new(4).unwrap();
         let busy: Vec<_> = (0..4).map(|_| AtomicBool::new(false)).collect();
         for _ in 0..500 {
@@ -453,7 +454,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_reaches_the_caller_and_the_pool_goes_on() {
+    fn a_panic_reaches_the_caller_and_the_pool_stays_usable() {
         let mut pool = Pool::new(3).unwrap();
         for guilty in 0..30 {
             let run = || pool.run(30, 1, &|_, range| assert!(!range.contains(&guilty), "unit {guilty}"));

@@ -1,10 +1,10 @@
-//! How weights are stored: blocks of quantised numbers as ggml lays them out, and what they mean.
+//! Weight storage formats: ggml's quantised block formats and their dequantisation.
 //!
-//! [`QuantType::dequantize_f64`] is the exact meaning of every format and the reference for each kernel; the f32 form is
-//! that value rounded once, which is what ggml's own scalar code gives.
+//! [`QuantType::dequantize_f64`] defines the exact value of every format and is the reference for each kernel; the f32 form is
+//! that value rounded once, which equals ggml's scalar code.
 use half::{bf16, f16};
 
-/// A storage format of a tensor's rows. A row is a whole number of blocks.
+/// A storage format of tensor rows. A row is a whole number of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum QuantType {
     /// IEEE single, little-endian.
@@ -13,25 +13,25 @@ pub enum QuantType {
     F16,
     /// The upper half of an IEEE single.
     Bf16,
-    /// 32 weights: f16 scale, 4 bit each, minus 8.
+    /// 32 weights: f16 scale, 4 bits each, minus 8.
     Q4_0,
-    /// 32 weights: f16 scale, f16 minimum, 4 bit each.
+    /// 32 weights: f16 scale, f16 minimum, 4 bits each.
     Q4_1,
-    /// 32 weights: f16 scale, 5 bit each (the fifth bits apart), minus 16.
+    /// 32 weights: f16 scale, 5 bits each (fifth bits stored separately), minus 16.
     Q5_0,
-    /// 32 weights: f16 scale, f16 minimum, 5 bit each (the fifth bits apart).
+    /// 32 weights: f16 scale, f16 minimum, 5 bits each (fifth bits stored separately).
     Q5_1,
     /// 32 weights: f16 scale, signed bytes.
     Q8_0,
-    /// 256 weights: 8 groups of 32 with 6-bit scales and minima, 4 bit each.
+    /// 256 weights: 8 groups of 32 with 6-bit scales and minima, 4 bits each.
     Q4K,
-    /// 256 weights: as `Q4K` with a fifth bit apart.
+    /// 256 weights: as `Q4K` with a fifth bit stored separately.
     Q5K,
-    /// 256 weights: 16 groups of 16 with 8-bit scales, 6 bit each, minus 32.
+    /// 256 weights: 16 groups of 16 with 8-bit scales, 6 bits each, minus 32.
     Q6K,
 }
 
-/// Every format, for tests that go through all of them.
+/// All formats; tests iterate over them.
 pub const QUANT_TYPES: [QuantType; 11] = [
     QuantType::F32,
     QuantType::F16,
@@ -46,19 +46,19 @@ pub const QUANT_TYPES: [QuantType; 11] = [
     QuantType::Q6K,
 ];
 
-/// Weights in a block of the 32-wide formats.
+/// Weights per block of the 32-wide formats.
 pub const BLOCK: usize = 32;
-/// Weights in a block of the K formats.
+/// Weights per super-block of the K formats.
 pub const SUPER_BLOCK: usize = 256;
 
 impl QuantType {
-    /// The format of a ggml type number, `None` for one that is not computed here.
+    /// The format of a ggml type number; `None` if unsupported.
     #[must_use]
     pub fn from_ggml(id: u32) -> Option<Self> {
         QUANT_TYPES.into_iter().find(|q| q.ggml_id() == id)
     }
 
-    /// Its number in GGUF.
+    /// The ggml type number in GGUF.
     #[must_use]
     pub fn ggml_id(self) -> u32 {
         match self {
@@ -76,7 +76,7 @@ impl QuantType {
         }
     }
 
-    /// Its usual name.
+    /// The ggml name.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -94,7 +94,7 @@ impl QuantType {
         }
     }
 
-    /// Weights in a block.
+    /// Weights per block.
     #[must_use]
     pub fn block_len(self) -> usize {
         match self {
@@ -104,7 +104,7 @@ impl QuantType {
         }
     }
 
-    /// Bytes of a block.
+    /// Bytes per block.
     #[must_use]
     pub fn block_bytes(self) -> usize {
         match self {
@@ -121,7 +121,7 @@ impl QuantType {
         }
     }
 
-    /// Bytes of a row of `cols` weights; `None` when `cols` is no whole number of blocks (or overflows).
+    /// Bytes of a row of `cols` weights; `None` if `cols` is not a multiple of the block length, or on overflow.
     #[must_use]
     pub fn row_bytes(self, cols: usize) -> Option<usize> {
         if !cols.is_multiple_of(self.block_len()) {
@@ -130,15 +130,15 @@ impl QuantType {
         (cols / self.block_len()).checked_mul(self.block_bytes())
     }
 
-    /// The exact weights of whole blocks.
+    /// Dequantises whole blocks exactly.
     ///
     /// # Panics
-    /// If `bytes` is not whole blocks or `out` not their number of weights: shapes are checked when a file is opened.
+    /// If `bytes` is not whole blocks or `out` has not one element per weight. Shapes are checked when a file is opened.
     pub fn dequantize_f64(self, bytes: &[u8], out: &mut [f64]) {
         self.each(bytes, out);
     }
 
-    /// The weights of whole blocks, rounded once to f32.
+    /// Dequantises whole blocks, rounding once to f32.
     ///
     /// # Panics
     /// As [`Self::dequantize_f64`].
@@ -148,7 +148,7 @@ impl QuantType {
 
     fn each<R: Real>(self, bytes: &[u8], out: &mut [R]) {
         let (block_bytes, block_len) = (self.block_bytes(), self.block_len());
-        assert!(bytes.len().is_multiple_of(block_bytes), "{} bytes are no whole {} blocks", bytes.len(), self.name());
+        assert!(bytes.len().is_multiple_of(block_bytes), "{} bytes are not whole {} blocks", bytes.len(), self.name());
         assert_eq!(
             bytes.len() / block_bytes * block_len,
             out.len(),
@@ -174,7 +174,7 @@ impl QuantType {
     }
 }
 
-/// What a weight is written as. Every format's exact value fits f64; f32 is its one rounding.
+/// Output type of a weight. The exact value of every format fits in f64; conversion to f32 rounds once.
 trait Real: Copy {
     fn new(exact: f64) -> Self;
 }
@@ -195,8 +195,8 @@ fn half_at(block: &[u8], at: usize) -> f64 {
     f16::from_le_bytes([block[at], block[at + 1]]).to_f64()
 }
 
-/// 16 bytes: weight `j` is the low nibble of byte `j`, weight `16 + j` its high nibble; bit `i` of the four bytes of `fifth`
-/// is the fifth bit of weight `i`.
+/// 16 bytes of nibbles: weight `j` is the low nibble of byte `j`, weight `16 + j` its high nibble; bit `i` of the four bytes of
+/// `fifth` is the fifth bit of weight `i`.
 fn q4<R: Real>(scale: f64, minimum: f64, fifth: &[u8], nibbles: &[u8], out: &mut [R]) {
     let mut put = |i: usize, nibble: u8| {
         let code = nibble | (fifth[i / 8] >> (i % 8) & 1) << 4;
@@ -215,8 +215,8 @@ fn q8_0<R: Real>(block: &[u8], out: &mut [R]) {
     }
 }
 
-/// The 6-bit (scale, minimum) of group `j` of 8, packed in 12 bytes: the first four groups plainly, the upper two bits
-/// of whose bytes complete the other four.
+/// The 6-bit (scale, minimum) of group `j` of 8, packed in 12 bytes. Groups 0 to 3 are stored directly; the upper two bits of
+/// their bytes complete groups 4 to 7.
 #[must_use]
 pub fn k_scale_min(packed: &[u8], j: usize) -> (u8, u8) {
     if j < 4 {
@@ -241,8 +241,8 @@ fn q45_k<R: Real>(block: &[u8], fifth: Option<&[u8]>, nibbles: &[u8], out: &mut 
     }
 }
 
-/// Two halves of 128; within a half, quarter `k` of 32 takes its low 4 bits from byte `32 (k % 2) + l` (upper nibble
-/// for k ≥ 2) and its high 2 bits from bits 2k of byte `l` of the half's 32 high bytes.
+/// Two halves of 128. Within a half, quarter `k` of 32 takes its low 4 bits from byte `32 (k % 2) + l` (upper nibble for k ≥ 2)
+/// and its high 2 bits from bits 2k of byte `l` of the half's 32 high bytes.
 fn q6_k<R: Real>(block: &[u8], out: &mut [R]) {
     let (low, high, scales, scale) = (&block[..128], &block[128..192], &block[192..208], half_at(block, 208));
     for (i, out) in out.iter_mut().enumerate() {
@@ -255,11 +255,11 @@ fn q6_k<R: Real>(block: &[u8], out: &mut [R]) {
     }
 }
 
-/// Stores rows in one of the formats that have a quantiser here: F32, F16, BF16, Q8_0, Q4_0, Q4_1 (the rounding of
-/// ggml's reference quantisers). `None` for the others, whose files come from elsewhere.
+/// Quantises rows with the rounding of ggml's reference quantisers: F32, F16, BF16, Q8_0, Q4_0, Q4_1. `None` for the other
+/// formats, which are only read.
 ///
 /// # Panics
-/// If `weights` is no whole number of blocks.
+/// If `weights` is not a whole number of blocks.
 #[must_use]
 pub fn quantize(kind: QuantType, weights: &[f32]) -> Option<Vec<u8>> {
     let bytes = kind.row_bytes(weights.len()).expect("a whole number of blocks");
@@ -296,17 +296,17 @@ fn quantize_q4(block: &[f32], scale: f32, minimum: Option<f32>, out: &mut Vec<u8
     let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
     out.extend(f16::from_f32(scale).to_le_bytes());
     out.extend(minimum.map(|m| f16::from_f32(m).to_le_bytes()).into_iter().flatten());
-    // Without a minimum the code 8 stands for zero.
+    // Without a minimum, code 8 represents zero.
     let code = |w: f32| ((minimum.map_or(w * inverse + 8.0, |m| (w - m) * inverse) + 0.5) as u8).min(15);
     out.extend((0..16).map(|j| code(block[j]) | code(block[16 + j]) << 4));
 }
 
-/// Random valid blocks of any format whose weights stay near `-1 ..= 1`: what kernels are tested and measured on.
+/// Random valid blocks of any format with weights near `-1 ..= 1`, for tests and benchmarks of kernels.
 #[must_use]
 pub fn random_blocks(kind: QuantType, blocks: usize, seed: u64) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
-        // xorshift64*: quality is irrelevant, reproducibility on every platform is not.
+        // xorshift64*: the quality is irrelevant, but the numbers must be the same on every platform.
         state ^= state >> 12;
         state ^= state << 25;
         state ^= state >> 27;
@@ -315,7 +315,7 @@ pub fn random_blocks(kind: QuantType, blocks: usize, seed: u64) -> Vec<u8> {
     let mut out = vec![0u8; blocks * kind.block_bytes()];
     for block in out.chunks_exact_mut(kind.block_bytes()) {
         block.fill_with(|| next() as u8);
-        // A half in (0.5 ..= 1) × size, so that no weight is infinite or NaN.
+        // An f16 in (0.5 ..= 1) × size, so that no weight is infinite or NaN.
         let mut unit = |size: f32| f16::from_f32(size * (0.5 + next() as f32 / 2f32.powi(33))).to_le_bytes();
         match kind {
             QuantType::F32 => block.copy_from_slice(&f16::from_le_bytes(unit(1.0)).to_f32().to_le_bytes()),
@@ -341,7 +341,7 @@ pub fn random_blocks(kind: QuantType, blocks: usize, seed: u64) -> Vec<u8> {
             }
             QuantType::Q6K => block[208..210].copy_from_slice(&unit(1.0 / 128.0 / 32.0)),
         }
-        // Signs of the plain formats come last: their blocks are one number.
+        // Signs of the unquantised formats are set last: such a block is a single number.
         if matches!(kind, QuantType::F32 | QuantType::F16 | QuantType::Bf16) && next() % 2 == 1 {
             *block.last_mut().expect("a block has bytes") ^= 0x80;
         }

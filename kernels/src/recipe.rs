@@ -1,16 +1,16 @@
-//! What a decoder computes, as data: one recipe for each layer, which every engine reads.
+//! What a decoder computes, as data: one recipe per layer, which every engine reads.
 //!
-//! A layer is a pre-normed attention and a pre-normed gated feed-forward, each added to the residual stream; what differs between
-//! families of models is said here and nowhere else. Next: `model.rs` for the processor's engine.
+//! A layer is a pre-norm attention block and a pre-norm gated feed-forward block, each added to the residual stream. All
+//! differences between model families are expressed here. Next: `model.rs` for the CPU engine.
 use crate::order::Activation;
 use crate::weights::{Architecture, ModelConfig, Rope};
 
 /// A whole model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Recipe {
-    /// What embedding rows are multiplied by; `None`: they are taken as they are.
+    /// Factor for embedding rows; `None`: not scaled.
     pub embed_scale: Option<f32>,
-    /// First to last.
+    /// In order, from layer 0.
     pub layers: Vec<LayerRecipe>,
     /// Soft cap of the logits ([`crate::order::soft_cap`]).
     pub logit_cap: Option<f32>,
@@ -23,25 +23,25 @@ pub struct LayerRecipe {
     pub head_norms: bool,
     /// Biases on query, key and value.
     pub biases: bool,
-    /// A bias on what attention gives.
+    /// A bias on the attention output projection.
     pub output_bias: bool,
-    /// RMSNorm of what attention and feed-forward give, before it is added to the stream (`post_attention_norm`,
+    /// RMSNorm of the attention and feed-forward outputs, before the residual addition (`post_attention_norm`,
     /// `post_ffw_norm`).
     pub norms_after: bool,
-    /// Positions that a row sees, its own included; `None`: all up to its own.
+    /// Sliding window: positions that a row attends to, its own included. `None`: all positions up to its own.
     pub window: Option<usize>,
-    /// How queries and keys are turned. All layers of a model turn the same elements.
+    /// Rotary embedding of queries and keys. All layers of a model rotate the same elements.
     pub rope: Rope,
-    /// What queries are multiplied by after rotation.
+    /// Factor for queries after rotation.
     pub scale: f32,
-    /// Soft cap of the scores.
+    /// Soft cap of the attention scores.
     pub score_cap: Option<f32>,
-    /// What the gate of the feed-forward goes through.
+    /// Activation of the feed-forward gate.
     pub activation: Activation,
 }
 
 impl Recipe {
-    /// The recipe of a model.
+    /// Derives the recipe of a model from its configuration.
     #[must_use]
     pub fn of(config: &ModelConfig) -> Self {
         let gemma = config.architecture == Architecture::Gemma3;

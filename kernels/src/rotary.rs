@@ -1,11 +1,11 @@
-//! Cosines and sines of the rotary embedding, the same bits on every machine: no libm is asked.
+//! Cosines and sines of the rotary embedding (RoPE), bit-identical on every machine because libm is not used.
 use std::ops::Range;
 
 use crate::recipe::Recipe;
 use crate::stage::StageError;
 use crate::weights::{ModelFile, Rope, RotaryFrequencies};
 
-/// The tables of a stage's layers, one for each way of turning.
+/// The tables of a stage's layers, one per distinct rotary embedding.
 #[derive(Debug)]
 pub struct RotaryTables {
     tables: Vec<RotaryTable>,
@@ -14,10 +14,10 @@ pub struct RotaryTables {
 }
 
 impl RotaryTables {
-    /// The tables that some layers of a model need.
+    /// Builds the tables that a range of layers needs.
     ///
     /// # Errors
-    /// Frequencies that the file gives make no sense.
+    /// Invalid frequencies in the file.
     pub fn of(file: &ModelFile, recipe: &Recipe, layers: Range<usize>) -> Result<Self, StageError> {
         let mut known: Vec<&Rope> = Vec::new();
         let mut tables = Self { tables: Vec::new(), layers: Vec::new() };
@@ -32,17 +32,17 @@ impl RotaryTables {
         Ok(tables)
     }
 
-    /// Makes the positions below `positions` known.
+    /// Extends all tables to cover the positions below `positions`.
     pub fn grow(&mut self, positions: usize) {
         self.tables.iter_mut().for_each(|table| table.grow(positions));
     }
 
-    /// Each table.
+    /// The distinct tables.
     pub fn all(&self) -> &[RotaryTable] {
         &self.tables
     }
 
-    /// Which of [`Self::all`] the stage's `layer`-th layer turns by.
+    /// Index into [`Self::all`] for the stage's `layer`-th layer.
     #[must_use]
     pub fn table_of(&self, layer: usize) -> usize {
         self.layers[layer]
@@ -55,7 +55,7 @@ impl RotaryTables {
     }
 }
 
-/// Angles of all positions up to the highest that was needed.
+/// Cosines and sines of all positions up to the highest one needed so far.
 #[derive(Debug)]
 pub struct RotaryTable {
     frequencies: RotaryFrequencies,
@@ -64,14 +64,14 @@ pub struct RotaryTable {
     sin: Vec<f32>,
 }
 
-/// Positions are added in steps of this, so that memory follows use.
+/// Positions are added in multiples of this, so that memory follows use.
 const STEP: usize = 64;
 
 impl RotaryTable {
-    /// The table of one way of turning.
+    /// Builds the table of one rotary embedding.
     ///
     /// # Errors
-    /// Frequencies that the file gives make no sense.
+    /// Invalid frequencies in the file.
     fn of(file: &ModelFile, rope: &Rope) -> Result<Self, StageError> {
         let frequencies = file.rotary_frequencies(rope);
         frequencies.map(Self::new).map_err(|e| StageError::Input(format!("the weights cannot be used: {e}")))
@@ -81,7 +81,7 @@ impl RotaryTable {
         Self { frequencies, cos: Vec::new(), sin: Vec::new() }
     }
 
-    /// Makes the positions below `positions` known.
+    /// Extends the table to cover the positions below `positions`.
     fn grow(&mut self, positions: usize) {
         let pairs = self.frequencies.inverse.len();
         let known = self.cos.len() / pairs.max(1);
@@ -97,14 +97,14 @@ impl RotaryTable {
         }
     }
 
-    /// Cosines and sines of a known position.
+    /// Cosines and sines of a position that the table covers.
     #[must_use]
     pub fn at(&self, position: usize) -> (&[f32], &[f32]) {
         let pairs = self.frequencies.inverse.len();
         (&self.cos[position * pairs..][..pairs], &self.sin[position * pairs..][..pairs])
     }
 
-    /// Rotary pairs of a head.
+    /// Rotary pairs per head.
     #[must_use]
     pub fn pairs(&self) -> usize {
         self.frequencies.inverse.len()

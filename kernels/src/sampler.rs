@@ -1,40 +1,39 @@
-//! From logits to a token: the same one on every machine that has the same logits.
+//! The sampler: draws a token from logits, deterministically. Equal logits give equal tokens on every machine.
 //!
-//! Randomness is a function of (seed, position), so that a stage that takes over mid-request draws what its predecessor
-//! would have drawn. Weights are integers (`sampler/order.rs`), so that sums are exact: equal logits give equal tokens on every
-//! processor and any number of threads.
+//! Random numbers are a function of (seed, position), so a stage that takes over mid-request draws the same tokens as its
+//! predecessor. Weights are integers (`sampler/order.rs`), so sums are exact on every CPU and at any thread count.
 use order::{Candidate, Measure, Order, Scale, Scratch, Survey};
 
 use crate::cpu::Isa;
 
 pub mod order;
 
-/// Names the weights and the order of tokens. Samplers of another id may choose other tokens from the same logits.
+/// Numerics id of the weights and the token order. Samplers with another id may draw other tokens from the same logits.
 pub const NUMERICS: &str = "sampler-2";
 
-/// How to choose among tokens.
+/// Sampling parameters of a request.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SamplerSettings {
-    /// 0 takes the most likely token; larger flattens. At most 100.
+    /// 0 is greedy; higher values flatten the distribution. At most 100.
     pub temperature: f32,
-    /// The smallest set of most likely tokens with at least this probability; 1 keeps all.
+    /// Nucleus sampling: keeps the smallest set of most likely tokens with at least this probability; 1 keeps all.
     pub top_p: f32,
-    /// The number of most likely tokens to keep; 0 keeps all.
+    /// Keeps this number of most likely tokens; 0 keeps all.
     pub top_k: u32,
-    /// Keeps tokens at least this share as likely as the most likely one; 0 keeps all.
+    /// Keeps tokens whose probability is at least this fraction of the highest one; 0 keeps all.
     pub min_p: f32,
-    /// Divides positive and multiplies negative logits of tokens in the history; 1 does nothing.
+    /// Divides positive and multiplies negative logits of tokens in the history; 1 has no effect.
     pub repetition_penalty: f32,
-    /// Subtracted from the logits of tokens that were generated; 0 does nothing. -2 to 2.
+    /// Subtracted from the logits of tokens generated so far; 0 has no effect. -2 to 2.
     pub presence_penalty: f32,
-    /// Subtracted as often as the token was generated; 0 does nothing. -2 to 2.
+    /// Subtracted once per occurrence among the generated tokens; 0 has no effect. -2 to 2.
     pub frequency_penalty: f32,
     /// Key of the random numbers.
     pub seed: u64,
 }
 
 impl SamplerSettings {
-    /// The most likely token, always.
+    /// Greedy decoding: always the most likely token.
     #[must_use]
     pub fn greedy() -> Self {
         Self {
@@ -49,16 +48,16 @@ impl SamplerSettings {
         }
     }
 
-    /// Whether the tokens so far change what is drawn.
+    /// Whether the token history affects the draw.
     #[must_use]
     pub fn looks_back(&self) -> bool {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
 
-    /// Whether every field is in its range.
+    /// Checks that every field is in its range.
     ///
     /// # Errors
-    /// [`SampleError::Setting`] names the first that is not.
+    /// [`SampleError::Setting`] with the first field out of range.
     pub fn check(&self) -> Result<(), SampleError> {
         let checks = [
             ("temperature", self.temperature, 0.0..=100.0),
@@ -77,34 +76,34 @@ impl SamplerSettings {
     }
 }
 
-/// What changes logits before a token is drawn, beside the settings.
+/// Per-request changes to the logits, applied before a token is drawn.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Changes<'a> {
-    /// Prompt and tokens so far; may be empty where the settings do not look back.
+    /// Prompt and generated tokens; may be empty if the settings do not look back.
     pub history: &'a [u32],
-    /// How many tokens of the history are the prompt's. The others were generated.
+    /// Number of prompt tokens in the history. The remaining tokens were generated.
     pub prompt: usize,
-    /// Tokens, and what is added to their logits, in millionths.
+    /// Tokens, each with the bias of its logit in millionths.
     pub bias: &'a [(u32, i32)],
 }
 
 impl Changes<'_> {
-    /// Whether logits are drawn from as they are.
+    /// Whether the logits stay unchanged.
     #[must_use]
     pub fn none(&self, settings: &SamplerSettings) -> bool {
         self.bias.is_empty() && (self.history.is_empty() || !settings.looks_back())
     }
 }
 
-/// Chooses tokens. Holds only scratch memory: what it returns depends on its arguments alone.
+/// Draws tokens. Holds only scratch memory: the result depends on the arguments alone.
 #[derive(Debug)]
 pub struct Sampler {
     scratch: Scratch,
-    /// Logits with their changes.
+    /// Logits after bias and penalties.
     changed: Vec<f32>,
-    /// Tokens of the history by id, each with 1 where it was generated.
+    /// Tokens of the history sorted by id, each with 1 if it was generated.
     seen: Vec<(u32, u32)>,
-    /// The most likely tokens by id, where `top_k` cuts.
+    /// Logits of the top-k tokens, by id, if `top_k` applies.
     kept: Vec<f32>,
     kept_ids: Vec<u32>,
 }
@@ -116,7 +115,7 @@ impl Default for Sampler {
 }
 
 impl Sampler {
-    /// A sampler.
+    /// Creates a sampler for this machine's instruction set.
     #[must_use]
     pub fn new() -> Self {
         Self::on(Isa::detect())
@@ -132,11 +131,11 @@ impl Sampler {
         }
     }
 
-    /// The token at `position`. Filters apply in the order bias, penalties, temperature, top-k, top-p, min-p; of equally likely tokens the lowest id comes first. A token less than 2^-44 as
-    /// likely as the most likely one is never drawn.
+    /// Draws the token at `position`. Order of application: bias, penalties, temperature, top-k, top-p, min-p. Among equally
+    /// likely tokens the lowest id comes first. A token less than 2^-44 as likely as the most likely one is never drawn.
     ///
     /// # Errors
-    /// No logits or more than 2^20, a NaN or +∞ among them, none finite, or a setting out of range.
+    /// No logits or more than 2^20, a logit of NaN or +∞, no finite logit, or a setting out of range.
     pub fn sample(
         &mut self,
         logits: &[f32],
@@ -160,7 +159,7 @@ impl Sampler {
         let cut = k != 0 && k < logits.len();
         let mut extremes = seen.extremes;
         if cut {
-            // Buckets at temperature 1: at a low one, all but a few tokens would share the last.
+            // Use temperature 1 for these buckets: at a low temperature nearly all tokens would share the last bucket.
             let spread = Scale::new(extremes.1, 1.0);
             let mut order = Order::new(logits, extremes, spread, Measure::Count, &mut self.scratch);
             let (last, _) = order.find(k as u64 - 1);
@@ -196,7 +195,7 @@ fn check(logits: &[f32], scratch: &Scratch) -> Result<Survey, SampleError> {
     Ok(seen)
 }
 
-/// The logits with bias and penalties; those that are not finite stay. Tokens outside the vocabulary are none.
+/// Applies bias and penalties. Non-finite logits stay; token ids outside the vocabulary are ignored.
 fn change(
     logits: &[f32],
     settings: &SamplerSettings,
@@ -231,7 +230,7 @@ fn change(
     }
 }
 
-/// Copies the logits and ids of the tokens up to and with `last` in the order of likelihood.
+/// Copies logits and ids of the tokens up to and including `last`, in order of likelihood.
 fn keep_until(last: &Candidate, logits: &[f32], (kept, ids): (&mut Vec<f32>, &mut Vec<u32>)) {
     kept.clear();
     ids.clear();
@@ -249,7 +248,7 @@ fn keep_until(last: &Candidate, logits: &[f32], (kept, ids): (&mut Vec<f32>, &mu
     }
 }
 
-/// The weight of the tokens that top-p and min-p keep: the first in the order, at least one.
+/// Total weight of the tokens that top-p and min-p keep: a prefix of the order, at least one token.
 fn limit(order: &mut Order<'_>, settings: &SamplerSettings, greatest: u64) -> u64 {
     let total = order.total();
     let share = |of: u64, part: f32| ((of as f64 * f64::from(part)).ceil() as u64).clamp(1, of);
@@ -263,7 +262,7 @@ fn limit(order: &mut Order<'_>, settings: &SamplerSettings, greatest: u64) -> u6
     limit
 }
 
-/// 64 bits that depend on (seed, position) alone: a keyed hash.
+/// 64 pseudo-random bits from a keyed hash of (seed, position).
 #[must_use]
 pub fn random(seed: u64, position: u32) -> u64 {
     let mut key = *b"seed....meshnode sampler numbers";
@@ -274,33 +273,33 @@ pub fn random(seed: u64, position: u32) -> u64 {
     u64::from_le_bytes(bits)
 }
 
-/// Why no token was chosen.
+/// Why no token was drawn.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum SampleError {
-    /// A logit that no sound computation gives: the stage that made it has failed.
+    /// A NaN or +∞ logit: the stage that computed it is faulty.
     #[error("logit {id} is {found}; the stage that computed it is faulty")]
     Logit {
-        /// Which.
+        /// Token id.
         id: usize,
-        /// Its value.
+        /// Its logit.
         found: f32,
     },
-    /// Nothing to choose from.
+    /// No logits, or none finite.
     #[error("none of {count} logits is finite; the stage that computed them is faulty")]
     Empty {
-        /// How many there were.
+        /// Number of logits.
         count: usize,
     },
-    /// More than sums have room for.
+    /// More logits than the integer sums can hold.
     #[error("expected at most {max} logits, found {count}", max = order::LOGITS_MAX)]
     TooMany {
-        /// How many there were.
+        /// Number of logits.
         count: usize,
     },
     /// A setting out of range.
     #[error("{name}: expected {low} to {high}, found {found}")]
     Setting {
-        /// Which.
+        /// Name of the setting.
         name: &'static str,
         /// Its value.
         found: f32,

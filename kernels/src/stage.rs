@@ -1,36 +1,36 @@
-//! A contiguous range of a model's layers with its key and value caches: the one thing that computes for a mesh.
+//! A stage: a contiguous range of a model's layers with its KV caches. It is the unit of model computation in the mesh.
 use std::ops::Range;
 
 use crate::sampler::{Changes, SampleError, SamplerSettings};
 use crate::threads::Threads;
 
-/// What to load.
+/// Options to load a stage.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StageOptions {
-    /// Layers `start..end`; layer 0 brings the embedding, the last layer the final norm and output head.
+    /// Layers `start..end`. Layer 0 includes the embedding; the last layer includes the final norm and the output head.
     pub layers: Range<usize>,
-    /// Sequences that may be open at once; a further one is an error.
+    /// Maximum number of open sequences; opening more is an error.
     pub sequences: usize,
-    /// Positions per sequence; a position beyond is an error.
+    /// Context length: maximum positions per sequence; exceeding it is an error.
     pub context: usize,
-    /// Arithmetic of matrix products on the CPU. Part of the numerics contract.
+    /// Arithmetic of matrix products. Part of the numerics contract.
     pub activations: Activations,
-    /// Threads that load it. What computes it afterwards is given with each batch.
+    /// Threads used for loading. Each batch brings its own compute threads.
     pub threads: usize,
 }
 
 /// How activations enter a quantised matrix product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activations {
-    /// Rounded to 8 bit in blocks of 32 with a scale each: fast.
+    /// Quantised to 8 bits in blocks of 32 with one scale each: fast.
     Int8,
-    /// As they are: the strict path, equal to the f32 oracles.
+    /// Kept as f32: the strict path, equal to the f32 oracles.
     F32,
 }
 
 impl Activations {
-    /// Bytes of a number in the processor's caches of keys and values: f16 beside 8-bit activations, where it is the
-    /// smaller of the two roundings and halves both memory and traffic; f32 on the strict path.
+    /// Bytes per element of the CPU's KV cache. f16 with 8-bit activations: its rounding error is the smaller of the two, and
+    /// it halves memory and traffic. f32 on the strict path.
     #[must_use]
     pub const fn cache_cell_bytes(self) -> usize {
         match self {
@@ -39,7 +39,7 @@ impl Activations {
         }
     }
 
-    /// Names the order of arithmetic that every engine keeps with these activations: equal names, equal bits.
+    /// Numerics id: names the order of arithmetic that every engine keeps with these activations. Equal ids, equal bits.
     #[must_use]
     pub const fn numerics(self) -> &'static str {
         match self {
@@ -49,30 +49,30 @@ impl Activations {
     }
 }
 
-/// Names a sequence's cache within a stage.
+/// Identifies a sequence's cache within a stage.
 pub type SequenceId = u64;
 
 /// Rows of one sequence at consecutive positions.
 #[derive(Clone, Copy, Debug)]
 pub struct Rows<'a> {
-    /// Whose cache; opened by its first rows at position 0.
+    /// The sequence; opened by its first rows at position 0.
     pub sequence: SequenceId,
-    /// Position of the first row. Must not exceed the positions held; positions from here on are overwritten.
+    /// Position of the first row. Must not exceed the number of cached positions; positions from here on are overwritten.
     pub position: usize,
     /// The rows.
     pub input: RowsIn<'a>,
-    /// What the last layer gives of the last row; other stages ignore it.
+    /// Output of the last row if the stage has the output head; other stages ignore it.
     pub want: Want<'a>,
 }
 
-/// What is wanted of the last row of an entry, where the stage ends with the output head.
+/// Requested output of the last row of an entry, for a stage with the output head.
 #[derive(Clone, Copy, Debug)]
 pub enum Want<'a> {
     /// Nothing: the rows only fill the cache.
     Nothing,
-    /// Its logits.
+    /// The logits.
     Logits,
-    /// The token that the sampler draws from its logits.
+    /// The token that the sampler draws from the logits.
     Token(Draw<'a>),
 }
 
@@ -81,13 +81,13 @@ pub enum Want<'a> {
 pub struct Draw<'a> {
     /// Settings of the request.
     pub settings: SamplerSettings,
-    /// Position of the token that is drawn: with the seed, the key of the random number.
+    /// Position of the drawn token: with the seed, the key of the random number.
     pub position: u32,
-    /// What changes the logits first.
+    /// Changes to the logits before the draw.
     pub changes: Changes<'a>,
 }
 
-/// Rows in.
+/// Input rows.
 #[derive(Clone, Copy, Debug)]
 pub enum RowsIn<'a> {
     /// Token ids (stage with layer 0).
@@ -96,49 +96,48 @@ pub enum RowsIn<'a> {
     Hidden(&'a [f32]),
 }
 
-/// Rows out, one per entry of the batch.
+/// Output rows, one value per entry of the batch.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RowsOut {
     /// Hidden rows `[count, width]` for the next stage.
     Hidden(Vec<f32>),
     /// Logits `[vocabulary]` of the last row.
     Logits(Vec<f32>),
-    /// The token that was drawn.
+    /// The drawn token.
     Token(u32),
-    /// Last stage, nothing wanted.
+    /// Last stage, no output requested.
     Nothing,
 }
 
-/// What became of a batch that was submitted.
+/// State of a submitted batch.
 #[derive(Debug)]
 pub enum Submitted {
-    /// It is computed: one result per entry.
+    /// Computed: one result per entry.
     Done(Vec<RowsOut>),
-    /// A device is at it; [`Stage::finish`] gives the results.
+    /// Queued on a device; [`Stage::finish`] returns the results.
     Queued,
 }
 
-/// A loaded stage. `threads` compute where the processor does; a device's stage leaves them alone.
+/// A loaded stage. `threads` are used by the CPU engine; GPU stages ignore them.
 ///
-/// The numerics contract: a row's result has the same bits alone or in any batch, in any chunking of a prefill, at any
-/// thread count and under any cut of the layers.
+/// The numerics contract: a row's result has the same bits alone or in any batch, with any chunking of the prefill, any thread
+/// count and any partition of the layers.
 pub trait Stage: Send {
-    /// Submits the rows of several sequences as one batch. A device may be still at it when this returns: the batch must be
-    /// finished before anything else is asked of the stage. On an error no cache of the batch is to be trusted: release or
-    /// rewrite them.
+    /// Submits the rows of several sequences as one batch. If the batch is queued, it must be finished before any other call to
+    /// the stage. After an error the caches of the batch are invalid: release or rewrite them.
     ///
     /// # Errors
-    /// Input that does not fit the stage (kind, width, token id, position gap, context full, too many sequences), or a
-    /// device failure.
+    /// Input that does not fit the stage (kind, width, token id, position gap, context full, too many sequences), or a device
+    /// failure.
     fn submit(&mut self, threads: &mut Threads, batch: &[Rows<'_>]) -> Result<Submitted, StageError>;
 
-    /// Waits for the batch that was queued, which is `batch`, and gives its results.
+    /// Waits for the queued batch, which must be `batch`, and returns its results.
     ///
     /// # Errors
-    /// No batch is queued, logits that are not sound, or a device failure.
+    /// No batch is queued, invalid logits, or a device failure.
     fn finish(&mut self, threads: &mut Threads, batch: &[Rows<'_>]) -> Result<Vec<RowsOut>, StageError>;
 
-    /// Runs a batch, and waits for it.
+    /// Runs a batch and waits for it.
     ///
     /// # Errors
     /// Those of [`Self::submit`] and [`Self::finish`].
@@ -149,19 +148,19 @@ pub trait Stage: Send {
         }
     }
 
-    /// Positions held for a sequence (0 if unknown).
+    /// Number of cached positions of a sequence (0 if unknown).
     fn held(&self, sequence: SequenceId) -> usize;
     /// Frees a sequence's cache; unknown sequences are ignored.
     fn release(&mut self, sequence: SequenceId);
-    /// Bytes of weights in memory, and of caches and scratch.
+    /// Bytes resident in memory: weights, and caches and scratch.
     fn resident_bytes(&self) -> ResidentBytes;
     /// Elements of a hidden row.
     fn width(&self) -> usize;
-    /// Kernel set whose results agree bit for bit ([`Activations::numerics`]).
+    /// Numerics id ([`Activations::numerics`]): stages with equal ids agree bit for bit.
     fn numerics(&self) -> &str;
 }
 
-/// What a stage takes.
+/// Memory used by a stage, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ResidentBytes {
     /// Weights.
@@ -173,20 +172,20 @@ pub struct ResidentBytes {
 /// Why a stage did not compute.
 #[derive(Debug, thiserror::Error)]
 pub enum StageError {
-    /// The logits of a row are not sound, so no token was drawn.
+    /// The logits of a row are invalid, so no token was drawn.
     #[error("layers {first}-{last}, position {position}: {what}", first = layers.start, last = layers.end - 1)]
     Logits {
         /// Layers of the stage.
         layers: Range<usize>,
         /// Position of the row.
         position: usize,
-        /// What is wrong with them.
+        /// What is wrong.
         what: SampleError,
     },
-    /// The input does not fit; nothing was changed.
+    /// The input does not fit the stage; nothing was changed.
     #[error("{0}")]
     Input(String),
-    /// The device failed; the stage must be loaded anew.
+    /// The device failed; the stage must be loaded again.
     #[error("the device failed: {0}")]
     Device(String),
 }

@@ -1,25 +1,25 @@
-//! The compute threads that everything on a processor is given: a node has one set for the stages and tiles that it holds.
+//! Compute threads of the CPU: a node has one set, which all its stages and tiles share.
 use crate::grid::GridError;
 use crate::grid::fused::Ring;
 use crate::pool::Pool;
 
-/// Threads that compute one piece of work at a time: a batch of a stage, or steps of a tile.
+/// A thread pool that runs one job at a time: a batch of a stage, or steps of a tile.
 pub struct Threads {
     pool: Pool,
-    /// What each keeps between the steps of a tile's pass, once there was one.
+    /// Per-thread ring buffers for fused steps of a tile; empty until first needed.
     rings: Vec<Ring>,
 }
 
 impl Threads {
-    /// `count` threads, at least one; the caller is one of them.
+    /// `count` threads (at least one) including the caller.
     ///
     /// # Errors
-    /// The operating system refuses a thread.
+    /// The operating system cannot start a thread.
     pub fn new(count: usize) -> std::io::Result<Self> {
         Ok(Self { pool: Pool::new(count)?, rings: Vec::new() })
     }
 
-    /// How many there are.
+    /// Number of threads including the caller.
     pub fn count(&self) -> usize {
         self.pool.workers()
     }
@@ -28,10 +28,10 @@ impl Threads {
         &mut self.pool
     }
 
-    /// The pool, and a ring of at least `bytes` for each thread.
+    /// The pool, and a ring buffer of at least `bytes` per thread.
     pub(crate) fn with_rings(&mut self, bytes: usize) -> Result<(&mut Pool, &mut [Ring]), GridError> {
         if self.rings.first().is_none_or(|ring| ring.bytes() < bytes) {
-            // The old ones go first.
+            // Free the old rings before allocating new ones.
             self.rings.clear();
             self.rings = (0..self.count()).map(|_| Ring::new(bytes)).collect::<Result<_, _>>()?;
         }

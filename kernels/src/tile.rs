@@ -1,15 +1,15 @@
-//! Weights as tiles of 16 rows by 64 columns, with their scales beside them: the one form that every kernel reads.
+//! Weight tiles of 16 rows by 64 columns with their scales: the one layout that every kernel reads.
 //!
-//! A tile holds two blocks of 32 columns. The codes of a block are words of four columns (a slot), 16 rows side by side: word
-//! `slot · 16 + row`. That is a vector of 16 rows for a processor, and the fragment of an integer matrix instruction for a GPU.
+//! A tile holds two blocks of 32 columns. The codes of a block are words of four columns (a slot), with 16 rows side by side:
+//! word `slot · 16 + row`. This is a vector of 16 rows for a CPU and the fragment of an integer matrix instruction for a GPU.
 //!
-//! - Eight bits: slots 0 to 7, one word a row.
+//! - Eight bits: slots 0 to 7, one word per row.
 //! - Four bits: words t = 0 to 3, slot t in the low nibbles and slot t + 4 in the high ones.
-//! - A fifth bit: one more word a row; bit `8 · i + slot` belongs to column `4 · slot + i`.
-//! - Two more bits: two more words a row, for slots 0 to 3 and 4 to 7; bits from `8 · i + 2 · (slot mod 4)`.
+//! - A fifth bit: one more word per row; bit `8 · i + slot` belongs to column `4 · slot + i`.
+//! - Two more bits: two more words per row, for slots 0 to 3 and 4 to 7; bits from `8 · i + 2 · (slot mod 4)`.
 //!
-//! The conversion is exact: [`Tiles::block`] gives the weights of the file. Rows and columns that fill a last tile have scale zero.
-//! Weights that are numbers already are tiles of `[column][row]`.
+//! The conversion is exact: [`Tiles::block`] returns the weights of the file. Padding rows and columns of a last tile have
+//! scale zero. Unquantised weights (F32, F16, BF16) are tiles of `[column][row]`.
 use std::ops::Range;
 
 use half::f16;
@@ -17,41 +17,41 @@ use half::f16;
 use crate::order::{BLOCK, GROUP, WeightBlock};
 use crate::quant::{QuantType, k_scale_min};
 
-/// Rows of a tile.
+/// Rows per tile.
 pub const ROWS: usize = 16;
 
-/// Where the parts of a tile lie, for one format.
+/// Layout of a tile, for one format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
-    /// Bits of a code: 4, 5, 6 or 8; 0 where weights are numbers.
+    /// Bits per code: 4, 5, 6 or 8; 0 for unquantised weights.
     pub bits: u32,
-    /// What is subtracted from a code.
+    /// Subtracted from each code.
     pub offset: i32,
     /// How scales are stored.
     pub scales: Scales,
-    /// Bytes of the codes of one block, or of the numbers of one.
+    /// Bytes of the codes (or unquantised weights) of one block.
     pub block_bytes: usize,
-    /// Bytes of a tile.
+    /// Bytes per tile.
     pub tile_bytes: usize,
 }
 
-/// How the scales of a tile are stored, after the codes of its two blocks.
+/// Layout of a tile's scales, which follow the codes of its two blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scales {
-    /// None: weights are numbers.
+    /// None: unquantised weights.
     None,
     /// `[block][row]` f16.
     Half,
     /// `[block][row]` f16, then minima in the same form.
     HalfAndMinimum,
-    /// `[row]` f16 factors of scales and of minima, then `[block][row]` bytes of scales, then of minima (to be subtracted).
+    /// `[row]` f16 factors of scales and of minima, then `[block][row]` bytes of scales, then of minima (which are subtracted).
     Bytes,
-    /// `[row]` f16 factors, then `[block][half][row]` signed bytes: one scale for each 16 columns.
+    /// `[row]` f16 factors, then `[block][half][row]` signed bytes: one scale per 16 columns.
     Sixteens,
 }
 
 impl Scales {
-    /// Whether a minimum is added.
+    /// Whether the format has minima.
     #[must_use]
     pub const fn minimum(self) -> bool {
         matches!(self, Self::HalfAndMinimum | Self::Bytes)
@@ -59,7 +59,7 @@ impl Scales {
 }
 
 impl Layout {
-    /// How a format is laid out.
+    /// The layout of a format.
     #[must_use]
     pub const fn of(kind: QuantType) -> Self {
         let (bits, offset, scales) = match kind {
@@ -102,23 +102,26 @@ impl Layout {
     }
 }
 
-/// A scale or a weight that is no finite number.
+/// A non-finite weight or scale.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[error("row {row}, columns from {column}: a weight or its scale is infinite or no number; the file is damaged")]
+#[error(
+    "row {row}, columns from {column}: a weight or its scale is NaN or infinite; the file is damaged, fetch it again"
+)]
 pub struct NotFinite {
-    /// In which row of the matrix.
+    /// Row of the matrix.
     pub row: usize,
     /// First column of the block.
     pub column: usize,
 }
 
-/// Converts rows of a matrix as stored in a file, from the first row of a tile on: `out` takes whole rows of tiles.
+/// Converts rows of a matrix from the storage format of a file. `rows` starts at a tile boundary; `out` holds whole rows of
+/// tiles.
 ///
 /// # Errors
-/// A scale, a minimum or a number is not finite.
+/// A non-finite weight, scale or minimum.
 ///
 /// # Panics
-/// If `out` is not as long as the tiles of `rows`, or `bytes` hold other than whole rows.
+/// If `out` is not as long as the tiles of `rows`, or `bytes` is not whole rows.
 pub fn convert(
     kind: QuantType,
     cols: usize,
@@ -127,42 +130,45 @@ pub fn convert(
     out: &mut [u8],
 ) -> Result<(), NotFinite> {
     let layout = Layout::of(kind);
-    let row_bytes = kind.row_bytes(cols).expect("whole blocks, as checked when the file was opened");
-    assert!(rows.start.is_multiple_of(ROWS) && bytes.len() == rows.len() * row_bytes, "whole rows from a tile's first");
-    assert_eq!(out.len(), layout.matrix_bytes(rows.len(), cols), "room for the tiles of {rows:?}");
-    let strip_bytes = layout.matrix_bytes(1, cols);
-    for ((strip, rows_here), first) in
-        out.chunks_exact_mut(strip_bytes).zip(bytes.chunks(ROWS * row_bytes)).zip(rows.step_by(ROWS))
+    let row_bytes = kind.row_bytes(cols).expect("rows are whole blocks, checked when the file was opened");
+    assert!(
+        rows.start.is_multiple_of(ROWS) && bytes.len() == rows.len() * row_bytes,
+        "not whole rows from a tile boundary"
+    );
+    assert_eq!(out.len(), layout.matrix_bytes(rows.len(), cols), "size of the tiles of {rows:?}");
+    let tile_row_bytes = layout.matrix_bytes(1, cols);
+    for ((tile_row, rows_here), first) in
+        out.chunks_exact_mut(tile_row_bytes).zip(bytes.chunks(ROWS * row_bytes)).zip(rows.step_by(ROWS))
     {
         if rows_here.len() < ROWS * row_bytes {
-            strip.fill(0);
+            tile_row.fill(0);
         }
         for (r, row) in rows_here.chunks_exact(row_bytes).enumerate() {
-            let mut strip = Strip { layout, bytes: strip, row: r };
-            strip.put(kind, cols, row).map_err(|column| NotFinite { row: first + r, column })?;
+            let mut writer = RowWriter { layout, bytes: tile_row, row: r };
+            writer.put(kind, cols, row).map_err(|column| NotFinite { row: first + r, column })?;
         }
     }
     Ok(())
 }
 
-/// The sum of 32-bit words, little end first, modulo 2^32: what proves that tiles are where they were sent.
+/// Sum of little-endian 32-bit words modulo 2^32: a checksum of tiles uploaded to a device.
 #[must_use]
 pub fn sum_of_words(bytes: &[u8]) -> u32 {
     let word = |word: &[u8]| u32::from_le_bytes([word[0], word[1], word[2], word[3]]);
     bytes.chunks_exact(4).map(word).fold(0, u32::wrapping_add)
 }
 
-/// One row within the tiles of 16 rows.
-struct Strip<'a> {
+/// Writes one row into a row of tiles.
+struct RowWriter<'a> {
     layout: Layout,
     bytes: &'a mut [u8],
     row: usize,
 }
 
-impl Strip<'_> {
-    /// Puts a row of the file; the column of a block with a number that is not finite.
+impl RowWriter<'_> {
+    /// Writes a row of the file. The error is the first column of a block with a non-finite number.
     fn put(&mut self, kind: QuantType, cols: usize, row: &[u8]) -> Result<(), usize> {
-        // One loop a format: what a block takes is constant inside of it.
+        // One loop per format: the block size is a constant inside it.
         match kind {
             QuantType::F32 | QuantType::F16 | QuantType::Bf16 => {
                 each(kind, row, |column, number| self.number(kind, column, number))
@@ -188,7 +194,7 @@ impl Strip<'_> {
             QuantType::Q5K => each(kind, row, |b, block| self.q5_k(b, block)),
             QuantType::Q6K => each(kind, row, |b, block| self.q6_k(b, block)),
         }?;
-        // The last tile of a row is filled up with zeros.
+        // Pad the last tile of the row with zeros.
         let blocks = cols.div_ceil(BLOCK);
         if !cols.is_multiple_of(GROUP) {
             self.clear(cols, blocks);
@@ -226,13 +232,13 @@ impl Strip<'_> {
             match self.layout.scales {
                 Scales::Half => _ = self.halves(blocks, &[0; 2]),
                 Scales::HalfAndMinimum => _ = self.halves(blocks, &[0; 4]),
-                // Super-blocks are whole groups.
+                // Super-blocks are whole groups, so they need no padding.
                 Scales::None | Scales::Bytes | Scales::Sixteens => {}
             }
         }
     }
 
-    /// Scale and, where there is one, minimum of a block.
+    /// Scale and, if the format has one, minimum of a block.
     #[inline(always)]
     fn halves(&mut self, block: usize, halves: &[u8]) -> bool {
         let place = self.scales_at(block / 2) + (block % 2 * ROWS + self.row) * 2;
@@ -305,7 +311,7 @@ impl Strip<'_> {
         tile * self.layout.tile_bytes + 2 * self.layout.block_bytes
     }
 
-    /// The codes of this row in one block: words of 4 or 8 bits a code, and planes of further bits.
+    /// The codes of this row in one block: words with 4 or 8 bits per code, and bit planes for the remaining bits.
     #[inline(always)]
     fn codes<const WORDS: usize, const PLANES: usize>(
         &mut self,
@@ -321,7 +327,7 @@ impl Strip<'_> {
     }
 }
 
-/// Puts the blocks of a row, until one is not finite: the error is its column.
+/// Writes the blocks of a row up to the first non-finite one, whose column is the error.
 #[inline(always)]
 fn each(kind: QuantType, row: &[u8], mut put: impl FnMut(usize, &[u8]) -> bool) -> Result<(), usize> {
     for (b, block) in row.chunks_exact(kind.block_bytes()).enumerate() {
@@ -332,7 +338,7 @@ fn each(kind: QuantType, row: &[u8], mut put: impl FnMut(usize, &[u8]) -> bool) 
     Ok(())
 }
 
-/// 32 codes of four bits as Q4_0 stores them, which is how a tile does.
+/// 32 four-bit codes as Q4_0 stores them; a tile stores them in the same order.
 #[inline(always)]
 fn nibbles(stored: &[u8]) -> [u32; 4] {
     std::array::from_fn(|t| word(stored, 4 * t))
@@ -358,7 +364,7 @@ fn half_at(bytes: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([bytes[at], bytes[at + 1]]).to_f32()
 }
 
-/// Bit `4 · slot + i` to bit `8 · i + slot`.
+/// Moves bit `4 · slot + i` to bit `8 · i + slot`.
 fn by_column(bits: u32) -> u32 {
     (0..4).fold(0, |plane, i| {
         let mut slots = bits >> i & 0x1111_1111;
@@ -385,7 +391,7 @@ impl<'a> Tiles<'a> {
         (Layout::of(kind).matrix_bytes(rows, cols) == bytes.len()).then_some(Self { kind, rows, cols, bytes })
     }
 
-    /// The format that was converted.
+    /// Storage format before conversion.
     #[must_use]
     pub fn kind(&self) -> QuantType {
         self.kind
@@ -403,13 +409,13 @@ impl<'a> Tiles<'a> {
         self.cols
     }
 
-    /// All tiles, row of tiles by row of tiles.
+    /// All tiles, in row-major order of tiles.
     #[must_use]
     pub fn bytes(&self) -> &'a [u8] {
         self.bytes
     }
 
-    /// The weights of a row in a block, for references and tests; `None` where weights are numbers.
+    /// The weights of a row in a block, for reference code and tests; `None` for unquantised weights.
     #[must_use]
     pub fn block(&self, row: usize, block: usize) -> Option<WeightBlock> {
         let layout = Layout::of(self.kind);
@@ -461,7 +467,7 @@ impl<'a> Tiles<'a> {
         out
     }
 
-    /// As [`Self::row`], to `out`, which is as long as the matrix has columns.
+    /// As [`Self::row`], into `out`, which has one element per column.
     pub fn write_row(&self, row: usize, out: &mut [f32]) {
         let layout = Layout::of(self.kind);
         if layout.bits > 0 {

@@ -1,7 +1,7 @@
-//! Text to token ids and back, as the model's own vocabulary has it, built from the metadata of its weights file.
+//! The tokenizer: encodes text to token ids and decodes them, with the vocabulary in the metadata of the weights file.
 //!
-//! Byte-level vocabularies go through wordchipper, or HF `tokenizers` where one rank per token cannot express their merges;
-//! SentencePiece vocabularies through HF `tokenizers`. Special tokens are cut out here, before either sees the text.
+//! Byte-level BPE vocabularies use wordchipper, or HF `tokenizers` if one rank per token cannot express their merges.
+//! SentencePiece vocabularies use HF `tokenizers`. Special tokens are split off here before either sees the text.
 //! Next: `tokenizer/byte_pair.rs`.
 use std::collections::BTreeMap;
 
@@ -14,15 +14,15 @@ mod stream;
 
 pub use stream::Decoder;
 
-/// Text encoded at once at most: some four million tokens, far above any context, so that nobody makes a node chew on a
-/// gigabyte.
+/// Maximum bytes of text per call: some four million tokens, far above any context length. Bounds the work that a request can
+/// cause.
 pub const TEXT_BYTES_MAX: usize = 16 << 20;
-/// Bytes of one token at most (vocabularies have runs of up to 256 spaces).
+/// Maximum bytes per token (vocabularies contain runs of up to 256 spaces).
 const TOKEN_BYTES_MAX: usize = 4096;
-/// Tokens at most: above 262,144, the largest in use, with room.
+/// Maximum number of tokens: above 262,144, the largest vocabulary in use, with room.
 const TOKENS_MAX: usize = 1 << 20;
 
-/// Texts of tokens that end a generation in one model family or another; used where they are control tokens.
+/// Texts of end-of-generation tokens in various model families; used if the vocabulary has them as control tokens.
 const END_TEXTS: [&str; 12] = [
     "<|im_end|>",
     "<|endoftext|>",
@@ -38,7 +38,7 @@ const END_TEXTS: [&str; 12] = [
     "<｜end▁of▁sentence｜>",
 ];
 
-/// A model's vocabulary with its rules. Immutable, `Sync`.
+/// A model's tokenizer. Immutable and `Sync`.
 pub struct Tokenizer {
     words: Words,
     vocabulary: Vocabulary,
@@ -48,40 +48,40 @@ pub struct Tokenizer {
     eos: Vec<u32>,
 }
 
-/// How plain text becomes ids.
+/// The encoder of plain text.
 enum Words {
     BytePair(Box<byte_pair::BytePair>),
     SentencePiece(Box<sentence_piece::SentencePiece>),
 }
 
-/// What a token is for.
+/// The type of a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Normal,
     Unknown,
-    /// Structure, such as the end of a turn: made from text only when asked, shown as nothing.
+    /// Structure, such as the end of a turn. Parsed from text only on request; decodes to nothing.
     Control,
-    /// Always cut out of text whole.
+    /// Always matched as a whole.
     UserDefined,
     Unused,
-    /// One byte, for what the vocabulary cannot spell.
+    /// One byte: the fallback for text that no other token covers.
     Byte,
 }
 
-/// Tokens as the file has them.
+/// The vocabulary of the file.
 struct Vocabulary {
-    /// As written in the file.
+    /// Spelling in the file.
     texts: Vec<String>,
     kinds: Vec<Kind>,
-    /// What each stands for in text.
+    /// Bytes that each token decodes to.
     bytes: Vec<Box<[u8]>>,
 }
 
 impl Tokenizer {
-    /// Builds the tokenizer that the header's `tokenizer.ggml.*` keys describe.
+    /// Builds the tokenizer described by the header's `tokenizer.ggml.*` keys.
     ///
     /// # Errors
-    /// [`TokenizerError`]: keys missing or inconsistent, or a kind of tokenizer that is not supported.
+    /// [`TokenizerError`]: missing or inconsistent keys, or an unsupported kind of tokenizer.
     pub fn from_metadata(metadata: &Metadata) -> Result<Self, TokenizerError> {
         let model = metadata.text("tokenizer.ggml.model")?.ok_or_else(|| missing("tokenizer.ggml.model"))?;
         let mut vocabulary = Vocabulary::read(metadata)?;
@@ -121,13 +121,13 @@ impl Tokenizer {
         Ok(Self { words, vocabulary, specials, bos, add_bos, eos })
     }
 
-    /// Token ids of a text, without a beginning-of-text token.
+    /// Encodes text without adding a beginning-of-text token.
     ///
-    /// `parse_special`: text that spells a control token (`<|im_start|>`) becomes that token: right for rendered chat
-    /// templates, wrong for text from somebody else.
+    /// `parse_special`: whether text that spells a control token (`<|im_start|>`) becomes that token. Right for rendered chat
+    /// templates, wrong for untrusted text.
     ///
     /// # Errors
-    /// [`TokenizerError::TooLong`], or a text that the vocabulary's own rules cannot encode.
+    /// [`TokenizerError::TooLong`], or text that the vocabulary's rules cannot encode.
     pub fn encode(&self, text: &str, parse_special: bool) -> Result<Vec<u32>, TokenizerError> {
         self.encode_pieces(text, parse_special, None)
     }
@@ -151,8 +151,8 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// Token ids of a prompt: as [`Self::encode`] with control tokens parsed, beginning-of-text first where the model
-    /// wants one and the prompt does not begin with it.
+    /// Encodes a prompt: as [`Self::encode`] with control tokens parsed. Prepends the beginning-of-text token if the model
+    /// requires one and the prompt does not begin with it.
     ///
     /// # Errors
     /// As [`Self::encode`].
@@ -161,8 +161,8 @@ impl Tokenizer {
         Ok(self.with_bos(ids))
     }
 
-    /// [`Self::encode_prompt`] of a text with marks that [`Self::mark_control`] made: they keep what they are in from
-    /// becoming a control token, and are left out.
+    /// As [`Self::encode_prompt`] for text with marks from [`Self::mark_control`]. A mark keeps the text around it from
+    /// becoming a control token, and is removed.
     ///
     /// # Errors
     /// As [`Self::encode`].
@@ -171,8 +171,8 @@ impl Tokenizer {
         Ok(self.with_bos(ids))
     }
 
-    /// The text with a mark behind the first character of all that would become a control token, or whose beginning it
-    /// has at its end, where what follows might complete it. `None`: there is no such thing.
+    /// Inserts `mark` after the first character of everything that would become a control token, and of a prefix of one at the
+    /// end of the text, which following text might complete. `None`: nothing to mark.
     pub(crate) fn mark_control(&self, text: &str, mark: char) -> Option<String> {
         let mut marked = String::new();
         let mut copied = 0;
@@ -213,7 +213,7 @@ impl Tokenizer {
         }
     }
 
-    /// The text of tokens: control tokens show nothing, broken UTF-8 shows as U+FFFD, unknown ids are left out.
+    /// Decodes tokens: control tokens give no text, invalid UTF-8 gives U+FFFD, unknown ids are skipped.
     #[must_use]
     pub fn decode(&self, ids: &[u32]) -> String {
         let mut bytes: Vec<u8> = Vec::new();
@@ -221,42 +221,42 @@ impl Tokenizer {
             bytes.extend(self.text_bytes(id));
         }
         let text = String::from_utf8_lossy(&bytes);
-        // The space that encoding put before the text.
-        let strip = matches!(&self.words, Words::SentencePiece(words) if words.space_prefix());
-        if strip { text.strip_prefix(' ').unwrap_or(&text).to_owned() } else { text.into_owned() }
+        // Remove the space that encoding prepends.
+        let prefixed = matches!(&self.words, Words::SentencePiece(words) if words.space_prefix());
+        if prefixed { text.strip_prefix(' ').unwrap_or(&text).to_owned() } else { text.into_owned() }
     }
 
-    /// Decodes token by token for a stream.
+    /// A streaming decoder, which takes one token at a time.
     #[must_use]
     pub fn decoder(&self) -> Decoder<'_> {
         Decoder::new(self)
     }
 
-    /// The bytes a token stands for, control tokens as they are spelt; `None` for an id outside the vocabulary.
+    /// The bytes of a token, with control tokens as spelled; `None` for an id outside the vocabulary.
     #[must_use]
     pub fn token_bytes(&self, id: u32) -> Option<&[u8]> {
         self.vocabulary.bytes.get(id as usize).map(|b| &**b)
     }
 
-    /// The bytes a token adds to text: nothing for control tokens and ids outside the vocabulary.
+    /// The bytes that a token adds to decoded text: none for control tokens and ids outside the vocabulary.
     #[must_use]
     pub fn text_bytes(&self, id: u32) -> &[u8] {
         if self.is_control(id) { &[] } else { self.token_bytes(id).unwrap_or_default() }
     }
 
-    /// A control token.
+    /// Whether a token is a control token.
     #[must_use]
     pub fn is_control(&self, id: u32) -> bool {
         self.vocabulary.kinds.get(id as usize) == Some(&Kind::Control)
     }
 
-    /// The id of the token spelt like that in the file.
+    /// The id of the token with this spelling in the file.
     #[must_use]
     pub fn token_id(&self, text: &str) -> Option<u32> {
         self.vocabulary.texts.iter().position(|t| t == text).map(|i| i as u32)
     }
 
-    /// Beginning-of-text token.
+    /// The beginning-of-text token.
     #[must_use]
     pub fn bos(&self) -> Option<u32> {
         self.bos
@@ -268,25 +268,25 @@ impl Tokenizer {
         self.add_bos
     }
 
-    /// Tokens that end a generation; the model's own first.
+    /// End-of-generation tokens; the model's own first.
     #[must_use]
     pub fn eos(&self) -> &[u32] {
         &self.eos
     }
 
-    /// Tokens in the vocabulary.
+    /// Size of the vocabulary.
     #[must_use]
     pub fn len(&self) -> usize {
         self.vocabulary.texts.len()
     }
 
-    /// A vocabulary has at least one token; for the lint's sake.
+    /// Always false, as a vocabulary has at least one token; required by a lint.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.vocabulary.texts.is_empty()
     }
 
-    /// Which implementation encodes: `wordchipper` or `tokenizers`.
+    /// The implementation that encodes: `wordchipper` or `tokenizers`.
     #[must_use]
     pub fn engine(&self) -> &'static str {
         match &self.words {
@@ -332,7 +332,7 @@ impl Vocabulary {
         Ok(Self { texts, kinds, bytes: Vec::new() })
     }
 
-    /// Ids of the control (or user-defined) tokens with these texts.
+    /// Ids of the control or user-defined tokens with these texts.
     fn control_tokens<'a>(&'a self, texts: &'a [&str]) -> impl Iterator<Item = u32> + 'a {
         let special = |i: usize| matches!(self.kinds[i], Kind::Control | Kind::UserDefined);
         (0..self.texts.len()).filter(move |&i| special(i) && texts.contains(&&*self.texts[i])).map(|i| i as u32)
@@ -341,7 +341,7 @@ impl Vocabulary {
 
 fn kind(number: f64) -> Result<Kind, TokenizerError> {
     match number as i64 {
-        // Some writers leave the kind of padding tokens undefined.
+        // Some converters leave the type of padding tokens undefined.
         0 | 5 => Ok(Kind::Unused),
         1 => Ok(Kind::Normal),
         2 => Ok(Kind::Unknown),
@@ -352,7 +352,7 @@ fn kind(number: f64) -> Result<Kind, TokenizerError> {
     }
 }
 
-/// Tokens that are cut out of text whole.
+/// Tokens that are matched as a whole before plain text is encoded.
 struct Specials {
     /// By first byte, longest first.
     by_first_byte: BTreeMap<u8, Vec<Special>>,
@@ -361,7 +361,7 @@ struct Specials {
 struct Special {
     text: String,
     id: u32,
-    /// Only when control tokens are parsed.
+    /// Matched only when control tokens are parsed.
     control: bool,
 }
 
@@ -376,16 +376,16 @@ impl Specials {
             by_first_byte.entry(first).or_default().push(Special { text: text.clone(), id: i as u32, control });
         }
         for specials in by_first_byte.values_mut() {
-            // Stable: of two with one text the lower id wins.
+            // A stable sort: if two tokens have the same text, the lower id wins.
             specials.sort_by_key(|s| std::cmp::Reverse(s.text.len()));
         }
         Self { by_first_byte }
     }
 
-    /// The first special token in the text, the longest where several begin: (position, id, bytes).
+    /// The first special token in the text, the longest if several start there: (position, id, bytes).
     fn find(&self, text: &str, parse_control: bool) -> Option<(usize, u32, usize)> {
         text.bytes().enumerate().find_map(|(at, byte)| {
-            // A text starts with a character, so a match never begins inside one.
+            // A token's text starts with a character, so no match begins inside one.
             let candidates = self.by_first_byte.get(&byte)?;
             let found = candidates
                 .iter()
@@ -399,28 +399,28 @@ fn missing(key: &str) -> TokenizerError {
     TokenizerError::Malformed(format!("metadata key {key:?} is missing"))
 }
 
-/// Why there is no tokenizer, or no tokens.
+/// Why a tokenizer could not be built or a text not encoded.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenizerError {
-    /// The metadata contradicts itself.
+    /// Missing or contradictory metadata.
     #[error("malformed tokenizer: {0}")]
     Malformed(String),
-    /// A folder of weights without the file that has the vocabulary.
+    /// A model folder without the vocabulary file.
     #[error("{folder} has no tokenizer.json: weights alone cannot read or write text; fetch the model's whole folder", folder = .folder.display())]
     NoFile {
         /// The folder.
         folder: std::path::PathBuf,
     },
-    /// A sound description of something that is not supported.
+    /// A valid tokenizer of an unsupported kind.
     #[error("unsupported tokenizer: {0}")]
     Unsupported(String),
-    /// More text than is encoded at once.
-    #[error("the text has {bytes} bytes; at most {TEXT_BYTES_MAX} are encoded at once")]
+    /// The text exceeds [`TEXT_BYTES_MAX`].
+    #[error("the text has {bytes} bytes, expected at most {TEXT_BYTES_MAX}; shorten it")]
     TooLong {
-        /// Its length.
+        /// Length of the text.
         bytes: usize,
     },
-    /// The vocabulary's rules failed on a text.
+    /// The vocabulary's rules could not encode a text.
     #[error("the text cannot be encoded: {0}")]
     Encode(String),
 }

@@ -1,8 +1,8 @@
-//! A model's weights as they lie in a file: every count and offset checked once, tensors read when they are wanted.
+//! Model weights files: the header is validated once on opening, tensors are read on demand.
 //!
-//! [`ModelFile`] is what loaders see: configuration, tensors by name, tokenizer, and which byte ranges a stage needs.
-//! Next: `weights/source.rs` (how bytes are read), `weights/gguf.rs` (the file format), `weights/config.rs` (what the numbers in
-//! it mean).
+//! [`ModelFile`] is the interface for loaders: configuration, tensors by name, tokenizer, and the byte ranges that a stage
+//! needs.
+//! Next: `weights/source.rs` (reading bytes), `weights/gguf.rs` (the file format), `weights/config.rs` (its meaning).
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -31,16 +31,16 @@ pub use metadata::Metadata;
 
 use source::Source;
 
-/// An opened weights file; `Sync`. Its header is in memory, tensors are read when they are asked for.
+/// An opened weights file; `Sync`. Its header is in memory, tensors are read on demand.
 ///
-/// Model files are to be replaced by a rename: then the open one stays what it is. One that is written or cut in place is
-/// noticed ([`Self::check_unchanged`]), and reads behind its end are errors.
+/// Replace model files with a rename: the open file then keeps its content. A file that is overwritten or truncated in place is
+/// detected ([`Self::check_unchanged`]), and reads past its end are errors.
 #[derive(Debug)]
 pub struct ModelFile {
     source: Source,
-    /// Bytes before the first tensor's data.
+    /// Length of the header and padding before the first tensor's data.
     header_len: u64,
-    /// What peers get in their place.
+    /// Header sent to peers instead of the file's own.
     served_header: Option<Bytes>,
     metadata: Metadata,
     /// In file order; ranges are inside the file and do not overlap.
@@ -49,32 +49,32 @@ pub struct ModelFile {
     config: ModelConfig,
 }
 
-/// Where bytes are that peers may ask for.
+/// Location of bytes requested by peers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Served<'a> {
-    /// Here: they are in no file.
+    /// In memory: part of the served header.
     Header(&'a [u8]),
     /// At this range of the file.
     File(Range<u64>),
 }
 
-/// Where a tensor lies. Rows are contiguous, each a whole number of blocks.
+/// Location of a tensor. Rows are contiguous, each a whole number of blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorInfo {
-    /// Name as in the file.
+    /// Name in the file.
     pub name: String,
-    /// How its rows are stored.
+    /// Storage format.
     pub quant: QuantType,
     /// Rows; 1 for a vector.
     pub rows: usize,
-    /// Weights in a row.
+    /// Weights per row.
     pub cols: usize,
-    /// Its bytes in the file.
+    /// Byte range in the file.
     pub range: Range<u64>,
 }
 
 impl TensorInfo {
-    /// Bytes of one row.
+    /// Bytes per row.
     #[must_use]
     pub fn row_bytes(&self) -> u64 {
         (self.range.end - self.range.start) / self.rows as u64
@@ -84,32 +84,32 @@ impl TensorInfo {
 /// A tensor of an opened file; shape `[rows, cols]`, row-major.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorView<'a> {
-    /// Name as in the file.
+    /// Name in the file.
     pub name: &'a str,
-    /// How its rows are stored.
+    /// Storage format.
     pub quant: QuantType,
     /// Rows; 1 for a vector.
     pub rows: usize,
-    /// Weights in a row.
+    /// Weights per row.
     pub cols: usize,
     source: &'a Source,
     range: &'a Range<u64>,
 }
 
-/// Bytes that are converted at once: few reads, and little beside what they become. A row of tiles may be larger.
+/// Bytes read and converted at a time: few reads, and small compared to the result. A row of tiles may be larger.
 const PIECE_BYTES: usize = 1 << 20;
 
 impl TensorView<'_> {
-    /// Bytes of one row.
+    /// Bytes per row.
     #[must_use]
     pub fn row_bytes(&self) -> usize {
         (self.range.end - self.range.start) as usize / self.rows
     }
 
-    /// Some rows as stored, `rows.len() × quant.row_bytes(cols)` bytes.
+    /// Reads rows in storage format, `rows.len() × quant.row_bytes(cols)` bytes.
     ///
     /// # Errors
-    /// There are no such rows, or the file was cut or cannot be read.
+    /// The rows do not exist, or the file was truncated or cannot be read.
     pub fn read(&self, rows: Range<usize>) -> Result<Bytes, WeightsError> {
         let place = |row: usize| (row as u64).checked_mul(self.row_bytes() as u64)?.checked_add(self.range.start);
         let range = Some(&rows).filter(|rows| rows.end <= self.rows).and_then(|r| Some(place(r.start)?..place(r.end)?));
@@ -122,20 +122,20 @@ impl TensorView<'_> {
         self.source.read(&range)
     }
 
-    /// Reads rows, of which the first begins a tile, and converts them: `out` takes whole rows of tiles.
+    /// Reads rows and converts them to tiles. `rows` starts at a tile boundary; `out` holds whole rows of tiles.
     ///
     /// # Errors
-    /// As [`Self::read`]; or a scale, a minimum or a number is not finite.
+    /// As [`Self::read`]; or a scale, a minimum or a weight is not finite.
     ///
     /// # Panics
-    /// If `out` is not as long as the tiles of `rows`, or the first does not begin a tile.
+    /// If `out` is not as long as the tiles of `rows`, or `rows` does not start at a tile boundary.
     pub fn tiles(&self, rows: Range<usize>, out: &mut [u8]) -> Result<(), WeightsError> {
         let layout = Layout::of(self.quant);
-        assert_eq!(out.len(), layout.matrix_bytes(rows.len(), self.cols), "room for the tiles of {rows:?}");
-        let strips = (PIECE_BYTES / (tile::ROWS * self.row_bytes())).max(1);
-        let pieces = out.chunks_mut(strips * layout.matrix_bytes(1, self.cols));
-        for (out, first) in pieces.zip(rows.clone().step_by(strips * tile::ROWS)) {
-            let piece = first..rows.end.min(first + strips * tile::ROWS);
+        assert_eq!(out.len(), layout.matrix_bytes(rows.len(), self.cols), "size of the tiles of {rows:?}");
+        let tile_rows = (PIECE_BYTES / (tile::ROWS * self.row_bytes())).max(1);
+        let pieces = out.chunks_mut(tile_rows * layout.matrix_bytes(1, self.cols));
+        for (out, first) in pieces.zip(rows.clone().step_by(tile_rows * tile::ROWS)) {
+            let piece = first..rows.end.min(first + tile_rows * tile::ROWS);
             let stored = self.read(piece.clone())?;
             let damaged = |what: tile::NotFinite| WeightsError::NotFinite {
                 tensor: self.name.to_owned(),
@@ -146,7 +146,7 @@ impl TensorView<'_> {
         Ok(())
     }
 
-    /// All weights as f32, by the scalar reference.
+    /// All weights as f32, dequantised by the scalar reference.
     ///
     /// # Errors
     /// As [`Self::read`].
@@ -156,38 +156,38 @@ impl TensorView<'_> {
         Ok(out)
     }
 
-    /// As [`Self::to_f32`] for weights that must be finite: norms and biases.
+    /// As [`Self::to_f32`] for tensors that must be finite: norms and biases.
     ///
     /// # Errors
-    /// As [`Self::read`]; or one is not finite.
+    /// As [`Self::read`]; or a weight is not finite.
     pub fn to_finite_f32(&self) -> Result<Vec<f32>, WeightsError> {
         let numbers = self.to_f32()?;
         match numbers.iter().position(|number| !number.is_finite()) {
             None => Ok(numbers),
             Some(at) => {
-                let what = format!("element {at} is {}; the file is damaged", numbers[at]);
+                let what = format!("element {at} is {}; the file is damaged, fetch it again", numbers[at]);
                 Err(WeightsError::NotFinite { tensor: self.name.to_owned(), what })
             }
         }
     }
 }
 
-/// Bytes of a file that are looked at first for its header: those of most models are within.
+/// Bytes of the first read of a header; most headers fit.
 const HEADER_BYTES_FIRST: u64 = 4 << 20;
-/// Bytes of a header at most: the largest vocabularies with scores and merges take some 30 MiB.
+/// Maximum header length: the largest vocabularies with scores and merges need about 30 MiB.
 const HEADER_BYTES_MAX: u64 = 256 << 20;
 
 impl ModelFile {
-    /// Opens a complete file (GGUF, or safetensors in a model's folder) and checks every count, offset, string and shape in
-    /// its header, and that the architecture's tensors are all there with the right shapes.
+    /// Opens a complete file (GGUF, or safetensors in a model folder). Checks every count, offset, string and shape in its
+    /// header, and that all tensors of the architecture are present with the right shapes.
     ///
     /// # Errors
-    /// [`WeightsError`]: unreadable, locked, truncated, malformed, or a model that is not computed here.
+    /// [`WeightsError`]: unreadable, locked, truncated, malformed, or an unsupported model.
     pub fn open(path: &Path) -> Result<Arc<Self>, WeightsError> {
         Self::open_file(path, false)
     }
 
-    /// As [`Self::open`] for a sparse file of full length: the header is there, some tensors' ranges are holes.
+    /// As [`Self::open`] for a sparse file of full length: the header is present, some tensors may be holes.
     ///
     /// # Errors
     /// As [`Self::open`].
@@ -198,7 +198,7 @@ impl ModelFile {
     /// As [`Self::open`] for bytes in memory.
     ///
     /// # Errors
-    /// As [`Self::open`], without those of the file system.
+    /// As [`Self::open`], except for file system errors.
     pub fn from_bytes(bytes: Bytes) -> Result<Arc<Self>, WeightsError> {
         Self::parse(Source::Memory(bytes))
     }
@@ -228,22 +228,22 @@ impl ModelFile {
         Ok(Arc::new(Self { source, header_len, served_header, metadata, tensors, by_name, config }))
     }
 
-    /// Whether the file is still the one that was opened: its length, and unless chunks from peers are written into it the time
-    /// of the last write. Bytes that were read before a check that succeeds are the ones that the header describes.
+    /// Checks that the file is unchanged since it was opened: its length, and its modification time unless it is being filled
+    /// with chunks from peers. After success, all bytes read before are the ones described by the header.
     ///
     /// # Errors
-    /// [`WeightsError::Changed`] with what was expected and found, or the file cannot be asked.
+    /// [`WeightsError::Changed`] with what was expected and found, or the file cannot be queried.
     pub fn check_unchanged(&self) -> Result<(), WeightsError> {
         self.source.check_unchanged()
     }
 
-    /// What the model is: sizes, rotary embedding, options of its architecture.
+    /// The model's configuration: sizes, rotary embedding, options of its architecture.
     #[must_use]
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// Everything the header says.
+    /// All metadata of the header.
     #[must_use]
     pub fn metadata(&self) -> &Metadata {
         &self.metadata
@@ -266,15 +266,15 @@ impl ModelFile {
         TensorView { name, quant: *quant, rows: *rows, cols: *cols, source: &self.source, range }
     }
 
-    /// Some of the file's bytes, copied: callers ask for pieces. Holes of a partial file read as zeros.
+    /// Copies a byte range of the file. Holes of a partial file read as zeros.
     ///
     /// # Errors
-    /// The file has no such range, was cut, or cannot be read.
+    /// The range is not in the file, or the file was truncated or cannot be read.
     pub fn read(&self, range: &Range<u64>) -> Result<Bytes, WeightsError> {
         self.source.read(range)
     }
 
-    /// Where it was opened from.
+    /// Path that the file was opened from; `None` if in memory.
     #[must_use]
     pub fn path(&self) -> Option<&Path> {
         self.source.path()
@@ -286,26 +286,26 @@ impl ModelFile {
         self.source.len()
     }
 
-    /// Opened with holes.
+    /// Whether the file was opened with holes.
     #[must_use]
     pub fn is_partial(&self) -> bool {
         self.source.is_filling()
     }
 
-    /// Bytes before the first tensor's data: what every holder of a shard needs.
+    /// Range of the header, which every holder of a shard needs.
     #[must_use]
     pub fn header_range(&self) -> Range<u64> {
         0..self.header_len
     }
 
-    /// The header that peers get, where that is another than the file's: all they get is one file, and this one's meaning
-    /// lies beside it. The tensors' data follows it as it follows the file's own.
+    /// The header sent to peers, if it differs from the file's own: peers receive a single file, but part of this model's
+    /// metadata is in other files of its folder. The tensor data follows it as it follows the file's own header.
     #[must_use]
     pub fn served_header(&self) -> Option<&Bytes> {
         self.served_header.as_ref()
     }
 
-    /// Where a range of the file that peers get is found; it is of the header, or of what follows, not of both.
+    /// Locates a byte range of the file as peers see it. The range must lie entirely in the header or entirely after it.
     #[must_use]
     pub fn served(&self, range: &Range<u64>) -> Served<'_> {
         let Some(header) = &self.served_header else { return Served::File(range.clone()) };
@@ -317,7 +317,7 @@ impl ModelFile {
         Served::File(at_home(range.start)..at_home(range.end))
     }
 
-    /// The byte ranges a stage of these layers needs besides the header, sorted, touching ones merged.
+    /// The byte ranges that a stage of these layers needs besides the header: sorted, with adjacent tensors merged.
     #[must_use]
     pub fn stage_ranges(&self, layers: Range<usize>) -> Vec<Range<u64>> {
         let mut ranges: Vec<Range<u64>> = Vec::new();
@@ -327,7 +327,7 @@ impl ModelFile {
                 continue;
             }
             match ranges.last_mut() {
-                // Between neighbours in the file lies nothing but alignment padding.
+                // Only alignment padding lies between neighbours in the file.
                 Some(last) if previous == i.checked_sub(1) => last.end = tensor.range.end,
                 Some(_) | None => ranges.push(tensor.range.clone()),
             }
@@ -336,27 +336,27 @@ impl ModelFile {
         ranges
     }
 
-    /// What holding and running each part costs with these activations.
+    /// Memory and compute costs of each part of the model with these activations.
     #[must_use]
     pub fn costs(&self, activations: Activations) -> ModelCosts {
         self.config.costs(&self.tensors, activations)
     }
 
-    /// Inverse frequencies of a rotary embedding, with the file's own factors where it carries them.
+    /// Inverse frequencies of a rotary embedding, with the file's per-dimension factors if present.
     ///
     /// # Errors
-    /// Factors of another length than half the rotary dimensions, or not positive, or that cannot be read.
+    /// The factors do not number half the rotary dimensions, are not positive, or cannot be read.
     pub fn rotary_frequencies(&self, rope: &Rope) -> Result<RotaryFrequencies, WeightsError> {
         let factors = self.tensor(config::ROPE_FACTORS).map(|t| t.to_f32()).transpose()?;
         rope.frequencies(factors.as_deref())
     }
 
-    /// The tokenizer that the header describes.
+    /// The tokenizer described by the header.
     ///
     /// # Errors
-    /// [`TokenizerError`]: no vocabulary, an inconsistent one, or a kind that is not supported.
+    /// [`TokenizerError`]: no vocabulary, an inconsistent one, or an unsupported kind.
     pub fn tokenizer(&self) -> Result<Tokenizer, TokenizerError> {
-        // Only a folder on this disk has a header of its own for peers.
+        // Only a model folder on this disk has a separate header for peers.
         let folder = self.path().filter(|_| self.served_header.is_some()).and_then(Path::parent);
         if let Some(folder) = folder
             && self.metadata.text("tokenizer.ggml.model")?.is_none()
@@ -366,7 +366,7 @@ impl ModelFile {
         Tokenizer::from_metadata(&self.metadata)
     }
 
-    /// The model's own chat template, ChatML where it has none ([`ChatTemplate::is_fallback`] tells).
+    /// The model's own chat template, or ChatML if it has none ([`ChatTemplate::is_fallback`]).
     ///
     /// # Errors
     /// A template that is not valid Jinja.
@@ -375,7 +375,7 @@ impl ModelFile {
     }
 }
 
-/// Reads and checks the header, which says itself where it ends: more of the file is read as long as it does not.
+/// Reads and parses the header. Its length is only known from parsing, so the read grows until the header is complete.
 fn header(source: &Source) -> Result<gguf::Header, WeightsError> {
     let (len, first) = match source {
         Source::Memory(bytes) => (source.len(), bytes.len() as u64),
@@ -406,60 +406,60 @@ fn header(source: &Source) -> Result<gguf::Header, WeightsError> {
     }
 }
 
-/// Why a weights file was refused. Nothing of it is used then.
+/// Why a weights file was rejected. No part of it is used then.
 #[derive(Debug, thiserror::Error)]
 pub enum WeightsError {
     /// The file cannot be read.
     #[error("cannot read {path}: {source}")]
     Io {
-        /// Which.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: std::io::Error,
     },
     /// Another program has an exclusive lock on the file.
-    #[error("{path} is locked by a program that writes it, expected a file at rest; try again when that is done")]
+    #[error("{path} is locked by a program that is writing it; try again when that program is done")]
     Locked {
-        /// Which.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// The file was written after it was opened.
+    /// The file was modified after it was opened.
     #[error(
-        "{path} changed after it was opened: expected {expected}; found {found}. Nothing more is loaded from it; stages that are \
-         loaded go on. Put a sound file in its place by a rename, as `meshnode pull` does, and serve it again"
+        "{path} changed after it was opened: expected {expected}; found {found}. Nothing more is loaded from it; loaded stages \
+         keep running. Replace it with an intact file by a rename, as `meshnode pull` does, and serve it again"
     )]
     Changed {
-        /// Which.
+        /// Path of the file.
         path: PathBuf,
-        /// Length and time when it was opened.
+        /// Length and modification time when it was opened.
         expected: String,
-        /// Length and time now.
+        /// Length and modification time now.
         found: String,
     },
-    /// A weight is infinite or no number.
+    /// A weight is NaN or infinite.
     #[error("tensor {tensor:?}, {what}")]
     NotFinite {
-        /// Which tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// Where in it.
+        /// Position in the tensor, and what is wrong.
         what: String,
     },
-    /// The file ends before what its header promises.
+    /// The file is shorter than its header requires.
     #[error(
         "the file is truncated: {what} needs bytes up to {need}, the file has {have}; fetch it again (`meshnode pull`)"
     )]
     Truncated {
         /// What was being read.
         what: String,
-        /// First byte position beyond it.
+        /// End of the missing data: first byte position after it.
         need: u64,
         /// Length of the file.
         have: u64,
     },
-    /// The file contradicts itself or its format.
+    /// The file contradicts itself or violates its format.
     #[error("malformed weights file: {0}")]
     Malformed(String),
-    /// A sound file of something that is not computed here.
+    /// A valid file with an unsupported feature.
     #[error("{0}")]
     Unsupported(String),
 }

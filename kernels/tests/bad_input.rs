@@ -1,4 +1,4 @@
-//! What a file must not hold, and shapes and contexts at the edge: refused by name, or computed as everything else is.
+//! Invalid model files are rejected with the name of the tensor; edge-case contexts and non-finite numbers are handled.
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -28,23 +28,24 @@ fn tokens(count: usize) -> Vec<u32> {
     (0..count as u32).map(|i| (i * 37 + 11) % 250).collect()
 }
 
-/// Every tensor that an architecture can have, biases and an output matrix among them.
+/// A model with every tensor that an architecture can have, including biases and an output matrix.
 fn complete(architecture: Architecture) -> GgufWriter {
     TinyModel { architecture, layers: 2, tied: false, biases: true, ..TinyModel::default() }.writer()
 }
 
 #[test]
-fn a_tensor_that_is_missing_or_of_another_shape_is_named() {
+fn a_missing_or_misshapen_tensor_is_named() {
     for architecture in Architecture::ALL {
         let names: Vec<String> = complete(architecture).tensors_mut().iter().map(|t| t.name.clone()).collect();
         for (index, name) in names.iter().enumerate() {
-            // Without these a file is another sound model: the head is the embedding, or there are no biases.
+            // Without these the file is another valid model: with a tied output head, or without biases.
             let optional = name == "output.weight" || name.ends_with("attn_output.bias") && name.starts_with("blk.0.");
             let mut missing = complete(architecture);
             missing.tensors_mut().remove(index);
             match ModelFile::from_bytes(missing.write().into()) {
                 Err(error) if name == "blk.0.attn_q.bias" => {
-                    assert!(error.to_string().contains("bias"), "{architecture:?}: {error}"); // the others are too many
+                    // Without this one the other biases are unexpected, and named instead.
+                    assert!(error.to_string().contains("bias"), "{architecture:?}: {error}");
                 }
                 Err(error) if !optional => {
                     assert!(error.to_string().contains(name.as_str()), "{architecture:?}: {error}")
@@ -54,21 +55,21 @@ fn a_tensor_that_is_missing_or_of_another_shape_is_named() {
                 }
                 Ok(_) => assert!(optional, "{architecture:?} without {name}"),
             }
-            let mut reshaped = complete(architecture);
-            let tensor = &mut reshaped.tensors_mut()[index];
-            tensor.dims[0] += 32; // whole blocks, a row longer than it should be; what lies behind is another tensor's
+            let mut misshapen = complete(architecture);
+            let tensor = &mut misshapen.tensors_mut()[index];
+            tensor.dims[0] += 32; // whole blocks: the row is too long, and reaches into the next tensor
             let rows: u64 = tensor.dims.iter().skip(1).product();
             let block = tensor.bytes.len() / ((tensor.dims[0] - 32) * rows) as usize;
             tensor.bytes.resize(tensor.bytes.len() + 32 * rows as usize * block.max(1), 0);
-            let error = ModelFile::from_bytes(reshaped.write().into()).unwrap_err().to_string();
-            // The width of a model is what its embedding says it is, if the metadata agrees.
+            let error = ModelFile::from_bytes(misshapen.write().into()).unwrap_err().to_string();
+            // The embedding defines the model width if the metadata agrees.
             assert!(error.contains(name.as_str()) && error.contains("expected"), "{architecture:?} {name}: {error}");
         }
     }
 }
 
 #[test]
-fn a_weight_or_a_scale_that_is_no_finite_number_is_named_wherever_it_is() {
+fn a_non_finite_weight_or_scale_is_named() {
     for architecture in Architecture::ALL {
         let count = complete(architecture).tensors_mut().len();
         for index in 0..count {
@@ -84,15 +85,15 @@ fn a_weight_or_a_scale_that_is_no_finite_number_is_named_wherever_it_is() {
                     tensor.bytes[end - 20..end - 18].copy_from_slice(&((bits >> 16) as u16 | 0x7c00).to_le_bytes());
                 }
                 let file = open(&writer);
-                let error = load(&file, 0..2, 64, Activations::Int8).err().expect("refused").to_string();
+                let error = load(&file, 0..2, 64, Activations::Int8).err().expect("rejected").to_string();
                 assert!(error.contains(&name) && error.contains("damaged"), "{architecture:?} {name}: {error}");
             }
         }
     }
 }
 
-/// A context that ends within a page (32 positions) and within a block of attention (128): its last position has the bits of
-/// any other context, and the one behind it is refused.
+/// A context may end within a page (32 positions) and within an attention block (128): its last position is
+/// bit-identical to that of a longer context, and the next position is rejected.
 #[test]
 fn a_context_may_end_inside_a_page() {
     let file = TinyModel::default().open();
@@ -115,7 +116,7 @@ fn a_context_may_end_inside_a_page() {
                         .forward(&mut Threads::new(2).unwrap(), &[rows(context / 2, &all[context / 2..context])])
                         .unwrap();
                 }
-                let Some(RowsOut::Logits(logits)) = out.pop() else { panic!("logits are wanted") };
+                let Some(RowsOut::Logits(logits)) = out.pop() else { panic!("expected logits") };
                 assert!(logits.iter().all(|logit| logit.is_finite()));
                 logits.into_iter().map(f32::to_bits).collect::<Vec<u32>>()
             };
@@ -123,12 +124,12 @@ fn a_context_may_end_inside_a_page() {
             let over = Rows { sequence: 1, position: context, input: RowsIn::Tokens(&[1]), want: Want::Logits };
             let error = stage.forward(&mut Threads::new(2).unwrap(), &[over]).unwrap_err();
             assert!(matches!(&error, StageError::Input(what) if what.contains("context")), "{error}");
-            assert_eq!(stage.held(1), context, "nothing has changed");
+            assert_eq!(stage.held(1), context, "a rejected batch changes nothing");
         }
     }
 }
 
-/// The model with one embedding row of another size, in F32 while its matrices stay integers: norms of that row overflow.
+/// The model with one huge embedding row, in F32 while its matrices stay quantised: norms of that row overflow.
 fn with_embedding_row(architecture: Architecture, token: usize, number: f32) -> Arc<ModelFile> {
     let tiny = TinyModel { architecture, layers: 4, tied: false, ..TinyModel::default() };
     let numbers = TinyModel { quant: QuantType::F32, ..tiny }.writer().tensors_mut()[0].clone();
@@ -140,10 +141,10 @@ fn with_embedding_row(architecture: Architecture, token: usize, number: f32) -> 
     open(&writer)
 }
 
-/// What is not finite reaches the logits through integers, caches and further stages, from any row that the last one sees; the
-/// error names the layers that sampled and the position.
+/// A non-finite number in any row visible to the last one reaches the logits, through integers, caches and later
+/// stages; the error names the layers of the sampling stage and the position.
 #[test]
-fn no_token_is_drawn_from_what_is_not_finite() {
+fn no_token_is_drawn_from_non_finite_logits() {
     const BAD: usize = 77;
     for architecture in Architecture::ALL {
         for number in [1e30, f32::MAX] {
@@ -157,7 +158,7 @@ fn no_token_is_drawn_from_what_is_not_finite() {
                         }
                     };
                     let from = cut.unwrap_or(0);
-                    // The bad row is the last one, or one that the last one sees (within the small Gemma's window, too).
+                    // The bad row is the last one, or visible to it (also within the small Gemma's attention window).
                     for bad_at in [9, 7] {
                         let mut prompt = tokens(10);
                         assert!(through(&mut stages, 1, &prompt).is_ok(), "{architecture:?} {activations:?}");
@@ -169,7 +170,7 @@ fn no_token_is_drawn_from_what_is_not_finite() {
                         );
                         let text = error.to_string();
                         assert!(text.starts_with(&format!("layers {from}-3, position 9: ")), "{text}");
-                        // Who computes beside it, and afterwards, is not harmed.
+                        // Other sequences, concurrent or later, are unaffected.
                         assert!(through(&mut stages, 1, &tokens(10)).is_ok());
                     }
                 }
@@ -201,9 +202,9 @@ fn through(stages: &mut [Box<dyn Stage>], sequence: u64, prompt: &[u32]) -> Resu
     Ok(out)
 }
 
-/// Hidden rows from a peer that are not finite: found by the stage that samples.
+/// Non-finite hidden rows from a peer are detected by the stage that samples.
 #[test]
-fn hidden_rows_that_are_not_finite_are_found_where_a_token_is_drawn() {
+fn non_finite_hidden_rows_are_detected_when_sampling() {
     let file = TinyModel::default().open();
     for activations in BOTH {
         for bad in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {

@@ -1,5 +1,5 @@
-//! The numerics contract through whole models: any cut, batch, chunking, number of threads and rewriting gives the same
-//! bits; and what does not fit a stage is refused without harm.
+//! The numerics contract of whole models: results are bit-identical for any layer partition, batch, prefill chunking,
+//! number of threads and replay; invalid input to a stage is rejected without side effects.
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ fn load(file: &Arc<ModelFile>, layers: Range<usize>, activations: Activations, t
     Loaded { stage, threads: Threads::new(threads).unwrap() }
 }
 
-/// A stage, and the threads that it is computed with.
+/// A stage with the threads that compute it.
 struct Loaded {
     stage: Box<dyn Stage>,
     threads: Threads,
@@ -34,13 +34,13 @@ fn whole(file: &Arc<ModelFile>, activations: Activations, threads: usize) -> Loa
     load(file, 0..file.config().layers, activations, threads)
 }
 
-/// Tokens of a sequence; different sequences differ.
+/// Pseudo-random tokens, different per sequence.
 fn tokens(file: &ModelFile, sequence: u64, count: usize) -> Vec<u32> {
     let vocab = file.config().vocab as u64;
     (0..count as u64).map(|i| ((i * 7919 + sequence * 104_729 + i * i * 31) % vocab) as u32).collect()
 }
 
-/// Rows of one sequence through a chain of stages; the logits of the last row as bits.
+/// Runs rows of one sequence through a chain of stages; returns the logits of the last row as bits.
 fn through(stages: &mut [Loaded], sequence: u64, position: usize, tokens: &[u32]) -> Vec<u32> {
     let (first, rest) = stages.split_first_mut().unwrap();
     let step = |stage: &mut Loaded, input: RowsIn<'_>| {
@@ -60,7 +60,7 @@ fn bits(out: &RowsOut) -> Vec<u32> {
     logits.iter().map(|l| l.to_bits()).collect()
 }
 
-/// The prompt at once, then token by token: logits after each.
+/// Logits of a single-stage run: after the whole prompt, then after each token.
 fn solo(file: &Arc<ModelFile>, activations: Activations, sequence: u64, prompt: usize, more: usize) -> Vec<Vec<u32>> {
     let all = tokens(file, sequence, prompt + more);
     let mut stage = [whole(file, activations, 1)];
@@ -69,7 +69,7 @@ fn solo(file: &Arc<ModelFile>, activations: Activations, sequence: u64, prompt: 
     logits
 }
 
-/// Small models of each architecture and format, and the real one if it is there.
+/// Small models of each architecture and format, and the real model if available.
 fn models() -> Vec<(String, Arc<ModelFile>)> {
     let mut models = Vec::new();
     for architecture in ARCHITECTURES {
@@ -86,7 +86,7 @@ fn models() -> Vec<(String, Arc<ModelFile>)> {
 }
 
 #[test]
-fn any_cut_gives_the_same_bits() {
+fn any_layer_partition_gives_the_same_bits() {
     for (name, file) in models() {
         let layers = file.config().layers;
         for activations in BOTH {
@@ -108,7 +108,7 @@ fn any_batch_gives_the_same_bits() {
     for (name, file) in models() {
         for activations in BOTH {
             let mut stage = whole(&file, activations, 2);
-            // Eight sequences at their own positions, prompts of different lengths, then one token each.
+            // Eight sequences with prompts of different lengths, then one token each at their own positions.
             let all: Vec<_> = (0..8).map(|s| tokens(&file, s, 12 + s as usize)).collect();
             let expected: Vec<_> = (0..8).map(|s| solo(&file, activations, s as u64, 10 + s, 2)).collect();
             for part in [0, 1, 2] {
@@ -135,7 +135,7 @@ fn any_batch_gives_the_same_bits() {
 fn any_chunking_and_number_of_threads_gives_the_same_bits() {
     for (name, file) in models() {
         for activations in BOTH {
-            // The strict path of the real model is slow; small models take the long chunk there.
+            // The f32 path of the real model is slow; small models cover long chunks.
             let count = if name == "SmolLM2" && activations == Activations::F32 { 40 } else { 530 };
             let all = tokens(&file, 5, count);
             let expected = through(&mut [whole(&file, activations, 1)], 5, 0, &all);
@@ -152,7 +152,7 @@ fn any_chunking_and_number_of_threads_gives_the_same_bits() {
 }
 
 #[test]
-fn writing_positions_again_is_harmless() {
+fn rewriting_positions_gives_the_same_bits() {
     for (name, file) in models() {
         for activations in BOTH {
             let all = tokens(&file, 1, 50);
@@ -160,7 +160,7 @@ fn writing_positions_again_is_harmless() {
             let expected = solo(&file, activations, 1, 40, 3);
             let mut stage = [whole(&file, activations, 1)];
             through(&mut stage, 1, 0, &all[..40]);
-            // The same again, then something else that is taken back, then a replay from the middle of a block.
+            // The same prompt again, then other tokens that are rolled back, then a replay from the middle of a block.
             through(&mut stage, 1, 0, &all[..40]);
             through(&mut stage, 1, 35, &other[..9]);
             assert_eq!(stage[0].stage.held(1), 44);
@@ -177,35 +177,35 @@ fn writing_positions_again_is_harmless() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_and_changes_nothing() {
+fn invalid_batches_are_rejected_and_change_nothing() {
     let file = TinyModel::default().open();
-    let mut head = load(&file, 0..2, Activations::Int8, 1);
-    let mut tail = load(&file, 2..3, Activations::Int8, 1);
+    let mut first = load(&file, 0..2, Activations::Int8, 1);
+    let mut last = load(&file, 2..3, Activations::Int8, 1);
     let width = file.config().width;
     let rows = |sequence, position, input| Rows { sequence, position, input, want: Want::Logits };
-    head.forward(&[rows(1, 0, RowsIn::Tokens(&[5, 6, 7]))]).unwrap();
+    first.forward(&[rows(1, 0, RowsIn::Tokens(&[5, 6, 7]))]).unwrap();
 
     let hidden = vec![0.5; width];
     let long = vec![1; 601];
     let beyond = [file.config().vocab as u32];
     let wrong: Vec<(Vec<Rows<'_>>, &str)> = vec![
         (vec![rows(1, 0, RowsIn::Hidden(&hidden))], "hidden rows"),
-        (vec![rows(1, 0, RowsIn::Tokens(&beyond))], "vocabulary"),
-        (vec![rows(1, 4, RowsIn::Tokens(&[1]))], "3 are held"),
-        (vec![rows(2, 1, RowsIn::Tokens(&[1]))], "0 are held"),
+        (vec![rows(1, 0, RowsIn::Tokens(&beyond))], "token id below"),
+        (vec![rows(1, 4, RowsIn::Tokens(&[1]))], "3 are cached"),
+        (vec![rows(2, 1, RowsIn::Tokens(&[1]))], "0 are cached"),
         (vec![rows(2, 0, RowsIn::Tokens(&long))], "context"),
         (vec![rows(2, 0, RowsIn::Tokens(&[]))], "no rows"),
         (vec![rows(1, 3, RowsIn::Tokens(&[1])), rows(1, 4, RowsIn::Tokens(&[1]))], "twice"),
         ((2..10).map(|s| rows(s, 0, RowsIn::Tokens(&[1]))).collect(), "limit of 8"),
     ];
-    for (batch, says) in wrong {
-        let Err(StageError::Input(message)) = head.forward(&batch) else { panic!("{says}: accepted") };
-        assert!(message.contains(says), "{message:?} does not say {says:?}");
-        assert_eq!((head.stage.held(1), head.stage.held(2)), (3, 0));
+    for (batch, expected) in wrong {
+        let Err(StageError::Input(message)) = first.forward(&batch) else { panic!("{expected}: accepted") };
+        assert!(message.contains(expected), "expected {expected:?} in {message:?}");
+        assert_eq!((first.stage.held(1), first.stage.held(2)), (3, 0));
     }
-    assert!(tail.forward(&[rows(1, 0, RowsIn::Tokens(&[1]))]).is_err());
-    assert!(tail.forward(&[rows(1, 0, RowsIn::Hidden(&hidden[1..]))]).is_err());
-    assert!(tail.forward(&[rows(1, 0, RowsIn::Hidden(&hidden))]).is_ok());
+    assert!(last.forward(&[rows(1, 0, RowsIn::Tokens(&[1]))]).is_err());
+    assert!(last.forward(&[rows(1, 0, RowsIn::Hidden(&hidden[1..]))]).is_err());
+    assert!(last.forward(&[rows(1, 0, RowsIn::Hidden(&hidden))]).is_ok());
 
     for (layers, sequences, context, threads) in [(0..4, 1, 1, 1), (1..1, 1, 1, 1), (0..3, 0, 1, 1), (0..3, 1, 1, 0)] {
         let options = StageOptions { layers, sequences, context, activations: Activations::Int8, threads };
@@ -214,7 +214,7 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn rows_that_want_no_logits_get_none() {
+fn rows_without_logits_requested_get_none() {
     let file = TinyModel::default().open();
     let mut stage = whole(&file, Activations::Int8, 1);
     let rows = |sequence, want| Rows { sequence, position: 0, input: RowsIn::Tokens(&[3, 4]), want };

@@ -1,5 +1,5 @@
-//! What a hostile header can make a node allocate: no more than its own length justifies. One test to a process, because
-//! it counts every allocation.
+//! A hostile header cannot make a node allocate more than a small multiple of the file's length. The only test of its
+//! process, because it counts every allocation.
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -11,7 +11,7 @@ struct Counting;
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: every call goes to the system's allocator unchanged; the counters are beside it.
+// SAFETY: every call is forwarded unchanged to the system allocator; the counters do not affect it.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let live = LIVE.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
@@ -30,7 +30,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Bytes allocated at once beyond what was live before.
+/// Peak of live allocated bytes during `work`, above the bytes live before.
 fn peak(work: impl FnOnce()) -> usize {
     let before = LIVE.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);
@@ -46,7 +46,7 @@ fn check(what: &str, bytes: Vec<u8>) {
 }
 
 #[test]
-fn counts_allocate_nothing() {
+fn counts_in_a_header_do_not_drive_allocation() {
     let header = |tensors: u64, keys: u64, rest: &[u8]| {
         [b"GGUF".as_slice(), &3u32.to_le_bytes(), &tensors.to_le_bytes(), &keys.to_le_bytes(), rest].concat()
     };
@@ -62,16 +62,16 @@ fn counts_allocate_nothing() {
             check("an array", header(0, 1, &[&array[..], &count.to_le_bytes(), b"rest"].concat()));
         }
     }
-    let spoilt = |change: &dyn Fn(&mut GgufWriter)| {
+    let corrupted = |change: &dyn Fn(&mut GgufWriter)| {
         let mut writer = TinyModel { layers: 1, ..TinyModel::default() }.writer();
         change(&mut writer);
         writer.write()
     };
-    check("a sound file", spoilt(&|_| ()));
-    check("layers", spoilt(&|w| _ = w.u32("llama.block_count", u32::MAX)));
-    check("heads", spoilt(&|w| _ = w.u32("llama.attention.head_count", 1 << 20)));
-    check("a wide tensor", spoilt(&|w| w.tensors_mut()[3].dims = vec![1 << 40, 1 << 20]));
-    check("a tall tensor", spoilt(&|w| w.tensors_mut()[3].dims = vec![256, 1 << 50]));
+    check("a valid file", corrupted(&|_| ()));
+    check("layers", corrupted(&|w| _ = w.u32("llama.block_count", u32::MAX)));
+    check("heads", corrupted(&|w| _ = w.u32("llama.attention.head_count", 1 << 20)));
+    check("a wide tensor", corrupted(&|w| w.tensors_mut()[3].dims = vec![1 << 40, 1 << 20]));
+    check("a tall tensor", corrupted(&|w| w.tensors_mut()[3].dims = vec![256, 1 << 50]));
     let index = [b"MNIX".as_slice(), &1u32.to_le_bytes(), &[0; 16], &u32::MAX.to_le_bytes(), &[0; 57]].concat();
     let used = peak(|| assert!(ShardIndex::decode(&index).is_err()));
     assert!(used < 4096, "{used} bytes allocated for an index of {}", index.len());

@@ -1,6 +1,6 @@
-//! Whole small models of every architecture and format against a forward pass written as plainly as possible in f64.
+//! Whole small models of every architecture and format against a naive f64 forward pass.
 #![expect(clippy::needless_range_loop, reason = "loops over indices, as the formulas are written")]
-#![expect(clippy::print_stdout, reason = "figures for people")]
+#![expect(clippy::print_stdout, reason = "human-readable figures")]
 use std::f64::consts::PI;
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use kernels::threads::Threads;
 use kernels::weights::testing::TinyModel;
 use kernels::weights::{Architecture, ModelFile, RopeKind};
 
-/// Logits of the last token, everything in f64, no cache, no cleverness.
+/// Logits of the last token, all in f64, without a KV cache.
 fn naive(file: &ModelFile, tokens: &[u32]) -> Vec<f64> {
     let c = file.config();
     let gemma = c.architecture == Architecture::Gemma3;
@@ -20,7 +20,8 @@ fn naive(file: &ModelFile, tokens: &[u32]) -> Vec<f64> {
         hidden.iter_mut().flatten().for_each(|x| *x *= (c.width as f64).sqrt());
     }
     for layer in 0..c.layers {
-        // The small Gemma 3: every third layer sees everything and turns by 1e6, the others see 9 positions and turn by 1e4.
+        // The small Gemma 3: every third layer has global attention and RoPE base 1e6, the others a window of 9 and
+        // base 1e4.
         let local = gemma && layer % 3 != 2;
         let name = |part: &str| format!("blk.{layer}.{part}");
         let normed: Vec<_> =
@@ -124,7 +125,7 @@ fn rotate(file: &ModelFile, head: &[f64], position: usize, local: bool) -> Vec<f
     out
 }
 
-/// A small model whose norms are scaled down, so that attention looks at many positions instead of one.
+/// A small model with scaled-down norm weights, so that attention spreads over many positions instead of one.
 fn gentle(tiny: TinyModel) -> Arc<ModelFile> {
     let mut writer = tiny.writer();
     for tensor in writer.tensors_mut() {
@@ -151,11 +152,11 @@ fn logits(file: &Arc<ModelFile>, activations: Activations, tokens: &[u32]) -> Ve
             )
             .unwrap();
     }
-    let Some(RowsOut::Logits(logits)) = out.pop() else { panic!("logits are wanted") };
+    let Some(RowsOut::Logits(logits)) = out.pop() else { panic!("expected logits") };
     logits.into_iter().map(f64::from).collect()
 }
 
-/// Distance over size.
+/// Relative error in the L2 norm.
 fn error(found: &[f64], exact: &[f64]) -> f64 {
     let difference: Vec<f64> = found.iter().zip(exact).map(|(f, e)| f - e).collect();
     (dot(&difference, &difference) / dot(exact, exact)).sqrt()
@@ -166,7 +167,7 @@ fn every_architecture_and_format_agrees_with_f64() {
     let tokens: Vec<u32> = (0..37).map(|i| (i * 29 + 7) % 250).collect();
     for architecture in Architecture::ALL {
         for quant in QUANT_TYPES {
-            // Query heads wider than the model, and widths that are no whole groups where the format's blocks allow.
+            // Query heads wider than the model, and widths that are not whole groups where the format's blocks allow.
             let (ffn, heads) = if quant.block_len() == 256 { (512, 8) } else { (480, 6) };
             let tied = quant == QuantType::Q8_0;
             let tiny = TinyModel { architecture, quant, ffn, tied, layers: 2, heads, ..TinyModel::default() };
@@ -175,7 +176,7 @@ fn every_architecture_and_format_agrees_with_f64() {
     }
 }
 
-/// Widths that are no whole groups of 64 columns nor, for numbers, whole blocks of 32.
+/// Widths that are not multiples of the group of 64 columns nor, for float formats, of the block of 32.
 #[test]
 fn any_width_agrees_with_f64() {
     let tokens: Vec<u32> = (0..21).map(|i| (i * 23 + 5) % 250).collect();

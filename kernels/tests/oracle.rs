@@ -1,5 +1,6 @@
-//! The real model against four independent engines: prompt ids, greedy tokens teacher-forced, and how far int8 strays.
-#![expect(clippy::print_stdout, reason = "figures for people")]
+//! The real model against four independent engines: token ids of prompts, teacher-forced greedy tokens, and the error
+//! of int8.
+#![expect(clippy::print_stdout, reason = "human-readable figures")]
 use std::sync::Arc;
 
 use kernels::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageOptions, Want};
@@ -8,9 +9,10 @@ use kernels::weights::ModelFile;
 use kernels::weights::testing::real_model_path;
 use serde_json::Value;
 
-/// Below this margin f32 engines may differ: their logits differ by 1e-4.
+/// Below this top-2 logit margin f32 engines may pick different tokens: their logits differ by 1e-4.
 const MARGIN_F32: f64 = 0.01;
-/// Below this margin int8 activations may decide differently; llama.cpp's largest on the same file is 0.52.
+/// Below this margin int8 activations may pick a different token; llama.cpp's largest such margin on the same file is
+/// 0.52.
 const MARGIN_INT8: f64 = 0.6;
 const MEAN_KL: f64 = 0.005;
 
@@ -47,7 +49,7 @@ fn stage(file: &Arc<ModelFile>, activations: Activations) -> Box<dyn Stage> {
     kernels::load_cpu_stage(Arc::clone(file), options).unwrap()
 }
 
-/// Logits after the prompt and after each token of the oracle's answer but the last.
+/// Logits after the prompt and after each token of the oracle's answer except the last (teacher forcing).
 fn forced(stage: &mut dyn Stage, prompt: &Prompt) -> Vec<Vec<f32>> {
     let mut next = |position: usize, tokens: &[u32]| {
         let rows = Rows { sequence: 7, position, input: RowsIn::Tokens(tokens), want: Want::Logits };
@@ -76,7 +78,7 @@ fn argmax(logits: &[f32]) -> u32 {
     best as u32
 }
 
-/// KL(p ‖ q) of the softmaxes.
+/// KL(p ‖ q) of the softmax distributions of two logit vectors.
 fn divergence(p: &[f32], q: &[f32]) -> f64 {
     let log_softmax = |x: &[f32]| -> Vec<f64> {
         let max = x.iter().fold(f64::NEG_INFINITY, |m, v| m.max(f64::from(*v)));

@@ -1,5 +1,5 @@
-//! A stage holds its share of the weights once: as tiles, and nothing of the file beside them.
-#![expect(clippy::print_stdout, reason = "figures for people")]
+//! A stage keeps its share of the weights in memory once, as tiles, without a copy of the file's bytes.
+#![expect(clippy::print_stdout, reason = "human-readable figures")]
 #![cfg(target_os = "linux")]
 use kernels::stage::{Activations, Rows, RowsIn, StageOptions, Want};
 use kernels::threads::Threads;
@@ -23,16 +23,16 @@ fn a_stage_holds_its_own_weights_once() {
         )
         .unwrap();
 
-    let said = stage.resident_bytes();
+    let reported = stage.resident_bytes();
     let share: u64 = file.costs(Activations::Int8).layers[10..20].iter().map(|layer| layer.weight_bytes).sum();
-    assert_eq!(said.weights, share);
+    assert_eq!(reported.weights, share);
     let grown = resident() - before;
     println!("share {share} B, the process grew by {grown} B");
     assert!((share * 9 / 10..share * 3 / 2).contains(&grown), "{grown} B for tiles of {share} B");
-    assert!(said.working < 4 << 20, "scratch and cache of five positions: {} B", said.working);
+    assert!(reported.working < 4 << 20, "scratch and cache of five positions: {} B", reported.working);
 }
 
-/// Bytes of memory and of mapped files that this process holds, by the system's own account.
+/// Resident set size of this process in bytes, including mapped files, as the kernel reports it.
 fn resident() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();

@@ -1,6 +1,6 @@
-//! Who is let into the mesh by this node, and the credentials this node holds itself.
+//! Admission of new members by this node, and the node's own credentials.
 //!
-//! The decision is `node_core::admission`'s; proofs and signatures are the transport's; this keeps the files.
+//! `node_core::admission` decides, the transport verifies and signs, and this module stores.
 use crate::quiet::Quiet;
 use crate::store::{Store, StoreError};
 use node_core::admission::{Admitted, Claim, Invite, InviteBook, Refusal};
@@ -14,24 +14,24 @@ use transport::certificate::{Chain, Roles};
 use transport::join::{JoinRefusal, JoinRequest};
 use transport::{Identity, MeshCredentials, MeshId, PeerId, Ticket};
 
-/// How long a membership lasts, though never longer than its issuer's: nobody owns the mesh, so it should not end because
-/// its founder's machine is gone. `renewal.rs` extends it.
+/// Lifetime of a certificate, bounded by its issuer's. It is long, so that a mesh survives the loss of its founder.
+/// `renewal.rs` extends it.
 pub const MEMBERSHIP: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
-/// Addresses in a ticket: the first that answers is used.
+/// Most addresses in a ticket. A joiner uses the first that answers.
 const TICKET_ADDRS_MAX: usize = 4;
 
-/// The guest list and the keys of the house.
+/// The node's credentials and tickets, and the peers that wait for approval.
 pub struct Admission {
     identity: Identity,
     /// Replaced as a whole when they are renewed.
     credentials: RwLock<Arc<MeshCredentials>>,
     book: Mutex<InviteBook>,
-    /// What a ticket's secret is computed with, from its number. The store holds numbers only: who reads it, or a copy of it,
-    /// has no ticket.
+    /// Key to derive a ticket's secret from its number. The store contains only numbers, so that a copy of it reveals
+    /// no tickets.
     secret_key: [u8; 32],
-    /// Numbers of invitations by the id that a joiner names.
+    /// Ticket numbers by the ticket id that a joiner sends.
     numbers: Mutex<BTreeMap<[u8; 16], [u8; 16]>>,
-    /// PeerIds behind the nodes that wait, for people.
+    /// PeerIds of the waiting nodes, for display.
     strangers: Mutex<BTreeMap<NodeId, PeerId>>,
     addrs: Vec<SocketAddr>,
     store: Arc<Store>,
@@ -39,16 +39,16 @@ pub struct Admission {
     quiet: Quiet,
 }
 
-/// Why an admission matter did not work.
+/// Why an operation on tickets, approvals or credentials failed.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum AdmissionError {
-    /// No such peer waits.
+    /// No waiting peer matches.
     #[error("{0}")]
     Unknown(String),
-    /// Not allowed.
+    /// This node may not do it.
     #[error("{0}")]
     Refused(String),
-    /// The disk refused.
+    /// The disk or the random number generator failed.
     #[error("{0}")]
     Storage(String),
 }
@@ -60,7 +60,7 @@ impl From<StoreError> for AdmissionError {
 }
 
 impl Admission {
-    /// The guest list of a member that is reachable at `addrs` (data plane).
+    /// Creates it with the tickets in the store. `addrs`: the data-plane addresses of this node, for tickets.
     pub fn new(
         identity: Identity,
         credentials: MeshCredentials,
@@ -86,37 +86,37 @@ impl Admission {
         }
     }
 
-    /// Whether every machine of the local network that asks is admitted.
+    /// Whether this node admits every machine of the local network that asks.
     pub fn is_open(&self) -> bool {
         self.open
     }
 
-    /// Whether this node was given the right to let others in.
+    /// Whether this node has the right to invite.
     pub fn may_invite(&self) -> bool {
         self.credentials().chain.own().is_some_and(|own| own.roles.may_invite())
     }
 
-    /// What makes this node a member, as it stands.
+    /// The node's current credentials.
     pub fn credentials(&self) -> Arc<MeshCredentials> {
         self.credentials.read().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
     }
 
-    /// From now on these.
+    /// Replaces the node's credentials.
     pub fn set_credentials(&self, credentials: MeshCredentials) {
         *self.credentials.write().unwrap_or_else(std::sync::PoisonError::into_inner) = Arc::new(credentials);
     }
 
-    /// This node's key.
+    /// This node's identity key.
     pub fn identity(&self) -> &Identity {
         &self.identity
     }
 
-    /// First eight digits of the mesh id, for people.
+    /// Display name of the mesh: the first eight hex digits of its id.
     pub fn mesh_name(&self) -> String {
         self.credentials().mesh.0[..4].iter().map(|b| format!("{b:02x}")).collect()
     }
 
-    /// A ticket good for `uses` admissions within `ttl`.
+    /// Creates a ticket for `uses` admissions within `ttl`.
     ///
     /// # Errors
     /// This node may not invite, or the store cannot be written.
@@ -124,13 +124,14 @@ impl Admission {
         let credentials = self.credentials();
         if !self.may_invite() {
             return Err(AdmissionError::Refused(
-                "this node was admitted without the right to invite others (it joined an open mesh): run `meshnode invite` on \
-                 another member"
+                "this node was admitted without the right to invite others, because it joined an open mesh: run `meshnode invite` \
+                 on another member"
                     .into(),
             ));
         }
         let mut number = [0; 16];
-        getrandom::fill(&mut number).map_err(|e| AdmissionError::Storage(format!("no randomness: {e}")))?;
+        getrandom::fill(&mut number)
+            .map_err(|e| AdmissionError::Storage(format!("cannot generate a random ticket: {e}")))?;
         let issued = crate::handle::unix_seconds();
         let expiry = issued + ttl.as_secs();
         let invites = {
@@ -155,11 +156,11 @@ impl Admission {
         Ok(ticket.to_string())
     }
 
-    /// Revokes the tickets made until `issued`: a banned node may know their secrets. Returns those that would still have
-    /// admitted a node.
+    /// Voids all tickets created until `issued`, because a banned node may have their secrets. Returns those that were
+    /// still valid.
     ///
     /// # Errors
-    /// The store cannot be written: they are void until the next start only.
+    /// The store cannot be written: the tickets are void only until the next start.
     pub fn void_invites(&self, issued: u64) -> Result<Vec<Invite>, AdmissionError> {
         let (void, left) = {
             let mut book = self.book();
@@ -179,10 +180,10 @@ impl Admission {
         Ok(void)
     }
 
-    /// Lets a waiting peer in the next time it asks: by PeerId, or a part of it that only one waiting peer has.
+    /// Admits a waiting peer the next time it asks. `peer`: its PeerId, or a part that matches only one waiting peer.
     ///
     /// # Errors
-    /// No such peer waits, or several match.
+    /// No waiting peer matches, or several do.
     pub fn approve(&self, peer: &str) -> Result<(), AdmissionError> {
         if let Ok(peer_id) = peer.parse::<PeerId>() {
             self.book().approve(NodeId(transport::node_id(&peer_id)));
@@ -203,19 +204,19 @@ impl Admission {
                 if waiting.is_empty() { "none".into() } else { names(&waiting) }
             ))),
             several => Err(AdmissionError::Unknown(format!(
-                "`{peer}` matches {} waiting peers: give more of the id",
+                "`{peer}` matches {} waiting peers: use more characters of the id",
                 several.len()
             ))),
         }
     }
 
-    /// PeerIds that asked without a ticket.
+    /// PeerIds that asked to join without a ticket.
     pub fn waiting(&self) -> Vec<String> {
         let strangers = self.strangers.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         self.book().waiting().filter_map(|n| Some(strangers.get(&n)?.to_string())).collect()
     }
 
-    /// Decides about a joiner; an admitted one gets its credentials and the members this node knows.
+    /// Answers a join request. An admitted peer gets its certificate, the mesh key and the known members.
     pub fn answer(&self, request: JoinRequest, members: Vec<u8>) {
         let claim = match request.ticket {
             None => Claim::Nothing,
@@ -226,7 +227,7 @@ impl Admission {
         };
         match self.decide(request.peer_id, request.addr.ip(), claim) {
             Ok(chain) => {
-                tracing::info!("{} ({}) joins through this node", request.peer_id, request.name);
+                tracing::info!("admitted {} ({}) to the mesh", request.peer_id, request.name);
                 request.admit(transport::join::Admission {
                     chain,
                     mesh_key: self.credentials().mesh_key,
@@ -237,7 +238,7 @@ impl Admission {
                 if let Some(more) = self.quiet.admit() {
                     let (peer, name, addr) = (request.peer_id, &request.name, request.addr);
                     let advice = match refusal {
-                        JoinRefusal::NotApproved => format!("; let it in with: meshnode approve {peer}"),
+                        JoinRefusal::NotApproved => format!("; to admit it: meshnode approve {peer}"),
                         JoinRefusal::Unknown
                         | JoinRefusal::Expired
                         | JoinRefusal::UsedUp
@@ -246,7 +247,7 @@ impl Admission {
                         | JoinRefusal::Busy
                         | JoinRefusal::Banned => String::new(),
                     };
-                    tracing::info!("{peer} ({name}) at {addr} may not join: {refusal}{advice}{more}");
+                    tracing::info!("rejected a join request of {peer} ({name}) at {addr}: {refusal}{advice}{more}");
                 }
                 request.refuse(refusal);
             }
@@ -269,20 +270,21 @@ impl Admission {
                 JoinRefusal::NotApproved
             }
         })?;
-        // A use is spent before it is granted: a full disk must not make tickets last for ever.
+        // Save the use before granting it, so that a full disk cannot make tickets unlimited.
         self.store.put_invites(&invites).map_err(|e| {
-            tracing::error!("nobody can be admitted: {e}");
+            tracing::error!("cannot admit new members: {e}");
             JoinRefusal::Busy
         })?;
         let expiry = crate::handle::unix_seconds() + MEMBERSHIP.as_secs();
         let roles = if admitted.may_invite() { Roles::INVITER } else { Roles::MEMBER };
         self.credentials().issue(&self.identity, peer, roles, expiry).map_err(|e| {
-            tracing::error!("nobody can be admitted: {e}");
+            tracing::error!("cannot admit new members: {e}");
             JoinRefusal::Busy
         })
     }
 
-    /// Only of those who wait: anybody may ask, so the list of them is bounded, and this with it.
+    /// Remembers the PeerId of a waiting node. Any peer may ask, so the list of waiting nodes is bounded, and this map
+    /// too.
     fn remember_stranger(&self, node: NodeId, peer: PeerId) {
         let waiting: Vec<NodeId> = self.book().waiting().collect();
         let mut strangers = self.strangers.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -295,7 +297,7 @@ impl Admission {
     }
 }
 
-/// The secret in the ticket of this number.
+/// Derives the secret of a ticket from its number.
 fn secret_of(key: &[u8; 32], number: &[u8; 16]) -> [u8; 16] {
     let mut secret = [0; 16];
     secret.copy_from_slice(&blake3::keyed_hash(key, number).as_bytes()[..16]);
@@ -306,43 +308,43 @@ fn names(waiting: &[(NodeId, String)]) -> String {
     waiting.iter().map(|(_, id)| id.as_str()).collect::<Vec<_>>().join(", ")
 }
 
-/// The file with this node's membership.
+/// The file with this node's credentials.
 fn path(data_dir: &Path) -> PathBuf {
     data_dir.join("membership")
 }
 
-/// The membership of a former life, if there is one.
+/// Loads the saved credentials, if there are any.
 ///
 /// # Errors
-/// The file is there but damaged: it is not silently replaced, because the mesh would be lost.
+/// The file cannot be read or is damaged. It is not replaced silently, because the node would lose its mesh.
 pub fn load(data_dir: &Path) -> Result<Option<MeshCredentials>, AdmissionError> {
     let path = path(data_dir);
     match std::fs::read(&path) {
         Ok(bytes) => MeshCredentials::decode(&bytes).map(Some).map_err(|e| {
             AdmissionError::Storage(format!(
-                "{} is damaged ({e}): remove it and join again by a ticket",
+                "{} is damaged ({e}): remove it and join again with a ticket",
                 path.display()
             ))
         }),
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(AdmissionError::Storage(format!("{}: {e}", path.display()))),
+        Err(e) => Err(AdmissionError::Storage(format!("cannot read {}: {e}", path.display()))),
     }
 }
 
-/// Keeps the membership, readable by this user only.
+/// Saves the credentials, readable only by this user.
 ///
 /// # Errors
-/// The disk refused.
+/// The file cannot be written.
 pub fn save(data_dir: &Path, credentials: &MeshCredentials) -> Result<(), AdmissionError> {
     let path = path(data_dir);
     transport::identity::write_private(&path, &credentials.encode()).map_err(|e| {
         let why = crate::disk::explain(&e, crate::disk::FREE_DATA);
-        AdmissionError::Storage(format!("the membership cannot be written to {}: {why}", path.display()))
+        AdmissionError::Storage(format!("cannot write the membership to {}: {why}", path.display()))
     })
 }
 
-/// Whether an address is this machine's or of its local network: loopback, private, link-local, or in the same subnet as one
-/// of this machine's own addresses.
+/// Whether an address belongs to this machine or its local network: loopback, private, link-local, or in the same
+/// subnet as one of this machine's addresses.
 fn is_local(ip: IpAddr) -> bool {
     let ip = ip.to_canonical();
     let private = match ip {
@@ -363,21 +365,21 @@ fn is_on_link(interface: &if_addrs::IfAddr, ip: IpAddr) -> bool {
     }
 }
 
-/// Begins a mesh: this node is its first member.
+/// Founds a mesh with this node as its first member.
 pub fn found(identity: &Identity) -> MeshCredentials {
     MeshCredentials::found(identity, crate::handle::unix_seconds() + MEMBERSHIP.as_secs())
 }
 
-/// Two meshes do not mix by accident.
+/// Checks that a ticket is for the mesh that the data directory belongs to.
 ///
 /// # Errors
-/// The data directory belongs to another mesh than the ticket.
+/// It is for another mesh.
 pub fn same_mesh(held: &MeshCredentials, ticket: MeshId, data_dir: &Path) -> Result<(), AdmissionError> {
     if held.mesh == ticket {
         return Ok(());
     }
     Err(AdmissionError::Refused(format!(
-        "{} belongs to another mesh than this ticket: use a fresh --data-dir, or remove {} to leave the old mesh for good",
+        "{} belongs to another mesh than this ticket: use a new --data-dir, or remove {} to leave the old mesh permanently",
         data_dir.display(),
         path(data_dir).display()
     )))
@@ -395,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn an_open_mesh_admits_its_own_network_only_and_nobody_it_admits_may_invite() {
+    fn an_open_mesh_admits_only_the_local_network_without_the_right_to_invite() {
         let (_dir, _, guests) = guests(true);
         let decide = |from: &str| {
             let peer = Identity::generate().peer_id();
@@ -412,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn the_subnet_of_an_own_address_is_local() {
+    fn the_subnets_of_this_machine_are_local() {
         let interface = |ip: &str, netmask: &str| {
             let (ip, netmask) = (ip.parse().unwrap(), netmask.parse().unwrap());
             if_addrs::IfAddr::V4(if_addrs::Ifv4Addr { ip, netmask, prefixlen: 24, broadcast: None })
@@ -422,12 +424,12 @@ mod tests {
         assert!(!is_on_link(&own, "203.0.114.77".parse().unwrap()));
         assert!(
             !is_on_link(&interface("203.0.113.5", "0.0.0.0"), "8.8.8.8".parse().unwrap()),
-            "a mask that holds everybody"
+            "a mask that matches every address"
         );
     }
 
     #[test]
-    fn tickets_made_before_a_ban_admit_nobody_in_this_life_and_the_next() {
+    fn tickets_created_before_a_ban_stay_void_after_a_restart() {
         let (dir, me, guests) = guests(false);
         let ticket: Ticket = guests.invite(Duration::from_secs(60), 3).unwrap().parse().unwrap();
         let claim = Claim::Secret(guests.numbers.lock().unwrap()[&ticket.id()]);
@@ -444,7 +446,7 @@ mod tests {
     }
 
     #[test]
-    fn the_store_holds_no_ticket_secret_and_tickets_outlive_a_restart() {
+    fn the_store_has_no_ticket_secrets_and_tickets_survive_a_restart() {
         let dir = tempfile::tempdir().unwrap();
         let identity = Identity::load_or_create(dir.path()).unwrap();
         let open = || {

@@ -1,7 +1,7 @@
-//! The local HTTP API: OpenAI's endpoints for programs, `/api/v1` for the commands, metrics for monitors. The only user
-//! of axum.
+//! The local HTTP API: OpenAI-compatible endpoints for programs, `/api/v1` for the command line, metrics for monitors.
+//! The only user of axum.
 //!
-//! Next: `api/guard.rs` (who may call), `api/openai.rs`, `api/generation.rs` (one request from order to end).
+//! Next: `api/guard.rs` (access control), `api/openai.rs`, `api/generation.rs` (the life of one request).
 use crate::api_key::ApiKey;
 use crate::folders::Folders;
 use crate::telemetry::Metrics;
@@ -35,9 +35,9 @@ mod sessions;
 pub use engine::Engine;
 pub(crate) use management::INVITE_TTL_MAX;
 
-/// Largest request body: a prompt of a million tokens of four bytes, with room for JSON's escapes.
+/// Largest request body: a prompt of a million tokens at 4 bytes each, with room for JSON escapes.
 const BODY_BYTES_MAX: usize = 8 << 20;
-/// Longest time that a body may take to arrive: the largest over a link of half a megabit.
+/// Longest time a body may take to arrive: the largest body over a link of half a megabit per second.
 const BODY_TIME_MAX: Duration = Duration::from_secs(150);
 
 /// A bound API, ready to serve.
@@ -48,7 +48,7 @@ pub struct Api {
 }
 
 impl Api {
-    /// Takes the address. With `key`, every caller must present it; anything but loopback is refused without.
+    /// Binds the address. With `key`, every caller must present it; without, only a loopback address is accepted.
     ///
     /// # Errors
     /// [`BindError`].
@@ -62,29 +62,29 @@ impl Api {
         Ok(Self { listener, keys: Keys { node: None, everyone: key }, folders: Folders::default() })
     }
 
-    /// Requests that administer the node must carry this key, or the key of [`Self::bind`].
+    /// Requires this key, or the key of [`Self::bind`], for requests that administer the node.
     #[must_use]
     pub fn administered_with(mut self, key: ApiKey) -> Self {
         self.keys.node = Some(key);
         self
     }
 
-    /// Where simulations that are submitted here may write.
+    /// Restricts submitted simulations to writing below `folders`.
     #[must_use]
     pub fn writing_below(mut self, folders: Folders) -> Self {
         self.folders = folders;
         self
     }
 
-    /// Where it listens.
+    /// The address it listens on.
     ///
     /// # Errors
-    /// The socket is gone.
+    /// The socket is closed.
     pub fn address(&self) -> io::Result<SocketAddr> {
         self.listener.local_addr()
     }
 
-    /// Serves until `stop` ends, then closes without waiting for streams that are still running.
+    /// Serves until `stop` resolves, then closes without waiting for running streams.
     ///
     /// # Errors
     /// The socket fails.
@@ -113,22 +113,22 @@ impl Api {
 /// Why the API cannot listen.
 #[derive(Debug, thiserror::Error)]
 pub enum BindError {
-    /// Others could reach it.
+    /// Not a loopback address, and no key is set.
     #[error(
         "{0} can be reached from other machines: set an API key with --api-key or MESHNODE_API_KEY, or listen on 127.0.0.1"
     )]
     Unprotected(SocketAddr),
-    /// Usually somebody else listens there.
+    /// Usually another process listens on the address.
     #[error("cannot listen on {address} for the API: {source}; is a node running already? Choose another with --api")]
     Taken {
-        /// Where.
+        /// The address.
         address: SocketAddr,
-        /// Why.
+        /// The system's error.
         source: io::Error,
     },
 }
 
-/// What every handler sees.
+/// State shared by all handlers.
 #[derive(Clone)]
 struct App<E> {
     engine: E,
@@ -138,10 +138,10 @@ struct App<E> {
     folders: Arc<Folders>,
 }
 
-/// Method and path of a request, who may send it, and who answers it.
+/// Method, path, required access and handler.
 type Route<E> = (&'static str, &'static str, Access, MethodRouter<App<E>>);
 
-/// All routes: none is reached but through here, so that each has an [`Access`].
+/// The single list of routes, so that each has an [`Access`].
 fn routes<E: Engine>() -> Vec<Route<E>> {
     use Access::{Administer, Open, Public};
     vec![
@@ -188,17 +188,17 @@ fn router<E: Engine>(app: App<E>, guard: &Guard) -> Router {
     }
     router
         .fallback(|request: Request| async move {
-            ApiError::not_found("unknown_url", format!("there is no {} {}", request.method(), request.uri().path()))
+            ApiError::not_found("unknown_url", format!("unknown URL: {} {}", request.method(), request.uri().path()))
         })
         .method_not_allowed_fallback(|request: Request| async move {
-            ApiError::method(format!("{} cannot be used with {}", request.uri().path(), request.method()))
+            ApiError::method(format!("{} does not support the method {}", request.uri().path(), request.method()))
         })
         .layer(axum::middleware::from_fn_with_state(guard.clone(), guard::check))
         .layer(axum::middleware::from_fn(listener::follow))
         .with_state(app)
 }
 
-/// The JSON body of a request, an object of these fields.
+/// Parses the JSON body of a request, an object with `fields`.
 async fn body<T: DeserializeOwned>(request: Request, fields: &[fields::Field]) -> Result<T, ApiError> {
     fields::read(&body_bytes(request).await?, fields)
 }
@@ -207,33 +207,33 @@ async fn body_bytes(request: Request) -> Result<axum::body::Bytes, ApiError> {
     body_bytes_up_to(request, BODY_BYTES_MAX).await
 }
 
-async fn body_bytes_up_to(request: Request, most: usize) -> Result<axum::body::Bytes, ApiError> {
+async fn body_bytes_up_to(request: Request, bytes_max: usize) -> Result<axum::body::Bytes, ApiError> {
     let media = request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or("");
     if !media.split(';').next().is_some_and(|m| m.trim().eq_ignore_ascii_case("application/json")) {
         return Err(ApiError::media_type());
     }
-    let reading = axum::body::to_bytes(request.into_body(), most);
+    let reading = axum::body::to_bytes(request.into_body(), bytes_max);
     let Ok(read) = tokio::time::timeout(BODY_TIME_MAX, reading).await else {
         return Err(ApiError::too_slow(BODY_TIME_MAX));
     };
     read.map_err(|error| {
         let too_large = std::error::Error::source(&error).is_some_and(|e| e.to_string().contains("length limit"));
-        if too_large { ApiError::too_large(most) } else { ApiError::invalid(None, error.to_string()) }
+        if too_large { ApiError::too_large(bytes_max) } else { ApiError::invalid(None, error.to_string()) }
     })
 }
 
 fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T, ApiError> {
     serde_json::from_slice(bytes)
-        .map_err(|e| ApiError::invalid(None, format!("the body is not what was expected: {e}")))
+        .map_err(|e| ApiError::invalid(None, format!("the body does not have the expected form: {e}")))
 }
 
-/// Runs what takes long (tokenizing a book) beside the async threads.
+/// Runs blocking work (tokenizing a long text takes milliseconds) off the async threads.
 async fn off_thread<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
-    tokio::task::spawn_blocking(work)
-        .await
-        .unwrap_or_else(|_| Err(ApiError::failed("reading the request failed inside the node; this is a bug")))
+    tokio::task::spawn_blocking(work).await.unwrap_or_else(|_| {
+        Err(ApiError::failed("internal error: the task that read the request panicked; this is a bug"))
+    })
 }
 
 #[cfg(test)]

@@ -1,8 +1,9 @@
-//! The key that administering a node needs: made at the first start, kept in the data directory, found there by the commands.
+//! The API key that administering a node requires: created at the first start, stored in the data directory, and found
+//! there by the commands.
 //!
-//! A command knows the address of an API, not the data directory behind it. So a node announces itself in a folder of the
-//! user's: a file named after the address holds the path of the key file. It holds no secret, and a stale one does no harm:
-//! before a command sends a key that it found, the node has to prove that it knows the key.
+//! A command has the address of an API, not the data directory behind it. So a node announces itself in a folder of the
+//! user: a file named after the address contains the path of the key file. It contains no secret, and a stale one does
+//! no harm: before a command sends a key, the node must prove that it knows the key.
 use crate::private::{self, PrivateError};
 use std::fmt;
 use std::fs;
@@ -11,11 +12,11 @@ use std::path::{Path, PathBuf};
 
 /// Name of the key file in a data directory.
 pub const FILE: &str = "api.key";
-/// Longest key file: what people may write into it by hand.
+/// Longest key file; users may write it by hand.
 const FILE_BYTES_MAX: u64 = 1024;
-/// Shortest key in it. 128 bits cannot be guessed; a key that this program makes has twice that.
+/// Shortest key in it: 128 bits cannot be guessed. Generated keys have 256.
 const KEY_BYTES_MIN: usize = 16;
-/// Announcements in the user's folder: all nodes that one machine runs, and what killed ones left behind.
+/// Most announcements in the user's folder: all nodes of one machine, and stale files of killed nodes.
 const ANNOUNCED_MAX: usize = 256;
 
 /// A key of an API.
@@ -23,25 +24,25 @@ const ANNOUNCED_MAX: usize = 256;
 pub struct ApiKey(String);
 
 impl ApiKey {
-    /// A fresh one, of 256 bits.
+    /// A new key of 256 bits.
     ///
     /// # Errors
-    /// The system has no randomness.
+    /// The system's random number generator fails.
     pub fn random() -> Result<Self, String> {
         let mut bytes = [0; 32];
-        getrandom::fill(&mut bytes).map_err(|e| format!("no randomness: {e}"))?;
+        getrandom::fill(&mut bytes).map_err(|e| format!("cannot generate a random key: {e}"))?;
         Ok(Self(data_encoding::HEXLOWER.encode(&bytes)))
     }
 
-    /// One that the user gave.
+    /// A key given by the user.
     pub fn given(text: impl Into<String>) -> Self {
         Self(text.into())
     }
 
-    /// The key in `data_dir`, made at the first start. The folder is made, too, and closed to other users.
+    /// Reads the key in `data_dir`, or creates it. Also creates the folder and denies other users access to it.
     ///
     /// # Errors
-    /// The folder or the file cannot be written, or others may read them; with what to do.
+    /// The folder or the file cannot be written, or other users may read it; the message includes the fix.
     pub fn load_or_create(data_dir: &Path) -> Result<Self, String> {
         private::folder(data_dir).map_err(|e| format!("the data directory {e}"))?;
         let path = data_dir.join(FILE);
@@ -62,7 +63,7 @@ impl ApiKey {
     /// The key in a file; `None` if there is no such file.
     ///
     /// # Errors
-    /// It cannot be read, others may read it, or it holds no key.
+    /// The file cannot be read, other users may read it, or it contains no key.
     pub fn read(path: &Path) -> Result<Option<Self>, String> {
         let text = match private::read(path, FILE_BYTES_MAX) {
             Ok(text) => text,
@@ -74,26 +75,26 @@ impl ApiKey {
         let key = text.trim();
         if key.len() < KEY_BYTES_MIN || key.contains(|c: char| !c.is_ascii_graphic()) {
             return Err(format!(
-                "{} holds no API key (one line of {KEY_BYTES_MIN} or more characters without spaces): remove it, and the node makes a \
-                 new one when it starts",
+                "{} holds no API key (expected one line of at least {KEY_BYTES_MIN} characters without spaces): remove the file, and \
+                 the node creates a new one when it starts",
                 path.display()
             ));
         }
         Ok(Some(Self(key.to_owned())))
     }
 
-    /// The key itself.
+    /// The key as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
 
-    /// Whether `given` is this key. Hashes are compared, so that the time taken tells nothing about the key.
+    /// Whether `given` is this key. Compares hashes, so that the time taken reveals nothing about the key.
     pub fn is(&self, given: &str) -> bool {
         blake3::hash(given.as_bytes()) == blake3::hash(self.0.as_bytes())
     }
 
-    /// What a node answers to a caller's `nonce` to show that it knows the key, on a connection to `address`. The address is
-    /// part of it: another user's program on another port cannot pass the question on.
+    /// Proves to a caller, for its `nonce`, that the node that it reached at `address` knows the key. The address is
+    /// part of the proof, so that another user's program on another port cannot relay the challenge.
     pub fn proof(&self, address: SocketAddr, nonce: &str) -> String {
         let key = blake3::derive_key("meshnode 2026 api server proof", self.0.as_bytes());
         let address = SocketAddr::new(address.ip().to_canonical(), address.port());
@@ -107,7 +108,7 @@ impl fmt::Debug for ApiKey {
     }
 }
 
-/// A node's entry in the user's folder, until it ends.
+/// A node's entry in the user's folder, removed on drop.
 #[derive(Debug)]
 pub struct Announced {
     file: PathBuf,
@@ -115,8 +116,8 @@ pub struct Announced {
 }
 
 impl Announced {
-    /// Says where the key of the API on `address` is. A folder that cannot be written is no reason not to start: commands then
-    /// want `--api-key-file`.
+    /// Announces where the key of the API on `address` is. If the folder cannot be written, the node still starts;
+    /// commands then need `--api-key-file`.
     pub fn new(address: SocketAddr, data_dir: &Path) -> Option<Self> {
         Self::in_folder(&folder()?, address, data_dir)
     }
@@ -131,7 +132,7 @@ impl Announced {
         match written {
             Ok(()) => Some(Self { file, key_file }),
             Err(why) => {
-                tracing::warn!("commands of this user will not find this node's key by its address: {why}");
+                tracing::warn!("cannot announce this node's API key, so commands need --api-key-file: {why}");
                 None
             }
         }
@@ -147,8 +148,8 @@ impl Drop for Announced {
     }
 }
 
-/// Files that may hold the key of the API on `address` (`HOST:PORT`), the likeliest first: the one that a node of this user
-/// announced, and that of the data directory.
+/// Files that may hold the key of the API on `address` (`HOST:PORT`), most likely first: those announced by nodes of
+/// this user, then the one in the data directory.
 pub fn candidates(address: &str, data_dir: &Path) -> Vec<PathBuf> {
     let announced = folder().map(|folder| candidates_in(&folder, address)).unwrap_or_default();
     let mut all: Vec<PathBuf> = announced;
@@ -161,14 +162,14 @@ pub fn candidates(address: &str, data_dir: &Path) -> Vec<PathBuf> {
 
 fn candidates_in(folder: &Path, address: &str) -> Vec<PathBuf> {
     let Ok(address) = address.replace("localhost:", "127.0.0.1:").parse::<SocketAddr>() else { return Vec::new() };
-    // A node that listens on every address is reached by any of them.
+    // A node that listens on all addresses is reachable at any of them.
     let everywhere = [Ipv4Addr::UNSPECIFIED.into(), Ipv6Addr::UNSPECIFIED.into()];
     let everywhere = everywhere.map(|ip: IpAddr| SocketAddr::new(ip, address.port()));
     let all = std::iter::once(address).chain(everywhere);
     all.filter_map(|address| announced(&folder.join(name(address)))).collect()
 }
 
-/// `$XDG_STATE_HOME/meshnode/api`; nowhere without a home.
+/// `$XDG_STATE_HOME/meshnode/api`; `None` without a home directory.
 fn folder() -> Option<PathBuf> {
     crate::config::state_dir().map(|dir| dir.join("api"))
 }
@@ -177,14 +178,14 @@ fn name(address: SocketAddr) -> String {
     address.to_string()
 }
 
-/// The path in an announcement.
+/// The path of the key file in an announcement.
 fn announced(file: &Path) -> Option<PathBuf> {
     use std::os::unix::ffi::OsStringExt;
     let bytes = fs::read(file).ok().filter(|bytes| !bytes.is_empty() && bytes.len() < 4096)?;
     Some(std::ffi::OsString::from_vec(bytes).into())
 }
 
-/// Removes announcements whose key is gone, and the oldest beyond what is kept.
+/// Removes announcements whose key file is missing, and the oldest ones above [`ANNOUNCED_MAX`].
 fn forget_stale(folder: &Path) {
     let Ok(entries) = fs::read_dir(folder) else { return };
     let mut alive = Vec::new();
@@ -210,7 +211,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     #[test]
-    fn a_key_is_made_once_and_read_by_its_owner_only() {
+    fn a_key_is_created_once_and_readable_by_its_owner_only() {
         let dir = tempfile::tempdir().unwrap();
         let data = dir.path().join("data");
         let first = ApiKey::load_or_create(&data).unwrap();
@@ -229,11 +230,15 @@ mod tests {
     }
 
     #[test]
-    fn a_proof_is_for_one_key_one_address_and_one_question() {
+    fn a_proof_depends_on_key_address_and_nonce() {
         let [a, b] = [ApiKey::random().unwrap(), ApiKey::random().unwrap()];
         let at = |text: &str| text.parse::<SocketAddr>().unwrap();
         let proof = a.proof(at("127.0.0.1:1"), "n");
-        assert_eq!(proof, a.proof(at("[::ffff:127.0.0.1]:1"), "n"), "one that listens on [::] sees it so");
+        assert_eq!(
+            proof,
+            a.proof(at("[::ffff:127.0.0.1]:1"), "n"),
+            "a node that listens on [::] sees the address like this"
+        );
         for other in [b.proof(at("127.0.0.1:1"), "n"), a.proof(at("127.0.0.1:2"), "n"), a.proof(at("127.0.0.1:1"), "m")]
         {
             assert_ne!(proof, other);
@@ -255,13 +260,13 @@ mod tests {
         assert!(found("127.0.0.1:9481").is_empty() && found("nonsense").is_empty());
         let everywhere = Announced::in_folder(&state, at("0.0.0.0:9482"), &other).unwrap();
         assert_eq!(found("192.168.0.7:9482"), [other.join(FILE)]);
-        // Another node on the same address: the first one's end takes nothing from it.
+        // Another node on the same address: its announcement survives the end of the first node.
         let second = Announced::in_folder(&state, at("127.0.0.1:9480"), &other).unwrap();
         drop(one);
         assert_eq!(found("127.0.0.1:9480"), [other.join(FILE)]);
         drop((second, everywhere));
         assert_eq!(fs::read_dir(&state).unwrap().count(), 0);
-        // A killed node leaves its announcement: the next node takes it away once the data directory is gone.
+        // A killed node leaves its announcement behind: the next node removes it once the data directory is deleted.
         std::mem::forget(Announced::in_folder(&state, at("127.0.0.1:1"), &other).unwrap());
         fs::remove_dir_all(&other).unwrap();
         let _third = Announced::in_folder(&state, at("127.0.0.1:2"), &data).unwrap();

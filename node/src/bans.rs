@@ -1,8 +1,8 @@
-//! Banned members: the revocations, passed on to every member, and a new key of the mesh that the banned do not get.
+//! Bans: distributes revocations to all members, and rotates the mesh key so that banned nodes do not get the new one.
 //!
-//! Which revocations hold is `node_core::admission`'s to decide; signatures are the transport's. Members exchange what they
-//! know over their certified connections: at once when something changes, when they connect, and every 30 s one picks
-//! another. The key goes the same way and not through the core, whose inputs may be recorded.
+//! `node_core::admission` decides which revocations are in force; the transport signs and verifies them. Members
+//! synchronise by push-pull over their certified connections: after every change, when they connect, and every 30 s
+//! with one peer. The key is distributed the same way, not through the core, whose inputs may be recorded.
 use crate::admission::{self, Admission};
 use crate::bulk::BulkRequest;
 use crate::driver::DriverHandle;
@@ -25,19 +25,21 @@ mod state;
 #[cfg(test)]
 mod tests;
 
-/// How long everybody has to learn of a new key before it seals: a round trip to each member.
+/// Delay before a new key is used for encryption, so that all members have received it: a round trip to each.
 const SEAL_AFTER: Duration = Duration::from_secs(1);
-/// How often one member that is connected is asked what it knows.
+/// Interval of exchanges with one connected member.
 const AGAIN: Duration = Duration::from_secs(30);
-/// A clock that moved by more than this against the time that passed was set: what it kept out is asked for again.
+/// If the wall clock deviates from the elapsed time by more than this, it was set. Then all members are asked again,
+/// because revocations may have been rejected as from the future.
 const CLOCK_LEAP: Duration = Duration::from_secs(60);
-/// First byte of an exchange: the other side asks back if it lacks something…
+/// First byte of an exchange: the receiver starts an exchange of its own if the states differ.
 const NEWS: u8 = 1;
-/// …or does not, because this is such a question itself.
+/// First byte of an exchange that was started by a [`NEWS`]: the receiver only answers.
 const BACK: u8 = 0;
 
-/// What a member asks and says about bans: whether to ask back, a digest of all that it knows, and the key with the founder's
-/// revocations. So these arrive even where the rest, which goes in the answer, does not.
+/// A push-pull request about bans: whether the receiver should start an exchange too, the digest of the sender's state,
+/// and the founder's newest revocations. So the founder's revocations arrive even if the response, which has the rest,
+/// fails.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Exchange {
     kind: u8,
@@ -50,12 +52,12 @@ impl Exchange {
         Self { kind, digest: state.digest(), head: state.head() }
     }
 
-    /// As it is sent, after its tag.
+    /// The wire format, without the tag.
     pub fn encode(&self) -> Vec<u8> {
         [&[self.kind][..], &self.digest[..], self.head.encode().as_slice()].concat()
     }
 
-    /// What was sent; none if it is something else.
+    /// Decodes the wire format; `None` if it is malformed.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let (&kind, rest) = bytes.split_first()?;
         let (digest, head) = rest.split_first_chunk::<32>()?;
@@ -63,7 +65,7 @@ impl Exchange {
     }
 }
 
-/// Who is banned from the mesh, as far as this node knows.
+/// This node's knowledge of bans, and their enforcement.
 pub struct Bans {
     endpoint: Arc<Endpoint>,
     admission: Arc<Admission>,
@@ -71,17 +73,17 @@ pub struct Bans {
     driver: DriverHandle,
     runtime: tokio::runtime::Handle,
     data_dir: PathBuf,
-    /// What this node calls itself, for its revocations.
+    /// Display name of this node, for its revocations.
     name: String,
     state: Mutex<State>,
-    /// Held while a change is written and applied: one at a time, so that no older key follows a newer one. The state itself
-    /// is never locked over a write.
+    /// Serialises changes while they are written and applied, so that an older key never replaces a newer one. `state`
+    /// is never locked during a write.
     changing: Mutex<()>,
-    /// Banned nodes by their short names, and what concerns this node itself.
+    /// Banned nodes, and the notice if this node is banned.
     known: Mutex<Known>,
-    /// Members being asked, and whether to ask again afterwards.
+    /// Members with a running exchange, and whether to repeat it afterwards.
     exchanging: Mutex<BTreeMap<transport::NodeId, bool>>,
-    /// The key to seal with; one task follows it.
+    /// The encryption key, for the task [`seal`].
     sealing: watch::Sender<[u8; 32]>,
 }
 
@@ -91,17 +93,17 @@ struct Known {
     own: Option<BanNotice>,
 }
 
-/// What came of a ban.
+/// The result of a ban.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Banned {
-    /// PeerIds of connected members that it had certified: they are banned with it.
+    /// PeerIds of connected members that the banned node had certified: they are revoked transitively.
     pub with_it: Vec<PeerId>,
-    /// Tickets of this node that are revoked: banned nodes may know their secrets.
+    /// Tickets of this node that became void, because banned nodes may have their secrets.
     pub void: Vec<Invite>,
 }
 
 impl Bans {
-    /// What this node knew in its last life holds at once.
+    /// Restores the saved state and enforces it.
     ///
     /// # Errors
     /// The file cannot be read.
@@ -114,7 +116,7 @@ impl Bans {
         name: String,
     ) -> Result<Arc<Self>, NodeError> {
         let held = admission.credentials();
-        // A membership that was granted just now brought its own key, which is at least as new.
+        // If the membership was granted just now, its key is at least as new as the saved one.
         let state = State { key: held.mesh_key, ..load(&data_dir, &held)? };
         let runtime = tokio::runtime::Handle::current();
         let (sealing, keys) = watch::channel(state.key);
@@ -138,7 +140,7 @@ impl Bans {
         Ok(Arc::new(bans))
     }
 
-    /// Asks a connected member now and then, until the node ends.
+    /// Spawns the task that exchanges periodically with a connected member, until the node ends.
     pub fn watch(self: &Arc<Self>) -> tokio::task::JoinHandle<()> {
         let bans = self.clone();
         self.runtime.spawn(async move {
@@ -147,10 +149,10 @@ impl Bans {
                 tokio::time::sleep(AGAIN).await;
                 let passed = begun.elapsed().as_secs();
                 if unix_seconds().abs_diff(clock + passed) > CLOCK_LEAP.as_secs() {
-                    tracing::info!("the clock was set, or the machine slept: members are asked again who is banned");
+                    tracing::info!("the clock was set or the machine was suspended: asking all members for bans again");
                     let state = bans.state().clone();
                     bans.enforce(&state);
-                    bans.tell_everybody();
+                    bans.exchange_with_all();
                     continue;
                 }
                 let peers = bans.endpoint.peers();
@@ -161,45 +163,45 @@ impl Bans {
         })
     }
 
-    /// Takes back a membership, changes the key of the mesh, and tells every member. `name`: of the banned node, if known.
+    /// Revokes a membership, rotates the mesh key, and notifies all members. `name`: of the banned node, if known.
     ///
     /// # Errors
-    /// It is this node, this node has no right to, or the disk refused.
+    /// `peer` is this node, this node may not ban, or the state cannot be written.
     pub fn ban(self: &Arc<Self>, peer: PeerId, name: &str) -> Result<Banned, NodeError> {
         let me = self.admission.identity();
         if peer == me.peer_id() {
-            return Err(NodeError::Invalid("a node does not ban itself: `meshnode leave` ends it".into()));
+            return Err(NodeError::Invalid("a node cannot ban itself: to leave the mesh, run `meshnode leave`".into()));
         }
         let held = self.admission.credentials();
         let revocation = Revocation::issue(&held, me, peer, unix_seconds(), (name, self.name.as_str()))
-            .map_err(|e| NodeError::Unauthorised(format!("this node may not ban others: {e}")))?;
+            .map_err(|e| NodeError::Unauthorised(format!("this node may not ban other nodes: {e}")))?;
         let mut key = [0; 32];
-        getrandom::fill(&mut key).map_err(|e| NodeError::Failed(format!("no randomness: {e}")))?;
+        getrandom::fill(&mut key).map_err(|e| NodeError::Failed(format!("cannot generate a random mesh key: {e}")))?;
         let with_it = self.endpoint.certified_by(peer);
         let number = self.state().number + 1;
-        let merged = self.merge(State { number, key, said: vec![revocation] })?;
+        let merged = self.merge(State { number, key, revocations: vec![revocation] })?;
         if merged.is_some() {
-            self.tell_everybody();
+            self.exchange_with_all();
         }
         Ok(Banned { with_it, void: merged.unwrap_or_default() })
     }
 
-    /// A connection stands: one of the two may have missed something.
+    /// Handles a new connection: exchanges, because one of the two may have missed a ban.
     pub fn connected(self: &Arc<Self>, node: transport::NodeId) {
         self.exchange(node, NEWS);
     }
 
-    /// A member refused this node and showed a revocation that concerns it.
+    /// Handles a member that rejected this node with a revocation.
     pub fn handle_refused(self: &Arc<Self>, revocation: Revocation) {
         let state = self.state();
-        let heard = State { number: state.number, key: state.key, said: vec![revocation] };
+        let received = State { number: state.number, key: state.key, revocations: vec![revocation] };
         drop(state);
-        if let Err(e) = self.merge(heard) {
-            tracing::error!("that this node is banned is not kept: {e}");
+        if let Err(e) = self.merge(received) {
+            tracing::error!("cannot save the ban of this node: {e}");
         }
     }
 
-    /// Why this node is a member no more, if so.
+    /// Why this node is no longer a member, if it was banned.
     pub(crate) fn notice(&self) -> Option<BanNotice> {
         self.known().own.clone()
     }
@@ -209,10 +211,10 @@ impl Bans {
         self.known().banned.get(&node).cloned()
     }
 
-    /// Answers a member: with nothing if both know the same, else with all that is known here. It writes to the disk.
+    /// Answers an exchange: with nothing if both states are equal, else with this node's state. Writes to the disk.
     pub fn answer(self: &Arc<Self>, from: transport::NodeId, exchange: Exchange) -> Vec<u8> {
         let Exchange { kind, digest, head } = exchange;
-        self.hear(head);
+        self.receive(head);
         let state = self.state();
         if state.digest() == digest {
             return Vec::new();
@@ -225,8 +227,8 @@ impl Bans {
         answer
     }
 
-    /// Tells a member the founder's revocations, and asks for what it knows beyond this. One exchange with a
-    /// member at a time: the next one carries what changes meanwhile.
+    /// Starts an exchange with a member. At most one exchange per member runs at a time; changes meanwhile start
+    /// another.
     fn exchange(self: &Arc<Self>, node: transport::NodeId, kind: u8) {
         let mut exchanging = self.exchanging();
         if let Some(again) = exchanging.get_mut(&node) {
@@ -242,7 +244,7 @@ impl Bans {
                 if let Err(e) = bans.try_exchange(node, kind).await {
                     report(NodeId(node), &e);
                 }
-                if !bans.is_wanted_again(&node) {
+                if !bans.must_repeat(&node) {
                     return;
                 }
                 kind = NEWS;
@@ -250,8 +252,8 @@ impl Bans {
         });
     }
 
-    /// Whether something changed during an exchange, which is over now.
-    fn is_wanted_again(&self, node: &transport::NodeId) -> bool {
+    /// Ends an exchange; `true` if another was requested meanwhile, which the caller must run.
+    fn must_repeat(&self, node: &transport::NodeId) -> bool {
         let mut exchanging = self.exchanging();
         let again = exchanging.get_mut(node).is_some_and(std::mem::take);
         if !again {
@@ -263,42 +265,44 @@ impl Bans {
     async fn try_exchange(self: &Arc<Self>, node: transport::NodeId, kind: u8) -> Result<(), RequestError> {
         let request = BulkRequest::Bans(Exchange::new(&self.state(), kind)).encode();
         let answer = self.endpoint.request(node, request.into()).await?.all(STATE_BYTES_MAX).await?;
-        if let Some(heard) = State::decode(&answer) {
+        if let Some(received) = State::decode(&answer) {
             let bans = self.clone();
-            // It writes to the disk.
-            let _ = tokio::task::spawn_blocking(move || bans.hear(heard)).await;
+            // Blocking, because it writes to the disk.
+            let _ = tokio::task::spawn_blocking(move || bans.receive(received)).await;
         }
         Ok(())
     }
 
-    fn hear(self: &Arc<Self>, heard: State) {
-        match self.merge(heard) {
-            Ok(Some(_)) => self.tell_everybody(),
+    fn receive(self: &Arc<Self>, received: State) {
+        match self.merge(received) {
+            Ok(Some(_)) => self.exchange_with_all(),
             Ok(None) => {}
-            Err(e) => tracing::error!("what was heard about banned members is not kept: {e}"),
+            Err(e) => tracing::error!("cannot save the bans received from a member: {e}"),
         }
     }
 
-    fn tell_everybody(self: &Arc<Self>) {
+    fn exchange_with_all(self: &Arc<Self>) {
         self.endpoint.peers().iter().for_each(|peer| self.exchange(peer.node, NEWS));
     }
 
-    /// Takes over what is new and sound. `None` if nothing was; else the tickets of this node that are void by it.
-    fn merge(&self, heard: State) -> Result<Option<Vec<Invite>>, NodeError> {
+    /// Merges valid revocations and a newer key into the state. `None` if nothing changed; else the tickets of this
+    /// node that became void.
+    fn merge(&self, received: State) -> Result<Option<Vec<Invite>>, NodeError> {
         let _one_at_a_time = self.changing.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let mesh = self.admission.credentials().mesh;
         let now = unix_seconds();
         let before = self.state().clone();
-        let merged = before.clone().merged(heard, |said| !said.is_from_the_future(now) && said.verify(mesh).is_ok());
+        let is_valid = |revocation: &Revocation| !revocation.is_from_the_future(now) && revocation.verify(mesh).is_ok();
+        let merged = before.clone().merged(received, is_valid);
         if merged == before {
             return Ok(None);
         }
-        // On disk first: a node that forgets a ban in a crash would let the banned in again.
+        // Write to the disk first: a node that lost a ban in a crash would admit the banned node again.
         merged.save(&self.data_dir, mesh).map_err(|e| {
             let why = crate::disk::explain(&e, crate::disk::FREE_DATA);
-            NodeError::Failed(format!("{}: {why}", self.data_dir.join("bans").display()))
+            NodeError::Failed(format!("cannot write {}: {why}", self.data_dir.join("bans").display()))
         })?;
-        // The banned are cut off before this node can answer with the key that they must not get.
+        // Disconnect banned nodes before this node can answer with the new key, which they must not get.
         let void = self.enforce(&merged);
         let key = merged.key;
         *self.state() = merged;
@@ -312,34 +316,39 @@ impl Bans {
         let held = MeshCredentials { mesh_key: key, ..(*self.admission.credentials()).clone() };
         self.endpoint.set_credentials(held.clone());
         self.admission.set_credentials(held.clone());
-        // The file with the bans decides at the next start. This copy is for the day when that one is damaged.
+        // The bans file takes precedence at the next start. This copy is a fallback in case that file is damaged.
         if let Err(e) = admission::save(&self.data_dir, &held) {
-            tracing::warn!("the new key of the mesh is kept with the bans, but not with the membership: {e}");
+            tracing::warn!("the new mesh key was saved with the bans, but not with the membership: {e}");
         }
         self.gossip.open_with(&key);
         self.sealing.send_replace(key);
-        tracing::info!("the key of the mesh was changed");
+        tracing::info!("the mesh key was rotated");
     }
 
-    /// Connections of the banned end, the core forgets them, and tickets that they may know are void: these are returned.
+    /// Closes connections to banned nodes, removes them from the core, and voids the tickets that they may have, which
+    /// it returns.
     fn enforce(&self, state: &State) -> Vec<Invite> {
         let held = self.admission.credentials();
         let me = self.admission.identity().peer_id();
-        let mut out = state.out(held.mesh);
-        let own = BanNotice::of(me, &held, &out);
-        out.remove(&me);
+        let mut by_peer = state.banned(held.mesh);
+        let own = BanNotice::of(me, &held, &by_peer);
+        by_peer.remove(&me);
         let banned: BTreeMap<NodeId, Revocation> =
-            out.iter().map(|(peer, said)| (NodeId(node_id(peer)), said.clone())).collect();
+            by_peer.iter().map(|(peer, revocation)| (NodeId(node_id(peer)), revocation.clone())).collect();
         let mut known = self.known();
         if own.is_some() && own != known.own {
             own.iter().for_each(|notice| tracing::error!("{notice}"));
         }
-        let newest = banned.iter().filter(|(node, _)| !known.banned.contains_key(*node)).map(|(_, said)| said.at).max();
+        let newest = banned
+            .iter()
+            .filter(|(node, _)| !known.banned.contains_key(*node))
+            .map(|(_, revocation)| revocation.at)
+            .max();
         let nodes = banned.keys().copied().collect();
         *known = Known { banned, own };
         drop(known);
-        // Before the core drops the connections: they end with the reason.
-        self.endpoint.ban(out);
+        // Before the core drops the connections, so that they are closed with the reason.
+        self.endpoint.ban(by_peer);
         self.driver.input(Input::Banned(nodes));
         newest.map(|at| self.void_tickets(at)).unwrap_or_default()
     }
@@ -348,15 +357,13 @@ impl Bans {
         match self.admission.void_invites(at) {
             Ok(void) => {
                 if !void.is_empty() {
-                    tracing::warn!(
-                        "a member was banned that may know them: {} tickets of this node are void",
-                        void.len()
-                    );
+                    let tickets = crate::views::count(void.len(), "ticket");
+                    tracing::warn!("voided {tickets} of this node, because a banned member may have the secrets");
                 }
                 void
             }
             Err(e) => {
-                tracing::error!("the tickets of this node that a banned member may know are not void: {e}");
+                tracing::error!("cannot void the tickets of this node that a banned member may have: {e}");
                 Vec::new()
             }
         }
@@ -375,7 +382,7 @@ impl Bans {
     }
 }
 
-/// Before a node starts: the key that its last life knew, put into its credentials, and why it is a member no more, if so.
+/// At the start of a node: returns its credentials with the saved mesh key, and the notice if the node is banned.
 ///
 /// # Errors
 /// The file cannot be read.
@@ -385,15 +392,17 @@ pub(crate) fn recall(
     held: MeshCredentials,
 ) -> Result<(MeshCredentials, Option<BanNotice>), NodeError> {
     let state = load(data_dir, &held)?;
-    let notice = BanNotice::of(me, &held, &state.out(held.mesh));
+    let notice = BanNotice::of(me, &held, &state.banned(held.mesh));
     Ok((MeshCredentials { mesh_key: state.key, ..held }, notice))
 }
 
 fn load(data_dir: &std::path::Path, held: &MeshCredentials) -> Result<State, NodeError> {
-    State::load(data_dir, held).map_err(|e| NodeError::Failed(format!("{}: {e}", data_dir.join("bans").display())))
+    State::load(data_dir, held)
+        .map_err(|e| NodeError::Failed(format!("cannot read {}: {e}", data_dir.join("bans").display())))
 }
 
-/// Seals with the newest key once the others can be expected to have it: one task, so that no older key follows a newer one.
+/// Switches encryption to the newest key after [`SEAL_AFTER`]. A single task, so that an older key never replaces a
+/// newer one.
 async fn seal(gossip: Arc<GossipSocket>, mut keys: watch::Receiver<[u8; 32]>) {
     while keys.changed().await.is_ok() {
         tokio::time::sleep(SEAL_AFTER).await;
@@ -405,18 +414,16 @@ async fn seal(gossip: Arc<GossipSocket>, mut keys: watch::Receiver<[u8; 32]>) {
 /// Logs why an exchange failed.
 fn report(node: NodeId, error: &RequestError) {
     match error {
-        // Its connection broke: the next one begins with an exchange.
+        // The connection is lost; the next one begins with an exchange.
         RequestError::NotConnected | RequestError::Cut => {
-            tracing::info!(
-                "the exchange about banned members with {node} failed: {error}; it is made again when it connects"
-            );
+            tracing::info!("the exchange of bans with {node} failed: {error}; it is repeated when the node reconnects");
         }
         RequestError::TooLong { .. }
         | RequestError::Refused(_)
         | RequestError::Block { .. }
         | RequestError::Answer { .. } => tracing::warn!(
-            "the exchange about banned members with {node} failed: {error}; it is made again within minutes, and bans may not \
-             reach it until then"
+            "the exchange of bans with {node} failed: {error}; it is repeated within minutes, and the node may miss bans until \
+             then"
         ),
     }
 }

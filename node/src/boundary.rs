@@ -1,8 +1,9 @@
-//! What this node's stages gave to others: rows for the next stage, and the copies of them for its standby.
+//! Counts the bytes this node's stages sent to other nodes: rows for the next stage, and copies of them for its
+//! standby.
 use serde::Serialize;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Counted where frames leave; nobody waits for it.
+/// Counters updated where frames leave; never blocks.
 #[derive(Debug, Default)]
 pub struct Boundary {
     stage_bytes: AtomicU64,
@@ -10,19 +11,19 @@ pub struct Boundary {
     copies_left_out: AtomicU64,
 }
 
-/// The counts since the node was started.
+/// The counts since the node started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct BoundaryView {
-    /// Bytes of rows and token ids for stages of other nodes, before they are packed.
+    /// Bytes of rows and token ids sent to stages on other nodes, before compression.
     pub stage_bytes: u64,
-    /// Bytes of the copies of these for standbys.
+    /// Bytes of the copies sent to standbys.
     pub standby_bytes: u64,
-    /// Copies not sent because the way to the standby was too slow: it asks for them later.
+    /// Copies not sent because the connection to the standby was too slow; the standby requests them later.
     pub copies_left_out: u64,
 }
 
 impl Boundary {
-    /// A frame was given to the transport, which took it or not.
+    /// Counts a frame that was handed to the transport; `taken` is whether the transport accepted it.
     pub fn count(&self, copy: bool, bytes: u64, taken: bool) {
         match (copy, taken) {
             (false, true) => self.stage_bytes.fetch_add(bytes, Relaxed),

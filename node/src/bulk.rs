@@ -1,4 +1,5 @@
-//! What nodes ask each other on bulk streams: one closed list, written and read here, so that no two questions are the same.
+//! The requests that nodes send each other on bulk streams: one closed enum, encoded and decoded here, so that tags are
+//! unique.
 use crate::bans::Exchange;
 use crate::states::StateName;
 use crate::submissions::look::Look;
@@ -8,52 +9,52 @@ use node_core::id::{ContentId, JobId, PartId};
 use node_core::work::steps::SaveKind;
 use transport::Chain;
 
-/// A question of one node to another.
+/// A request of one node to another.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum BulkRequest {
-    /// About the weights of a content. Answer: 1 and the bytes, or 0.
+    /// A part of a model's weights. Response: 1 and the bytes, or 0.
     Weights(ContentId, WeightsRequest),
-    /// For a longer membership, with the present one. Answer: 1 and the new chain, or 0.
+    /// Renews a certificate; carries the present chain. Response: 1 and the new chain, or 0.
     Renewal(Chain),
-    /// Which members are banned, and the mesh's key.
+    /// Exchanges the ban list and the mesh key.
     Bans(Exchange),
     /// Which models the node serves.
     Served,
-    /// About a simulation. Answer: its bytes, in blocks.
+    /// Data of a simulation. Response: its bytes, in blocks.
     Grid(GridRequest),
 }
 
-/// A question about a simulation.
+/// A request for data of a simulation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum GridRequest {
     /// A saved state of a tile.
     State(StateName),
-    /// A box of cells of the checkpoint of a step, by start and end.
+    /// The cells of a box, from the checkpoint at `step`.
     Checkpoint {
-        /// Of which job.
+        /// The job.
         job: JobId,
-        /// Of which step.
+        /// The step of the checkpoint.
         step: u32,
         /// The lowest x, y and z.
         start: [u64; 3],
-        /// One beyond the highest.
+        /// One past the highest x, y and z.
         end: [u64; 3],
     },
     /// A packed simulation.
     Simulation(ContentId),
-    /// How a simulation stands.
+    /// The progress of a simulation, or a preview of its field.
     Look(Look),
 }
 
 impl GridRequest {
-    /// The cells of a box, of the checkpoint of a step.
+    /// Requests the cells of `region` from the checkpoint at `step`.
     pub fn checkpoint(job: JobId, step: u32, region: Region) -> Self {
         let (start, end) = (region.start.map(|at| at as u64), region.end.map(|at| at as u64));
         GridRequest::Checkpoint { job, step, start, end }
     }
 }
 
-/// First bytes. A number that was used once is not used for another question.
+/// First bytes of requests. Never reuse the tag of a request that was removed.
 mod tag {
     pub(super) const INDEX: u8 = 1;
     pub(super) const CHUNK: u8 = 2;
@@ -68,7 +69,7 @@ mod tag {
 }
 
 impl BulkRequest {
-    /// As it is sent: a tag, then what belongs to it.
+    /// The encoded request: a tag, then its fields.
     pub fn encode(&self) -> Vec<u8> {
         match self {
             BulkRequest::Weights(content, what) => {
@@ -86,7 +87,7 @@ impl BulkRequest {
         }
     }
 
-    /// What was sent; none if it is no question that this node knows.
+    /// Decodes a request; `None` if it is malformed or of an unknown kind.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let (&tag, rest) = bytes.split_first()?;
         match tag {
@@ -136,7 +137,7 @@ fn of_step(tag: u8, job: JobId, step: u32) -> Vec<u8> {
     [&[tag], job.0.to_le_bytes().as_slice(), &step.to_le_bytes()].concat()
 }
 
-/// A job, a step, and what follows.
+/// Splits off a job and a step; returns the remaining bytes too.
 fn job_and_step(bytes: &[u8]) -> Option<(JobId, u32, &[u8])> {
     let (job, rest) = bytes.split_first_chunk::<8>()?;
     let (step, rest) = rest.split_first_chunk::<4>()?;
@@ -195,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn questions_survive_the_way_and_no_two_begin_alike() {
+    fn requests_round_trip_with_unique_tags() {
         let mut tags = std::collections::BTreeSet::new();
         for request in all() {
             let bytes = request.encode();
@@ -206,11 +207,11 @@ mod tests {
     }
 
     #[test]
-    fn what_is_cut_short_or_too_long_or_unknown_is_none() {
+    fn truncated_oversized_and_unknown_requests_are_rejected() {
         for request in all() {
             let bytes = request.encode();
             for end in 0..bytes.len() {
-                // The id of a job may be cut to what it begins with.
+                // A truncated job id is still a valid prefix of one.
                 let read = BulkRequest::decode(&bytes[..end]);
                 assert!(matches!(read, None | Some(BulkRequest::Grid(GridRequest::Look(_)))), "{end}: {read:?}");
             }
@@ -223,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn noise_is_read_without_a_panic() {
+    fn noise_is_decoded_without_a_panic() {
         let mut noise = blake3::Hasher::new().update(b"noise").finalize_xof();
         for length in 0..200 {
             for tag in 0..=12 {

@@ -1,6 +1,6 @@
-//! Unix seconds as dates.
+//! Formats Unix seconds as dates.
 
-/// `2026-03-01 08:05 UTC`; past the year 9999 the number of seconds.
+/// `2026-03-01 08:05 UTC`; after the year 9999 the number of seconds.
 pub(crate) fn date_time(unix_seconds: u64) -> String {
     let date =
         i64::try_from(unix_seconds).ok().and_then(|seconds| time::OffsetDateTime::from_unix_timestamp(seconds).ok());
@@ -14,7 +14,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dates_are_those_of_the_calendar() {
+    fn dates_match_the_calendar() {
         assert_eq!(date_time(0), "1970-01-01 00:00 UTC");
         assert_eq!(date_time(951_782_399), "2000-02-28 23:59 UTC");
         assert_eq!(date_time(951_782_400), "2000-02-29 00:00 UTC");

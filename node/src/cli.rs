@@ -1,7 +1,7 @@
-//! The command line: what a person or a script can ask for, and what comes back on stdout and as exit code.
+//! The command line: commands, global options, output conventions and exit codes.
 //!
-//! Stdout carries the answer and nothing else: text, or with `--json` one object (JSON lines for streams). Everything
-//! else goes to stderr. Next: `cli/up.rs` (a node's life), `cli/run.rs` (asking a model).
+//! Stdout carries only the answer: text, or with `--json` one object (JSON lines for streams). Everything else goes to
+//! stderr. Next: `cli/up.rs` (a node's life cycle), `cli/run.rs` (prompting a model).
 use crate::api::BindError;
 use crate::api_key::{self, ApiKey};
 use crate::client::{Client, ClientError, Key};
@@ -29,13 +29,13 @@ mod table;
 mod up;
 mod watch;
 
-/// Runs the command line; the value is the exit code of the process.
+/// Runs the command line and returns the exit code of the process.
 pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let parsed = command().try_get_matches_from(arguments);
     let mut cli = match parsed.and_then(|matches| Cli::from_arg_matches(&matches)) {
         Ok(cli) => cli,
         Err(error) => {
-            let _ = error.print(); // help goes to stdout, mistakes to stderr
+            let _ = error.print(); // help goes to stdout, usage errors to stderr
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(Failure::USAGE));
         }
     };
@@ -52,18 +52,18 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
 
 const AFTER_HELP: &str = "\
 Examples:
-  meshnode demo                                  three nodes, one model, one of them killed
-  meshnode run smollm2-135m --prompt 'Hello!'    ask a model, on this machine alone if no node runs
+  meshnode demo                                  three nodes share one model; one node is killed
+  meshnode run smollm2-135m --prompt 'Hello!'    prompt a model, on this machine alone if no node runs
   meshnode up                                    start a mesh; prints a ticket
   meshnode join mesh1…                           join it from another machine
-  meshnode serve smollm2-135m                    OpenAI's API under http://127.0.0.1:9470/v1
+  meshnode serve smollm2-135m                    OpenAI-compatible API under http://127.0.0.1:9470/v1
 
-Every command takes the global options, before or after its name. Flags come before MESHNODE_* variables, these before the
-file of --config. What administers a node (invite, approve, ban, drain, leave, serve, submit, cancel, open) wants its key: a node
-of this user is found by its address, for others see --api-key-file.
+Every command accepts the global options, before or after its name. Flags override MESHNODE_* variables, which override the
+configuration file. Commands that administer a node (invite, approve, ban, drain, leave, serve, submit, cancel, open) need its API
+key: for nodes of this user it is found by the node's address, for other nodes see --api-key-file.
 Exit codes: 0 ok, 2 usage, 3 no node reachable, 4 not authorised, 5 degraded or failed, 130 interrupted.";
 
-/// The command line. Commands' own help names the global options in one line instead of repeating them.
+/// The clap command. The help of each subcommand refers to the global options in one line instead of repeating them.
 fn command() -> clap::Command {
     let command = Cli::command();
     let global: Vec<clap::Arg> =
@@ -71,14 +71,14 @@ fn command() -> clap::Command {
     command.mut_subcommands(|sub| shortened(sub.args(global.clone())))
 }
 
-/// With a line about the global options below the help of it and of its own subcommands.
+/// Appends the line about global options to the help of `command` and its subcommands.
 fn shortened(command: clap::Command) -> clap::Command {
     const GLOBAL: &str = "Global options (--json, --api, --config, …): meshnode help";
     let text = command.get_after_help().map_or_else(|| GLOBAL.to_owned(), |text| format!("{text}\n\n{GLOBAL}"));
     command.after_help(text).mut_subcommands(shortened)
 }
 
-/// Machines together run what none of them can run alone.
+/// A peer-to-peer mesh that runs language models and simulations too large for any one of its machines
 #[derive(Debug, Parser)]
 #[command(name = "meshnode", version, after_help = AFTER_HELP, propagate_version = true, max_term_width = 110)]
 pub struct Cli {
@@ -88,101 +88,101 @@ pub struct Cli {
     command: Command,
 }
 
-/// Flags that every command takes.
+/// Options that every command accepts.
 #[derive(Clone, Debug, Default, clap::Args)]
 #[command(next_help_heading = "Global options")]
 pub(crate) struct Global {
-    /// One JSON object (JSON lines for streams) on stdout
+    /// Print the answer as one JSON object on stdout (JSON lines for streams)
     #[arg(long, global = true)]
     json: bool,
-    /// Local API of the node: HOST:PORT [default: 127.0.0.1:9470]
+    /// Address of the node's API, HOST:PORT [default: 127.0.0.1:9470]
     #[arg(long, global = true, value_name = "ADDR", env = "MESHNODE_API")]
     api: Option<String>,
-    /// Key that all callers of the API must present; needed where it listens beyond this machine
+    /// API key that every caller must send; required when the API listens on a non-loopback address
     #[arg(long, global = true, value_name = "KEY", env = "MESHNODE_API_KEY", hide_env_values = true)]
     api_key: Option<String>,
-    /// File with the key of the node that is asked [default: found by the node's address, for nodes of this user]
+    /// File with the API key of the node [default: found by the node's address, for nodes of this user]
     #[arg(long, global = true, value_name = "FILE", env = "MESHNODE_API_KEY_FILE")]
     api_key_file: Option<PathBuf>,
     /// Configuration file [default: ~/.config/meshnode/meshnode.toml]
     #[arg(long, global = true, value_name = "FILE", env = "MESHNODE_CONFIG")]
     config: Option<PathBuf>,
-    /// Where fetched models are kept [default: ~/.cache/meshnode]
+    /// Cache directory for downloaded models and weights [default: ~/.cache/meshnode]
     #[arg(long, global = true, value_name = "DIR", env = "MESHNODE_CACHE")]
     cache_dir: Option<PathBuf>,
-    /// Most disk for weights that come from peers, as in 20G; what was used least goes first [default: 50 GiB, or 80 %
-    /// of what is free if that is less]
+    /// Disk limit for weights fetched from peers, as in 20G; the least recently used are evicted first [default: 50
+    /// GiB, or 80 % of the free space if that is less]
     #[arg(long, global = true, value_name = "SIZE", env = "MESHNODE_CACHE_SIZE")]
     cache_size: Option<config::Size>,
-    /// Log more; twice for still more
+    /// Log more; repeat for even more
     #[arg(long, short, global = true, action = clap::ArgAction::Count)]
     verbose: u8,
-    /// How log lines on stderr look
+    /// Format of log lines on stderr
     #[arg(long, global = true, value_enum, value_name = "FORMAT", default_value = "text", env = "MESHNODE_LOG_FORMAT")]
     log: LogFormat,
-    /// What the configuration file says.
+    /// The parsed configuration file.
     #[arg(skip)]
     file: ConfigFile,
 }
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Start a node: found a mesh, or come back to the one it belongs to; prints its ticket
+    /// Start a node that founds a mesh, or rejoins the one it belongs to; prints a ticket
     Up(up::UpArgs),
     /// Start a node in an existing mesh
     Join(up::JoinArgs),
-    /// Leave the mesh and end the node's process; returns when it has ended
+    /// Leave the mesh and end the node's process; returns when the process has ended
     #[command(after_help = "Example:\n  meshnode drain && meshnode leave")]
     Leave,
-    /// Take no new work, and stay in the mesh; with --off take it again
+    /// Stop accepting new work but stay in the mesh; --off accepts work again
     Drain(mesh::DrainArgs),
-    /// Make a ticket that lets another machine join
+    /// Create a ticket that lets another machine join
     Invite(mesh::InviteArgs),
-    /// Let a peer in that asked to join without a ticket
+    /// Admit a peer that asked to join without a ticket
     Approve(mesh::ApproveArgs),
-    /// Take a member's membership back, in the whole mesh
+    /// Revoke the membership of a node in the whole mesh
     Ban(mesh::BanArgs),
     /// Show the node, its mesh and its jobs
     #[command(after_help = "Examples:\n  meshnode status\n  meshnode status --json | jq .peers")]
     Status(mesh::PeersArgs),
     /// Show the members of the mesh
-    #[command(after_help = "Example:\n  meshnode peers --api 127.0.0.1:9480      another node of this machine")]
+    #[command(after_help = "Example:\n  meshnode peers --api 127.0.0.1:9480      another node on this machine")]
     Peers(mesh::PeersArgs),
     /// Show the jobs that the node coordinates or takes part in
     #[command(after_help = "Example:\n  meshnode jobs --json")]
     Jobs,
-    /// Fetch a model into the cache
+    /// Download a model into the cache
     Pull(model::PullArgs),
-    /// Show how the mesh would share a model or a simulation (JOB.toml), and why
+    /// Show how the mesh would partition a model or a simulation (JOB.toml), and why
     Plan(plan::PlanArgs),
-    /// Ask a model
+    /// Prompt a model
     Run(run::RunArgs),
-    /// Serve a model under OpenAI's API
+    /// Serve a model through an OpenAI-compatible API
     Serve(serve::ServeArgs),
     /// Run a simulation on the mesh
     Submit(submit::SubmitArgs),
-    /// Watch a simulation in this terminal, or in a browser
+    /// Watch a simulation in this terminal; also prints the address of its web page
     Watch(watch::WatchArgs),
-    /// End a simulation
+    /// Cancel a simulation
     Cancel(submit::CancelArgs),
-    /// Measure this machine
+    /// Benchmark this machine
     Bench(bench::BenchArgs),
     /// Check every operation on a device against float64
     Selftest(bench::SelftestArgs),
-    /// Three nodes on this machine share a model; one is killed while they speak
+    /// Run three nodes on this machine that share a model, and kill one during generation
     Demo(bench::DemoArgs),
-    /// Print a link that opens the node's page in a browser, with the right to administer the node
+    /// Print a link that opens the node's web page with the right to administer the node
     #[command(after_help = "Examples:\n  meshnode open\n  xdg-open \"$(meshnode open)\"\n\n\
-        The link is good once, for five minutes. The right lasts as long as the browser's tab, at most 12 hours.")]
+        The link works once, within five minutes. The right ends when the browser tab closes, or after 12 hours.")]
     Open,
-    /// Look for what could keep a node from working, and say what to do
+    /// Check for problems that would prevent a node from working, and show how to fix them
     Doctor(up::DoctorArgs),
-    /// Print the completion script of a shell
+    /// Print the completion script for a shell
     #[command(
         after_help = "Example:\n  meshnode completions bash > ~/.local/share/bash-completion/completions/meshnode"
     )]
     Completions {
-        /// Which shell
+        /// The shell
         shell: clap_complete::Shell,
     },
 }
@@ -232,19 +232,19 @@ impl Global {
         match path {
             Some(path) if self.verbose > 0 => remark(format!("configuration: {}", path.display())),
             None if std::path::Path::new("meshnode.toml").exists() => {
-                remark("meshnode.toml of this folder is not read unless it is named: --config meshnode.toml");
+                remark("ignoring meshnode.toml in the current folder: to use it, pass --config meshnode.toml");
             }
             Some(_) | None => {}
         }
         Ok(())
     }
 
-    /// Where the API of the node is, as the user said.
+    /// The address of the node's API, from the flag or the configuration file.
     fn api(&self) -> Option<String> {
         self.api.clone().or_else(|| self.file.api.map(|address| address.to_string()))
     }
 
-    /// What all callers of a node that is started here must present.
+    /// The key that all callers of a node started here must send.
     fn api_key(&self) -> Option<String> {
         self.api_key.clone().or_else(|| self.file.api_key.clone())
     }
@@ -252,7 +252,7 @@ impl Global {
     fn client(&self) -> Result<Client, Failure> {
         let api = self.api();
         let address = api.as_deref().map_or_else(|| config::API_DEFAULT.to_string(), bare);
-        // A flag or variable for a file comes before a key in the configuration.
+        // A key file given by flag or variable overrides a key in the configuration file.
         let set = |key: &Option<String>| key.clone().filter(|key| !key.is_empty());
         let key = match (set(&self.api_key), &self.api_key_file) {
             (Some(key), _) => Key::Given(key),
@@ -266,7 +266,7 @@ impl Global {
         Ok(Client::new(api.as_deref(), key))
     }
 
-    /// The data directory of this user's node.
+    /// The data directory of this user's default node.
     fn data_dir(&self) -> PathBuf {
         let variable = std::env::var_os("MESHNODE_DATA_DIR").map(PathBuf::from);
         variable.or_else(|| self.file.data_dir.clone()).unwrap_or_else(config::data_dir_default)
@@ -282,43 +282,43 @@ impl Global {
     }
 }
 
-/// `HOST:PORT` of what `--api` may be.
+/// `HOST:PORT` of an `--api` value.
 fn bare(api: &str) -> String {
     api.strip_prefix("http://").unwrap_or(api).trim_end_matches('/').to_owned()
 }
 
-/// The key in a file that the user named.
+/// The key in the file of `--api-key-file`.
 fn key_file(path: &std::path::Path) -> Result<String, Failure> {
     match ApiKey::read(path) {
         Ok(Some(key)) => Ok(key.as_str().to_owned()),
-        Ok(None) => Err(Failure::usage(format!("--api-key-file {}: there is no such file", path.display()))),
+        Ok(None) => Err(Failure::usage(format!("--api-key-file {}: file not found", path.display()))),
         Err(why) => Err(Failure::usage(format!("--api-key-file: {why}"))),
     }
 }
 
-/// One line (or block) of the answer.
+/// Prints one line (or block) of the answer to stdout.
 fn say(text: impl std::fmt::Display) {
-    // A reader that went away (`| head`) has what it wanted.
+    // A reader that closed the pipe (`| head`) needs no more output.
     let _ = writeln!(std::io::stdout(), "{text}");
 }
 
-/// A remark beside the answer.
+/// Prints a remark to stderr.
 fn remark(text: impl std::fmt::Display) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }
 
-/// An error as a terminal may show it: some quote files and answers, whose control characters would steer it.
+/// Escapes control characters: some errors quote files and responses, which could otherwise control the terminal.
 fn printable(text: &str) -> String {
     let is_plain = |c: char| !c.is_control() || matches!(c, '\n' | '\t');
     text.chars().map(|c| if is_plain(c) { c.to_string() } else { c.escape_default().to_string() }).collect()
 }
 
-/// The answer as JSON with `--json`, else as `text` puts it.
+/// Prints the answer: with `--json` the value, otherwise the output of `text`.
 fn answer(global: &Global, value: &Value, text: impl FnOnce(&Value) -> String) {
     if global.json { say(value) } else { say(text(value).trim_end()) }
 }
 
-/// A command that did not do what was asked.
+/// A failed command: its exit code and error message.
 #[derive(Debug)]
 struct Failure {
     code: u8,
@@ -340,7 +340,7 @@ impl Failure {
         Self { code: Self::FAILED, message: message.to_string() }
     }
 
-    /// What went wrong has been said already.
+    /// A failure whose message has already been printed.
     fn quiet(code: u8) -> Self {
         Self { code, message: String::new() }
     }
@@ -349,7 +349,7 @@ impl Failure {
 impl From<ClientError> for Failure {
     fn from(error: ClientError) -> Self {
         let code = match &error {
-            ClientError::Nobody { .. } => Self::UNREACHABLE,
+            ClientError::Unreachable { .. } => Self::UNREACHABLE,
             ClientError::Unauthorised { .. } => Self::UNAUTHORISED,
             ClientError::Broken { .. } | ClientError::Refused { .. } => Self::FAILED,
         };
@@ -422,22 +422,22 @@ mod tests {
             assert!(text.contains("Global options (--json, --api, --config, …): meshnode help"), "{line}: {text}");
             assert!(!text.contains("--cache-size") && !text.contains("MESHNODE_LOG_FORMAT"), "{line}: {text}");
         }
-        assert!(help("drain --help").contains("meshnode drain --off"), "examples stay");
+        assert!(help("drain --help").contains("meshnode drain --off"), "examples are kept");
         let set = |line: &str| parse(line).unwrap().global;
         assert!(set("bench net --json").json && set("--json bench net").json);
         assert_eq!(set("drain --api 127.0.0.1:1").api.as_deref(), Some("127.0.0.1:1"));
     }
 
     #[test]
-    fn a_ticket_without_a_unit_or_without_an_end_is_a_usage_error() {
+    fn a_ticket_lifetime_without_unit_or_out_of_range_is_a_usage_error() {
         for (line, words) in [("invite --ttl 0s", "30d"), ("invite --ttl 5", "5m"), ("invite --ttl 31d", "30d")] {
-            let said = help(line);
-            assert!(said.contains(words), "{line}: {said}");
+            let error = help(line);
+            assert!(error.contains(words), "{line}: {error}");
         }
     }
 
     #[test]
-    fn the_command_line_is_sound() {
+    fn the_clap_definition_is_valid() {
         command().debug_assert();
     }
 
@@ -447,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn every_command_of_the_plan_is_there() {
+    fn the_list_of_commands_is_complete() {
         let names: Vec<String> = command().get_subcommands().map(|c| c.get_name().to_owned()).collect();
         for name in
             "up join leave drain invite approve ban status peers jobs pull plan run serve submit watch cancel bench selftest demo open doctor completions"
@@ -455,11 +455,11 @@ mod tests {
         {
             assert!(names.contains(&name.to_owned()), "{name} is missing");
         }
-        assert_eq!(names.len(), 23, "a command that the plan does not have: {names:?}");
+        assert_eq!(names.len(), 23, "unexpected command: {names:?}");
     }
 
     #[test]
-    fn flags_are_taken_as_documented() {
+    fn documented_command_lines_parse() {
         for line in [
             "up --name a --data-dir /d --listen 127.0.0.1 --port 9000 --device cuda:1 --memory 200MiB --threads 2 --api 127.0.0.1:1 --no-mdns --open",
             "join mesh1abc /ip4/10.0.0.1/tcp/9471 --name b --no-mdns --api 127.0.0.1:2",

@@ -1,4 +1,4 @@
-//! How the commands talk to a node: its local HTTP API, with errors that say what to do next.
+//! The commands' client of a node's HTTP API, with error messages that include the next step.
 use crate::api_key::ApiKey;
 use crate::config::API_DEFAULT;
 use serde_json::Value;
@@ -8,12 +8,12 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// Longest answer that is read in one piece: the state of the largest mesh.
+/// Longest response read as a whole: the state of the largest mesh.
 const ANSWER_BYTES_MAX: u64 = 64 << 20;
-/// A node on this machine accepts at once or not at all.
+/// Connection timeout; a node on this machine accepts immediately or not at all.
 const CONNECT_MAX: Duration = Duration::from_secs(3);
 
-/// One node's API.
+/// A client of one node's API.
 #[derive(Clone)]
 pub struct Client {
     base: String,
@@ -21,36 +21,36 @@ pub struct Client {
     agent: ureq::Agent,
 }
 
-/// The key that a client presents.
+/// The API key that a client sends.
 #[derive(Clone, Debug)]
 pub enum Key {
-    /// The user named it, or the node is this process's own: it is sent.
+    /// Given by the user, or the key of a node in this process. Sent without a check.
     Given(String),
-    /// It may be in one of these files, the first first. A key is sent only to a node that proves to know it: another user's
-    /// program may have taken the node's port.
+    /// In one of several files, tried in order. A key is sent only to a node that proves that it knows the key, because
+    /// another user's program may have taken the node's port.
     InFiles(Vec<PathBuf>, Arc<OnceLock<Found>>),
 }
 
-/// What came of looking into the files.
+/// Result of the search in the key files.
 #[derive(Clone, Debug, Default)]
 pub struct Found {
     key: Option<ApiKey>,
-    /// Of each file, why its key is not sent.
+    /// For each file, why its key is not sent.
     why: Vec<String>,
 }
 
 impl Key {
-    /// A key in one of these files.
+    /// A key to search in `files`.
     pub fn in_files(files: Vec<PathBuf>) -> Self {
         Self::InFiles(files, Arc::default())
     }
 }
 
 impl Client {
-    /// `address` is `HOST:PORT` or `http://HOST:PORT`; `None` is this machine's default.
+    /// `address`: `HOST:PORT` or `http://HOST:PORT`; `None` means [`API_DEFAULT`].
     pub fn new(address: Option<&str>, key: Key) -> Self {
         let address = address.map_or_else(|| API_DEFAULT.to_string(), str::to_owned);
-        // As a node listens: `localhost` may mean another address first, where another program is.
+        // Nodes listen on 127.0.0.1. `localhost` may resolve to ::1 first, where another program may listen.
         let address = address.replace("localhost:", "127.0.0.1:");
         let base = match address.strip_prefix("http://") {
             Some(_) => address.trim_end_matches('/').to_owned(),
@@ -58,7 +58,7 @@ impl Client {
         };
         let agent = ureq::Agent::config_builder()
             .http_status_as_error(false)
-            .proxy(None) // the node is here; a proxy for the web would not find it
+            .proxy(None) // a web proxy cannot reach a node on this machine
             .timeout_connect(Some(CONNECT_MAX))
             .user_agent(concat!("meshnode/", env!("CARGO_PKG_VERSION")))
             .build()
@@ -71,12 +71,12 @@ impl Client {
         &self.base
     }
 
-    /// Whether anything answers there.
+    /// Whether anything answers HTTP at the address.
     pub fn listens(&self) -> bool {
         self.agent.get(format!("{}/healthz", self.base)).call().is_ok()
     }
 
-    /// GET, parsed.
+    /// GET; returns the parsed JSON.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -96,7 +96,7 @@ impl Client {
         body.read_to_string().map_err(|e| ClientError::Broken { base: self.base.clone(), what: e.to_string() })
     }
 
-    /// POST of JSON, parsed.
+    /// POST of JSON; returns the parsed JSON.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -104,7 +104,7 @@ impl Client {
         self.parse(self.send(path, body))
     }
 
-    /// DELETE, parsed.
+    /// DELETE; returns the parsed JSON.
     ///
     /// # Errors
     /// [`ClientError`].
@@ -113,11 +113,11 @@ impl Client {
         self.parse(request.call())
     }
 
-    /// POST of JSON whose answer is JSON lines; ends when the node closes. Dropping the iterator closes the connection,
-    /// which stops the work.
+    /// POST of JSON with a response in JSON lines. Ends when the node closes the connection. Dropping the iterator
+    /// closes it, which cancels the request.
     ///
     /// # Errors
-    /// [`ClientError`]; a broken line or connection comes as an item.
+    /// [`ClientError`]; an invalid line or a broken connection is an item.
     pub fn stream(
         &self,
         path: &str,
@@ -127,10 +127,10 @@ impl Client {
         Ok(self.lines(response))
     }
 
-    /// GET whose answer is JSON lines.
+    /// GET with a response in JSON lines.
     ///
     /// # Errors
-    /// [`ClientError`]; a broken line or connection comes as an item.
+    /// [`ClientError`]; an invalid line or a broken connection is an item.
     pub fn get_stream(
         &self,
         path: &str,
@@ -172,12 +172,12 @@ impl Client {
         }
     }
 
-    /// The first key in a file that the node proves to know.
+    /// The first key in the files that the node proves to know.
     fn look(&self, files: &[PathBuf]) -> Found {
         let mut found = Found::default();
         let host = self.base.strip_prefix("http://").unwrap_or(&self.base);
         let Ok(address) = host.parse::<SocketAddr>() else {
-            found.why.push(format!("`{host}` is not an IP address with a port, so no file was looked for"));
+            found.why.push(format!("`{host}` is not an IP address with a port, so no key file was searched"));
             return found;
         };
         for file in files {
@@ -185,7 +185,7 @@ impl Client {
                 Ok(Some(key)) if self.proves(&key, address) => return Found { key: Some(key), why: Vec::new() },
                 Ok(Some(_)) => found
                     .why
-                    .push(format!("{} holds the key of another node, or no proof came from this one", file.display())),
+                    .push(format!("{} holds the key of another node, or this node did not prove it", file.display())),
                 Ok(None) => found.why.push(format!("{} is not there", file.display())),
                 Err(why) => found.why.push(why),
             }
@@ -196,7 +196,7 @@ impl Client {
     fn proves(&self, key: &ApiKey, address: SocketAddr) -> bool {
         let Ok(nonce) = ApiKey::random() else { return false };
         let question = self.agent.get(format!("{}/api/v1/proof?nonce={}", self.base, nonce.as_str()));
-        // Another program on the port may take the question and say nothing.
+        // Another program on the port may accept the request and never answer.
         let answer = question.config().timeout_global(Some(CONNECT_MAX)).build().call();
         let text =
             answer.ok().and_then(|mut answer| answer.body_mut().with_config().limit(1 << 10).read_to_string().ok());
@@ -204,15 +204,15 @@ impl Client {
         answer.is_some_and(|answer| answer["proof"] == key.proof(address, nonce.as_str()))
     }
 
-    /// What to do about a refusal for want of a key.
+    /// What to do about status 401.
     fn advice(&self) -> String {
         match &self.key {
             Key::Given(_) => "the key of --api-key or --api-key-file is not this node's".to_owned(),
             Key::InFiles(_, found) => {
                 let why = found.get().map(|found| found.why.join("; ")).unwrap_or_default();
                 format!(
-                    "no key for it was found ({why}). Run this as the node's user, or pass --api-key-file DATA_DIR/{}, or --api-key KEY \
-                     where the node was started with one",
+                    "no API key for it was found ({why}). Run this command as the node's user, or pass --api-key-file DATA_DIR/{}, or \
+                     --api-key KEY if the node was started with one",
                     crate::api_key::FILE
                 )
             }
@@ -252,7 +252,7 @@ impl Client {
             .map_err(|e| ClientError::Broken { base: self.base.clone(), what: e.to_string() })?;
         serde_json::from_str(&text).map_err(|e| ClientError::Broken {
             base: self.base.clone(),
-            what: format!("not a meshnode API ({e}); is another program using this port?"),
+            what: format!("expected a meshnode API, found something else ({e}); is another program using this port?"),
         })
     }
 
@@ -260,35 +260,35 @@ impl Client {
         let refused = matches!(error, ureq::Error::ConnectionFailed | ureq::Error::HostNotFound)
             || matches!(error, ureq::Error::Io(io) if io.kind() == std::io::ErrorKind::ConnectionRefused);
         match refused {
-            true => ClientError::Nobody { base: self.base.clone() },
+            true => ClientError::Unreachable { base: self.base.clone() },
             false => ClientError::Broken { base: self.base.clone(), what: error.to_string() },
         }
     }
 }
 
-/// Why a node did not answer as asked.
+/// Why a request to a node failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// Nobody listens.
+    /// No node listens at the address.
     #[error("no node listens on {base}: start one with `meshnode up`, or name another with --api")]
-    Nobody {
-        /// Where.
+    Unreachable {
+        /// The address.
         base: String,
     },
-    /// Somebody listens but does not answer properly.
-    #[error("{base} broke off: {what}")]
+    /// The connection failed, or the response is not valid.
+    #[error("the request to {base} failed: {what}")]
     Broken {
-        /// Where.
+        /// The address.
         base: String,
-        /// How.
+        /// The error.
         what: String,
     },
-    /// The node wants a key, or another one.
-    #[error("the node on {base} refused this: {message}")]
+    /// The node requires a key, or a different one.
+    #[error("the node on {base} rejected the request: {message}")]
     Unauthorised {
-        /// Where.
+        /// The address.
         base: String,
-        /// Why, and what to do.
+        /// The reason and the next step.
         message: String,
     },
     /// The node answered with an error.
@@ -296,7 +296,7 @@ pub enum ClientError {
     Refused {
         /// HTTP status.
         status: u16,
-        /// What it said.
+        /// The message of the error.
         message: String,
     },
 }
@@ -306,17 +306,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_listening_says_how_to_start_a_node() {
+    fn a_missing_node_is_reported_with_how_to_start_one() {
         let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let client = Client::new(Some(&format!("127.0.0.1:{port}")), Key::in_files(Vec::new()));
         let error = client.get("/api/v1/state").unwrap_err();
-        assert!(matches!(error, ClientError::Nobody { .. }), "{error:?}");
+        assert!(matches!(error, ClientError::Unreachable { .. }), "{error:?}");
         assert!(error.to_string().contains("meshnode up"), "{error}");
         assert!(!client.listens());
     }
 
     #[test]
-    fn addresses_are_taken_with_and_without_scheme() {
+    fn addresses_are_accepted_with_and_without_scheme() {
         let base = |address| Client::new(address, Key::in_files(Vec::new())).base().to_owned();
         assert_eq!(base(None), "http://127.0.0.1:9470");
         assert_eq!(base(Some("http://10.0.0.1:9/")), "http://10.0.0.1:9");

@@ -1,4 +1,4 @@
-//! Several node processes on this machine: what the demo shows and the system tests torture.
+//! Runs several node processes on this machine, for the demo and the system tests.
 use crate::api_key::ApiKey;
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -9,13 +9,13 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Longest wait for a node's first line: a first start measures its device.
+/// Longest wait for a node's first line: at its first start a node measures its device.
 const START_MAX: Duration = Duration::from_secs(60);
 
-/// Processes started and not yet ended.
+/// Process ids of nodes that were started and have not been waited for.
 static CHILDREN: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
 
-/// Kills every node process of this one, for a process that is about to end; returns how many there were.
+/// Kills every node process that this process started, before it exits; returns how many there were.
 pub fn kill_all() -> usize {
     let children = std::mem::take(&mut *children());
     for pid in children.iter().filter_map(|pid| rustix::process::Pid::from_raw(pid.cast_signed())) {
@@ -36,29 +36,29 @@ pub struct LocalNode {
     pub api: SocketAddr,
     /// P: gossip UDP and discovery TCP; the data plane is P + 1.
     pub port: u16,
-    /// The ticket it printed; empty where it cannot let others in.
+    /// The ticket it printed; empty if the node cannot admit others.
     pub ticket: String,
     /// Its data directory; removed with the cluster's folder.
     pub data_dir: PathBuf,
-    /// What administering it wants.
+    /// The API key for administering it.
     key: ApiKey,
     child: Child,
 }
 
-/// How to start one.
+/// How to start a node.
 #[derive(Clone, Debug, Default)]
 pub struct LocalNodeOptions {
-    /// Name shown to people.
+    /// Display name.
     pub name: String,
     /// `--memory`, bytes.
     pub memory: Option<u64>,
     /// `--threads`.
     pub threads: Option<usize>,
-    /// A ticket: join instead of beginning a mesh.
+    /// A ticket: join that mesh instead of creating one.
     pub join: Option<String>,
-    /// Where this node keeps weights it gets from peers (`MESHNODE_CACHE`); the user's own cache if `None`.
+    /// Where this node caches weights it gets from peers (`MESHNODE_CACHE`); the user's own cache if `None`.
     pub cache_dir: Option<PathBuf>,
-    /// Further flags.
+    /// Additional flags.
     pub flags: Vec<String>,
 }
 
@@ -66,21 +66,21 @@ impl LocalNode {
     /// Starts `exe` under `dir` and waits for its ticket.
     ///
     /// # Errors
-    /// It could not be started, or ended before it said its ticket; its log is quoted.
+    /// It could not be started, or exited before it printed its ticket; its log is quoted.
     pub fn spawn(exe: &Path, dir: &Path, options: &LocalNodeOptions) -> std::io::Result<Self> {
         Self::spawn_on(exe, dir, options, free_port()?)
     }
 
-    /// As [`Self::spawn`], on a port P of the caller's.
+    /// Like [`Self::spawn`], with the node's port P given.
     ///
     /// # Errors
     /// As [`Self::spawn`].
     pub fn spawn_on(exe: &Path, dir: &Path, options: &LocalNodeOptions, port: u16) -> std::io::Result<Self> {
-        // Another process may take it before the node does; the node then says so.
+        // Another process may bind the port before the node does; then the node reports an error.
         let api = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?;
         let data_dir = dir.join(&options.name);
         std::fs::create_dir_all(&data_dir)?;
-        // There may be a cache in it already; the node wants it closed to others.
+        // The directory may exist, with a cache in it; the node requires it to be private to the user.
         std::fs::set_permissions(&data_dir, std::os::unix::fs::PermissionsExt::from_mode(0o700))?;
         let log_path = data_dir.join("log");
         let mut command = Command::new(exe);
@@ -118,9 +118,9 @@ impl LocalNode {
         self.child.id()
     }
 
-    /// SIGKILL: it gets no chance to say goodbye.
+    /// Sends SIGKILL: the node cannot say goodbye to its peers.
     pub fn kill(&mut self) {
-        // In this order: a process id that was waited for may be somebody else's.
+        // Remove the id first: after `wait` the operating system may reuse it.
         children().remove(&self.child.id());
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -133,7 +133,7 @@ impl LocalNode {
         }
     }
 
-    /// Waits for the process to end by itself.
+    /// Waits up to `limit` for the process to exit by itself.
     pub fn wait(&mut self, limit: Duration) -> Option<std::process::ExitStatus> {
         let end = Instant::now() + limit;
         while Instant::now() < end {
@@ -146,12 +146,12 @@ impl LocalNode {
         None
     }
 
-    /// Still running.
+    /// Whether the process still runs.
     pub fn alive(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// What it logged so far.
+    /// Its log so far.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.data_dir.join("log")).unwrap_or_default()
     }
@@ -159,7 +159,7 @@ impl LocalNode {
     /// `GET path` as JSON.
     ///
     /// # Errors
-    /// No answer, or not JSON; with the body of an error answer.
+    /// No response, or not JSON; an error response is quoted with its body.
     pub fn get(&self, path: &str) -> std::io::Result<Value> {
         read_json(
             agent(Some(Duration::from_secs(30))).get(self.url(path)).header("authorization", self.bearer()).call(),
@@ -169,23 +169,23 @@ impl LocalNode {
     /// `GET path` as text.
     ///
     /// # Errors
-    /// No answer, or an error answer with its body.
+    /// No response, or an error response, quoted with its body.
     pub fn text(&self, path: &str) -> std::io::Result<String> {
         read_text(
             agent(Some(Duration::from_secs(30))).get(self.url(path)).header("authorization", self.bearer()).call(),
         )
     }
 
-    /// `POST path` with a JSON body, the answer as JSON.
+    /// `POST path` with a JSON body; returns the response as JSON.
     ///
     /// # Errors
-    /// No answer, or not JSON; with the body of an error answer.
+    /// No response, or not JSON; an error response is quoted with its body.
     pub fn post(&self, path: &str, body: &Value) -> std::io::Result<Value> {
         let request = agent(Some(Duration::from_secs(600))).post(self.url(path));
         read_json(request.header("authorization", self.bearer()).send_json(body))
     }
 
-    /// `DELETE path`, the answer as JSON.
+    /// `DELETE path`; returns the response as JSON.
     ///
     /// # Errors
     /// As [`Self::post`].
@@ -194,10 +194,10 @@ impl LocalNode {
         read_json(request.header("authorization", self.bearer()).call())
     }
 
-    /// `POST path`, the answer line by line as it comes.
+    /// `POST path`; yields the response line by line as it arrives.
     ///
     /// # Errors
-    /// No answer, or an error answer with its body.
+    /// No response, or an error response, quoted with its body.
     pub fn post_lines(
         &self,
         path: &str,
@@ -213,7 +213,7 @@ impl LocalNode {
         Ok(BufReader::new(response.into_body().into_reader()).lines())
     }
 
-    /// Polls `/api/v1/state` until `ready` says so.
+    /// Polls `/api/v1/state` until `ready` accepts it.
     ///
     /// # Errors
     /// It took longer than `limit`; the last state is quoted.
@@ -225,7 +225,7 @@ impl LocalNode {
                 Ok(state) if ready(&state) => return Ok(state),
                 state if Instant::now() > end => {
                     return Err(std::io::Error::other(format!(
-                        "node `{}`: not as expected after {limit:?}: {state:?}",
+                        "node `{}`: did not reach the expected state within {limit:?}: {state:?}",
                         self.name
                     )));
                 }
@@ -234,8 +234,8 @@ impl LocalNode {
         }
     }
 
-    /// Waits until it sees `count` living members, itself included, and knows what each offers: without, nothing can be planned
-    /// with them.
+    /// Waits until the node sees `count` living members, itself included, and has the capacity of each: the planner can
+    /// only use members whose capacity it has.
     ///
     /// # Errors
     /// As [`Self::wait_state`].
@@ -247,7 +247,7 @@ impl LocalNode {
         })
     }
 
-    /// What a caller that administers it sends as `Authorization`.
+    /// The `Authorization` header of a caller that administers the node.
     pub fn bearer(&self) -> String {
         format!("Bearer {}", self.key.as_str())
     }
@@ -285,8 +285,8 @@ fn read_json(answer: Result<ureq::http::Response<ureq::Body>, ureq::Error>) -> s
     serde_json::from_str(&text).map_err(std::io::Error::other)
 }
 
-/// The first line of a child's stdout, or `None` if it ends or stays silent. The rest is read and dropped, so that the
-/// child never blocks on a full pipe.
+/// The first line of a child's stdout, or `None` if the child exits or prints nothing in time. The rest is read and
+/// dropped, so that the child never blocks on a full pipe.
 fn first_line(child: &mut Child) -> Option<String> {
     let stdout = child.stdout.take()?;
     let (sender, line) = std::sync::mpsc::channel();
@@ -298,11 +298,11 @@ fn first_line(child: &mut Child) -> Option<String> {
     line.recv_timeout(START_MAX).ok()
 }
 
-/// A port P with TCP P, UDP P and UDP P + 1 free on 127.0.0.1. Another process may take them before a node does; the node
-/// then says so.
+/// A port P with TCP P, UDP P and UDP P + 1 free on 127.0.0.1. Another process may bind them before a node does; then
+/// the node reports an error.
 ///
 /// # Errors
-/// There are none left.
+/// No such port was found.
 pub fn free_port() -> std::io::Result<u16> {
     let host = Ipv4Addr::LOCALHOST;
     for _ in 0..100 {

@@ -1,57 +1,58 @@
-//! What the user asked for: flags over `MESHNODE_*` over `meshnode.toml` over defaults, and where files live.
+//! Configuration of a node: flags override `MESHNODE_*` variables, which override `meshnode.toml` and the defaults.
+//! Also the default directories.
 //!
-//! Next: `cli.rs`, which turns the command line into these.
+//! Next: `cli.rs`, which fills these from the command line.
 use serde::Deserialize;
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-/// Port P of a node unless told otherwise: TCP P finds peers, UDP P carries gossip, UDP P + 1 carries data.
+/// Default port P of a node: TCP P for peer discovery, UDP P for gossip, UDP P + 1 for data.
 pub const PORT_DEFAULT: u16 = 9471;
-/// Where the local API listens unless told otherwise.
+/// Default address of the local API.
 pub const API_DEFAULT: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 9470);
 
-/// Everything `node::start` needs to know.
+/// Options of `node::start`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UpOptions {
-    /// Name for people.
+    /// Display name.
     pub name: String,
-    /// Failure domain that the machine stands in; `None` is unknown.
+    /// Failure domain of the machine; `None` means unknown.
     pub zone: Option<Zone>,
-    /// Identity, credentials, store; one node at a time.
+    /// Identity, credentials and store; used by one node at a time.
     pub data_dir: PathBuf,
-    /// Fetched models; shared by all nodes of a user.
+    /// Downloaded models; shared by all nodes of a user.
     pub models_dir: PathBuf,
-    /// Most bytes for weights fetched from peers, which are kept beside the models; `None` is a share of the disk.
+    /// Disk limit for weights fetched from peers, stored beside the models; `None` means a share of the disk.
     pub cache_bytes: Option<u64>,
     /// Address to listen on for peers.
     pub listen: IpAddr,
-    /// Port P: TCP P, UDP P and UDP P + 1. 0 takes free ports.
+    /// Port P: TCP P, UDP P and UDP P + 1. 0 chooses free ports.
     pub port: u16,
-    /// Addresses that peers are told; empty: those that the machine knows of itself.
+    /// Addresses advertised to peers; if empty, the machine's own addresses.
     pub advertise: Vec<Advertised>,
     /// "auto", "cpu", "cuda[:i]" or "vulkan[:i]".
     pub device: String,
-    /// Most bytes for weights, cache and scratch; `None` measures what is free.
+    /// Memory limit for weights, cache and scratch; `None` derives it from the free memory.
     pub memory: Option<u64>,
-    /// Compute threads; `None` takes one per core.
+    /// Compute threads; `None` means one per core.
     pub threads: Option<usize>,
-    /// Look for peers on the local network.
+    /// Discover peers on the local network.
     pub mdns: bool,
-    /// Admit whoever asks.
+    /// Admit every machine of the local network that asks.
     pub open: bool,
-    /// Tickets and multiaddrs to join by; empty founds a mesh (or comes back to the one in `data_dir`).
+    /// Tickets and multiaddrs to join with; if empty, the node founds a mesh (or rejoins the one in `data_dir`).
     pub join: Vec<String>,
-    /// A node for one command in its own process: meets nobody.
+    /// Node for one command, in the command's process: connects to no peers.
     pub solo: bool,
-    /// Write down here what happens to the node, for `simnet replay`.
+    /// File to record the node's inputs to, for `simnet replay`.
     pub record: Option<PathBuf>,
 }
 
 impl UpOptions {
-    /// A node that meets nobody, for `run`, `serve` and `plan` where no node listens. `data_dir` should be a fresh
-    /// temporary one: the identity is not worth keeping.
+    /// A node without peers, for `run`, `serve` and `plan` if no node is running. `data_dir` should be a new temporary
+    /// directory, because the identity is used once.
     pub fn solo(data_dir: PathBuf, models_dir: PathBuf) -> Self {
         Self {
             name: hostname(),
@@ -74,7 +75,7 @@ impl UpOptions {
     }
 }
 
-/// `meshnode.toml`: the same names as the flags, all optional.
+/// `meshnode.toml`: the same names as the flags; all are optional.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct ConfigFile {
@@ -84,9 +85,9 @@ pub struct ConfigFile {
     pub zone: Option<Zone>,
     /// See [`UpOptions::data_dir`].
     pub data_dir: Option<PathBuf>,
-    /// Where fetched models and shards are kept.
+    /// Directory for downloaded models and shards.
     pub cache_dir: Option<PathBuf>,
-    /// See [`UpOptions::cache_bytes`]; "20GiB".
+    /// See [`UpOptions::cache_bytes`]; as "20GiB".
     pub cache_size: Option<Size>,
     /// See [`UpOptions::listen`].
     pub listen: Option<IpAddr>,
@@ -96,30 +97,30 @@ pub struct ConfigFile {
     pub advertise: Option<Vec<Advertised>>,
     /// See [`UpOptions::device`].
     pub device: Option<String>,
-    /// See [`UpOptions::memory`]; "4GiB".
+    /// See [`UpOptions::memory`]; as "4GiB".
     pub memory: Option<Size>,
     /// See [`UpOptions::threads`].
     pub threads: Option<usize>,
-    /// Where the local API listens.
+    /// Address of the local API.
     pub api: Option<SocketAddr>,
-    /// What callers of the API must present.
+    /// Key that callers of the API must send.
     pub api_key: Option<String>,
-    /// The file with the key that commands present.
+    /// File with the key that commands send.
     pub api_key_file: Option<PathBuf>,
-    /// Folders below which simulations that are submitted here may write.
+    /// Folders below which submitted simulations may write.
     pub output_dirs: Option<Vec<PathBuf>>,
-    /// `true`: do not look for peers on the local network.
+    /// `true`: do not discover peers on the local network.
     pub no_mdns: Option<bool>,
     /// See [`UpOptions::open`].
     pub open: Option<bool>,
 }
 
 impl ConfigFile {
-    /// Reads `explicit`, or else `$XDG_CONFIG_HOME/meshnode/meshnode.toml`; without either all is default. Says which file was
-    /// read. The current directory is not searched: a folder that another user filled could change what a node does.
+    /// Reads `explicit`, or else `$XDG_CONFIG_HOME/meshnode/meshnode.toml` if it exists. Also returns the path that was
+    /// read. The current directory is not searched: its files may belong to another user.
     ///
     /// # Errors
-    /// A file that was named but is not there, or one that does not parse (with line and field).
+    /// An explicit file does not exist, or a file does not parse (with line and field).
     pub fn load(explicit: Option<&Path>) -> Result<(Self, Option<PathBuf>), ConfigError> {
         let path = match explicit {
             Some(path) => path.to_owned(),
@@ -141,33 +142,33 @@ impl ConfigFile {
     }
 }
 
-/// Why there is no configuration.
+/// Why the configuration cannot be loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read.
     #[error("cannot read the configuration file {path}: {source}", path = .path.display())]
     Unreadable {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// The file is not what was expected.
+    /// The file does not parse.
     #[error("{path} is not a meshnode.toml:\n{what}", path = .path.display())]
     Invalid {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Where and why.
+        /// Position and reason.
         what: String,
     },
 }
 
-/// Name of a failure domain: a room, a site, a fuse. What ends one machine of a zone may end them all.
+/// Name of a failure domain (a room, a site, a power circuit): machines of one zone may fail together.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Zone(String);
 
 impl Zone {
-    /// As the advert says.
+    /// The name, as advertised.
     pub fn name(&self) -> &str {
         &self.0
     }
@@ -177,14 +178,16 @@ impl FromStr for Zone {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let (name, most) = (text.trim(), node_core::limits::ZONE_BYTES_MAX);
-        let bad = |why: String| Err(format!("{why}: write 1 to {most} bytes of printable text, as in attic or rack-7"));
+        let (name, bytes_max) = (text.trim(), node_core::limits::ZONE_BYTES_MAX);
+        let bad = |why: String| {
+            Err(format!("{why}: expected 1 to {bytes_max} bytes of printable text, as in attic or rack-7"))
+        };
         if name.is_empty() {
             bad("the zone has no name".into())
-        } else if name.len() > most {
+        } else if name.len() > bytes_max {
             bad(format!("the name of the zone has {} bytes", name.len()))
-        } else if transport::printable(name, most) != name {
-            bad("the name of the zone has characters that cannot be printed".into())
+        } else if transport::printable(name, bytes_max) != name {
+            bad("the name of the zone has unprintable characters".into())
         } else {
             Ok(Zone(name.into()))
         }
@@ -197,7 +200,7 @@ impl<'de> Deserialize<'de> for Zone {
     }
 }
 
-/// Where peers reach a node when not where it listens: behind a port forwarding, `IP:PORT` of its outer side.
+/// Address advertised to peers instead of the listen address: behind port forwarding, the public `IP:PORT`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Advertised {
     ip: IpAddr,
@@ -205,7 +208,7 @@ pub struct Advertised {
 }
 
 impl Advertised {
-    /// Where gossip reaches a node whose own port P is `port`; the data plane is one port above.
+    /// The gossip address of a node whose own port P is `port`. The data plane uses the next port.
     pub fn gossip(&self, port: u16) -> SocketAddr {
         SocketAddr::new(self.ip, self.port.unwrap_or(port))
     }
@@ -217,7 +220,7 @@ impl FromStr for Advertised {
     fn from_str(text: &str) -> Result<Self, String> {
         let text = text.trim();
         let bad =
-            |why: &str| format!("`{text}` {why}: write IP or IP:PORT, as in 203.0.113.5:9471 or [2001:db8::5]:9471");
+            |why: &str| format!("`{text}` {why}: expected IP or IP:PORT, as in 203.0.113.5:9471 or [2001:db8::5]:9471");
         let bare = text.strip_prefix('[').and_then(|t| t.strip_suffix(']')).unwrap_or(text);
         let parsed = match bare.parse::<IpAddr>() {
             Ok(ip) => Self { ip, port: None },
@@ -227,8 +230,8 @@ impl FromStr for Advertised {
             }
         };
         match (parsed.ip.is_unspecified() || parsed.ip.is_multicast(), parsed.port) {
-            (true, _) => Err(bad("is no address that peers could reach")),
-            (false, Some(0 | u16::MAX)) => Err(bad("has a port that cannot be P (P+1 carries data)")),
+            (true, _) => Err(bad("is not an address that peers can reach")),
+            (false, Some(0 | u16::MAX)) => Err(bad("has a port that cannot be P (P+1 is the data port)")),
             (false, _) => Ok(parsed),
         }
     }
@@ -240,7 +243,8 @@ impl<'de> Deserialize<'de> for Advertised {
     }
 }
 
-/// Bytes as people write them. `K M G T` and `KiB MiB GiB TiB` count in 1024s, `kB MB GB TB` in 1000s.
+/// A number of bytes, parsed from and shown as text. `K M G T` and `KiB MiB GiB TiB` are powers of 1024, `kB MB GB TB`
+/// of 1000.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Size(pub u64);
 
@@ -248,7 +252,7 @@ impl FromStr for Size {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let bad = || format!("`{text}` is not a size: write a number with K, M, G or T, as in 200MiB or 4G");
+        let bad = || format!("`{text}` is not a size: expected a number with K, M, G or T, as in 200MiB or 4G");
         let text = text.trim();
         let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
         let (number, unit) = text.split_at(split);
@@ -301,12 +305,12 @@ impl<'de> Deserialize<'de> for Size {
     }
 }
 
-/// A span of time as people write it: `90s`, `15m`, `1h`, `7d`; a plain number is seconds.
+/// Parses a time span: `90s`, `15m`, `1h`, `7d`, `500ms`; a plain number is in seconds.
 ///
 /// # Errors
-/// Says what was expected.
+/// The text is not a time span; the message names the expected format.
 pub fn parse_duration(text: &str) -> Result<std::time::Duration, String> {
-    let bad = || format!("`{text}` is not a time span: write a number with ms, s, m, h or d, as in 90s or 1h");
+    let bad = || format!("`{text}` is not a time span: expected a number with ms, s, m, h or d, as in 90s or 1h");
     let text = text.trim();
     let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(split);
@@ -324,22 +328,23 @@ pub fn parse_duration(text: &str) -> Result<std::time::Duration, String> {
     number.checked_mul(seconds).map(std::time::Duration::from_secs).ok_or_else(bad)
 }
 
-/// Identity and state of a node: `$XDG_DATA_HOME/meshnode`.
+/// Default directory for a node's identity and state: `$XDG_DATA_HOME/meshnode`.
 pub fn data_dir_default() -> PathBuf {
     xdg("XDG_DATA_HOME", ".local/share")
 }
 
-/// What can be fetched again: `$XDG_CACHE_HOME/meshnode`; models are in `models` below it.
+/// Default directory for files that can be downloaded again: `$XDG_CACHE_HOME/meshnode`; models are in `models` below
+/// it.
 pub fn cache_dir_default() -> PathBuf {
     xdg("XDG_CACHE_HOME", ".cache")
 }
 
-/// The configuration file that is read where none is named: `$XDG_CONFIG_HOME/meshnode/meshnode.toml`.
+/// Default configuration file: `$XDG_CONFIG_HOME/meshnode/meshnode.toml`.
 pub fn config_file_default() -> PathBuf {
     xdg("XDG_CONFIG_HOME", ".config").join("meshnode.toml")
 }
 
-/// What is true of this user on this machine for now: `$XDG_STATE_HOME/meshnode`; none without a home.
+/// Directory for state of this user on this machine: `$XDG_STATE_HOME/meshnode`; `None` without a home directory.
 pub fn state_dir() -> Option<PathBuf> {
     let dir = xdg("XDG_STATE_HOME", ".local/state");
     dir.is_absolute().then_some(dir)
@@ -351,8 +356,8 @@ pub fn hostname() -> String {
     if name.is_empty() { "node".into() } else { name }
 }
 
-/// `$VARIABLE/meshnode`, or `~/FALLBACK/meshnode`, or (without a home) `./.meshnode`. The XDG rules want relative
-/// values ignored.
+/// `$VARIABLE/meshnode`, or `~/FALLBACK/meshnode`, or (without a home directory) `./.meshnode`. The XDG specification
+/// requires that relative values are ignored.
 fn xdg(variable: &str, fallback: &str) -> PathBuf {
     let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
     match (absolute(variable), absolute("HOME")) {
@@ -367,7 +372,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_read_as_people_write_them() {
+    fn sizes_are_parsed_with_common_units() {
         for (text, bytes) in [
             ("0", 0),
             ("512", 512),
@@ -381,7 +386,7 @@ mod tests {
             assert_eq!(text.parse(), Ok(Size(bytes)), "{text}");
         }
         for text in ["", "G", "4X", "-1", "1e9", "99999999999T", "1..5G", "4GG"] {
-            assert!(text.parse::<Size>().is_err(), "{text} was taken");
+            assert!(text.parse::<Size>().is_err(), "{text} was accepted");
         }
     }
 
@@ -392,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn advertised_addresses_take_the_nodes_own_port_unless_told() {
+    fn advertised_addresses_default_to_the_nodes_own_port() {
         let at = |text: &str| text.parse::<Advertised>().unwrap().gossip(9471).to_string();
         assert_eq!(at("203.0.113.5"), "203.0.113.5:9471");
         assert_eq!(at(" 203.0.113.5:7000"), "203.0.113.5:7000");
@@ -400,7 +405,7 @@ mod tests {
         assert_eq!(at("[2001:db8::5]"), "[2001:db8::5]:9471");
         assert_eq!(at("[2001:db8::5]:7000"), "[2001:db8::5]:7000");
         for text in ["", "example.org", "0.0.0.0:9471", "[::]", "224.0.0.1", "1.2.3.4:0", "1.2.3.4:65535", "1.2.3.4:"] {
-            assert!(text.parse::<Advertised>().is_err(), "{text} was taken");
+            assert!(text.parse::<Advertised>().is_err(), "{text} was accepted");
         }
     }
 
@@ -417,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn durations_are_read_as_people_write_them() {
+    fn durations_are_parsed_with_common_units() {
         assert_eq!(parse_duration("1h").unwrap().as_secs(), 3600);
         assert_eq!(parse_duration("90").unwrap().as_secs(), 90);
         assert!(parse_duration("h").is_err());
@@ -426,7 +431,7 @@ mod tests {
     }
 
     #[test]
-    fn a_config_file_is_read_and_a_wrong_field_is_named() {
+    fn a_config_file_is_parsed_and_a_wrong_field_is_named() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("meshnode.toml");
         std::fs::write(

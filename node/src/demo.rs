@@ -1,4 +1,4 @@
-//! `meshnode demo`: three real nodes share a model that fits on none of them, and one is killed while they speak.
+//! `meshnode demo`: three real nodes share a model that fits on none of them, and one is killed during generation.
 mod chaos;
 mod coordinator_loss;
 
@@ -11,23 +11,23 @@ use std::io::{Error, Result, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// What the demo asks the model to write about.
+/// The prompt of every generation.
 const PROMPT: &str = "Explain to a child why the sky is blue.";
-/// Tokens of context the demo reserves: small, so that weights and not caches decide what fits.
+/// Tokens of context: small, so that the weights, not the KV caches, determine what fits.
 const CONTEXT: u32 = 512;
-/// Longest wait for the mesh to form.
+/// Timeout for all nodes to join the mesh.
 const JOIN_MAX: Duration = Duration::from_secs(60);
 
-/// How to run it.
+/// Options of the demo.
 #[derive(Clone, Debug)]
 pub struct DemoOptions {
-    /// JSON lines on stdout instead of something to watch.
+    /// JSON lines on stdout instead of human-readable output.
     pub json: bool,
     /// Tokens to generate.
     pub tokens: u32,
     /// Compute threads per node.
     pub threads: usize,
-    /// Do not show the text.
+    /// Do not print the generated text.
     pub quiet: bool,
 }
 
@@ -42,22 +42,23 @@ impl Default for DemoOptions {
 pub struct DemoSummary {
     /// Node processes started.
     pub nodes: usize,
-    /// The split and interrupted run gave the tokens of one undisturbed node.
+    /// The distributed run with the kill produced the same tokens as one undisturbed node.
     pub tokens_equal_solo: bool,
-    /// Requests that did not end as they should.
+    /// Requests that did not complete.
     pub requests_lost: usize,
-    /// Longest silence between two tokens around the kill, milliseconds.
+    /// Longest gap between two tokens, milliseconds.
     pub stall_ms: f64,
-    /// Tokens per second of the split model: by the middle gap between two tokens, so the stall does not count.
+    /// Tokens per second of the distributed model, from the median gap between tokens, so that the stall does not
+    /// count.
     pub tokens_per_s: f64,
-    /// Tokens per second of one node with the same threads.
+    /// Tokens per second of one node with the same number of threads.
     pub solo_tokens_per_s: f64,
 }
 
 /// Runs the demo with `exe` as the node program.
 ///
 /// # Errors
-/// A node did not start, or the mesh did not do what the demo shows; the text says which.
+/// A node did not start, or the mesh did not behave as the demo expects; the message says which.
 pub fn run(exe: &Path, model: &Path, options: &DemoOptions) -> Result<DemoSummary> {
     let dir = folder()?;
     let demo = Demo::new(exe, dir.path(), model, options);
@@ -77,7 +78,7 @@ pub fn run(exe: &Path, model: &Path, options: &DemoOptions) -> Result<DemoSummar
     Ok(summary)
 }
 
-/// Kills a node in each of many generations, at tokens drawn from `seed`.
+/// Kills a node in each of many generations, at tokens chosen by `seed`.
 ///
 /// # Errors
 /// As for [`run`].
@@ -103,11 +104,11 @@ struct Demo {
 
 struct Solo {
     run: Run,
-    /// Bytes the model takes on one node, by its own plan.
+    /// Memory that the model needs on one node, from its plan.
     bytes: u64,
 }
 
-/// One generation as its client saw it.
+/// One generation, as seen by the client.
 #[derive(Default)]
 struct Run {
     tokens: Vec<u64>,
@@ -115,12 +116,12 @@ struct Run {
     complete: bool,
     tokens_per_s: f64,
     stall: Duration,
-    /// When each token came.
+    /// Arrival time of each token.
     arrivals: Vec<Instant>,
 }
 
 impl Run {
-    /// The longest silence between two tokens of which the second came after a moment.
+    /// The longest gap between two tokens of which the second arrived after `moment`.
     fn stall_after(&self, moment: Instant) -> Duration {
         let gaps = self.arrivals.windows(2).filter(|pair| pair[1] > moment).map(|pair| pair[1] - pair[0]);
         gaps.max().unwrap_or_default()
@@ -138,7 +139,7 @@ impl Demo {
         }
     }
 
-    /// One undisturbed node with all the memory it wants: the reference.
+    /// The reference: one undisturbed node without a memory limit.
     fn solo(&self) -> Result<Solo> {
         self.screen.say("one", "one node alone, for reference");
         let node = self.start("solo", None, None)?;
@@ -152,10 +153,10 @@ impl Demo {
         Ok(Solo { run, bytes })
     }
 
-    /// Three nodes, each with too little memory for the model, any two with enough.
+    /// Three nodes. The model fits on no single node, but on any two.
     fn mesh(&self, solo_bytes: u64) -> Result<Vec<LocalNode>> {
-        // Eight tenths of the model are too little for all of it, and two such nodes have enough for what both stages hold
-        // (the shared embedding, scratch).
+        // 80 % of the model's size is too little for the whole model; two such nodes suffice, including the parts that
+        // both stages hold (shared embedding, scratch).
         let memory = solo_bytes * 8 / 10;
         self.screen
             .say("three", &format!("three nodes with {} each; the model needs {}", mib(memory), mib(solo_bytes)));
@@ -180,20 +181,20 @@ impl Demo {
         Ok(())
     }
 
-    /// Generates on the first node and kills a stage that is not the head a third of the way.
+    /// Generates on the first node, the coordinator, and kills another node with a stage after a third of the tokens.
     fn interrupted(&self, nodes: &mut [LocalNode]) -> Result<Run> {
-        let (head, others) = nodes.split_first_mut().ok_or_else(|| Error::other("no nodes"))?;
-        // Not the stages of the plan shown: figures measured meanwhile may have led to another.
-        let jobs = head.get("/api/v1/jobs")?;
+        let (coordinator, others) = nodes.split_first_mut().ok_or_else(|| Error::other("no nodes"))?;
+        // The actual stages may differ from the plan shown, because measurements since then may have changed the plan.
+        let jobs = coordinator.get("/api/v1/jobs")?;
         let stages = jobs[0]["stages"].as_array().cloned().unwrap_or_default();
         let holds = |name: &str| stages.iter().any(|s| s["name"] == name);
         let victim = others
             .iter_mut()
             .find(|n| holds(&n.name))
-            .ok_or_else(|| Error::other(format!("the job uses no node but the head: {jobs}")))?;
+            .ok_or_else(|| Error::other(format!("expected a stage on another node than the coordinator: {jobs}")))?;
         let moment = self.options.tokens as usize / 3;
         let screen = &self.screen;
-        let run = self.generate(head, &mut |so_far, _| {
+        let run = self.generate(coordinator, &mut |so_far, _| {
             if so_far == moment {
                 victim.kill();
                 screen.killed(&victim.name, victim.pid());
@@ -204,7 +205,7 @@ impl Demo {
         Ok(run)
     }
 
-    /// Streams one greedy answer; `watch` is called after each token with the number so far.
+    /// Streams one greedy answer. Calls `watch` after each token, with the number of tokens so far.
     fn generate(&self, node: &LocalNode, watch: &mut dyn FnMut(usize, &Value) -> Result<()>) -> Result<Run> {
         let request = json!({
             "model": self.model, "messages": [{"role": "user", "content": PROMPT}],
@@ -244,7 +245,7 @@ impl Demo {
             memory,
             threads: Some(self.options.threads),
             join,
-            // Own caches, so that only the head has the file and the others get their share from it.
+            // Separate caches, so that only the coordinator has the file and other nodes fetch their layers from it.
             cache_dir: (name != "ada" && name != "solo").then(|| self.dir.join(name).join("cache")),
             flags: Vec::new(),
         };
@@ -256,7 +257,7 @@ impl Demo {
     }
 }
 
-/// The middle gap: the stall and a first token do not move it.
+/// The median gap, which the stall and a slow first token do not affect.
 fn median(gaps: &[Duration]) -> Duration {
     let mut sorted = gaps.to_vec();
     sorted.sort();
@@ -267,11 +268,11 @@ fn mib(bytes: u64) -> String {
     format!("{:.0} MiB", bytes as f64 / f64::from(1 << 20))
 }
 
-/// Writes a line, or some text, to whoever watches; one that went away has seen enough.
+/// Write a line, or text, to stdout. Errors are ignored: a reader may close the pipe.
 macro_rules! line { ($($part:tt)*) => {{ let _ = writeln!(std::io::stdout(), $($part)*); }} }
 macro_rules! text { ($($part:tt)*) => {{ let _ = write!(std::io::stdout(), $($part)*); }} }
 
-/// Stdout, for people or for programs.
+/// Output on stdout, human-readable or as JSON lines.
 struct Screen {
     json: bool,
 }
@@ -297,7 +298,7 @@ impl Screen {
         match name {
             "solo" => line!("  {:.1} tokens/s", fields["tokens_per_s"].as_f64().unwrap_or_default()),
             "stall" => line!(
-                "  {} {:.0} ms without a token, then it went on",
+                "  {} generation continued after a stall of {:.0} ms",
                 style("✔").green(),
                 fields["stall_ms"].as_f64().unwrap_or_default()
             ),
@@ -315,7 +316,7 @@ impl Screen {
             line!("{}", json!({"event": "plan", "plan": plan}));
             return;
         }
-        line!("  plan: {:.1} ms a token", plan["token_ms"].as_f64().unwrap_or_default());
+        line!("  plan: {:.1} ms per token", plan["token_ms"].as_f64().unwrap_or_default());
         for stage in plan["stages"].as_array().into_iter().flatten() {
             let (first, end) = (stage["first_layer"].as_u64().unwrap_or(0), stage["end_layer"].as_u64().unwrap_or(0));
             let bar = "█".repeat((end - first) as usize);
@@ -346,7 +347,7 @@ impl Screen {
         }
     }
 
-    /// A bar on stderr, for people only.
+    /// A progress bar on stderr; hidden with JSON output.
     fn progress(&self, length: u64) -> indicatif::ProgressBar {
         if self.json {
             return indicatif::ProgressBar::hidden();
@@ -362,27 +363,29 @@ impl Screen {
             return;
         }
         let verdict = if summary.tokens_equal_solo && summary.requests_lost == 0 {
-            style(format!("{} kills, every token the same as on one node, nothing lost", summary.kills)).green().bold()
+            style(format!("{} kills: all tokens equal to those of one node, no request lost", summary.kills))
+                .green()
+                .bold()
         } else {
-            style("NOT the tokens of one node".to_owned()).red().bold()
+            style("FAILED: tokens differ from those of one node, or a request was lost".to_owned()).red().bold()
         };
         line!("\n{verdict}");
         line!(
-            "stalls: {:.0} ms in the middle, {:.0} ms for 99 of 100, {:.0} ms at most (--seed {})",
+            "stalls: median {:.0} ms, 99th percentile {:.0} ms, maximum {:.0} ms (--seed {})",
             summary.stall_ms_p50,
             summary.stall_ms_p99,
             summary.stall_ms_max,
             summary.seed
         );
         line!(
-            "{:.1} tokens/s with standbys, {:.1} without: they cost {:.1} %",
+            "{:.1} tokens/s with standbys, {:.1} without: a cost of {:.1} %",
             summary.tokens_per_s,
             summary.tokens_per_s_without_standbys,
             summary.standby_cost_percent
         );
         if summary.coordinator_kills > 0 {
             line!(
-                "coordinator killed {} times: its client went on at another node after {:.0} ms in the middle, {:.0} ms at most",
+                "coordinator killed {} times: the client resumed at another node after {:.0} ms (median), {:.0} ms (maximum)",
                 summary.coordinator_kills,
                 summary.coordinator_pause_ms_p50,
                 summary.coordinator_pause_ms_max
@@ -396,13 +399,13 @@ impl Screen {
             return;
         }
         let verdict = if summary.tokens_equal_solo && summary.requests_lost == 0 {
-            style("every token the same as on one node, nothing lost").green().bold()
+            style("all tokens equal to those of one node, no request lost").green().bold()
         } else {
-            style("NOT the tokens of one node").red().bold()
+            style("FAILED: tokens differ from those of one node, or the request was lost").red().bold()
         };
         line!("\n{verdict}");
         line!(
-            "{:.1} tokens/s on the mesh, {:.1} on one node with the same threads; {:.0} ms stall",
+            "{:.1} tokens/s on the mesh, {:.1} on one node with the same number of threads; stall of {:.0} ms",
             summary.tokens_per_s,
             summary.solo_tokens_per_s,
             summary.stall_ms

@@ -1,4 +1,4 @@
-//! The device this node computes on, and what it offers to the mesh as measured at start.
+//! The device this node computes on, and the capacity it advertises to the mesh, measured at start.
 use crate::config::{Size, UpOptions};
 use kernels::device::{Device, DeviceChoice, DeviceId};
 use kernels::grid::any_tile::GridTile;
@@ -9,25 +9,25 @@ use kernels::weights::ModelFile;
 use node_core::config::{Capacity, Measured, Speed};
 use std::sync::Arc;
 
-/// What a stage needs besides weights and caches: activations of one prefill chunk of a wide model, and logits.
+/// Memory of a stage besides weights and caches: activations of one prefill chunk of a wide model, and logits.
 pub const SCRATCH_BYTES: u64 = 16 << 20;
 
-/// Where parts are computed.
+/// The device on which parts are computed.
 pub struct Compute {
     device: Device,
-    /// Compute threads of the processor.
+    /// Compute threads on the CPU.
     pub threads: usize,
-    /// What is told to the mesh.
+    /// The capacity advertised to the mesh.
     pub capacity: Capacity,
     /// GPUs of this machine that this node does not use.
     pub idle_gpus: Vec<Device>,
 }
 
 impl Compute {
-    /// Finds the device the user asked for and measures it, in about a second (a GPU's kernels are compiled first).
+    /// Finds the device that the user selected and measures it, in about a second (a GPU's kernels are compiled first).
     ///
     /// # Errors
-    /// No such device here; the text names those there are.
+    /// No such device on this machine; the text lists the devices found.
     pub fn open(options: &UpOptions) -> Result<Self, String> {
         let kernels_gpu::Probe { devices, faults, .. } = kernels_gpu::probe_report();
         for fault in &faults {
@@ -63,10 +63,12 @@ impl Compute {
         Ok(Self { device, threads, capacity, idle_gpus })
     }
 
-    /// Makes a tile on it, all cells zero. What a GPU cannot compute, or has no memory for, the processor computes.
+    /// Creates a tile on the device, all cells zero. Falls back to the CPU if the GPU cannot compute it or lacks the
+    /// memory.
     ///
     /// # Errors
-    /// The rule does not fit the grid, the tile not in it, the halo not in the tile, or nothing into memory.
+    /// The rule does not fit the grid, the tile is not inside it, the halo is wider than the tile, or memory is too
+    /// small.
     pub fn tile(&self, grid: &Grid, rule: &Rule, region: Region, depth: usize) -> Result<Box<dyn GridTile>, GridError> {
         tile(&self.device, (grid, rule), region, depth)
     }
@@ -74,38 +76,38 @@ impl Compute {
     /// Loads a stage on it.
     ///
     /// # Errors
-    /// Options that do not fit the model, or a device that cannot hold it.
+    /// The options do not fit the model, or the device cannot hold the stage.
     pub fn load(&self, file: Arc<ModelFile>, options: StageOptions) -> Result<Box<dyn Stage>, StageError> {
         match self.device.id {
-            DeviceId::Cpu => kernels::load_cpu_stage(file, options), // without looking for GPUs
+            DeviceId::Cpu => kernels::load_cpu_stage(file, options), // skips GPU detection
             id @ (DeviceId::Cuda(_) | DeviceId::Vulkan(_)) => kernels_gpu::load_stage(file, options, id),
         }
     }
 }
 
-/// Bytes of `--memory`, but not more than the device has in all (0: unknown).
+/// Bytes of `--memory`, capped at the device's total memory (0: unknown).
 fn within(asked: u64, device: &Device) -> u64 {
     if device.memory_total == 0 { asked } else { asked.min(device.memory_total) }
 }
 
-/// A warning where `--memory` is more than the device can give, or too little for any stage.
+/// A warning if `--memory` exceeds what the device has, or is too small for any stage.
 fn doubtful(asked: u64, offered: u64, device: &Device) -> Option<String> {
     let (given, id) = (Size(asked), device.id);
     if asked > offered {
         let (offered, total) = (Size(offered), Size(device.memory_total));
-        return Some(format!("--memory {given}: {id} has {total} in all; the node offers {offered}"));
+        return Some(format!("--memory {given}: {id} has {total} in total; the node offers {offered}"));
     }
     let least = Size(SCRATCH_BYTES);
     (asked <= least.0).then(|| {
-        format!("--memory {given}: no stage of a model fits, each takes {least} beside its weights; write 4G for 4 GiB")
+        format!("--memory {given}: no stage of a model fits: each needs {least} besides weights; write 4G for 4 GiB")
     })
 }
 
-/// The processor's own kernels, measured within the `memory` that the user asked for. Steps of its grids read and write about as
-/// fast as products.
+/// Measures the CPU kernels within `memory`, the user's limit. Grid steps read and write memory about as fast as matrix
+/// products do.
 ///
-/// Measured until two measurements agree: other programs, or a hypervisor that runs other machines, can make one many times
-/// too slow, and a node that understates itself is planned as too slow for as long as it runs.
+/// Repeats until two measurements agree: other programs, or a hypervisor that runs other machines, can make one several
+/// times too slow, and a node that understates its speed is planned as too slow for as long as it runs.
 fn processor_speed(threads: usize, memory: u64) -> Result<Speed, String> {
     let measure = || -> Result<Speed, String> {
         let shown = kernels::bench::speed(threads, memory).map_err(|e| e.to_string())?;
@@ -130,7 +132,7 @@ fn processor_speed(threads: usize, memory: u64) -> Result<Speed, String> {
     Ok(best)
 }
 
-/// About two and a half seconds, on a machine where no two agree.
+/// Takes about two and a half seconds on a machine where no two measurements agree.
 const MEASUREMENTS_MAX: usize = 5;
 
 /// Whether two measurements show about the same speeds.
@@ -140,7 +142,7 @@ fn agree(one: Speed, other: Speed) -> bool {
         && alike(one.cache_bytes_per_second, other.cache_bytes_per_second)
 }
 
-/// The better of both in each figure: what disturbs a measurement makes it slower.
+/// The better figure of both, field by field: interference only makes a measurement slower.
 fn better(one: Speed, other: Speed) -> Speed {
     Speed {
         bytes_per_second: one.bytes_per_second.max(other.bytes_per_second),
@@ -152,12 +154,13 @@ fn better(one: Speed, other: Speed) -> Speed {
     }
 }
 
-/// Whether two measurements of a speed differ by a third at most.
+/// Whether two measured speeds differ by a third at most.
 fn alike(one: u64, other: u64) -> bool {
     one.max(other) / 4 * 3 <= one.min(other)
 }
 
-/// What a GPU's own kernels showed. What it could not show is 0, "not measured": the processor's figures say nothing about it.
+/// Measures the GPU kernels. A figure that could not be measured is 0, "not measured": the CPU's figures say nothing
+/// about it.
 fn gpu_speed(id: DeviceId) -> Speed {
     let mut speed = Speed::default();
     let (products, cache, copied) = match kernels_gpu::gpu_speed(id) {
@@ -169,15 +172,15 @@ fn gpu_speed(id: DeviceId) -> Speed {
             (speed.bytes_per_second, speed.flops_per_second) = (shown.weight_bytes_s, shown.flops_s);
             (speed.step_ns, speed.layer_ns) = (shown.step_ns, shown.layer_ns);
         }
-        Err(why) => tracing::warn!(%why, %id, "products could not be measured: no layers are planned for this device"),
+        Err(why) => tracing::warn!(%why, %id, "matrix products could not be measured: this device gets no layers"),
     }
     match cache {
         Ok(bytes_s) => speed.cache_bytes_per_second = bytes_s,
-        Err(why) => tracing::warn!(%why, %id, "its attention could not be measured: plans take it for free"),
+        Err(why) => tracing::warn!(%why, %id, "attention could not be measured: plans assume that it costs nothing"),
     }
     match copied {
         Ok(bytes_s) => speed.copy_bytes_per_second = bytes_s,
-        Err(why) => tracing::warn!(%why, %id, "its memory could not be measured: no tiles are planned for this device"),
+        Err(why) => tracing::warn!(%why, %id, "memory bandwidth could not be measured: this device gets no tiles"),
     }
     speed
 }
@@ -192,15 +195,15 @@ fn tile(
     match kernels_gpu::grid_tile(device.id, (grid, rule), region, depth, free) {
         Err(why) if device.id != DeviceId::Cpu => {
             let (cells, rule_name, id) = (region.cells(), rule.name(), device.id);
-            tracing::warn!(%why, %id, cells, rule = rule_name, "the processor computes a tile, for the GPU does not");
+            tracing::warn!(%why, %id, cells, rule = rule_name, "the GPU cannot compute this tile: using the CPU");
             kernels_gpu::grid_tile(DeviceId::Cpu, (grid, rule), region, depth, free)
         }
         made => made,
     }
 }
 
-/// Stages with equal ids agree bit for bit and choose equal tokens; all CPUs do, and GPUs of a model, wherever in a machine
-/// they are. The sampler's id is part of it: it decides the token of equal logits.
+/// Stages with equal ids agree bit for bit and choose equal tokens: all CPUs, and GPUs of the same model and API. The
+/// id covers the sampler, which breaks ties between equal logits.
 fn numerics(device: &Device) -> u64 {
     id_of(device, kernels::sampler::NUMERICS)
 }
@@ -215,7 +218,7 @@ fn id_of(device: &Device, sampler: &str) -> u64 {
     u64::from_le_bytes(blake3::hash(name.as_bytes()).as_bytes()[..8].try_into().unwrap_or([0; 8]))
 }
 
-/// What tells one physical machine from another: its machine id, else its host name.
+/// Identifies the physical machine: a hash of its machine id, else of its boot id, else of its host name.
 fn machine_id() -> u64 {
     let id = ["/etc/machine-id", "/proc/sys/kernel/random/boot_id", "/etc/hostname"]
         .iter()
@@ -235,7 +238,8 @@ mod tests {
     const STEPS: usize = 12;
     const DEPTH: usize = 3;
 
-    /// The state's hash after some steps of a job in so many tiles, each as a node would hold it.
+    /// The state hash after [`STEPS`] steps of a job, as one tile or cut in two at `cut` along y, each tile as on its
+    /// own node.
     fn hash(device: &Device, job: &str, cut: Option<usize>) -> u128 {
         let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples").join(job);
         let simulation = Simulation::read(&file).unwrap();
@@ -256,19 +260,19 @@ mod tests {
             tiles.push(made);
         }
         for _ in 0..STEPS / DEPTH {
-            let mut strips = Vec::new();
+            let mut halos = Vec::new();
             for (me, links) in all.iter().enumerate() {
                 for (number, (peer, link)) in links.iter().enumerate() {
                     let back = |(other, there): &(usize, Link)| {
                         *other == me && there.region == regions[me] && there.shift == link.shift.map(|shift| -shift)
                     };
                     let there = all[*peer].iter().position(back).unwrap();
-                    let mut strip = Vec::new();
-                    tiles[me].pack_into(number, &mut strip).unwrap();
-                    strips.push((*peer, there, strip));
+                    let mut halo = Vec::new();
+                    tiles[me].pack_into(number, &mut halo).unwrap();
+                    halos.push((*peer, there, halo));
                 }
             }
-            strips.iter().for_each(|(peer, link, strip)| tiles[*peer].unpack(*link, strip).unwrap());
+            halos.iter().for_each(|(peer, link, halo)| tiles[*peer].unpack(*link, halo).unwrap());
             for tile in &mut tiles {
                 let tail = tile.tail();
                 tile.advance(&mut threads, DEPTH - tail).unwrap();
@@ -308,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn two_gpus_of_a_kind_share_a_simulation() {
+    fn gpus_of_the_same_model_have_the_same_numerics_id() {
         let gpu = |id| Device { id, name: "A".into(), memory_total: 1, memory_free: 1, own_memory: true };
         assert_eq!(numerics(&gpu(DeviceId::Cuda(0))), numerics(&gpu(DeviceId::Cuda(1))));
         assert_ne!(numerics(&gpu(DeviceId::Cuda(0))), numerics(&gpu(DeviceId::Vulkan(0))));
@@ -316,14 +320,14 @@ mod tests {
     }
 
     #[test]
-    fn nodes_with_different_samplers_are_not_taken_for_equal() {
+    fn nodes_with_different_samplers_have_different_numerics_ids() {
         let device = Device { id: DeviceId::Cpu, name: "A".into(), memory_total: 1, memory_free: 1, own_memory: false };
         assert_eq!(numerics(&device), id_of(&device, "sampler-2"));
         assert_ne!(numerics(&device), id_of(&device, "sampler-1"));
     }
 
     #[test]
-    fn tiles_of_two_nodes_have_the_hash_of_one() {
+    fn two_tiles_have_the_state_hash_of_one() {
         let devices = kernels_gpu::probe();
         for device in devices.iter().filter(|device| device.id == DeviceId::Cpu) {
             let one = hash(device, "glider-gun.toml", None);

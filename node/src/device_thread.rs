@@ -1,7 +1,9 @@
-//! The one thread that computes: it owns every part that this node holds, stages and tiles, and the threads that they share.
+//! The one thread that computes: it owns every part of this node, stages and tiles, and the compute threads that they
+//! share.
 //!
-//! Commands come by one queue (`device_thread/queue.rs`). While a GPU is at one part's work the next command is carried out
-//! (`device_thread/pending.rs`). What is particular to a kind of part is in `device_thread/stages.rs` and `tiles.rs`.
+//! Commands arrive on one queue (`device_thread/queue.rs`). While a GPU computes for one part, the next command is
+//! carried out (`device_thread/pending.rs`). `device_thread/stages.rs` and `tiles.rs` have what is specific to a kind
+//! of part.
 use crate::device::Compute;
 use crate::driver::DriverHandle;
 use crate::residency::{Key, Residency};
@@ -35,78 +37,78 @@ pub mod tiles;
 #[cfg(test)]
 mod tests;
 
-/// Something for the device thread.
+/// A command for the device thread.
 pub enum Command {
     /// Hold a part from now on.
     Load {
-        /// Names it.
+        /// The part's key.
         key: Key,
         /// The epoch it was loaded for.
         epoch: Epoch,
-        /// The order that is answered.
+        /// The order that this answers.
         load: LoadId,
-        /// What the plan allows it: a stage's caches grow into that as they are used.
+        /// Memory that the plan grants it; a stage's caches grow up to that as they are used.
         bytes_max: u64,
         /// The part.
         part: NewPart,
     },
-    /// Some cells that a tile starts with, made or fetched meanwhile.
+    /// Some cells of a tile's initial state, computed or fetched on another thread.
     Cells {
-        /// Which tile.
+        /// The tile.
         key: Key,
-        /// The order that they are for.
+        /// The order they belong to.
         load: LoadId,
-        /// Where they are.
+        /// The box they fill.
         part: Region,
-        /// As a saved state has them.
+        /// The cells, in the layout of a saved state.
         cells: Vec<u8>,
     },
-    /// All of them came, or why not.
+    /// The initial state is complete, or failed.
     CellsEnd {
-        /// Which tile.
+        /// The tile.
         key: Key,
-        /// The order that is answered.
+        /// The order that this answers.
         load: LoadId,
-        /// Why not.
+        /// The reason, if it failed.
         result: Result<(), String>,
     },
-    /// Give a tile the cells of a snapshot among the states.
+    /// Restore a tile from a snapshot in [`States`].
     Restore {
-        /// Which tile.
+        /// The tile.
         key: Key,
-        /// The order that is answered.
+        /// The order that this answers.
         load: LoadId,
         /// The snapshot's step.
         step: u32,
     },
-    /// A part stays, under another epoch.
+    /// Keep a part under another epoch.
     Keep {
-        /// Which.
+        /// The part.
         key: Key,
         /// The epoch from now on.
         epoch: Epoch,
     },
-    /// Compute. A stage of another epoch refuses it.
+    /// Compute. A stage loaded for another epoch rejects it.
     Run(Box<Run>),
     /// Free a request's cache.
     Release {
-        /// Of which stage.
+        /// The stage.
         key: Key,
         /// The request.
         request: RequestId,
     },
-    /// Run some steps on rows drawn from a number.
+    /// Numerics challenge: run the stage on rows generated from a nonce and report a digest.
     Challenge {
-        /// Of which stage.
+        /// The stage.
         key: Key,
         /// The epoch it belongs to.
         epoch: Epoch,
-        /// What the rows are drawn from.
+        /// Seed of the rows.
         nonce: u64,
     },
     /// Drop a part and its saved states, if it is here.
     Drop {
-        /// Which.
+        /// The part.
         key: Key,
     },
     /// Drop all parts of a job.
@@ -114,48 +116,48 @@ pub enum Command {
         /// The job.
         job: JobId,
     },
-    /// A device has done some of what it was given.
+    /// A device has reached the mark of a launched run.
     Reached,
 }
 
-/// A part that is to be held.
+/// A part to hold.
 pub enum NewPart {
-    /// A stage, which was loaded beside the thread.
+    /// A stage, already loaded on another thread.
     Stage(Box<dyn Stage>),
-    /// A tile, which is made by the thread.
+    /// A tile, which the device thread creates.
     Tile {
-        /// How it was ordered.
+        /// The coordinator's order.
         order: Box<TileOrder>,
-        /// It is a standby of this tier.
+        /// The standby tier, if it is a standby.
         standby: Option<Tier>,
-        /// What is computed.
+        /// The simulation to compute.
         simulation: Arc<Simulation>,
-        /// Gives the cells of a checkpoint, if it starts from one.
+        /// Source of the checkpoint's cells, if the tile starts from one.
         checkpoint: Option<CellSource>,
     },
 }
 
-/// What the thread shares with the rest of the node.
+/// State that the thread shares with the rest of the node.
 pub struct Shared {
     /// Rows and halos.
     pub tensors: Arc<Tensors>,
-    /// States of tiles that were saved.
+    /// Saved states of tiles.
     pub states: Arc<States>,
-    /// Memory taken.
+    /// Accounting of the memory in use.
     pub residency: Arc<Residency>,
-    /// The node.
+    /// The driver, which receives the results.
     pub driver: DriverHandle,
-    /// What computes.
+    /// The device.
     pub device: Arc<Compute>,
 }
 
-/// How commands get to the thread.
+/// Sends commands to the thread.
 pub type Commands = Arc<mpsc::Sender<Command>>;
 
 /// Starts the thread. It ends when the last sender is dropped.
 ///
 /// # Errors
-/// The operating system refuses a thread.
+/// The operating system cannot start a thread.
 pub fn spawn(shared: Shared) -> std::io::Result<(Commands, JoinHandle<()>)> {
     let (sender, commands) = mpsc::channel();
     let sender = Arc::new(sender);
@@ -178,13 +180,13 @@ struct DeviceThread {
     /// Started with the first work.
     threads: Option<Threads>,
     queue: Queue,
-    /// Work that a device is at, in the order in which it was launched: at most one run of each part, since the core waits for
-    /// the answer. What can be answered first is: a batch does not wait for the end of a tile's run.
+    /// Work that a device is computing, in launch order: at most one run per part, because the core waits for each
+    /// answer. Whatever is due first is answered first: a batch does not wait for the end of a tile's run.
     pending: VecDeque<Pending>,
     watcher: Watcher,
-    /// When a batch of a stage was computed last.
+    /// When a batch of a stage was last submitted or answered.
     batch_at: Option<Instant>,
-    /// For the threads that make initial states.
+    /// For the threads that compute or fetch initial states.
     own: Weak<mpsc::Sender<Command>>,
     shared: Shared,
 }
@@ -194,14 +196,14 @@ enum Part {
     Tile(Box<tiles::Held>),
 }
 
-/// A model counts as in use for this long after a batch: meanwhile runs of tiles let batches pass every
+/// A model counts as in use for this long after a batch. Meanwhile tile runs let batches pass every
 /// [`node_core::limits::TILE_PIECE`].
 const IN_USE: Duration = Duration::from_secs(2);
 
 impl DeviceThread {
     fn run(mut self, commands: &mpsc::Receiver<Command>) {
         loop {
-            // All that has come is looked at before the next is chosen.
+            // Drain the channel before choosing the next command.
             loop {
                 let idle = self.queue.is_empty() && !self.pending.iter().any(Pending::is_due);
                 match if idle { commands.recv().map_err(Into::into) } else { commands.try_recv() } {
@@ -211,7 +213,7 @@ impl DeviceThread {
                     Err(mpsc::TryRecvError::Disconnected) => return,
                 }
             }
-            // While a device is at one part's work another one's is launched; then the first that is due is answered.
+            // While a device computes for one part, launch work of another; then answer the first that is due.
             let launched = self.pending.len();
             match self.queue.next() {
                 Some(Work::Command(command)) => self.carry_out(command),
@@ -260,7 +262,7 @@ impl DeviceThread {
             }
             Command::Release { key, request } => {
                 self.settle(|held| held == key);
-                // A stage that is broken says so at its next batch.
+                // A broken stage reports its error at its next batch.
                 if let Some(Part::Stage(held)) = self.parts.get_mut(&key) {
                     let _ = catch_unwind(AssertUnwindSafe(|| held.stage.release(request.0)));
                 }
@@ -285,7 +287,7 @@ impl DeviceThread {
         }
     }
 
-    /// Holds a part. `None`: the state that a tile starts with follows.
+    /// Holds a part. `None`: the initial state of a tile follows.
     fn load(
         &mut self,
         (key, epoch, load): (Key, Epoch, LoadId),
@@ -300,13 +302,13 @@ impl DeviceThread {
             }
             NewPart::Tile { order, standby, simulation, checkpoint } => {
                 let mut held = Box::new(tiles::Held::new((key, bytes_max), *order, simulation));
-                let commands = || self.own.upgrade().ok_or("the node is about to end");
+                let commands = || self.own.upgrade().ok_or("the node is shutting down");
                 if standby != Some(Tier::Warm) {
                     held.make(&self.shared.device)?;
                     match held.order.start {
                         TileStart::Initial => held.begin(load, None, commands()?, self.shared.device.threads)?,
                         TileStart::Checkpoint { .. } => {
-                            let source = Some(checkpoint.ok_or("the checkpoint cannot be asked for")?);
+                            let source = Some(checkpoint.ok_or("there is no source for the checkpoint's cells")?);
                             held.begin(load, source, commands()?, self.shared.device.threads)?;
                         }
                         TileStart::Continue | TileStart::Snapshot => {}
@@ -317,12 +319,12 @@ impl DeviceThread {
             }
         };
         self.parts.insert(key, part);
-        // In this order: a plan that is made after the job is ready counts what it takes.
+        // Report the capacity before the answer: a plan computed once the job is ready must count this part's memory.
         self.shared.driver.input(Input::CapacityChanged(self.shared.residency.resident(key, Some(bytes))));
         Ok((!is_loading).then_some(Loaded { bytes, step: None }))
     }
 
-    /// The state that a tile starts with is whole, or cannot be had.
+    /// The initial state of a tile is complete, or failed.
     fn cells_end(&mut self, key: Key, load: LoadId, result: Result<(), String>) {
         if let Some(loaded) = self.tile(key).and_then(|tile| tile.started(load)) {
             self.answer_load(key, load, result.map(|()| loaded));
@@ -333,11 +335,11 @@ impl DeviceThread {
         let cells = tiles::snapshot(&self.shared.states, (job, part), step)?;
         match self.parts.get_mut(&(job, part)) {
             Some(Part::Tile(held)) => held.restore(&self.shared.device, &cells, step),
-            Some(Part::Stage(_)) | None => Err("the tile is gone".into()),
+            Some(Part::Stage(_)) | None => Err("the tile is not loaded".into()),
         }
     }
 
-    /// Answers a load. What could not be loaded takes nothing.
+    /// Answers a load. A part that failed to load takes no memory.
     fn answer_load(&mut self, key: Key, load: LoadId, result: Result<Loaded, String>) {
         let Shared { residency, driver, .. } = &self.shared;
         if result.is_err() {
@@ -359,12 +361,12 @@ impl DeviceThread {
         }
     }
 
-    /// Submits a batch to a stage, and answers it if it is computed by then.
+    /// Submits a batch to a stage, and answers it if it is already computed.
     fn batch(&mut self, work: WorkId, key: Key, epoch: Epoch, items: Vec<Item>) {
         self.settle(|held| held == key);
         self.batch_at = Some(Instant::now());
         let mut inputs = Vec::new();
-        // What panics must not take the node with it: the stage is reported failed and loaded again.
+        // A panic must not end the node: the stage is reported as failed and loaded again.
         let submitted = guarded(|| {
             inputs = stages::inputs(&self.shared.tensors, &items);
             let (held, threads) = self.stage(key)?;
@@ -383,7 +385,7 @@ impl DeviceThread {
         self.answer(key, work, results.map(Made::Batch));
     }
 
-    /// Makes steps of a tile, or gives them to the device. While a model is in use a batch may pass in between.
+    /// Computes steps of a tile, or launches them on the device. While a model is in use, a batch may run in between.
     fn steps(&mut self, mut run: TileRun) {
         let yields = self.batch_at.is_some_and(|at| at.elapsed() < IN_USE);
         let began = Instant::now();
@@ -391,7 +393,7 @@ impl DeviceThread {
             let threads = threads(&mut self.threads, &self.shared.device)?;
             match self.parts.get_mut(&run.key) {
                 Some(Part::Tile(held)) => held.advance(&mut run, threads, &self.shared, yields),
-                Some(Part::Stage(_)) | None => Err("the tile is not here".into()),
+                Some(Part::Stage(_)) | None => Err("the tile is not loaded".into()),
             }
         });
         run.took += began.elapsed();
@@ -410,16 +412,16 @@ impl DeviceThread {
         }
     }
 
-    /// A device has a run to make, and is at it until the mark.
+    /// Registers a run that the device has not completed before `mark`.
     fn launched(&mut self, run: TileRun, began: Instant, mark: Mark) -> Result<Pending, String> {
         let TileRun { key, work, task, made, .. } = run;
-        let Some(Part::Tile(held)) = self.parts.get_mut(&key) else { return Err("the tile is not here".into()) };
+        let Some(Part::Tile(held)) = self.parts.get_mut(&key) else { return Err("the tile is not loaded".into()) };
         let (before, this) = self.watcher.watch(&mut held.last, began, mark)?;
         let last = task.to == held.order.schedule.steps;
         Ok(Pending { key, work, what: PendingWork::Steps { before, this, last, made } })
     }
 
-    /// Answers work that a device was at; a batch is waited for.
+    /// Answers launched work; waits for it if it is a batch.
     fn finish(&mut self, pending: Pending) {
         let Pending { key, work, what } = pending;
         match what {
@@ -438,7 +440,7 @@ impl DeviceThread {
         }
     }
 
-    /// Finishes batches of stages that a device is at: nothing else is asked of a stage until then.
+    /// Finishes pending batches of the stages that `of` selects: a stage accepts no other call until then.
     fn settle(&mut self, of: impl Fn(Key) -> bool) {
         let at = |pending: &Pending| pending.is_batch() && of(pending.key);
         while let Some(batch) = self.pending.iter().position(at).and_then(|at| self.pending.remove(at)) {
@@ -450,7 +452,7 @@ impl DeviceThread {
         self.shared.driver.input(Input::Ran { job, part, work, result });
     }
 
-    /// The stage of a key, and what computes it.
+    /// The stage of a key, and the compute threads.
     fn stage(&mut self, key: Key) -> Result<(&mut stages::Held, &mut Threads), String> {
         match self.parts.get_mut(&key) {
             Some(Part::Stage(held)) => Ok((held, threads(&mut self.threads, &self.shared.device)?)),
@@ -466,15 +468,16 @@ impl DeviceThread {
     }
 }
 
-/// The node's compute threads, started if they are not.
+/// The node's compute threads; starts them on first use.
 fn threads<'a>(threads: &'a mut Option<Threads>, device: &Compute) -> Result<&'a mut Threads, String> {
     match threads {
         Some(threads) => Ok(threads),
-        none => Ok(none.insert(Threads::new(device.threads).map_err(|e| format!("no compute threads: {e}"))?)),
+        none => Ok(none
+            .insert(Threads::new(device.threads).map_err(|e| format!("compute threads could not be started: {e}"))?)),
     }
 }
 
-/// Does work of a part; what panics is an error of it.
+/// Runs work of a part; turns a panic into an error.
 fn guarded<T>(work: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));

@@ -1,23 +1,23 @@
-//! Which models other members serve. A node asks them when its user wants what it does not serve itself, or serves a second
-//! copy: requests go to the member that serves the model.
+//! Which models other members serve. A node asks them before it serves a model itself: if a member already serves it,
+//! requests are forwarded there and no second copy is loaded.
 use crate::handle::{ModelHandle, ServedModels};
 use serde::{Deserialize, Serialize};
 use std::sync::PoisonError;
 
-/// What this node answers members that ask.
+/// The answer to a member's query.
 #[derive(Default)]
 pub(crate) struct Directory {
-    /// What is served here.
+    /// The models served here.
     pub(crate) models: ServedModels,
 }
 
-/// What a member serves.
+/// The models that a member serves.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Served {
     pub(crate) models: Vec<ServedModel>,
 }
 
-/// One of its models.
+/// A model that a member serves.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ServedModel {
     /// Its name in requests.
@@ -30,7 +30,7 @@ pub(crate) struct ServedModel {
     pub(crate) context: u32,
 }
 
-/// Most bytes of an answer: a node serves a few dozen models, and names are a line long.
+/// Most bytes of an answer: a node serves a few dozen models, and a name is a line long.
 pub(crate) const ANSWER_BYTES_MAX: usize = 64 << 10;
 
 impl Directory {
@@ -46,7 +46,8 @@ impl Directory {
     }
 }
 
-/// A member's answer; none if it cannot be parsed. Names with control characters are left out, because terminals obey them.
+/// Decodes a member's answer; `None` if it cannot be parsed. Drops models with control characters in their names,
+/// because a terminal would interpret them.
 pub(crate) fn decode(bytes: &[u8]) -> Option<Served> {
     let mut served: Served = serde_json::from_slice(bytes.get(..ANSWER_BYTES_MAX.min(bytes.len()))?).ok()?;
     served.models.retain(|model| !model.name.chars().any(char::is_control));
@@ -58,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_answer_is_read_as_it_was_given_and_noise_is_none() {
+    fn an_answer_round_trips_and_noise_is_rejected() {
         assert_eq!(decode(&Directory::default().answer()), Some(Served::default()));
         let model = |name: &str| ServedModel { name: name.into(), job: u64::MAX, content: [255; 32], context: 9 };
         let served = Served { models: vec![model("a"), model("b\u{1b}[2J")] };

@@ -1,35 +1,35 @@
-//! Room on disks: how much there is, and what people are told when it is not enough.
+//! Free disk space, and error texts that say what to do when there is too little.
 use crate::config::Size;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Bytes that may be written where `path` is, or will be; `None` where the system does not say.
+/// Bytes that can be written at `path`, which need not exist yet; `None` if the system does not report it.
 pub fn free_bytes(path: &Path) -> Option<u64> {
     let existing = path.ancestors().find(|p| p.exists())?;
     let stat = rustix::fs::statvfs(existing).ok()?;
     Some(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
-/// Something was not written because the disk is too full for it.
+/// Something was not written because the disk has too little free space.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("no room for {what} in {path}: {need} needed, {free} free; {advice}", path = .path.display())]
 pub struct NoRoom {
-    /// What was to be written.
+    /// The data to write.
     pub what: String,
     /// Where.
     pub path: PathBuf,
-    /// Bytes it takes.
+    /// Bytes needed.
     pub need: Size,
-    /// Bytes there are.
+    /// Bytes free.
     pub free: Size,
-    /// What to do.
+    /// What the user can do.
     pub advice: &'static str,
 }
 
-/// Refuses what cannot end well, before anything is written. Where the free space is unknown, writing will tell.
+/// Checks the free space before anything is written. If `free` is unknown, the write itself will fail.
 ///
 /// # Errors
-/// There are fewer than `need` bytes.
+/// Fewer than `need` bytes are free.
 pub fn require(free: Option<u64>, need: u64, what: &str, path: &Path, advice: &'static str) -> Result<(), NoRoom> {
     match free {
         Some(free) if free < need => {
@@ -39,8 +39,8 @@ pub fn require(free: Option<u64>, need: u64, what: &str, path: &Path, advice: &'
     }
 }
 
-/// The system's words, and what to do about them.
-#[expect(clippy::wildcard_enum_match_arm, reason = "ErrorKind is open; all else explains itself")]
+/// The operating system's error text, with what to do about it.
+#[expect(clippy::wildcard_enum_match_arm, reason = "ErrorKind is non-exhaustive; other errors explain themselves")]
 pub fn explain(error: &io::Error, advice: &str) -> String {
     match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => format!("{error}; {advice}"),

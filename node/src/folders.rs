@@ -1,23 +1,24 @@
-//! Where a node writes what it was asked to write: below folders of its own, and where the asker proves that it may write itself.
+//! Restricts where submitted jobs may write: below the node's own folders, or into folders to which the caller proves
+//! access.
 //!
-//! Who administers a node may ask it to write outputs. Without a rule it could have any file of the node's user replaced. So a
-//! node writes below `outputs/` of its data directory and below the folders that `--output-dir` names. For any other folder the
-//! caller leaves a file there, a claim: one that belongs to the node's user in a folder of the node's user can only be that
-//! user's (or root's), who needs no node to write there. `meshnode submit --out` does so.
+//! Without this rule, a caller with the API key could replace any file of the node's user. A node writes below
+//! `outputs/` of its data directory and below the folders of `--output-dir`. For any other folder the caller creates a
+//! file there, a claim: if the claim and its folder belong to the node's user, only that user (or root) can have
+//! created it, who needs no node to write there. `meshnode submit --out` creates claims.
 use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
-/// What the name of a claim begins with; digits and letters follow, drawn for this one submission.
+/// Prefix of the file name of a claim; random letters and digits follow, new for each submission.
 const CLAIM: &str = ".meshnode-claim-";
-/// Longest name of a claim.
+/// Longest file name of a claim.
 const CLAIM_BYTES_MAX: usize = 80;
-/// A file that is written to see whether that is possible.
+/// Name of the file that [`probe`] writes.
 const PROBE: &str = ".meshnode-can-write";
 
-/// The folders below which a node writes unasked.
+/// The folders below which a node writes without a claim.
 #[derive(Clone, Debug, Default)]
 pub struct Folders {
     /// `outputs/` of the data directory.
@@ -25,50 +26,50 @@ pub struct Folders {
     others: Vec<PathBuf>,
 }
 
-/// Why a folder is not written to.
+/// Why an output folder is rejected.
 #[derive(Debug, thiserror::Error)]
 pub enum Refusal {
-    /// `..` in it, or no folder at all.
+    /// The path is empty or contains `..`.
     #[error("`{0}` must be the path of a folder without `..`")]
     Malformed(PathBuf),
-    /// It is nowhere below the node's folders.
+    /// The path is not below the node's folders.
     #[error(
-        "the node does not write into {out}: it writes below {allowed}, and with `meshnode submit` into folders of its own user. Name one \
-         of these, run `submit` as the node's user, or start the node with --output-dir",
+        "the node may not write to {out}: it writes below {allowed}, and with `meshnode submit` to folders of its own user. Choose one \
+         of those folders, run `submit` as the node's user, or start the node with --output-dir",
         out = .out.display()
     )]
     Elsewhere {
-        /// What was asked for.
+        /// The requested folder.
         out: PathBuf,
-        /// Where it may write.
+        /// The folders below which the node writes.
         allowed: String,
     },
-    /// The claim is not what it must be.
-    #[error("the node does not write into {out}: {why}", out = .out.display())]
+    /// The claim, or the folder, does not belong to the node's user or is malformed.
+    #[error("the node may not write to {out}: {why}", out = .out.display())]
     Unproven {
-        /// What was asked for.
+        /// The requested folder.
         out: PathBuf,
-        /// What is wrong.
+        /// The reason.
         why: String,
     },
-    /// The system refused.
-    #[error("cannot write into {out}: {source}; name a folder that can be written, with --out", out = .out.display())]
+    /// A system call failed.
+    #[error("cannot write to {out}: {source}; choose a writable folder with --out", out = .out.display())]
     System {
-        /// Which.
+        /// The requested folder.
         out: PathBuf,
-        /// Why.
+        /// The system's error.
         source: io::Error,
     },
 }
 
 impl Folders {
-    /// `outputs/` of the data directory, and these.
+    /// `outputs/` of the data directory, and `others`.
     pub fn new(data_dir: &Path, others: Vec<PathBuf>) -> Self {
         let absolute = |path: PathBuf| std::path::absolute(&path).unwrap_or(path);
         Self { own: Some(absolute(data_dir.join("outputs"))), others: others.into_iter().map(absolute).collect() }
     }
 
-    /// The folder to write to, made if it is not there: relative ones are below `outputs/`. A claim is taken away.
+    /// Checks and creates the folder to write to. A relative path is below `outputs/`. Removes the claim.
     ///
     /// # Errors
     /// [`Refusal`].
@@ -80,20 +81,20 @@ impl Folders {
         if let Some(claim) = claim {
             return claimed(out, claim);
         }
-        let wanted = match (&self.own, out.is_relative()) {
+        let target = match (&self.own, out.is_relative()) {
             (Some(own), true) => own.join(out),
             (None, true) | (_, false) => out.to_owned(),
         };
-        let system = |source| Refusal::System { out: wanted.clone(), source };
+        let system = |source| Refusal::System { out: target.clone(), source };
         for root in self.own.iter().chain(&self.others) {
-            if Some(root) == self.own.as_ref() && wanted.starts_with(root) {
+            if Some(root) == self.own.as_ref() && target.starts_with(root) {
                 fs::create_dir_all(root).map_err(system)?;
             }
             let Ok(root) = root.canonicalize() else { continue };
-            if resolved(&wanted).is_some_and(|place| place.starts_with(&root) && place != root) {
-                fs::create_dir_all(&wanted).map_err(system)?;
-                // Again, now that all of it is there: no link leads out.
-                let place = wanted.canonicalize().map_err(system)?;
+            if resolved(&target).is_some_and(|place| place.starts_with(&root) && place != root) {
+                fs::create_dir_all(&target).map_err(system)?;
+                // Check the complete path again, so that no symbolic link leads out of the root.
+                let place = target.canonicalize().map_err(system)?;
                 if place.starts_with(&root) {
                     return own_folder(place);
                 }
@@ -108,22 +109,23 @@ impl Folders {
     }
 }
 
-/// Where a path leads: links of the part that is there are followed, the rest is to be made.
+/// Resolves a path: follows the symbolic links of the existing part and appends the rest.
 fn resolved(path: &Path) -> Option<PathBuf> {
     let there = path.ancestors().find(|part| part.symlink_metadata().is_ok())?;
-    // A link to nowhere is there and cannot be followed.
+    // Fails for a dangling link, which exists but cannot be followed.
     let place = there.canonicalize().ok()?;
     Some(place.join(path.strip_prefix(there).ok()?))
 }
 
-/// Only what belongs to the node's user: in a folder of another one, links could be laid at any time.
+/// Accepts only a folder of the node's user: in another user's folder, that user could create symbolic links at any
+/// time.
 fn own_folder(place: PathBuf) -> Result<PathBuf, Refusal> {
     let meta = fs::metadata(&place).map_err(|source| Refusal::System { out: place.clone(), source })?;
     let user = rustix::process::geteuid().as_raw();
     if meta.is_dir() && meta.uid() == user {
         return Ok(place);
     }
-    let why = format!("it belongs to the user with id {}, the node runs as {user}", meta.uid());
+    let why = format!("expected a folder of the node's user (id {user}), found one of the user with id {}", meta.uid());
     Err(Refusal::Unproven { out: place, why })
 }
 
@@ -132,11 +134,11 @@ fn claimed(out: &Path, claim: &str) -> Result<PathBuf, Refusal> {
     let unproven = |why: String| Refusal::Unproven { out: out.to_owned(), why };
     let digits = claim.strip_prefix(CLAIM).filter(|rest| rest.len() >= 32 && claim.len() <= CLAIM_BYTES_MAX);
     if !digits.is_some_and(|rest| rest.bytes().all(|byte| byte.is_ascii_alphanumeric())) {
-        return Err(unproven(format!("`claim` must be {CLAIM} with 32 or more letters and digits")));
+        return Err(unproven(format!("`claim` must be {CLAIM} followed by 32 or more letters and digits")));
     }
     if !out.is_absolute() || out.canonicalize().ok().as_deref() != Some(out) {
         return Err(unproven(
-            "a claim is for the path of a folder on the node's machine, absolute and without links".into(),
+            "a claim requires the absolute path of a folder on the node's machine, without symbolic links".into(),
         ));
     }
     let place = own_folder(out.to_owned())?;
@@ -148,7 +150,8 @@ fn claimed(out: &Path, claim: &str) -> Result<PathBuf, Refusal> {
     let regular = FileType::from_raw_mode(found.st_mode) == FileType::RegularFile;
     if !regular || found.st_uid != user || found.st_nlink != 1 {
         return Err(unproven(format!(
-            "the claim in it belongs to the user with id {}, the node runs as {user}: run `submit` as the node's user",
+            "expected a regular claim file of the node's user (id {user}), found one of the user with id {}: run `submit` as the \
+             node's user",
             found.st_uid
         )));
     }
@@ -156,18 +159,18 @@ fn claimed(out: &Path, claim: &str) -> Result<PathBuf, Refusal> {
     Ok(place)
 }
 
-/// A claim that was laid into a folder; it is removed when it is dropped, if the node has not done so.
+/// A claim file in a folder. Removed on drop, if the node has not removed it.
 #[derive(Debug)]
 pub struct Claim {
     file: PathBuf,
 }
 
 impl Claim {
-    /// Lays one into a folder.
+    /// Creates a claim in a folder.
     ///
     /// # Errors
-    /// The folder cannot be written.
-    pub fn lay(folder: &Path) -> io::Result<Self> {
+    /// The folder is not writable.
+    pub fn create(folder: &Path) -> io::Result<Self> {
         let mut digits = [0; 16];
         getrandom::fill(&mut digits).map_err(|e| io::Error::other(e.to_string()))?;
         let file = folder.join(format!("{CLAIM}{}", data_encoding::HEXLOWER.encode(&digits)));
@@ -175,7 +178,7 @@ impl Claim {
         Ok(Self { file })
     }
 
-    /// Its name, for the node.
+    /// The file name, for the request to the node.
     pub fn name(&self) -> String {
         self.file.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
@@ -187,10 +190,11 @@ impl Drop for Claim {
     }
 }
 
-/// A new file for writing. What has its name goes first: a link that lies there is not followed.
+/// Creates a new file for writing. Removes an existing file of that name first, so that a symbolic link is not
+/// followed.
 ///
 /// # Errors
-/// The system's.
+/// The system's error.
 pub fn create_new(path: &Path) -> io::Result<File> {
     let create = || File::options().write(true).create_new(true).open(path);
     match create() {
@@ -199,10 +203,10 @@ pub fn create_new(path: &Path) -> io::Result<File> {
     }
 }
 
-/// Sees whether a folder can be written to.
+/// Checks that a folder is writable.
 ///
 /// # Errors
-/// The system's.
+/// The system's error.
 pub fn probe(folder: &Path) -> io::Result<()> {
     let path = folder.join(PROBE);
     create_new(&path).and_then(|_| fs::remove_file(&path))
@@ -213,21 +217,21 @@ mod tests {
     use super::*;
     use std::os::unix::fs::symlink;
 
-    struct Place {
+    struct Fixture {
         dir: tempfile::TempDir,
         folders: Folders,
     }
 
-    fn place() -> Place {
+    fn fixture() -> Fixture {
         let dir = tempfile::tempdir().unwrap();
         for name in ["data", "results", "home"] {
             fs::create_dir(dir.path().join(name)).unwrap();
         }
         let folders = Folders::new(&dir.path().join("data"), vec![dir.path().join("results")]);
-        Place { dir, folders }
+        Fixture { dir, folders }
     }
 
-    impl Place {
+    impl Fixture {
         fn at(&self, path: &str) -> PathBuf {
             self.dir.path().canonicalize().unwrap().join(path)
         }
@@ -238,8 +242,8 @@ mod tests {
     }
 
     #[test]
-    fn outputs_go_below_the_nodes_folders_only() {
-        let p = place();
+    fn outputs_are_written_below_the_nodes_folders_only() {
+        let p = fixture();
         assert_eq!(p.admit("run/1").unwrap(), p.at("data/outputs/run/1"));
         assert_eq!(p.admit(p.at("results/a/b")).unwrap(), p.at("results/a/b"));
         assert!(p.at("results/a/b").is_dir());
@@ -258,38 +262,38 @@ mod tests {
     }
 
     #[test]
-    fn links_do_not_lead_out() {
-        let p = place();
+    fn symbolic_links_cannot_lead_out_of_the_folders() {
+        let p = fixture();
         symlink(p.at("home"), p.at("results/link")).unwrap();
         assert!(matches!(p.admit(p.at("results/link")).unwrap_err(), Refusal::Elsewhere { .. }));
         assert!(matches!(p.admit(p.at("results/link/deep")).unwrap_err(), Refusal::Elsewhere { .. }));
         symlink(p.at("home/none"), p.at("results/dangling")).unwrap();
         assert!(p.admit(p.at("results/dangling/deep")).is_err());
-        assert_eq!(fs::read_dir(p.at("home")).unwrap().count(), 0, "nothing was made outside");
-        // A claim is for the folder itself.
-        let claim = Claim::lay(&p.at("home")).unwrap();
+        assert_eq!(fs::read_dir(p.at("home")).unwrap().count(), 0, "nothing was created outside");
+        // A claim applies to its folder itself, not to a link to it.
+        let claim = Claim::create(&p.at("home")).unwrap();
         assert!(p.folders.admit(&p.at("results/link"), Some(&claim.name())).is_err());
         assert!(p.at("home").join(claim.name()).exists());
     }
 
     #[test]
-    fn a_claim_opens_the_folder_that_it_lies_in_once() {
-        let p = place();
+    fn a_claim_admits_its_own_folder_once() {
+        let p = fixture();
         let home = p.at("home");
-        let claim = Claim::lay(&home).unwrap();
+        let claim = Claim::create(&home).unwrap();
         assert_eq!(p.folders.admit(&home, Some(&claim.name())).unwrap(), home);
-        assert_eq!(fs::read_dir(&home).unwrap().count(), 0, "the claim is gone");
+        assert_eq!(fs::read_dir(&home).unwrap().count(), 0, "the claim was removed");
         let again = p.folders.admit(&home, Some(&claim.name())).unwrap_err();
         assert!(matches!(again, Refusal::Unproven { .. }), "{again}");
-        let elsewhere = Claim::lay(&p.at("results")).unwrap();
+        let elsewhere = Claim::create(&p.at("results")).unwrap();
         assert!(p.folders.admit(&home, Some(&elsewhere.name())).is_err());
         drop(elsewhere);
         assert_eq!(fs::read_dir(p.at("results")).unwrap().count(), 0);
     }
 
     #[test]
-    fn what_is_no_claim_opens_nothing() {
-        let p = place();
+    fn invalid_claims_are_rejected() {
+        let p = fixture();
         let home = p.at("home");
         let name = format!("{CLAIM}{}", "a".repeat(32));
         for claim in
@@ -303,13 +307,13 @@ mod tests {
         assert!(p.folders.admit(&home, Some(&name)).is_err(), "a link");
         fs::remove_file(home.join(&name)).unwrap();
         fs::hard_link(p.at("results/file"), home.join(&name)).unwrap();
-        assert!(p.folders.admit(&home, Some(&name)).is_err(), "a file with another name elsewhere");
+        assert!(p.folders.admit(&home, Some(&name)).is_err(), "a hard link");
         assert!(p.folders.admit(Path::new("home"), Some(&name)).is_err(), "relative");
     }
 
     #[test]
-    fn a_probe_and_a_new_file_follow_no_link() {
-        let p = place();
+    fn probe_and_create_new_follow_no_symbolic_link() {
+        let p = fixture();
         let precious = p.at("home/precious");
         fs::write(&precious, b"mine").unwrap();
         symlink(&precious, p.at("results").join(PROBE)).unwrap();

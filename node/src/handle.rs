@@ -1,4 +1,4 @@
-//! What the API and the commands see of a running node: ask for a model, submit to it, look at the mesh.
+//! The node's interface for the API and the commands: serve a model, submit requests to it, inspect the mesh.
 use crate::admission::Admission;
 use crate::bans::Bans;
 use crate::boundary::Boundary;
@@ -21,8 +21,8 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 
 pub use crate::views::{JobView, LossView, PeerView, PlanReport, ReasonView, StageView, StateView, hex};
-pub(crate) use demand::Recalled;
-use demand::Wanted;
+use demand::DeployMode;
+pub(crate) use demand::LastOptions;
 pub(crate) use members::Vocabularies;
 use opened::{CONTEXT_DEFAULT, Opened, work};
 use remembered::Entry;
@@ -64,30 +64,30 @@ pub(crate) struct Inner {
     pub(crate) bans: Arc<Bans>,
     pub(crate) models_dir: PathBuf,
     pub(crate) serving: Serving,
-    pub(crate) recalled: Arc<Recalled>,
+    pub(crate) last_options: Arc<LastOptions>,
     pub(crate) remembered: Remembered,
     pub(crate) endpoint: Arc<transport::Endpoint>,
     pub(crate) boundary: Arc<Boundary>,
     pub(crate) submissions: Arc<Submissions>,
-    /// Of models that other nodes serve.
+    /// Vocabularies of models that other nodes serve.
     pub(crate) vocabularies: Vocabularies,
-    /// Says goodbye soon: no new work.
+    /// The node is about to leave the mesh: it accepts no new work.
     pub(crate) leaving: AtomicBool,
 }
 
-/// How to find a model: a path, or a name that `meshnode pull` has put in the cache.
+/// A model given by path, or by the name under which `meshnode pull` cached it.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct ModelRef(pub String);
 
-/// How a model is to be run. What is not said stays as the model is served already, or else takes its default.
+/// How to run a model. An unset option keeps the value of the running job, or else takes its default.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(default)]
 pub struct ModelOptions {
     /// 8-bit activations (fast, the default) or f32 (strict).
     pub int8: Option<bool>,
-    /// Tokens of context per request; at most what the model was trained for, by default at most 2048.
+    /// Tokens of context per request; at most the model's trained context, by default at most 2048.
     pub context: Option<u32>,
-    /// Requests at once; 4 by default.
+    /// Concurrent requests; 4 by default.
     pub sequences: Option<u32>,
 }
 
@@ -96,7 +96,7 @@ impl ModelOptions {
         self.int8.unwrap_or(true)
     }
 
-    /// What is not said here is taken from other options.
+    /// Fills unset options from `other`.
     fn or(&self, other: &Self) -> Self {
         Self {
             int8: self.int8.or(other.int8),
@@ -105,7 +105,7 @@ impl ModelOptions {
         }
     }
 
-    /// How a model is served.
+    /// The options of a served model.
     fn of(served: &ModelSpec) -> Self {
         Self { int8: Some(served.int8), context: Some(served.work.context), sequences: Some(served.work.sequences) }
     }
@@ -118,7 +118,7 @@ pub struct ModelHandle {
     pub name: String,
     /// The job behind it.
     pub job: JobId,
-    /// Text to tokens and back.
+    /// Tokenizer and chat template.
     pub words: Words,
     /// Tokens of context per request.
     pub context: u32,
@@ -128,12 +128,12 @@ pub struct ModelHandle {
     pub(crate) uses: Arc<Uses>,
 }
 
-/// Text to tokens of a model and back.
+/// The tokenizer and chat template of a model.
 #[derive(Clone)]
 pub struct Words {
-    /// Its vocabulary.
+    /// Its tokenizer.
     pub tokenizer: Arc<kernels::tokenizer::Tokenizer>,
-    /// How a conversation becomes a prompt, if the model says so.
+    /// The chat template, if the model has one.
     pub template: Option<Arc<kernels::chat_template::ChatTemplate>>,
 }
 
@@ -151,32 +151,32 @@ pub struct GenerateRequest {
     pub prompt: Vec<u32>,
     /// Most tokens to generate.
     pub max_tokens: u32,
-    /// How to choose.
+    /// Sampling parameters.
     pub sampling: Sampling,
-    /// Go on after an end-of-sequence token.
+    /// Continue after an end-of-sequence token.
     pub ignore_eos: bool,
-    /// Its name in the mesh.
+    /// Its key, unique in the mesh.
     pub key: RequestKey,
 }
 
-/// What a running request tells.
+/// An event of a running request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TokenEvent {
     /// The next token.
     Token {
-        /// Its position in the sequence, prompt counted.
+        /// Its position in the sequence, counting the prompt.
         position: u32,
         /// Its id.
         token: u32,
     },
     /// No more tokens.
     Done {
-        /// Why.
+        /// The reason.
         reason: DoneReason,
     },
 }
 
-/// The tokens of one request. Dropping it stops the work.
+/// The tokens of one request. Dropping it cancels the request.
 pub struct TokenStream {
     events: mpsc::Receiver<TokenEvent>,
     call: CallId,
@@ -205,7 +205,7 @@ impl Drop for TokenStream {
     }
 }
 
-/// Why a node did not do what was asked.
+/// Why a node could not carry out an operation.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum NodeError {
     /// The queue is full.
@@ -217,16 +217,16 @@ pub enum NodeError {
     /// The request cannot be served as it is.
     #[error("{0}")]
     Invalid(String),
-    /// The mesh cannot hold it; the text says what is missing and what to do.
+    /// The model does not fit into the mesh; the text says how much is missing and what to do.
     #[error("{0}")]
     Plan(String),
-    /// Not allowed.
+    /// Access denied.
     #[error("{0}")]
     Unauthorised(String),
-    /// Nobody answers there.
+    /// The node does not respond.
     #[error("{0}")]
     Unreachable(String),
-    /// Something failed.
+    /// Any other failure.
     #[error("{0}")]
     Failed(String),
 }
@@ -234,13 +234,13 @@ pub enum NodeError {
 /// The effects of a ban.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct BanReport {
-    /// PeerId.
+    /// The banned PeerId.
     pub banned: String,
-    /// PeerIds of connected members that it had invited: they are banned with it.
+    /// PeerIds of connected members that it had invited; they are revoked transitively.
     pub with_it: Vec<String>,
-    /// This node's tickets that are void because the banned may know them.
+    /// Tickets of this node that are revoked because the banned member may have them.
     pub void_tickets: Vec<String>,
-    /// What keeps the ban from meaning much.
+    /// A reason why the ban is not effective, if there is one.
     pub warning: Option<String>,
 }
 
@@ -251,7 +251,7 @@ impl BanReport {
             format!("a ticket for {} more, good until {until}", invite.uses_left)
         };
         let warning = open.then(|| {
-            "this node was started with --open: the banned machine can come back under a new key until it runs without"
+            "this node was started with --open: the banned machine can rejoin under a new key; restart without --open"
                 .to_owned()
         });
         Self {
@@ -264,7 +264,7 @@ impl BanReport {
 }
 
 impl NodeError {
-    /// The same, with what became of the model that was served before.
+    /// The same error, followed by the state of the model that was served before.
     fn and_then(self, then: Option<&str>) -> Self {
         match then {
             Some(then) => Self::Failed(format!("{self}; {then}")),
@@ -274,18 +274,19 @@ impl NodeError {
 }
 
 impl NodeHandle {
-    /// Serves a model: plans, places and loads it, and waits until every stage is ready. A model that is served as asked
-    /// for is used as it is; one that is served otherwise is replaced, and its requests end with an error. A caller that
-    /// goes away does not stop what was begun. After a restart the node serves it again, until [`Self::undeploy`].
+    /// Serves a model: plans, places and loads it, and waits until every stage is ready. A job that already runs the
+    /// model with these options is reused; one with other options is replaced, and its requests end with an error.
+    /// Dropping the returned future does not stop the deployment. After a restart the node serves the model again,
+    /// until [`Self::undeploy`].
     ///
     /// # Errors
-    /// Unknown or damaged model, a mesh too small (with what would fit), a stage that could not load.
+    /// An unknown or damaged model, a mesh too small for it (with what would fit), or a stage that failed to load.
     pub async fn deploy(&self, model: ModelRef, options: ModelOptions) -> Result<ModelHandle, NodeError> {
         self.deploy_for(model, options, false).await
     }
 
-    /// As [`Self::deploy`], but the model is unloaded a few seconds after its last request ended, and after a restart it is not
-    /// served. One that is served for good stays so.
+    /// Like [`Self::deploy`], but the model is unloaded a few seconds after its last request ends, and is not served
+    /// again after a restart. A permanently served model stays permanent.
     ///
     /// # Errors
     /// As for [`Self::deploy`].
@@ -301,76 +302,79 @@ impl NodeHandle {
     ) -> Result<ModelHandle, NodeError> {
         let node = self.clone();
         let deploying =
-            tokio::spawn(async move { node.deploy_in_turn(model, Wanted::As { options, temporary }).await });
+            tokio::spawn(async move { node.deploy_in_turn(model, DeployMode::Requested { options, temporary }).await });
         deploying.await.unwrap_or_else(|e| Err(NodeError::Failed(format!("serving the model was interrupted: {e}"))))
     }
 
-    async fn deploy_in_turn(&self, model: ModelRef, wanted: Wanted) -> Result<ModelHandle, NodeError> {
+    async fn deploy_in_turn(&self, model: ModelRef, mode: DeployMode) -> Result<ModelHandle, NodeError> {
         self.takes_work()?;
         let serving = &self.inner.serving;
         let _turn = serving.turn().await;
-        let entry = match wanted {
-            Wanted::As { .. } => None,
-            Wanted::OnDemand { .. } | Wanted::Again => self.inner.remembered.get(&model.0),
+        let entry = match mode {
+            DeployMode::Requested { .. } => None,
+            DeployMode::OnDemand { .. } | DeployMode::AfterRestart => self.inner.remembered.get(&model.0),
         };
-        if matches!(wanted, Wanted::Again)
+        if matches!(mode, DeployMode::AfterRestart)
             && let Some(served) = serving.by_name(&model.0)
         {
             return Ok(served);
         }
         let opened = match &entry {
             Some(entry) => self.open_remembered(entry).await?,
-            // Stopped while it waited for its turn.
-            None if matches!(wanted, Wanted::Again) => {
-                return Err(NodeError::NotFound(format!("{} is not to be served again", model.0)));
+            // It was undeployed while this call waited for its turn.
+            None if matches!(mode, DeployMode::AfterRestart) => {
+                return Err(NodeError::NotFound(format!(
+                    "{} was stopped and is not served again after the restart",
+                    model.0
+                )));
             }
             None => self.open(&model).await?,
         };
         let before = serving.find(&opened.name, opened.held.content);
-        let options = self.options(&wanted, entry.as_ref(), &opened)?;
+        let options = self.options(&mode, entry.as_ref(), &opened)?;
         let options = before.as_ref().map_or(options.clone(), |before| options.or(&ModelOptions::of(&before.spec)));
         let mut spec = opened.spec(&options);
         if let Some(before) = before.as_ref().filter(|before| is_same(&before.spec, &spec)) {
-            spec.clone_from(&before.spec); // also under another name, and planned for other members
+            spec.clone_from(&before.spec); // the running job's spec, so that `serve` reuses the job
         }
-        let handle = opened.handle(spec, wanted.is_temporary());
+        let handle = opened.handle(spec, mode.is_temporary());
         let (spec, job_before) = (handle.spec.clone(), before.as_ref().map(|before| before.job));
         match serving.serve(handle, before).await {
             Ok(served) => {
-                self.note_served(&served, job_before, &opened, &wanted);
+                self.note_served(&served, job_before, &opened, &mode);
                 Ok(served)
             }
             Err(Unserved { error, then }) => {
                 let now = serving.by_name(&opened.name).map(|served| served.job);
-                let why = if wanted.is_last() { self.explain(&opened, &spec, now).await } else { None };
+                let why = if mode.is_last() { self.explain(&opened, &spec, now).await } else { None };
                 Err(why.unwrap_or(error).and_then(then))
             }
         }
     }
 
-    fn options(&self, wanted: &Wanted, entry: Option<&Entry>, opened: &Opened) -> Result<ModelOptions, NodeError> {
+    fn options(&self, mode: &DeployMode, entry: Option<&Entry>, opened: &Opened) -> Result<ModelOptions, NodeError> {
         let remembered = entry.map(|entry| entry.options.clone()).unwrap_or_default();
-        Ok(match wanted {
-            Wanted::As { options, .. } => options.clone(),
-            Wanted::OnDemand { smaller } => {
-                let last = self.inner.recalled.options(opened.held.content)?;
+        Ok(match mode {
+            DeployMode::Requested { options, .. } => options.clone(),
+            DeployMode::OnDemand { smaller } => {
+                let last = self.inner.last_options.options(opened.held.content)?;
                 last.or(&remembered).smaller(*smaller, CONTEXT_DEFAULT)
             }
-            Wanted::Again => remembered,
+            DeployMode::AfterRestart => remembered,
         })
     }
 
-    /// A model is served: one that a user wants served is remembered, one for a single run is watched.
-    fn note_served(&self, served: &ModelHandle, job_before: Option<JobId>, opened: &Opened, wanted: &Wanted) {
+    /// Records a successful deployment: a permanent model is remembered, a temporary one is watched.
+    fn note_served(&self, served: &ModelHandle, job_before: Option<JobId>, opened: &Opened, mode: &DeployMode) {
         let Inner { serving, remembered, .. } = &*self.inner;
         if served.uses.is_temporary() && job_before != Some(served.job) {
             let (node, uses) = (self.clone(), served.uses.clone());
             tokio::spawn(async move { node.end_when_unused(uses).await });
         }
         remembered.set_started(&served.name);
-        if matches!(wanted, Wanted::As { temporary: false, .. }) {
+        if matches!(mode, DeployMode::Requested { temporary: false, .. }) {
             let options = ModelOptions::of(&served.spec);
-            // The other names of the job are served otherwise now, too.
+            // The other names of the job now have these options too.
             let others = remembered.all().into_iter().filter(|entry| {
                 entry.name != served.name && serving.by_name(&entry.name).is_some_and(|other| other.job == served.job)
             });
@@ -380,8 +384,8 @@ impl NodeHandle {
         }
     }
 
-    /// Stops serving a model: its requests end with an error, its memory is freed everywhere. Also one that is to be served
-    /// again after a restart, and is not yet.
+    /// Stops serving a model: its requests end with an error, and its memory is freed on every node. Also cancels a
+    /// model that is still to be served again after a restart.
     ///
     /// # Errors
     /// No such model is served.
@@ -390,7 +394,7 @@ impl NodeHandle {
         let mut names = vec![name.to_owned()];
         if let Some(model) = self.served(name) {
             names.extend(self.inner.serving.end(model.job).await);
-            self.inner.recalled.stop(model.spec.content);
+            self.inner.last_options.stop(model.spec.content);
         } else if self.inner.remembered.get(name).is_none() {
             return Err(NodeError::NotFound(format!("no model `{name}` is served here")));
         }
@@ -398,7 +402,7 @@ impl NodeHandle {
         Ok(())
     }
 
-    /// What would be done with a model, without doing it. What is not said is taken from how it is served, if it is.
+    /// Plans a model without deploying it. Unset options are taken from the running job, if the model is served.
     ///
     /// # Errors
     /// As for [`Self::deploy`].
@@ -422,7 +426,7 @@ impl NodeHandle {
             }
         })
         .await
-        .unwrap_or_else(|_| Err(NodeError::Failed("the planner did not answer".into())));
+        .unwrap_or_else(|_| Err(NodeError::Failed("the planner did not respond: retry".into())));
         self.inner.hub.forget(call);
         let job = served.map(|served| served.job);
         let (plan, standbys, change) = match answer {
@@ -439,7 +443,7 @@ impl NodeHandle {
         let mut report = plan_report(opened.name, &plan, &standbys, change, &self.names().await);
         report.zones = zones;
         if let Some(job) = job.filter(|_| runs_there) {
-            // The standbys that there are, which were chosen when the mesh had other memory free.
+            // Show the running job's standbys, which were chosen when other memory was free.
             let views = self.inner.driver.views().await.jobs;
             let running = views.into_iter().find(|view| view.head && view.job == serving::name_of(job));
             report.standbys = running.map_or(report.standbys, |view| view.standbys);
@@ -450,7 +454,7 @@ impl NodeHandle {
     /// Submits a request to a served model.
     ///
     /// # Errors
-    /// The node has stopped. Refusals (queue full, prompt too long) come as [`TokenEvent::Done`].
+    /// The node has stopped. Rejections (queue full, prompt too long) arrive as [`TokenEvent::Done`].
     pub async fn submit(&self, model: &ModelHandle, request: GenerateRequest) -> Result<TokenStream, NodeError> {
         self.takes_work()?;
         model.uses.requested();
@@ -489,12 +493,12 @@ impl NodeHandle {
         self.inner.serving.all()
     }
 
-    /// A served model by name, or the only one there is when `name` is "default".
+    /// A served model by name; `default` is the only served model, if there is one only.
     pub fn served(&self, name: &str) -> Option<ModelHandle> {
         self.inner.serving.by_name(name)
     }
 
-    /// Everything there is to see.
+    /// The node's view of the mesh.
     pub async fn state(&self) -> StateView {
         let Views { mut peers, jobs, .. } = self.inner.driver.views().await;
         peers.iter_mut().filter(|peer| !peer.this_node).for_each(|peer| self.show_ban(peer));
@@ -514,7 +518,7 @@ impl NodeHandle {
         }
     }
 
-    /// The core forgets what a banned member said of itself; its name is in the revocation.
+    /// Marks a banned member. The core has dropped what the member advertised; the revocation has its name.
     fn show_ban(&self, peer: &mut PeerView) {
         let ban = unhex(&peer.node).and_then(|node| self.inner.bans.of(node));
         if let Some(ban) = ban {
@@ -524,28 +528,29 @@ impl NodeHandle {
         }
     }
 
-    /// A ticket that lets others in.
+    /// Creates a ticket for joining the mesh.
     ///
     /// # Errors
     /// The store cannot be written.
     pub async fn invite(&self, ttl: Duration, uses: u32) -> Result<String, NodeError> {
         let admission = self.inner.admission.clone();
-        let invited = tokio::task::spawn_blocking(move || admission.invite(ttl, uses)); // it waits for the disk
+        let invited = tokio::task::spawn_blocking(move || admission.invite(ttl, uses)); // writes to disk
         Ok(invited.await.map_err(|e| NodeError::Failed(format!("inviting was interrupted: {e}")))??)
     }
 
-    /// Lets a peer in that asked to join without a ticket (a PeerId, or a part of it that is unique among the peers that wait).
+    /// Admits a peer that asked to join without a ticket, by its PeerId or a part of it that is unique among the
+    /// waiting peers.
     ///
     /// # Errors
-    /// No such peer waits.
+    /// No such peer is waiting.
     pub async fn approve(&self, peer: String) -> Result<(), NodeError> {
         Ok(self.inner.admission.approve(&peer)?)
     }
 
-    /// Takes a member's membership back, in the whole mesh: by PeerId, or the name or id that one member has.
+    /// Revokes a member's certificate in the whole mesh, by PeerId, or by a name or id that matches one member only.
     ///
     /// # Errors
-    /// No such member, several of that name, or this node may not.
+    /// No such member, several members of that name, or this node may not ban it.
     pub async fn ban(&self, peer: String) -> Result<BanReport, NodeError> {
         let banned = match peer.parse::<transport::PeerId>() {
             Ok(banned) => banned,
@@ -555,7 +560,7 @@ impl NodeHandle {
         let known = self.inner.driver.views().await.peers.into_iter().find(|member| member.peer_id == peer_id);
         let name = known.map(|member| member.name).unwrap_or_default();
         let bans = self.inner.bans.clone();
-        // It waits for the disk.
+        // Writes to disk.
         let done = tokio::task::spawn_blocking(move || bans.ban(banned, &name)).await;
         let done = done.map_err(|e| NodeError::Failed(format!("the ban was interrupted: {e}")))??;
         Ok(BanReport::new(peer_id, &done, self.inner.admission.is_open()))
@@ -568,15 +573,16 @@ impl NodeHandle {
         let begins = |member: &&PeerView| !peer.is_empty() && member.node.starts_with(peer);
         let found = if exact.is_empty() { others.iter().filter(begins).collect() } else { exact };
         match found.as_slice() {
-            [one] => {
-                one.peer_id.parse().map_err(|_| NodeError::NotFound(format!("the key of `{peer}` is not known yet")))
-            }
+            [one] => one.peer_id.parse().map_err(|_| {
+                NodeError::NotFound(format!("the key of `{peer}` is not known yet: retry when it is connected"))
+            }),
             [] => Err(NodeError::NotFound(format!("no member `{peer}`: `meshnode peers` shows names and ids"))),
-            several => Err(NodeError::Invalid(format!("`{peer}` means {} members: give the PeerId", several.len()))),
+            several => Err(NodeError::Invalid(format!("`{peer}` matches {} members: give the PeerId", several.len()))),
         }
     }
 
-    /// Leaves the mesh: takes no new work, lets running requests end for a while, says goodbye; then the process ends.
+    /// Leaves the mesh: accepts no new work, lets running requests finish for up to `FINISH_MAX`, says goodbye; then
+    /// the process exits.
     pub async fn leave(&self) {
         if self.inner.leaving.swap(true, Ordering::Relaxed) {
             return;
@@ -597,14 +603,14 @@ impl NodeHandle {
         self.inner.driver.views().await.jobs.iter().any(|job| job.head && job.running + job.queued > 0)
     }
 
-    /// Takes no new work (`true`), or takes it again.
+    /// Stops accepting new work (`true`), or accepts it again.
     pub fn drain(&self, draining: bool) {
         self.inner.driver.input(Input::Drain(draining));
     }
 
     fn takes_work(&self) -> Result<(), NodeError> {
         match self.inner.leaving.load(Ordering::Relaxed) {
-            true => Err(NodeError::Failed("this node is leaving the mesh: send the request to another".into())),
+            true => Err(NodeError::Failed("this node is leaving the mesh: send the request to another node".into())),
             false => Ok(()),
         }
     }
@@ -614,13 +620,13 @@ impl NodeHandle {
     }
 }
 
-/// The same model run the same way.
+/// Whether both run the same model with the same options.
 fn is_same(a: &ModelSpec, b: &ModelSpec) -> bool {
     let run = |spec: &ModelSpec| (spec.content, spec.int8, spec.work.context, spec.work.sequences);
     run(a) == run(b)
 }
 
-/// The node of an id as the API writes it.
+/// Parses a node id in the API's format.
 fn unhex(text: &str) -> Option<NodeId> {
     u128::from_str_radix(text, 16).ok().filter(|_| text.len() == 32).map(|bits| NodeId(bits.to_be_bytes()))
 }

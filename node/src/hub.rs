@@ -1,4 +1,4 @@
-//! Routes the events of the core: those of calls to the callers, all of them to listeners.
+//! Routes the core's events: events of a call to its caller, and every event to the listeners.
 use crate::handle::TokenEvent;
 use node_core::id::CallId;
 use node_core::output::Event;
@@ -7,19 +7,19 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tokio::sync::{broadcast, mpsc};
 
-/// Events kept for a slow listener before it misses some: a listener only draws or logs.
+/// Events buffered for a slow listener before it misses some: listeners only display or log.
 const LISTENER_BACKLOG: usize = 1024;
 
-/// Who waits for what.
+/// The event router.
 pub struct Hub {
     next_call: AtomicU64,
     waiting: Mutex<HashMap<CallId, Waiter>>,
     listeners: broadcast::Sender<Event>,
 }
 
-/// What a caller that is not a token stream gets.
+/// What a caller other than a token stream receives.
 pub enum CallEvent {
-    /// An event of the core that names the call.
+    /// An event of the core for this call.
     Node(Event),
 }
 
@@ -29,7 +29,7 @@ enum Waiter {
 }
 
 impl Hub {
-    /// Nobody waits yet.
+    /// A router without callers.
     pub fn new() -> Self {
         Self {
             next_call: AtomicU64::new(1),
@@ -38,24 +38,24 @@ impl Hub {
         }
     }
 
-    /// A new call whose events come as they are; `room` bounds how many may wait.
+    /// Opens a call that receives events unchanged; `room` bounds the queue.
     pub fn open(&self, room: usize) -> (CallId, mpsc::Receiver<CallEvent>) {
         let (sender, receiver) = mpsc::channel(room);
         (self.insert(Waiter::Call(sender)), receiver)
     }
 
-    /// A new call for a token stream; `room` is the most events it can have.
+    /// Opens a call for a token stream; `room` is the most events it can have.
     pub fn open_tokens(&self, room: usize) -> (CallId, mpsc::Receiver<TokenEvent>) {
         let (sender, receiver) = mpsc::channel(room);
         (self.insert(Waiter::Tokens(sender)), receiver)
     }
 
-    /// The caller is gone.
+    /// Removes a call whose caller has left.
     pub fn forget(&self, call: CallId) {
         self.lock().remove(&call);
     }
 
-    /// Everything that happens, for watchers.
+    /// Subscribes to all events.
     pub fn listen(&self) -> broadcast::Receiver<Event> {
         self.listeners.subscribe()
     }
@@ -82,7 +82,7 @@ impl Hub {
         let _ = self.listeners.send(event);
     }
 
-    /// A new call that waits for nothing.
+    /// A new call id without a receiver.
     pub fn call(&self) -> CallId {
         CallId(self.next_call.fetch_add(1, Ordering::Relaxed))
     }

@@ -1,7 +1,7 @@
-//! The shell of a node: the real world around `node_core`, and the commands and the HTTP API that people meet.
+//! The shell of a node: the network, devices and disk around `node_core`, plus the commands and the HTTP API.
 //!
-//! Start with `node` (what a node is put together from), `driver` and `shell` (the loop around the core), then
-//! `handle`, what the API and the commands see. Next: `node.rs`.
+//! Start with `node` (assembles a node), `driver` and `shell` (the loop around the core), then `handle` (what the API
+//! and the commands use). Next: `node.rs`.
 pub mod admission;
 pub mod api;
 pub mod api_key;
@@ -44,6 +44,6 @@ pub mod transfer;
 pub mod views;
 pub mod vital;
 
-// Bugs on purpose are for the simulator's tests: a program that has any does not compile.
+// Planted bugs are for the simulator's tests; a program that contains any must not compile.
 const _: () =
     assert!(!node_core::PLANTED, "node-core was built with the feature `planted`, which only simnet may turn on");

@@ -1,5 +1,5 @@
-//! Measures the links to connected peers, one at a time and only while they are idle, and tells the core: plans count
-//! with what was found, weights keep to their share of it.
+//! Measures the links to connected peers, one at a time and only while they are idle, and reports the results to the
+//! core. Plans use the measured rates, and weight transfers keep to their share of them.
 use crate::driver::DriverHandle;
 use node_core::id::NodeId;
 use node_core::input::Input;
@@ -8,22 +8,24 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use transport::{Endpoint, PeerStats};
 
-/// How often it is looked whether a measurement is due.
+/// How often to check whether a measurement is due.
 const GLANCE: Duration = Duration::from_secs(1);
-/// A link is measured again after this long: half a second of a slow link in ten minutes is not noticed.
+/// Time until a link is measured again: half a second of load on a slow link every ten minutes goes unnoticed.
 const AGAIN: Duration = Duration::from_secs(600);
-/// A measurement that failed is tried again after this long.
+/// Time until a failed measurement is retried.
 const RETRY: Duration = Duration::from_secs(30);
-/// No frame for this long: no job is generating over the link, or so slowly that a burst of half a second is no matter.
+/// No frame for this long: no job generates tokens over the link, or so slowly that a burst of half a second does not
+/// matter.
 const FRAMES_SILENT: Duration = Duration::from_secs(10);
-/// More bytes than this in a second are a transfer of weights or a prompt: they would spoil the measurement, and it them.
+/// More bytes than this per second are a weight transfer or a prompt, which would disturb the measurement and be
+/// disturbed by it.
 const IDLE_BYTES: u64 = 64 << 10;
 
-/// The task that measures; it ends with this.
+/// The measuring task; dropping this aborts it.
 pub struct Links(tokio::task::JoinHandle<()>);
 
 impl Links {
-    /// Begins to watch the connections of `endpoint`.
+    /// Starts to watch the connections of `endpoint`.
     pub fn watch(endpoint: Arc<Endpoint>, driver: DriverHandle) -> Self {
         Self(tokio::spawn(async move {
             let mut schedule = Schedule::default();
@@ -55,7 +57,7 @@ impl Links {
 }
 
 impl Links {
-    /// The task, to see whether it runs.
+    /// The task, for checking that it still runs.
     pub fn task(&self) -> tokio::task::AbortHandle {
         self.0.abort_handle()
     }
@@ -67,23 +69,23 @@ impl Drop for Links {
     }
 }
 
-/// When which link is measured.
+/// The measurement schedule of all links.
 #[derive(Default)]
 struct Schedule(BTreeMap<transport::NodeId, Entry>);
 
 struct Entry {
-    /// When the connection was made, by its age: another connection is another link.
+    /// When the connection was established, from its age: a new connection counts as a new link.
     since: Instant,
     due: Instant,
-    /// Bytes both ways at the last look.
+    /// Bytes in both directions at the last check.
     bytes: u64,
 }
 
-/// Two looks at one connection's age differ by less than this.
+/// Two readings of one connection's age differ by less than this.
 const SAME: Duration = Duration::from_millis(500);
 
 impl Schedule {
-    /// The link to measure now, if any: the one that has been due for longest among those that are idle.
+    /// The link to measure now, if any: among the idle links that are due, the one due longest.
     fn next(&mut self, now: Instant, peers: &[PeerStats]) -> Option<transport::NodeId> {
         self.0.retain(|node, _| peers.iter().any(|p| p.node == *node));
         let mut idle = Vec::new();
@@ -107,7 +109,7 @@ impl Schedule {
         Some(node)
     }
 
-    /// Nothing was learned: sooner than usual once more.
+    /// A measurement failed: retries it sooner than usual.
     fn failed(&mut self, now: Instant, node: transport::NodeId) {
         if let Some(entry) = self.0.get_mut(&node) {
             entry.due = now + RETRY;
@@ -140,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn each_link_is_measured_once_and_again_after_a_while() {
+    fn each_link_is_measured_again_after_an_interval() {
         let (mut schedule, start) = (Schedule::default(), Instant::now() + 2 * AGAIN);
         let at = |seconds: u64| (start + Duration::from_secs(seconds), Duration::from_secs(1 + seconds));
         let mut measured = Vec::new();
@@ -150,14 +152,14 @@ mod tests {
         }
         assert_eq!(measured, [(0, 1), (1, 2), (AGAIN.as_secs(), 1)]);
         let (now, _) = at(AGAIN.as_secs() + 1);
-        let anew = schedule.next(now, &[peer(1, Duration::ZERO)]);
-        assert_eq!(anew, Some([1; 16]), "another connection is another link");
+        let reconnected = schedule.next(now, &[peer(1, Duration::ZERO)]);
+        assert_eq!(reconnected, Some([1; 16]), "a new connection is a new link");
         schedule.failed(now, [1; 16]);
         assert_eq!(schedule.next(now + RETRY, &[peer(1, RETRY)]), Some([1; 16]));
     }
 
     #[test]
-    fn a_link_in_use_is_left_alone() {
+    fn a_link_in_use_is_not_measured() {
         let (mut schedule, start) = (Schedule::default(), Instant::now());
         let look = |schedule: &mut Schedule, second: u64, frames: Option<u64>, bytes: u64| {
             let age = Duration::from_secs(second);

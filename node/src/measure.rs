@@ -1,4 +1,4 @@
-//! What `bench decode`, `bench device` and `selftest` measure and check, as JSON, and how people read it.
+//! Measurements and checks of `bench decode`, `bench device` and `selftest`, as JSON and as human-readable text.
 use crate::config::{Size, UpOptions};
 use crate::device::Compute;
 use crate::views::count;
@@ -14,10 +14,11 @@ mod gpu;
 
 pub use gpu::{GpuBench, Source, model as gpu_model, text as gpu_text};
 
-/// Decodes `tokens` after a prompt with `threads` threads, or with one and with all cores, and reads memory beside it.
+/// Measures decode and prefill with `threads` threads (or with one, then with all cores), and the read bandwidth of the
+/// memory for comparison.
 ///
 /// # Errors
-/// The model cannot be opened or does not fit the measurement.
+/// The model cannot be opened, or its context is too short for the measurement.
 pub fn decode(path: &Path, threads: Option<usize>, prompt: usize, tokens: usize) -> Result<Value, String> {
     let file = ModelFile::open(path).map_err(|e| format!("{}: {e}", path.display()))?;
     let all = std::thread::available_parallelism().map_or(1, usize::from);
@@ -33,14 +34,14 @@ pub fn decode(path: &Path, threads: Option<usize>, prompt: usize, tokens: usize)
     Ok(json!({"model": path.file_stem().map(|s| s.to_string_lossy()), "runs": figures}))
 }
 
-/// The figures of `decode`, human-readable.
+/// Human-readable results of [`decode`].
 pub fn decode_text(figures: &Value) -> String {
     let mut text = format!("{}\n", figures["model"].as_str().unwrap_or("?"));
     for run in figures["runs"].as_array().into_iter().flatten() {
         let number = |name: &str| run[name].as_f64().unwrap_or(0.0);
         text.push_str(&format!(
-            "{} ({}): decode {:.1} tok/s, prefill {:.0} tok/s; reads {:.2} GB/s, {:.0} % of the {:.2} GB/s that one thread can, \
-             {:.0} % of the {:.2} GB/s that these threads can\n",
+            "{} ({}): decode {:.1} tok/s, prefill {:.0} tok/s; reads {:.2} GB/s, {:.0} % of the read bandwidth of one thread \
+             ({:.2} GB/s), {:.0} % of that of all these threads ({:.2} GB/s)\n",
             count(run["threads"].as_u64().unwrap_or(0) as usize, "thread"),
             run["instruction_set"].as_str().unwrap_or("?"),
             number("decode_tok_s"),
@@ -55,10 +56,11 @@ pub fn decode_text(figures: &Value) -> String {
     text
 }
 
-/// What this machine would tell a mesh about a device: its speed by the kernels that stages run, and the memory it would offer.
+/// Measures what a node would advertise for a device: its speed with the kernels of stages, and the memory it would
+/// offer.
 ///
 /// # Errors
-/// There is no such device here.
+/// This machine has no such device.
 pub fn device(options: &UpOptions) -> Result<Value, String> {
     let start = Instant::now();
     let capacity = Compute::open(options)?.capacity;
@@ -75,12 +77,12 @@ pub fn device(options: &UpOptions) -> Result<Value, String> {
     }))
 }
 
-/// The figures of `device`, human-readable.
+/// Human-readable results of [`device`].
 pub fn device_text(figures: &Value) -> String {
     format!(
         "{}\n  decode     {} of weights\n  attention  {} of keys and values\n  prefill    {}\n  copy       {} read and written\n  \
-         step       {:.0} µs without work\n  layer      {:.1} µs beside its weights\n  offers     {}\n\
-         (found and measured in {:.1} s)\n",
+         step       {:.0} µs of overhead per step\n  layer      {:.1} µs of overhead per layer\n  \
+         offers     {}\n(probed and measured in {:.1} s)\n",
         figures["device"].as_str().unwrap_or("?"),
         per_second(figures["decode_bytes_per_second"].as_u64(), "B"),
         per_second(figures["cache_bytes_per_second"].as_u64(), "B"),
@@ -93,7 +95,7 @@ pub fn device_text(figures: &Value) -> String {
     )
 }
 
-/// A measured speed, as in "712 GB/s" or "80 MB/s"; a dash where there is none.
+/// Formats a measured speed, as in "712 GB/s" or "80 MB/s"; a dash if there is none.
 pub(crate) fn per_second(speed: Option<u64>, unit: &str) -> String {
     match speed {
         None | Some(0) => "–".into(),
@@ -103,10 +105,10 @@ pub(crate) fn per_second(speed: Option<u64>, unit: &str) -> String {
     }
 }
 
-/// Every operation on the device against float64.
+/// Checks every operation on the device against float64.
 ///
 /// # Errors
-/// There is no such device here.
+/// This machine has no such device.
 pub fn selftest(device: &str) -> Result<(DeviceId, Vec<Value>), String> {
     let choice: DeviceChoice = device.parse().map_err(|e: kernels::device::DeviceError| e.to_string())?;
     let devices = kernels_gpu::probe();
@@ -127,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn speeds_are_read_in_giga_and_a_missing_one_is_no_zero() {
+    fn speeds_have_suitable_units_and_missing_ones_a_dash() {
         assert_eq!(per_second(Some(712_400_000_000), "B"), "712 GB/s");
         assert_eq!(per_second(Some(600_000), "B"), "1 MB/s");
         assert_eq!(per_second(Some(1_260_000_000), "FLOP"), "1.3 GFLOP/s");

@@ -1,4 +1,4 @@
-//! Puts a node together: identity, membership, sockets, threads. Everything it starts ends with it.
+//! Assembles a node: identity, certificate, sockets, threads. Everything it starts ends when [`Running`] is dropped.
 use crate::admission::{self, Admission, AdmissionError};
 use crate::bans::{self, Bans};
 use crate::boundary::Boundary;
@@ -9,7 +9,7 @@ use crate::device::Compute;
 use crate::device_thread;
 use crate::directory::Directory;
 use crate::driver::{self, DriverHandle};
-use crate::handle::{Inner, NodeError, NodeHandle, Recalled, Remembered, Serving};
+use crate::handle::{Inner, LastOptions, NodeError, NodeHandle, Remembered, Serving};
 use crate::hub::Hub;
 use crate::links::Links;
 use crate::quiet::Quiet;
@@ -39,18 +39,18 @@ use transport::{
     DialError, Disconnect, Endpoint, Event, GossipSocket, Identity, MeshCredentials, MeshId, PeerId, Reply, Ticket,
 };
 
-/// What the ticket printed at start is good for.
+/// Lifetime of the ticket printed at start.
 const FIRST_TICKET_TTL: Duration = Duration::from_secs(3600);
-/// How many machines it lets in: a household's.
+/// Machines that it admits: enough for a household.
 pub(crate) const FIRST_TICKET_USES: u32 = 10;
-/// How often a node without a ticket asks again whether somebody approved it.
+/// How often a node without a ticket asks again whether it was approved.
 const ASK_AGAIN: Duration = Duration::from_secs(3);
 
-/// A started node. Dropping it ends the node.
+/// A running node. Dropping it ends the node.
 pub struct Running {
-    /// A ticket for others, good for a few uses within an hour; none where this node cannot let others in.
+    /// A ticket for a few machines, valid for an hour; `None` if this node cannot admit others.
     pub ticket: Option<String>,
-    /// Completes when the node has left; with an error if it failed.
+    /// Completes when the node has left the mesh; with an error if it failed.
     pub stopped: tokio::sync::oneshot::Receiver<()>,
     /// GPUs of this machine that this node does not use.
     pub idle_gpus: Vec<kernels::device::Device>,
@@ -60,7 +60,7 @@ pub struct Running {
     _links: Links,
     _renewal: Renewal,
     bans: tokio::task::JoinHandle<()>,
-    /// Watches over all of these.
+    /// The watch over all threads and tasks.
     watch: tokio::task::AbortHandle,
 }
 
@@ -72,7 +72,7 @@ impl Drop for Running {
 }
 
 impl Running {
-    /// Says goodbye to the peers, lets it arrive, and ends.
+    /// Says goodbye to the peers, waits for it to be sent, and ends the node.
     pub async fn shutdown(mut self) {
         self.driver.input(Input::Leave);
         self.driver.stop_after(Duration::from_millis(200));
@@ -81,11 +81,10 @@ impl Running {
     }
 }
 
-/// Starts a node and joins or founds its mesh.
+/// Starts a node, and joins or founds its mesh.
 ///
 /// # Errors
-/// A port in use, a data directory that cannot be used, a device that is not there, a ticket that does not hold; each
-/// with what to do.
+/// A port in use, an unusable data directory, a missing device, or an invalid ticket; each text says what to do.
 pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeError> {
     warn_of_the_clock();
     crate::private::folder(&options.data_dir).map_err(|e| NodeError::Failed(format!("the data directory {e}")))?;
@@ -104,7 +103,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
     let tensors = Arc::new(Tensors::default());
     let admission: Arc<OnceLock<Arc<Admission>>> = Arc::default();
     let port = choose_port(&options)?;
-    let told_bans: Arc<OnceLock<Arc<Bans>>> = Arc::default();
+    let bans_cell: Arc<OnceLock<Arc<Bans>>> = Arc::default();
     let me = NodeId(identity.node_id());
     let states = Arc::new(States::default());
     let inherited = submissions::inherited::folder(&options.data_dir);
@@ -114,7 +113,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
     let directory = Arc::new(Directory::default());
     let ways_in = WaysIn {
         admission: admission.clone(),
-        bans: told_bans.clone(),
+        bans: bans_cell.clone(),
         submissions: submissions.clone(),
         quiet: Arc::default(),
         directory: directory.clone(),
@@ -147,7 +146,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
     let guests = admission.get_or_init(|| Arc::new(guests)).clone();
     let (data_dir, name) = (options.data_dir.clone(), options.name.clone());
     let bans = Bans::open(endpoint.clone(), guests.clone(), gossip.clone(), driver.clone(), data_dir, name)?;
-    let bans = told_bans.get_or_init(|| bans).clone();
+    let bans = bans_cell.get_or_init(|| bans).clone();
     let residency = Arc::new(Residency::new(device.capacity.clone()));
     let idle_gpus = device.idle_gpus.clone();
     let device = Arc::new(device);
@@ -166,7 +165,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
     parts.add("the task that accepts connections", move || {
         accepting.upgrade().is_none_or(|endpoint| endpoint.accepts())
     });
-    let recalled = Arc::new(Recalled::default());
+    let last_options = Arc::new(LastOptions::default());
     let boundary = Arc::new(Boundary::default());
     let shell = Shell {
         driver: driver.clone(),
@@ -180,7 +179,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
         hub: hub.clone(),
         device,
         residency,
-        recalled: recalled.clone(),
+        last_options: last_options.clone(),
         boundary: boundary.clone(),
         commands,
         states,
@@ -197,7 +196,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
     run(Node::new(config, seed), shell, queue, recorder, end.clone())?;
     driver.input(Input::Holdings(library.contents()));
     introduce(&driver, store.peers(), inviter);
-    // Peers are found by mDNS, or are named by a ticket: without mDNS nobody asks TCP P.
+    // mDNS or a ticket finds peers; without mDNS no peer dials TCP P.
     let discovery = match options.solo || !options.mdns {
         true => None,
         false => Some(discover(&options, port, &identity, guests.credentials().mesh, &driver).await?),
@@ -205,9 +204,9 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
     let renewal = Renewal::watch(endpoint.clone(), guests.clone(), options.data_dir.clone());
     let links = Links::watch(endpoint.clone(), driver.clone());
     let exchanging = bans.watch();
-    parts.add_task("the exchange of bans", exchanging.abort_handle());
-    parts.add_task("the renewal of memberships", renewal.task());
-    parts.add_task("the measuring of links", links.task());
+    parts.add_task("the ban exchange", exchanging.abort_handle());
+    parts.add_task("the certificate renewal", renewal.task());
+    parts.add_task("the link measurement", links.task());
     if let Some(discovery) = &discovery {
         parts.add_task("discovery", discovery.task());
     }
@@ -226,7 +225,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
             bans: bans.clone(),
             models_dir: options.models_dir,
             serving,
-            recalled,
+            last_options,
             remembered: Remembered::open(&options.data_dir),
             endpoint: endpoint.clone(),
             boundary,
@@ -252,12 +251,12 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
     Ok((handle, running))
 }
 
-/// Certificates, tickets and bans have dates.
+/// Certificates, tickets and bans have dates, so a wrong clock breaks them.
 fn warn_of_the_clock() {
     let (now, built) = (crate::handle::unix_seconds(), env!("MESHNODE_BUILD_UNIX").parse().unwrap_or(0));
     if now < built {
         tracing::warn!(
-            "this machine's clock says {}, but this program was built at {}: memberships, tickets and bans are judged by the \
+            "this machine's clock says {}, but this program was built at {}: certificates, tickets and bans depend on the \
              clock, so set it (NTP) before others rely on this node",
             date_time(now),
             date_time(built)
@@ -265,13 +264,13 @@ fn warn_of_the_clock() {
     }
 }
 
-/// A peer to get to know first.
+/// The first peer to connect to.
 struct Inviter {
     peer_id: PeerId,
     data: Vec<SocketAddr>,
 }
 
-/// This node's membership: from a former life, by a ticket or an approval, or of a mesh that begins with it.
+/// This node's certificate: from its data directory, by a ticket or an approval, or as the founder of a new mesh.
 async fn membership(
     options: &UpOptions,
     identity: &Identity,
@@ -288,7 +287,7 @@ async fn membership(
         (held, notice) = (Some(known), banned);
     }
     let over = held.as_ref().is_some_and(|held| renewal::seconds_left(held) == 0);
-    // A member let in by one that is banned now may be let in again by another.
+    // If its sponsor was banned, this member may be admitted again by another one.
     let again = over || notice.as_ref().is_some_and(|notice| notice.sponsor);
     let mut last = None;
     for way in &options.join {
@@ -326,7 +325,7 @@ async fn membership(
     Ok((credentials, None))
 }
 
-/// A way into a mesh as the user gave it.
+/// A way to join a mesh, as the user gave it.
 enum Way {
     Ticket(Box<Ticket>),
     Address { peer: Option<PeerId>, data: SocketAddr },
@@ -361,7 +360,7 @@ impl Way {
             Way::Address { peer, data } => loop {
                 match endpoint.join_at(&[*data], *peer, name).await {
                     Err(error @ JoinError::Refused { refusal: JoinRefusal::NotApproved, .. }) => {
-                        tracing::warn!("{error}; asking again every {} s", ASK_AGAIN.as_secs());
+                        tracing::warn!("{error}; retrying every {} s", ASK_AGAIN.as_secs());
                         tokio::time::sleep(ASK_AGAIN).await;
                     }
                     answer => {
@@ -378,13 +377,13 @@ fn join_error(error: transport::JoinError) -> NodeError {
     use transport::JoinError;
     match error {
         JoinError::Refused { .. } | JoinError::Certificate(_) => NodeError::Unauthorised(error.to_string()),
-        // A node was reached: it is for the user to update one of the two.
+        // The node responded: the user must update one of the two.
         JoinError::Dial(DialError::OtherVersion { .. }) => NodeError::Failed(error.to_string()),
         JoinError::Dial(_) | JoinError::Answer { .. } => NodeError::Unreachable(error.to_string()),
     }
 }
 
-/// Tells the core whom it may find again.
+/// Gives the core the peers that it may reconnect to.
 fn introduce(driver: &DriverHandle, remembered: Vec<Contact>, inviter: Option<Inviter>) {
     for Contact { node, peer_id, gossip, data } in remembered {
         driver.input(Input::PeerFound { node, peer_id, gossip, data, remembered: true });
@@ -406,17 +405,17 @@ fn run(
     std::thread::Builder::new()
         .name("driver".into())
         .spawn(move || end.after(|| driver::run(node, shell, &queue, recorder)))
-        .map_err(|e| NodeError::Failed(format!("no thread for the driver: {e}")))?;
+        .map_err(|e| NodeError::Failed(format!("the driver thread could not be started: {e}")))?;
     Ok(())
 }
 
-/// Who decides about those who come; there before the endpoint is, filled once the node has a mesh.
+/// Handlers of incoming requests. They exist before the endpoint, and are filled in once the node has a mesh.
 #[derive(Clone)]
 struct WaysIn {
     admission: Arc<OnceLock<Arc<Admission>>>,
     bans: Arc<OnceLock<Arc<Bans>>>,
     submissions: Arc<Submissions>,
-    /// What strangers can make this node log.
+    /// Limits the log lines that strangers can cause.
     quiet: Arc<Quiet>,
     directory: Arc<Directory>,
 }
@@ -435,7 +434,7 @@ fn bind(
     let sink = move |event: Event| arrive(event, &driver, &tensors, &sunk);
     let serve = move |from: transport::NodeId, request: bytes::Bytes, reply: Reply| {
         let (library, ways_in) = (library.clone(), asked.clone());
-        // Reading a chunk may wait for the disk.
+        // Reading a chunk may block on the disk.
         tokio::task::spawn_blocking(move || answer(from, &request, reply, &library, &ways_in));
     };
     let listen = transport::Options {
@@ -447,10 +446,10 @@ fn bind(
     Endpoint::bind(listen, sink, serve).map(Arc::new).map_err(|e| bind_error(port, &e))
 }
 
-/// Answers a member's question. Blocks.
+/// Answers a member's request. Blocks.
 fn answer(from: transport::NodeId, request: &[u8], reply: Reply, library: &Library, ways_in: &WaysIn) {
     let answer = match BulkRequest::decode(request) {
-        Some(BulkRequest::Grid(wanted)) => return ways_in.submissions.answer(&wanted, reply),
+        Some(BulkRequest::Grid(grid)) => return ways_in.submissions.answer(&grid, reply),
         Some(BulkRequest::Weights(content, what)) => Some(library.answer(content, what)),
         Some(BulkRequest::Renewal(chain)) => {
             ways_in.admission.get().map(|guests| renewal::answer(guests, from, &chain))
@@ -459,13 +458,13 @@ fn answer(from: transport::NodeId, request: &[u8], reply: Reply, library: &Libra
         Some(BulkRequest::Served) => Some(ways_in.directory.answer()),
         None => None,
     };
-    // A question that this node does not know, or cannot answer yet, is answered with a no.
+    // An unknown request, or one that cannot be answered yet, gets a negative response.
     if reply.blocking_send(answer.unwrap_or_else(|| vec![0]).into()) {
         reply.finish();
     }
 }
 
-/// Turns what the network brings into inputs of the core.
+/// Turns network events into inputs of the core.
 fn arrive(event: Event, driver: &DriverHandle, tensors: &Tensors, ways_in: &WaysIn) {
     match event {
         Event::Connected { node, rtt, .. } => {
@@ -477,7 +476,7 @@ fn arrive(event: Event, driver: &DriverHandle, tensors: &Tensors, ways_in: &Ways
         }
         Event::Banned(revocation) => {
             if let Some(bans) = ways_in.bans.get().cloned() {
-                // It is written to the disk.
+                // Writes to disk.
                 tokio::task::spawn_blocking(move || bans.handle_refused(*revocation));
             }
         }
@@ -521,7 +520,7 @@ fn arrive(event: Event, driver: &DriverHandle, tensors: &Tensors, ways_in: &Ways
         Event::Join(request) => match ways_in.admission.get() {
             Some(guests) => {
                 let guests = guests.clone();
-                // Admitting writes to the disk.
+                // Admitting writes to disk.
                 tokio::task::spawn_blocking(move || guests.answer(request, Vec::new()));
             }
             None => request.refuse(transport::join::JoinRefusal::NotAMember),
@@ -529,7 +528,7 @@ fn arrive(event: Event, driver: &DriverHandle, tensors: &Tensors, ways_in: &Ways
         Event::Refused { from, addr, why } => {
             let who = from.map_or_else(|| addr.to_string(), |peer| format!("{peer} at {addr}"));
             if let Some(more) = ways_in.quiet.admit() {
-                tracing::warn!("refused {who}: {why}{more}");
+                tracing::warn!("rejected {who}: {why}{more}");
             }
         }
     }
@@ -555,7 +554,7 @@ async fn discover(
     driver: &DriverHandle,
 ) -> Result<Discovery, NodeError> {
     let (driver, quiet) = (driver.clone(), Quiet::default());
-    let told = move |event: DiscoveryEvent| match event {
+    let on_event = move |event: DiscoveryEvent| match event {
         DiscoveryEvent::PeerFound { peer_id, node, gossip, data } => {
             let (gossip, data) = (vec![gossip], vec![data]);
             let (node, peer_id) = (NodeId(node), peer_id.to_bytes());
@@ -575,10 +574,10 @@ async fn discover(
         data_port: port + 1,
         mdns: options.mdns,
     };
-    Discovery::spawn(discovery, told).await.map_err(|e| bind_error(port, &e))
+    Discovery::spawn(discovery, on_event).await.map_err(|e| bind_error(port, &e))
 }
 
-/// The port the user asked for, or a free one (with its neighbour) where any will do.
+/// The configured port, or if that is 0 a free one whose successor is free too.
 fn choose_port(options: &UpOptions) -> Result<u16, NodeError> {
     if options.port == u16::MAX {
         return Err(NodeError::Invalid(
@@ -596,23 +595,24 @@ fn choose_port(options: &UpOptions) -> Result<u16, NodeError> {
             return Ok(port);
         }
     }
-    Err(NodeError::Failed("no two free ports side by side: choose one with --port".into()))
+    Err(NodeError::Failed("no two consecutive free ports found: choose one with --port".into()))
 }
 
-/// Where peers are told to send gossip: where the user says, else where this machine can be reached as far as it knows.
+/// Gossip addresses to advertise: the configured ones, else those at which this machine is reachable as far as it can
+/// tell.
 fn advertised(options: &UpOptions, port: u16) -> Result<Vec<SocketAddr>, NodeError> {
-    let (wanted, most) = (options.advertise.len(), node_core::limits::ADVERT_ADDRS_MAX);
-    if wanted > most {
-        return Err(NodeError::Invalid(format!("--advertise names {wanted} addresses, peers are told at most {most}")));
+    let (count, most) = (options.advertise.len(), node_core::limits::ADVERT_ADDRS_MAX);
+    if count > most {
+        return Err(NodeError::Invalid(format!("--advertise names {count} addresses; at most {most} are allowed")));
     }
-    if wanted == 0 {
+    if count == 0 {
         return Ok(reachable_at(options.listen).into_iter().map(|ip| SocketAddr::new(ip, port)).collect());
     }
     Ok(options.advertise.iter().map(|a| a.gossip(port)).collect())
 }
 
-/// Addresses that a machine can tell of itself: where a node listens everywhere, those of the machine's networks, the one
-/// with the default route first (no packet is sent to learn it), its own loopback last.
+/// Addresses of this machine. If the node listens on all interfaces: the address of the default route first (no packet
+/// is sent to find it), then those of the other interfaces, loopback last.
 fn reachable_at(listen: IpAddr) -> Vec<IpAddr> {
     if !listen.is_unspecified() {
         return vec![listen];
@@ -622,7 +622,7 @@ fn reachable_at(listen: IpAddr) -> Vec<IpAddr> {
         socket.connect((far, 9)).ok()?;
         Some(socket.local_addr().ok()?.ip())
     };
-    // Documentation addresses (RFC 5737, RFC 3849): far away by definition.
+    // Documentation addresses (RFC 5737, RFC 3849): routed like any remote address.
     let v4 = towards(Ipv4Addr::UNSPECIFIED.into(), Ipv4Addr::new(192, 0, 2, 1).into());
     let v6 = towards(Ipv6Addr::UNSPECIFIED.into(), Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1).into());
     let interfaces = if_addrs::get_if_addrs().unwrap_or_default();
@@ -639,7 +639,7 @@ fn reachable_at(listen: IpAddr) -> Vec<IpAddr> {
     all
 }
 
-/// Names the port of the flag too: the one that is taken may be its neighbour.
+/// Names the port of the flag too, since the port in use may be its successor.
 fn bind_error(port: u16, error: &transport::BindError) -> NodeError {
     NodeError::Failed(format!("cannot listen with --port {port}: {error}"))
 }
@@ -670,9 +670,9 @@ impl From<AdmissionError> for NodeError {
 mod tests {
     use super::*;
 
-    /// `join` ends with exit code 5 and the line that says which side to update; code 3 is for nodes that do not answer.
+    /// `join` exits with code 5 and a line that says which side to update; code 3 is for nodes that do not respond.
     #[test]
-    fn a_node_of_another_version_is_no_unreachable_node() {
+    fn a_node_of_another_version_is_not_reported_as_unreachable() {
         let addr = SocketAddr::from(([192, 0, 2, 1], 9472));
         let what = "speaks meshnode/1, this node meshnode/2: update meshnode there".to_owned();
         let error = join_error(DialError::OtherVersion { addr, what }.into());

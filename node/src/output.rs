@@ -1,8 +1,10 @@
-//! What a simulation leaves behind: pictures, films and fields, in formats that other programs read.
+//! Output files of simulations: images, animations and fields, in standard formats.
 //!
-//! A [`Writer`] stands for one `[[output]]` of a job. It is given whole frames, step by step, and may be given a step again:
-//! the last one counts. What is on disk is complete at any moment; a write that fails (no space, no permission) changes
-//! nothing and can be repeated when the cause is gone. A run that goes on from a checkpoint opens its writers at that step.
+//! A [`Writer`] writes one `[[output]]` of a job. It gets whole frames step by step, and may get a step again: the last
+//! frame replaces the earlier one. The files are complete at any moment; a failed write (no space, no permission)
+//! changes nothing and can be retried. A run that resumes from a checkpoint opens its writers at the step of that
+//! checkpoint.
+//!
 //! Next: `output/picture.rs`, `output/animation.rs`, `output/zarr.rs`, `output/vtk.rs`, `output/terminal.rs`.
 use std::path::{Path, PathBuf};
 
@@ -26,7 +28,7 @@ mod zarr;
 pub struct Writer {
     every: u64,
     steps: u64,
-    /// What frames must have.
+    /// The size of every frame.
     size: [usize; 3],
     format: Format,
 }
@@ -38,22 +40,22 @@ enum Format {
     Vtk(vtk::Series),
 }
 
-/// Why something is not on disk. What was there before still is.
+/// Why something was not written. Existing files are unchanged.
 #[derive(Debug, Error)]
 pub enum OutputError {
-    /// The operating system refuses.
+    /// An error of the operating system.
     #[error("cannot write {}: {why}; {advice}", .path.display())]
     File {
-        /// What was to be written.
+        /// The file or folder.
         path: PathBuf,
-        /// In its words, or plainer ones.
+        /// The reason: the system's text, or a plainer one.
         why: String,
-        /// What to do.
+        /// What the user can do.
         advice: &'static str,
-        /// Whether there is no space left: the run may wait for it.
+        /// The disk is full: the run may wait until there is space.
         full: bool,
     },
-    /// A frame that is none of this output.
+    /// A frame that does not belong to this output.
     #[error("{what}")]
     Frame {
         /// What was expected and what was found.
@@ -62,7 +64,7 @@ pub enum OutputError {
 }
 
 impl OutputError {
-    /// Whether it is a matter of space, so that it is worth waiting.
+    /// Whether the disk is full, so that waiting for space may help.
     pub fn is_full(&self) -> bool {
         match self {
             Self::File { full, .. } => *full,
@@ -71,7 +73,8 @@ impl OutputError {
     }
 }
 
-/// Files of an output that are in a run's folder `out`, relative to that: those that a [`Writer`] of it makes, and no others.
+/// The existing files of an output in the run's folder `out`, relative to `out`: only those that its [`Writer`]
+/// creates.
 pub fn written(out: &Path, folder: &str, kind: OutputKind, quantity: &str) -> Vec<PathBuf> {
     let place = out.join(folder);
     let numbered = |ending: &str| {
@@ -93,11 +96,11 @@ pub fn written(out: &Path, folder: &str, kind: OutputKind, quantity: &str) -> Ve
 }
 
 impl Writer {
-    /// Prepares the output's folder within `out`. `from`: the step that the run begins at or goes on from; what an earlier
-    /// run wrote of later steps is removed.
+    /// Prepares the output's folder within `out`. `from` is the step at which the run starts or resumes; output of
+    /// later steps, left by an earlier run, is removed.
     ///
     /// # Errors
-    /// The folder cannot be made or written to.
+    /// The folder cannot be created or written.
     pub fn new(simulation: &Simulation, spec: &OutputSpec, out: &Path, from: u64) -> Result<Self, OutputError> {
         let folder = out.join(&spec.folder);
         files::prepare(&folder)?;
@@ -120,10 +123,12 @@ impl Writer {
         Ok(Self { every: spec.every, steps: simulation.steps(), size, format })
     }
 
-    /// Writes the frame of a step, or replaces it. Of an animation, frames of later steps are gone then: they come again.
+    /// Writes the frame of a step, or replaces it. In an animation this removes the frames of later steps, which are
+    /// then written again.
     ///
     /// # Errors
-    /// It is no frame of this output, or cannot be written; then nothing is changed, and the call can be repeated.
+    /// The frame does not belong to this output, or cannot be written; nothing is changed, and the call can be
+    /// repeated.
     pub fn write(&mut self, step: u64, field: &Field) -> Result<(), OutputError> {
         if !step.is_multiple_of(self.every) || step > self.steps {
             let (every, steps) = (self.every, self.steps);
@@ -146,10 +151,10 @@ impl Writer {
         }
     }
 
-    /// Writes what needs all frames: an index of them.
+    /// Writes the index over all frames, if the format has one.
     ///
     /// # Errors
-    /// It cannot be written. The frames are all there.
+    /// The index cannot be written. The frames are complete.
     pub fn finish(&mut self) -> Result<(), OutputError> {
         match &self.format {
             Format::Vtk(series) => series.finish(),

@@ -1,55 +1,55 @@
-//! Files and folders that only their owner may open: keys, credentials, recordings.
+//! Files and folders with access for their owner only: keys, credentials, recordings.
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-/// What a data directory of a node holds; one with none of these may be anything, and its mode is not changed.
+/// Entries that identify a node's data directory. The mode of any other non-empty folder is not changed.
 const OF_A_NODE: [&str; 4] = ["identity.key", "membership", "store", crate::api_key::FILE];
-/// Bits for everybody but the owner.
+/// Permission bits of group and others.
 const OTHERS: u32 = 0o077;
 
 /// Why a file or folder cannot be used for secrets. Nothing was changed on disk.
 #[derive(Debug, thiserror::Error)]
 pub enum PrivateError {
-    /// The system refused.
+    /// A system call failed.
     #[error("{path}: {source}", path = .path.display())]
     System {
-        /// Which.
+        /// The file or folder.
         path: PathBuf,
-        /// Why.
+        /// The system's error.
         source: io::Error,
     },
     /// It belongs to another user, who could read everything in it.
     #[error(
-        "{path} belongs to the user with id {owner}, this process runs as {user}: run it as that user, or name another folder with --data-dir",
+        "{path} belongs to the user with id {owner}, but this process runs as user {user}: run it as that user, or choose another folder with --data-dir",
         path = .path.display()
     )]
     Foreign {
-        /// Which.
+        /// The folder.
         path: PathBuf,
         /// Its owner.
         owner: u32,
         /// This process's user.
         user: u32,
     },
-    /// Others may open it.
+    /// Other users have access.
     #[error(
-        "{path} has mode {mode:03o}, so other users may open it; run: chmod {wanted:03o} {path}",
+        "{path} has mode {mode:03o}, which gives other users access; run: chmod {expected:03o} {path}",
         path = .path.display()
     )]
     Open {
-        /// Which.
+        /// The file or folder.
         path: PathBuf,
         /// Its permission bits.
         mode: u32,
-        /// What they should be.
-        wanted: u32,
+        /// The expected permission bits.
+        expected: u32,
     },
 }
 
-/// Makes a folder with mode 0700. One that is there and open to others is closed if it is empty or a node's data directory;
-/// any other is refused, because its mode may be meant.
+/// Creates a folder with mode 0700. If it exists and gives other users access, its mode is changed if it is empty or a
+/// node's data directory; otherwise it is rejected, because its mode may be intended.
 ///
 /// # Errors
 /// [`PrivateError`].
@@ -72,16 +72,16 @@ pub fn folder(path: &Path) -> Result<(), PrivateError> {
     }
     let empty = || fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
     if OF_A_NODE.iter().any(|name| path.join(name).exists()) || empty() {
-        tracing::info!("{} had mode {mode:03o}: it is 700 now, because it holds keys", path.display());
+        tracing::info!("changed the mode of {} from {mode:03o} to 700, because it contains keys", path.display());
         return fs::set_permissions(path, fs::Permissions::from_mode(0o700)).map_err(system);
     }
-    Err(PrivateError::Open { path: path.to_owned(), mode, wanted: 0o700 })
+    Err(PrivateError::Open { path: path.to_owned(), mode, expected: 0o700 })
 }
 
-/// Writes a file with mode 0600 beside its place and moves it there.
+/// Writes a file with mode 0600 atomically: to a temporary file, then by a rename.
 ///
 /// # Errors
-/// The system's.
+/// The system's error.
 pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(format!(".new-{}", std::process::id()));
@@ -94,26 +94,26 @@ pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     written.inspect_err(|_| drop(fs::remove_file(&beside)))
 }
 
-/// Creates a file with mode 0600, or empties one that is there and gives it this mode.
+/// Creates a file with mode 0600, or truncates an existing one and sets its mode.
 ///
 /// # Errors
-/// The system's.
+/// The system's error.
 pub fn create(path: &Path) -> io::Result<File> {
     let file = File::options().write(true).create(true).truncate(true).mode(0o600).open(path)?;
     file.set_permissions(fs::Permissions::from_mode(0o600))?;
     Ok(file)
 }
 
-/// The text of a file of at most `bytes_max` bytes that other users cannot read.
+/// Reads a text file of at most `bytes_max` bytes to which other users have no access.
 ///
 /// # Errors
-/// [`PrivateError`]; not found is one of the system's.
+/// [`PrivateError`]; a missing file is [`PrivateError::System`].
 pub fn read(path: &Path, bytes_max: u64) -> Result<String, PrivateError> {
     let system = |source| PrivateError::System { path: path.to_owned(), source };
     let file = File::open(path).map_err(system)?;
     let mode = file.metadata().map_err(system)?.permissions().mode() & 0o777;
     if mode & OTHERS != 0 {
-        return Err(PrivateError::Open { path: path.to_owned(), mode, wanted: 0o600 });
+        return Err(PrivateError::Open { path: path.to_owned(), mode, expected: 0o600 });
     }
     let mut text = String::new();
     file.take(bytes_max + 1).read_to_string(&mut text).map_err(system)?;
@@ -150,11 +150,11 @@ mod tests {
         make(&before, 0o755);
         fs::write(before.join("identity.key"), b"key").unwrap();
         folder(&before).unwrap();
-        assert_eq!(mode(&before), 0o700, "of an earlier version");
+        assert_eq!(mode(&before), 0o700, "from an earlier version");
     }
 
     #[test]
-    fn a_folder_with_other_things_keeps_its_mode_and_is_refused() {
+    fn a_folder_with_other_files_keeps_its_mode_and_is_rejected() {
         let dir = tempfile::tempdir().unwrap();
         let home = dir.path().join("home");
         make(&home, 0o755);

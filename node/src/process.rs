@@ -1,4 +1,4 @@
-//! A process by its id and when it was started: no two processes have both.
+//! Identifies a process by its id and start time: ids alone are reused.
 use serde::{Deserialize, Serialize};
 
 /// A process on this machine.
@@ -6,11 +6,11 @@ use serde::{Deserialize, Serialize};
 pub struct Process {
     /// Its id.
     pub pid: u32,
-    /// When it was started, in ticks since the machine was; `None` where the system does not say.
+    /// Its start time, in clock ticks since boot; `None` if the system does not report it.
     pub started: Option<u64>,
 }
 
-/// This one.
+/// The current process.
 pub fn own() -> Process {
     let pid = std::process::id();
     Process { pid, started: stat(pid).map(|s| s.started) }
@@ -27,13 +27,13 @@ impl Process {
     }
 }
 
-/// What `/proc/PID/stat` says of a process (`man 5 proc_pid_stat`).
+/// Fields of `/proc/PID/stat` (`man 5 proc_pid_stat`).
 #[derive(Debug)]
 struct Stat {
-    /// Of its first thread.
+    /// State of the first thread.
     state: char,
     threads: u64,
-    /// In ticks since the machine was started.
+    /// Clock ticks since boot.
     started: u64,
 }
 
@@ -53,7 +53,7 @@ fn stat(pid: u32) -> Option<Stat> {
 }
 
 fn parse(text: &str) -> Option<Stat> {
-    // The name in front may hold anything, also spaces and parentheses. Fields 3, 20 and 22 are read.
+    // The process name may contain spaces and parentheses: parse after its last `)`. Reads fields 3, 20 and 22.
     let mut fields = text.get(text.rfind(')')? + 1..)?.split_ascii_whitespace();
     let state = fields.next()?.chars().next()?;
     let threads = fields.nth(16)?.parse().ok()?;
@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_runs_until_it_has_ended_whether_or_not_it_was_waited_for() {
+    fn a_process_runs_until_it_has_ended_even_before_it_is_waited_for() {
         assert!(own().runs());
         let mut child = std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
         let pid = child.id();
@@ -79,7 +79,7 @@ mod tests {
         }
         child.wait().unwrap();
         assert!(!process.runs());
-        assert!(!Process { started: Some(1), ..own() }.runs(), "another with its id");
+        assert!(!Process { started: Some(1), ..own() }.runs(), "another process with the same id");
     }
     #[test]
     fn a_process_runs_while_one_of_its_threads_does() {

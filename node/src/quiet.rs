@@ -1,12 +1,12 @@
-//! Lines of the log that strangers can cause: a few a minute, the rest is counted.
+//! Rate-limits log lines that strangers can cause: writes a few per minute and counts the rest.
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Lines of one kind within `PERIOD`: a person who reads along misses nothing of a normal day.
+/// Most lines of one kind within `PERIOD`: enough for everything that happens on a normal day.
 const LINES_MAX: u32 = 20;
 const PERIOD: Duration = Duration::from_secs(60);
 
-/// Whether another line may be written.
+/// The rate limit of one kind of log line.
 #[derive(Debug, Default)]
 pub(crate) struct Quiet(Mutex<Option<Window>>);
 
@@ -14,12 +14,12 @@ pub(crate) struct Quiet(Mutex<Option<Window>>);
 struct Window {
     begun: Instant,
     lines: u32,
-    /// Not written since the last line that was.
+    /// Lines left out since the last one that was written.
     left_out: u64,
 }
 
 impl Quiet {
-    /// `None` for a line to be left out; else what to append to it: how many were left out before.
+    /// `None` if the line must be left out; else a suffix for it, with the number of lines left out before.
     pub(crate) fn admit(&self) -> Option<String> {
         self.admit_at(Instant::now())
     }
@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_flood_of_refusals_writes_a_few_lines_and_counts_the_rest() {
+    fn a_flood_of_rejections_logs_a_few_lines_and_counts_the_rest() {
         let (quiet, start) = (Quiet::default(), Instant::now());
         let written = (0..10_000).filter(|_| quiet.admit_at(start).is_some()).count();
         assert_eq!(written, LINES_MAX as usize);

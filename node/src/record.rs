@@ -1,4 +1,4 @@
-//! `--record FILE`: what happens to this node, written down for `simnet replay`. Its prompts are in it, as token ids.
+//! `--record FILE`: records the inputs of the core for `simnet replay`, including prompts as token ids.
 use node_core::config::Config;
 use node_core::input::Input;
 use node_core::record;
@@ -8,21 +8,21 @@ use std::io::{BufWriter, Write};
 use std::path::Path;
 use std::time::Duration;
 
-/// A recording being written, on the driver's thread.
+/// Writes the recording, on the driver's thread.
 pub struct Recorder {
     file: BufWriter<File>,
     /// Reused for each entry.
     entry: Vec<u8>,
     bytes: u64,
-    /// Something was handled since the last `polled`.
+    /// An input was recorded since the last call of `polled`.
     handled: bool,
     flushed: Instant,
-    /// Nothing more is written: the disk is full, or the file is as long as it may be.
+    /// Recording has stopped: writing failed, or the file has reached [`BYTES_MAX`].
     ended: bool,
 }
 
 impl Recorder {
-    /// Begins a recording, over whatever the file holds.
+    /// Begins a recording, and overwrites the file.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -35,7 +35,7 @@ impl Recorder {
         Ok(Self { file, entry: Vec::new(), bytes, handled: false, flushed: Instant(0), ended: false })
     }
 
-    /// The node is about to handle this.
+    /// Records an input, before the node handles it.
     pub fn input(&mut self, at: Instant, input: &Input) {
         if !self.ended {
             record::append_input(&mut self.entry, at, input);
@@ -44,7 +44,7 @@ impl Recorder {
         }
     }
 
-    /// The node is about to be polled until it has nothing to do.
+    /// Records that the node is polled, before it is polled until idle.
     pub fn polled(&mut self, now: Instant) {
         if self.ended || !self.handled {
             return;
@@ -61,7 +61,7 @@ impl Recorder {
     fn write(&mut self) {
         self.bytes += self.entry.len() as u64;
         if self.bytes > BYTES_MAX {
-            self.end(&format!("it is {} GiB long", BYTES_MAX >> 30));
+            self.end(&format!("it has reached the limit of {} GiB", BYTES_MAX >> 30));
         } else if let Err(error) = self.file.write_all(&self.entry) {
             self.end(&error.to_string());
         }
@@ -74,10 +74,10 @@ impl Recorder {
         }
     }
 
-    /// Said once; the node goes on.
+    /// Ends the recording, and logs it once. The node keeps running.
     fn end(&mut self, why: &str) {
         if !std::mem::replace(&mut self.ended, true) {
-            tracing::warn!("the recording ends here: {why}; the node goes on without it");
+            tracing::warn!("the recording has ended: {why}; the node keeps running");
         }
     }
 }
@@ -90,9 +90,9 @@ impl Drop for Recorder {
     }
 }
 
-/// A kill loses at most this much, besides what the buffer holds.
+/// Flush interval: bounds the loss if the process is killed.
 const FLUSH_EVERY: Duration = Duration::from_secs(1);
-/// A busy node writes about 100 kB a second.
+/// A busy node writes about 100 kB per second.
 const BUFFER_BYTES: usize = 1 << 20;
-/// Half a day of a busy node: nobody looks through more, and a forgotten flag fills no disk.
+/// Half a day of a busy node: enough to inspect, and a forgotten flag cannot fill the disk.
 const BYTES_MAX: u64 = 4 << 30;

@@ -1,8 +1,8 @@
-//! Memberships end, and are extended while a node runs: by any member that it is connected to, may invite, and lasts
-//! longer. Founders extend their own with the mesh's root key.
+//! Certificate renewal while a node runs: any connected member that may invite and has a longer lifetime issues a new
+//! certificate. Founders renew their own with the mesh's root key.
 //!
-//! A member proves nothing new when it asks: it is connected by its certificate, and sends the chain along so that the
-//! new one gives it the same rights and no more.
+//! A request needs no new proof: the connection is authenticated by the current certificate. The request includes the
+//! current chain, so that the new one has the same rights and no more.
 use crate::admission::{self, Admission, MEMBERSHIP};
 use crate::bulk::BulkRequest;
 use crate::handle::unix_seconds;
@@ -12,23 +12,23 @@ use std::time::Duration;
 use transport::certificate::CHAIN_BYTES_MAX;
 use transport::{Chain, Endpoint, Identity, MeshCredentials, NodeId, PeerId, node_id};
 
-/// A membership with less than this left is to be extended.
+/// Renew when the remaining lifetime is below this.
 const EXTEND_SECONDS: u64 = 365 * DAY;
-/// People are told from here on: something kept it from being extended.
+/// Warn the user when the remaining lifetime is below this, because renewal has failed for months.
 const WARN_SECONDS: u64 = 60 * DAY;
-/// A new chain that lasts hardly longer is not worth a new connection to everybody.
+/// Smallest gain: a new certificate means new connections to all members.
 const GAIN_SECONDS_MIN: u64 = 30 * DAY;
 const DAY: u64 = 24 * 3600;
-/// How soon after the start it is looked at first: time to connect.
+/// Delay of the first check after the start: time to connect to members.
 const FIRST: Duration = Duration::from_secs(30);
-/// How often afterwards.
+/// Interval of later checks.
 const AGAIN: Duration = Duration::from_secs(6 * 3600);
 
-/// The task that sees to this node's own membership; it ends with this.
+/// The task that renews this node's certificate; aborted on drop.
 pub struct Renewal(tokio::task::JoinHandle<()>);
 
 impl Renewal {
-    /// Begins to watch.
+    /// Spawns the task.
     pub fn watch(endpoint: Arc<Endpoint>, admission: Arc<Admission>, data_dir: PathBuf) -> Self {
         Self(tokio::spawn(async move {
             tokio::time::sleep(FIRST).await;
@@ -36,12 +36,12 @@ impl Renewal {
                 let held = admission.credentials();
                 if seconds_left(&held) < EXTEND_SECONDS {
                     match renewed(&endpoint, &held, admission.identity()).await {
-                        // The key of the mesh may have changed while others were asked.
+                        // Take only the chain: the mesh key may have been rotated meanwhile.
                         Some(MeshCredentials { chain, .. }) => {
                             let now = admission.credentials();
                             keep(&endpoint, &admission, &data_dir, MeshCredentials { chain, ..(*now).clone() });
                         }
-                        None => tell(&held),
+                        None => warn(&held),
                     }
                 }
                 tokio::time::sleep(AGAIN).await;
@@ -51,7 +51,7 @@ impl Renewal {
 }
 
 impl Renewal {
-    /// The task, to see whether it runs.
+    /// Handle of the task, to check that it runs.
     pub fn task(&self) -> tokio::task::AbortHandle {
         self.0.abort_handle()
     }
@@ -63,7 +63,7 @@ impl Drop for Renewal {
     }
 }
 
-/// From the root key, or from the first connected member that gives something better.
+/// Renews with the root key, or asks connected members until one answers with a longer certificate.
 async fn renewed(endpoint: &Endpoint, held: &MeshCredentials, me: &Identity) -> Option<MeshCredentials> {
     if let Some(renewed) = renew_founder(held, me) {
         return Some(renewed);
@@ -81,20 +81,23 @@ async fn renewed(endpoint: &Endpoint, held: &MeshCredentials, me: &Identity) -> 
 
 fn keep(endpoint: &Endpoint, admission: &Admission, data_dir: &Path, credentials: MeshCredentials) {
     if let Err(e) = admission::save(data_dir, &credentials) {
-        return tracing::warn!("the membership was extended but is not kept: {e}");
+        return tracing::warn!("the renewed membership cannot be saved, so it is not used: {e}");
     }
-    tracing::info!("the membership of this node was extended by {} days", seconds_left(&credentials) / DAY);
+    tracing::info!(
+        "the membership of this node was renewed and is valid for {} days",
+        seconds_left(&credentials) / DAY
+    );
     endpoint.set_credentials(credentials.clone());
     admission.set_credentials(credentials);
 }
 
-fn tell(held: &MeshCredentials) {
+fn warn(held: &MeshCredentials) {
     if let Some(advice) = advice(held.chain.expiry()) {
         tracing::warn!("{advice}");
     }
 }
 
-/// Answers a member that asks for a longer membership than this one: a status byte, then its new chain.
+/// Answers a renewal request for the chain `theirs`: a status byte, then the new chain.
 pub fn answer(admission: &Admission, from: NodeId, theirs: &Chain) -> Vec<u8> {
     let chain = grant(&admission.credentials(), admission.identity(), from, theirs, unix_seconds());
     chain.map_or_else(|| vec![0], |chain| [&[1], chain.encode().as_slice()].concat())
@@ -106,7 +109,7 @@ fn grant(held: &MeshCredentials, me: &Identity, from: NodeId, theirs: &Chain, no
     held.issue(me, subject, roles, now + MEMBERSHIP.as_secs()).ok()
 }
 
-/// The credentials with the chain of an answer, if it is sound and lasts longer.
+/// The credentials with the chain of an answer, if it is valid and gains at least [`GAIN_SECONDS_MIN`].
 fn accept(held: &MeshCredentials, me: PeerId, answer: &[u8], now: u64) -> Option<MeshCredentials> {
     let chain = Chain::decode(answer.strip_prefix(&[1])?).ok()?;
     chain.verify(held.mesh, me, now).ok()?;
@@ -114,7 +117,7 @@ fn accept(held: &MeshCredentials, me: PeerId, answer: &[u8], now: u64) -> Option
     better.then(|| MeshCredentials { chain, ..held.clone() })
 }
 
-/// The founder's credentials extended, if these are a founder's and it is time.
+/// Renews a founder's credentials with the root key, if due.
 pub fn renew_founder(held: &MeshCredentials, me: &Identity) -> Option<MeshCredentials> {
     if seconds_left(held) >= EXTEND_SECONDS {
         return None;
@@ -122,28 +125,28 @@ pub fn renew_founder(held: &MeshCredentials, me: &Identity) -> Option<MeshCreden
     held.renew_founder(me, unix_seconds() + MEMBERSHIP.as_secs())
 }
 
-/// How long a membership still lasts.
+/// Remaining lifetime of the credentials, in seconds.
 pub fn seconds_left(held: &MeshCredentials) -> u64 {
     held.chain.expiry().saturating_sub(unix_seconds())
 }
 
-/// What to tell people about a membership that ends at `expiry`, once that is near.
+/// A warning for the user about a membership that expires at `expiry`, if that is less than 60 days away.
 pub fn advice(expiry: u64) -> Option<String> {
     let left = expiry.saturating_sub(unix_seconds());
     (left < WARN_SECONDS).then(|| {
         format!(
-            "this node's membership ends in {} days and no member in reach could extend it: start a member that lasts \
-             longer (the founder always does), or join again with a ticket of one (`meshnode invite` there)",
+            "this node's membership expires in {} days, and no reachable member could renew it: start a member whose membership \
+             is valid longer (the founder's always is), or join again with a ticket from such a member (`meshnode invite`)",
             left / DAY
         )
     })
 }
 
-/// Why a node does not start whose membership is over.
+/// The error of a node that does not start because its membership has expired.
 pub fn over(data_dir: &Path) -> String {
     format!(
-        "the membership in {} is over: get a ticket from a member (`meshnode invite`) and start with `meshnode join \
-         TICKET`; name, key and models stay",
+        "the membership in {} has expired: get a ticket from a member (`meshnode invite`) and start with `meshnode join \
+         TICKET`; name, identity and models are kept",
         data_dir.display()
     )
 }
@@ -153,7 +156,7 @@ mod tests {
     use super::*;
     use transport::Roles;
 
-    /// A founder, and a member whose membership ends in a month.
+    /// A founder, and a member whose membership expires in a month.
     fn two(roles: Roles) -> (Identity, MeshCredentials, Identity, MeshCredentials) {
         let (founder, member) = (Identity::generate(), Identity::generate());
         let mesh = MeshCredentials::found(&founder, unix_seconds() + MEMBERSHIP.as_secs());
@@ -163,27 +166,27 @@ mod tests {
     }
 
     #[test]
-    fn a_member_is_extended_with_the_rights_it_has() {
+    fn a_member_is_renewed_with_the_same_rights() {
         for roles in [Roles::MEMBER, Roles::INVITER] {
             let (founder, mesh, member, held) = two(roles);
             assert!(advice(held.chain.expiry()).is_some());
             let from = node_id(&member.peer_id());
             let chain = grant(&mesh, &founder, from, &held.chain, unix_seconds()).expect("a longer chain");
             let answer = [&[1], chain.encode().as_slice()].concat();
-            let renewed = accept(&held, member.peer_id(), &answer, unix_seconds()).expect("a better one");
+            let renewed = accept(&held, member.peer_id(), &answer, unix_seconds()).expect("a longer chain");
             assert!(seconds_left(&renewed) > EXTEND_SECONDS && advice(renewed.chain.expiry()).is_none());
             assert_eq!(renewed.chain.verify(mesh.mesh, member.peer_id(), unix_seconds()), Ok(roles));
-            assert!(accept(&renewed, member.peer_id(), &answer, unix_seconds()).is_none(), "no better than before");
+            assert!(accept(&renewed, member.peer_id(), &answer, unix_seconds()).is_none(), "not longer than before");
         }
     }
 
     #[test]
-    fn nobody_is_extended_who_is_not_who_asks_or_is_over() {
+    fn renewal_is_denied_for_other_chains_expired_members_and_other_meshes() {
         let (founder, mesh, member, held) = two(Roles::INVITER);
         let (now, from) = (unix_seconds(), node_id(&member.peer_id()));
         let stranger = node_id(&Identity::generate().peer_id());
-        assert!(grant(&mesh, &founder, stranger, &held.chain, now).is_none(), "somebody else's chain");
-        assert!(grant(&mesh, &founder, from, &held.chain, now + WARN_SECONDS).is_none(), "it is over");
+        assert!(grant(&mesh, &founder, stranger, &held.chain, now).is_none(), "another node's chain");
+        assert!(grant(&mesh, &founder, from, &held.chain, now + WARN_SECONDS).is_none(), "expired");
         let (_, other, _, _) = two(Roles::INVITER);
         assert!(grant(&other, &founder, from, &held.chain, now).is_none(), "another mesh");
         let by_member = grant(&held, &member, node_id(&founder.peer_id()), &mesh.chain, now).unwrap();
@@ -191,12 +194,12 @@ mod tests {
     }
 
     #[test]
-    fn a_founder_extends_itself() {
+    fn a_founder_renews_itself() {
         let founder = Identity::generate();
         let ended = MeshCredentials::found(&founder, unix_seconds() - 5);
         assert_eq!(seconds_left(&ended), 0);
         let renewed = renew_founder(&ended, &founder).unwrap();
         assert!(seconds_left(&renewed) > EXTEND_SECONDS);
-        assert!(renew_founder(&renewed, &founder).is_none(), "not before it is time");
+        assert!(renew_founder(&renewed, &founder).is_none(), "not due yet");
     }
 }

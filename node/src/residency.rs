@@ -1,14 +1,14 @@
-//! Which parts of jobs this node is to hold, and the memory that they take: the mesh plans with what is left of it.
+//! The parts this node is ordered to hold, and their memory: the node advertises what is left for new plans.
 use crate::config::Size;
 use node_core::config::Capacity;
 use node_core::id::{JobId, LoadId, PartId};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard};
 
-/// Names a part at this node.
+/// Identifies a part on this node.
 pub type Key = (JobId, PartId);
 
-/// The parts of one node, shared by the thread that decides, the tasks that load and the device thread.
+/// The parts of one node, shared by the driver thread, the loading tasks and the device thread.
 pub struct Residency {
     capacity: Capacity,
     state: Mutex<State>,
@@ -16,104 +16,107 @@ pub struct Residency {
 
 #[derive(Default)]
 struct State {
-    /// What the core wants held.
-    wanted: BTreeMap<Key, Wanted>,
-    /// Bytes of the parts that the device thread holds, which may be a step behind.
+    /// Parts that the core has ordered.
+    requested: BTreeMap<Key, Requested>,
+    /// Bytes of the parts on the device thread; may lag behind the orders.
     resident: BTreeMap<Key, u64>,
 }
 
-struct Wanted {
+struct Requested {
     load: LoadId,
     bytes_max: u64,
-    /// Bytes of the parts that this one replaces: they are not offered between the old parts' end and the new part's load.
+    /// Bytes of the parts that this one replaces: not offered until the new part is loaded.
     replaced: u64,
 }
 
 impl Residency {
-    /// Nothing is held; all of `capacity` is there to be used.
+    /// An empty node that offers all of `capacity`.
     pub fn new(capacity: Capacity) -> Self {
         Self { capacity, state: Mutex::default() }
     }
 
-    /// A part is to be loaded and may take `bytes_max`; parts of its job that it `replaces` are not wanted any more.
+    /// Orders a part that may take `bytes_max`; it supersedes the parts of its job in `replaces`.
     ///
     /// # Errors
-    /// There is no room for it beside the other parts here: two coordinators planned with the same free memory.
+    /// It does not fit beside the other parts here: two coordinators planned with the same free memory.
     pub fn begin(&self, key: Key, load: LoadId, bytes_max: u64, replaces: &[PartId]) -> Result<(), String> {
         let mut state = self.lock();
         let mut replaced = 0;
         for part in replaces.iter().copied().filter(|part| *part != key.1).chain([key.1]) {
-            replaced += state.wanted.remove(&(key.0, part)).map_or(0, |wanted| wanted.replaced);
+            replaced += state.requested.remove(&(key.0, part)).map_or(0, |requested| requested.replaced);
             replaced += state.resident.remove(&(key.0, part)).unwrap_or(0);
         }
-        let of = |(other, wanted): (&Key, &Wanted)| state.resident.get(other).copied().unwrap_or(wanted.bytes_max);
-        let taken: u64 = state.wanted.iter().map(of).sum();
+        let of =
+            |(other, requested): (&Key, &Requested)| state.resident.get(other).copied().unwrap_or(requested.bytes_max);
+        let taken: u64 = state.requested.iter().map(of).sum();
         let total = self.capacity.memory_total;
         if taken.saturating_add(bytes_max) > total {
             return Err(format!(
-                "no room for a part of {}: this node offers {}, other parts here take {}",
+                "no room for a part of {}: this node offers {}, other parts take {}",
                 Size(bytes_max),
                 Size(total),
                 Size(taken)
             ));
         }
-        state.wanted.insert(key, Wanted { load, bytes_max, replaced });
+        state.requested.insert(key, Requested { load, bytes_max, replaced });
         Ok(())
     }
 
-    /// A part can be handed to the device thread: `hand_over` does that, if the part is still wanted. Nothing can come between the two.
+    /// Calls `hand_over`, which sends the loaded part to the device thread, if the order is current. Atomic: no other
+    /// order can intervene. Returns whether the order is current.
     pub fn install(&self, key: Key, load: LoadId, hand_over: impl FnOnce()) -> bool {
         let state = self.lock();
-        let wanted = state.wanted.get(&key).is_some_and(|wanted| wanted.load == load);
-        if wanted {
+        let requested = state.requested.get(&key).is_some_and(|requested| requested.load == load);
+        if requested {
             hand_over();
         }
-        wanted
+        requested
     }
 
-    /// A part could not be loaded: `drop_it` notifies the device thread, if the part is still wanted. Returns whether it is, and what
-    /// the node offers from now on, where that changes.
+    /// Removes a part that failed to load, and calls `drop_it`, which notifies the device thread, if the order is
+    /// current. Returns whether it is, and the capacity to advertise if that changed.
     pub fn fail(&self, key: Key, load: LoadId, drop_it: impl FnOnce()) -> (bool, Option<Capacity>) {
         let mut state = self.lock();
-        if state.wanted.get(&key).is_none_or(|wanted| wanted.load != load) {
+        if state.requested.get(&key).is_none_or(|requested| requested.load != load) {
             return (false, None);
         }
-        let freed = state.wanted.remove(&key).is_some_and(|wanted| wanted.replaced > 0);
+        let freed = state.requested.remove(&key).is_some_and(|requested| requested.replaced > 0);
         drop_it();
         (true, freed.then(|| self.offered(&state)))
     }
 
-    /// A part is not wanted any more: `drop_it` notifies the device thread. A load that ends later is dropped. Returns what the node
-    /// offers from now on, where that changes before that drops the part.
+    /// Removes a part and calls `drop_it`, which notifies the device thread. A load that completes later is dropped.
+    /// Returns the capacity to advertise, if it changes before the device thread drops the part.
     pub fn end(&self, key: Key, drop_it: impl FnOnce()) -> Option<Capacity> {
         let mut state = self.lock();
-        let freed = state.wanted.remove(&key).is_some_and(|wanted| wanted.replaced > 0);
+        let freed = state.requested.remove(&key).is_some_and(|requested| requested.replaced > 0);
         drop_it();
         freed.then(|| self.offered(&state))
     }
 
-    /// No part of a job is wanted any more: `drop_them` notifies the device thread. Otherwise as [`Self::end`].
+    /// Removes all parts of a job and calls `drop_them`, which notifies the device thread. Otherwise like
+    /// [`Self::end`].
     pub fn end_job(&self, job: JobId, drop_them: impl FnOnce()) -> Option<Capacity> {
         let mut state = self.lock();
-        let freed = state.wanted.iter().any(|((of, _), wanted)| *of == job && wanted.replaced > 0);
-        state.wanted.retain(|(of, _), _| *of != job);
+        let freed = state.requested.iter().any(|((of, _), requested)| *of == job && requested.replaced > 0);
+        state.requested.retain(|(of, _), _| *of != job);
         drop_them();
         freed.then(|| self.offered(&state))
     }
 
-    /// Whether a part of a job is wanted.
+    /// Whether a part of the job is ordered.
     pub fn wants(&self, job: JobId) -> bool {
-        self.lock().wanted.keys().any(|(of, _)| *of == job)
+        self.lock().requested.keys().any(|(of, _)| *of == job)
     }
 
-    /// The device thread holds a part of this number of bytes now, or none; returns what the node offers from now on.
+    /// Records the bytes of a part on the device thread, `None` if it was dropped; returns the capacity to advertise.
     pub fn resident(&self, key: Key, bytes: Option<u64>) -> Capacity {
         let mut state = self.lock();
         match bytes {
             Some(bytes) => {
                 state.resident.insert(key, bytes);
-                if let Some(wanted) = state.wanted.get_mut(&key) {
-                    wanted.replaced = 0;
+                if let Some(requested) = state.requested.get_mut(&key) {
+                    requested.replaced = 0;
                 }
             }
             None => drop(state.resident.remove(&key)),
@@ -121,13 +124,13 @@ impl Residency {
         self.offered(&state)
     }
 
-    /// What the node offers now.
+    /// The capacity to advertise now.
     pub fn capacity(&self) -> Capacity {
         self.offered(&self.lock())
     }
 
     fn offered(&self, state: &State) -> Capacity {
-        let replaced: u64 = state.wanted.values().map(|wanted| wanted.replaced).sum();
+        let replaced: u64 = state.requested.values().map(|requested| requested.replaced).sum();
         let taken = state.resident.values().sum::<u64>().saturating_add(replaced);
         Capacity { memory_free: self.capacity.memory_total.saturating_sub(taken), ..self.capacity.clone() }
     }
@@ -164,24 +167,24 @@ mod tests {
     }
 
     #[test]
-    fn what_is_held_is_not_offered_twice() {
+    fn held_memory_is_not_offered() {
         let node = residency(100);
         node.begin(FIRST, LoadId(1), 60, &[]).unwrap();
         let refused = node.begin(SECOND, LoadId(1), 50, &[]).unwrap_err();
         assert!(refused.contains("60 B") && refused.contains("100 B"), "{refused}");
         assert_eq!(node.resident(FIRST, Some(40)).memory_free, 60);
         node.begin(SECOND, LoadId(1), 50, &[]).unwrap();
-        node.begin(FIRST, LoadId(2), 50, &[PartId(0)]).expect("a part takes the place of the same job's");
-        assert_eq!(node.resident(FIRST, None).memory_free, 60, "what is replaced counts until the new part is loaded");
+        node.begin(FIRST, LoadId(2), 50, &[PartId(0)]).expect("a part replaces one of the same job");
+        assert_eq!(node.resident(FIRST, None).memory_free, 60, "a replaced part counts until the new one is loaded");
         assert_eq!(node.resident(FIRST, Some(50)).memory_free, 50);
         node.end(FIRST, || {});
         node.fail(SECOND, LoadId(1), || {});
         assert_eq!(node.resident(FIRST, None).memory_free, 100);
-        node.begin((JobId(3), PartId(0)), LoadId(1), 100, &[]).expect("everything is free again");
+        node.begin((JobId(3), PartId(0)), LoadId(1), 100, &[]).expect("all memory is free again");
     }
 
     #[test]
-    fn parts_of_one_job_are_counted_each_and_what_is_replaced_only_once() {
+    fn parts_of_a_job_count_separately_and_replaced_parts_once() {
         let node = residency(100);
         let part = |part| (JobId(1), PartId(part));
         for number in [0, 1] {
@@ -191,31 +194,31 @@ mod tests {
         node.begin(part(2), LoadId(2), 40, &[]).expect_err("both parts stay");
         node.begin(part(2), LoadId(2), 90, &[PartId(0), PartId(1)]).expect("both parts are replaced");
         assert_eq!(node.capacity().memory_free, 20);
-        // Another order, before that load ends.
+        // Another order, before that load completes.
         node.begin(part(3), LoadId(3), 50, &[PartId(2)]).unwrap();
         assert_eq!(node.capacity().memory_free, 20);
-        assert!(!node.install(part(2), LoadId(2), || panic!("it is not wanted any more")));
+        assert!(!node.install(part(2), LoadId(2), || panic!("the order was superseded")));
         assert!(node.install(part(3), LoadId(3), || {}));
         assert_eq!(node.resident(part(3), Some(50)).memory_free, 50);
         node.begin(part(4), LoadId(4), 50, &[PartId(3)]).unwrap();
-        let (wanted, offered) = node.fail(part(4), LoadId(4), || {});
-        assert_eq!((wanted, offered.map(|now| now.memory_free)), (true, Some(100)));
+        let (requested, offered) = node.fail(part(4), LoadId(4), || {});
+        assert_eq!((requested, offered.map(|now| now.memory_free)), (true, Some(100)));
         assert!(!node.wants(JobId(1)));
     }
 
     #[test]
-    fn a_load_that_ends_after_its_job_is_dropped() {
+    fn a_load_that_completes_after_its_job_is_dropped() {
         let node = residency(100);
         let installed = Cell::new(0);
         let count = || installed.set(installed.get() + 1);
         node.begin(FIRST, LoadId(1), 10, &[]).unwrap();
         node.begin(FIRST, LoadId(2), 10, &[PartId(0)]).unwrap();
         node.install(FIRST, LoadId(1), count);
-        assert_eq!(installed.get(), 0, "a later order is wanted");
+        assert_eq!(installed.get(), 0, "a later order superseded it");
         node.install(FIRST, LoadId(2), count);
         assert_eq!(installed.get(), 1);
         node.end_job(JobId(1), || {});
         node.install(FIRST, LoadId(2), count);
-        assert_eq!(installed.get(), 1, "it is not wanted any more");
+        assert_eq!(installed.get(), 1, "the job has ended");
     }
 }

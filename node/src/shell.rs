@@ -1,4 +1,4 @@
-//! Carries out what the core decides. No policy lives here. Next: `shell/stages.rs`, `shell/grids.rs`.
+//! Carries out the core's decisions. No policy lives here. Next: `shell/stages.rs`, `shell/grids.rs`.
 use crate::boundary::Boundary;
 use crate::device_thread::{Command, Commands};
 use crate::driver::DriverHandle;
@@ -30,7 +30,7 @@ use transport::{Endpoint, GossipSocket, Identity, Priority};
 pub(crate) mod grids;
 mod stages;
 
-/// The order of a part that is to be loaded.
+/// The order to load a part.
 struct Ordered {
     key: Key,
     epoch: Epoch,
@@ -39,7 +39,7 @@ struct Ordered {
     sources: Vec<NodeId>,
 }
 
-/// Everything outputs need.
+/// Everything that outputs act on.
 pub struct Shell {
     pub(crate) driver: DriverHandle,
     pub(crate) runtime: tokio::runtime::Handle,
@@ -53,25 +53,26 @@ pub struct Shell {
     pub(crate) hub: Arc<Hub>,
     pub(crate) device: Arc<crate::device::Compute>,
     pub(crate) residency: Arc<Residency>,
-    pub(crate) recalled: Arc<crate::handle::Recalled>,
+    pub(crate) last_options: Arc<crate::handle::LastOptions>,
     pub(crate) boundary: Arc<Boundary>,
     pub(crate) states: Arc<States>,
     pub(crate) submissions: Arc<Submissions>,
 }
 
 impl Shell {
-    /// Does it, or hands it to a thread that does; never blocks. `node` is for the names of members and the steps of jobs.
+    /// Carries out an output, or hands it to a thread that does; never blocks. `node` supplies the names of members and
+    /// the steps of jobs.
     pub fn carry_out(&mut self, output: Output, node: &Node) {
         match output {
             Output::SendDatagram { to, addr, bytes } => {
-                // Gossip may be lost; a route that is down now may be up in the next round.
+                // Gossip tolerates loss; a route that is down now may be up in the next round.
                 if let Err(e) = self.gossip.send(&to.0, addr, &bytes) {
-                    tracing::trace!("no datagram to {to}: {e}");
+                    tracing::trace!("a datagram to {to} was not sent: {e}");
                 }
             }
             Output::SendMessage { to, bytes } => {
                 if let Err(e) = self.endpoint.send_message(to.0, bytes.into()) {
-                    tracing::debug!("a message to {to} is lost: {e}");
+                    tracing::debug!("a message to {to} was not sent: {e}");
                     self.driver.input(Input::Disconnected { node: to });
                 }
             }
@@ -147,7 +148,7 @@ impl Shell {
         );
     }
 
-    /// Has a part loaded; the device thread holds it then.
+    /// Loads a part, which the device thread then holds.
     fn load(
         &self,
         (job, epoch, load): (JobId, Epoch, LoadId),
@@ -158,7 +159,7 @@ impl Shell {
         let key = (job, order.part);
         self.expect(job, epoch, &order);
         let begun = self.residency.begin(key, load, order.bytes_max, replaces);
-        // A tile of the same number gives way when the new one is made; its saved states are not dropped with it.
+        // A tile of the same number is replaced when the new one is created; its saved states are kept.
         let stays = |part: PartId| part == order.part && matches!(order.work, PartWork::Tile(_));
         replaces.iter().filter(|part| !stays(**part)).for_each(|part| self.drop_quietly((job, *part)));
         if let Err(reason) = begun {
@@ -174,13 +175,13 @@ impl Shell {
         }
     }
 
-    /// A part goes on under another epoch.
+    /// Keeps a part under another epoch.
     fn keep(&self, job: JobId, epoch: Epoch, order: &Order) {
         self.expect(job, epoch, order);
         self.submit(Command::Keep { key: (job, order.part), epoch });
     }
 
-    /// Which frames will come for a part.
+    /// Announces the frames that a part will receive.
     fn expect(&self, job: JobId, epoch: Epoch, order: &Order) {
         let expected = match &order.work {
             PartWork::Stage(stage) => stages::rows(stage, order.part),
@@ -189,7 +190,7 @@ impl Shell {
         self.endpoint.expect(route(job, epoch, order.part), expected);
     }
 
-    /// Gets the data of a part that is not to be loaded yet.
+    /// Fetches the data of a part that is not to be loaded yet.
     fn fetch(&self, (job, epoch): (JobId, Epoch), order: Order, sources: Vec<NodeId>) {
         let key = (job, order.part);
         match order.work {
@@ -198,14 +199,14 @@ impl Shell {
         }
     }
 
-    /// A part is not held any more.
+    /// Drops a part.
     fn drop_part(&self, key: Key) {
         if let Some(offered) = self.residency.end(key, || self.drop_quietly(key)) {
             self.driver.input(Input::CapacityChanged(offered));
         }
     }
 
-    /// Has a part dropped, if it is held.
+    /// Drops a part on the device thread, if it is there.
     fn drop_quietly(&self, key: Key) {
         self.submit(Command::Drop { key });
     }
@@ -227,7 +228,7 @@ impl Shell {
             Payload::Tensors(ids) => join(ids.into_iter().map(|id| self.tensors.get(id)).collect()),
         };
         let Some(tensor) = tensor else {
-            tracing::error!("a frame of job {:016x} has lost its rows", header.job.0);
+            tracing::error!("the payload of a frame of job {:016x} was dropped before it was sent", header.job.0);
             return;
         };
         let (dtype, width, bytes) = match &tensor {
@@ -254,7 +255,7 @@ impl Shell {
         let sent = self.endpoint.send_frame(to.0, head, bytes, priority);
         self.boundary.count(copy, size, sent.is_ok());
         if let Err(e) = sent {
-            tracing::debug!("a frame to {to} is lost: {e}");
+            tracing::debug!("a frame to {to} was not sent: {e}");
         }
     }
 
@@ -265,12 +266,12 @@ impl Shell {
         }
     }
 
-    /// Gives the device thread something to do. A node that ends has none any more.
+    /// Sends a command to the device thread, unless the node is shutting down.
     fn submit(&self, command: Command) {
         let _ = self.commands.send(command);
     }
 
-    /// Does work that takes time elsewhere. Its answer always comes: `failed` makes it from what a panic said.
+    /// Does slow work on another thread. An answer always arrives: `failed` creates it if the work panics.
     fn off_thread(
         &self,
         work: impl FnOnce() -> Input + Send + 'static,
@@ -280,7 +281,7 @@ impl Shell {
         self.runtime.spawn_blocking(move || driver.input(answered(work, failed)));
     }
 
-    /// Does asynchronous work that says itself what came of it; `failed` says it if the work panics.
+    /// Runs asynchronous work that reports its own result; if it panics, `failed` reports that.
     fn spawn(&self, work: impl Future<Output = ()> + Send + 'static, failed: impl FnOnce(String) + Send + 'static) {
         let work = self.runtime.spawn(work);
         self.runtime.spawn(async move {
@@ -293,20 +294,20 @@ impl Shell {
     }
 }
 
-/// What work answers, or what is answered in its place where it panics: whatever waits for it must not wait for ever.
+/// Returns the result of `work`, or of `failed` if it panics: the core must always get an answer.
 pub(crate) fn answered<T>(work: impl FnOnce() -> T, failed: impl FnOnce(String) -> T) -> T {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| failed(panicked(panic.as_ref())))
 }
 
-/// Says in the log what a panic said, and in the answer.
+/// Logs a panic, and returns its text for the answer.
 fn panicked(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-    let why = format!("this node failed inside ({}); this is a bug, see its log", text.unwrap_or("no message"));
+    let why = format!("internal error on this node ({}); this is a bug, see its log", text.unwrap_or("no message"));
     tracing::error!("{why}");
     why
 }
 
-/// The same event with members' names, where the core's text has the beginning of their ids.
+/// Replaces abbreviated node ids in the core's texts by members' names.
 fn named(event: Event, node: &Node) -> Event {
     let name = |text: String| Names::of(node).in_text(&text);
     match event {
@@ -345,7 +346,7 @@ fn named(event: Event, node: &Node) -> Event {
     }
 }
 
-/// Writes to the user's log what a person would want to wake up for, and no more.
+/// Logs an event: only what an operator must see.
 fn log(event: &Event, node: &Node) {
     let name = |id: &NodeId| Names::of(node).get(*id);
     match event {
@@ -378,20 +379,22 @@ fn log(event: &Event, node: &Node) {
             tracing::warn!("job {:016x} epoch {counter}: standby {} takes over part {part}", job.0, name(node));
         }
         Event::JobMoves { job, change } => tracing::info!(
-            "job {:016x} moves: {} of weights are fetched; {:.2} ms per token or step instead of {:.2}",
+            "job {:016x} moves: fetches {} of weights; {:.2} ms per token or step instead of {:.2}",
             job.0,
             crate::config::Size(change.bytes),
             change.after_ns as f64 / 1e6,
             change.before_ns as f64 / 1e6
         ),
-        Event::Measured { node, percent: 100 } => tracing::info!("{} computes as fast as it claims", name(node)),
+        Event::Measured { node, percent: 100 } => {
+            tracing::info!("{} computes at the speed that it advertises", name(node))
+        }
         Event::Measured { node, percent } if *percent < 100 * SLOWER_TIMES as u32 => {
-            tracing::info!("{} takes {percent} % of the time that it claims: plans use the measured time", name(node));
+            tracing::info!("{} needs {percent} % of its advertised time: plans use the measured time", name(node));
         }
         Event::Measured { node, percent } => {
-            tracing::warn!("{} takes {percent} % of the time that it claims: plans use the measured time", name(node));
+            tracing::warn!("{} needs {percent} % of its advertised time: plans use the measured time", name(node));
         }
-        // Names of all members are looked up for it: not for lines that no log takes.
+        // Looking up all members' names is expensive: skip it if the line is not logged.
         Event::Refused { .. } if !tracing::enabled!(tracing::Level::DEBUG) => {}
         Event::Refused { from, what } => {
             let what = Names::of(node).in_text(what);
@@ -406,7 +409,7 @@ fn log(event: &Event, node: &Node) {
         Event::Steps { job, event: StepsEvent::Waiting { reason } } => {
             tracing::warn!("job {:016x} waits: {reason}", job.0);
         }
-        // Logged where it is known where its results go.
+        // Logged by the submissions, with the folder of its results.
         Event::JobInherited { .. } => {}
         Event::Steps { event: StepsEvent::Progress { .. } | StepsEvent::Report { .. }, .. }
         | Event::PlanReady { .. }
@@ -417,7 +420,7 @@ fn log(event: &Event, node: &Node) {
     }
 }
 
-/// Where the parts of a job are, human-readable, after the epoch.
+/// Where the parts of a job are, human-readable, for the line after the epoch.
 fn placed(placement: &Placement, names: &Names) -> String {
     match placement {
         Placement::Stages(stages) => {
@@ -436,10 +439,10 @@ fn placed(placement: &Placement, names: &Names) -> String {
     }
 }
 
-/// No frame for this long: no job is generating.
+/// If no frame arrived for this long, no job is generating.
 const FRAMES_SILENT: Duration = Duration::from_secs(5);
 
-/// The data plane as a way to ask for weights.
+/// Requests weights over the data plane.
 pub struct EndpointAsk(pub Arc<Endpoint>);
 
 impl Ask for EndpointAsk {
@@ -448,8 +451,8 @@ impl Ask for EndpointAsk {
         response.all(max).await.map_err(|e| e.to_string())
     }
 
-    /// Each peer keeps to its share of the link to here, but all of them together could take more than this end of it:
-    /// while frames of a job come and go, they get the same share of the fastest link that was measured.
+    /// Each peer stays within its share of its link to this node, but together they could exceed this node's own link.
+    /// So while frames of a job are in flight, all of them get the same share of the fastest measured link.
     fn bytes_per_second(&self) -> Option<u64> {
         let peers = self.0.peers();
         let busy = |peer: &transport::PeerStats| peer.frames_silent_for.is_some_and(|silent| silent < FRAMES_SILENT);

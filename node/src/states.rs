@@ -1,4 +1,4 @@
-//! Saved states of tiles, by name: until the node that wants them has fetched them.
+//! Saved states of tiles by name, retained until the requesting node has fetched them.
 use crate::residency::Key;
 use bytes::Bytes;
 use node_core::id::{JobId, PartId};
@@ -6,45 +6,45 @@ use node_core::work::steps::SaveKind;
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard};
 
-/// Names a state.
+/// The name of a saved state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct StateName {
-    /// Whose.
+    /// The job.
     pub job: JobId,
-    /// Which tile.
+    /// The tile.
     pub part: PartId,
-    /// After which step.
+    /// The step after which it was saved.
     pub step: u32,
-    /// What it is.
+    /// Its kind.
     pub kind: SaveKind,
 }
 
-/// All of this node's. Bounded by the core: a tile waits while too many are not fetched.
+/// All saved states of this node. The core bounds them: a tile pauses while too many have not been fetched.
 #[derive(Debug, Default)]
 pub struct States(Mutex<HashMap<StateName, Bytes>>);
 
 impl States {
-    /// Keeps one.
+    /// Stores a state.
     pub fn put(&self, name: StateName, bytes: Bytes) {
         self.lock().insert(name, bytes);
     }
 
-    /// One, which stays.
+    /// Returns a state and keeps it.
     pub fn get(&self, name: &StateName) -> Option<Bytes> {
         self.lock().get(name).cloned()
     }
 
-    /// One, which is given up.
+    /// Removes a state and returns it.
     pub fn take(&self, name: &StateName) -> Option<Bytes> {
         self.lock().remove(name)
     }
 
-    /// All of a tile are given up.
+    /// Removes all states of a tile.
     pub fn drop_part(&self, (job, part): Key) {
         self.lock().retain(|name, _| (name.job, name.part) != (job, part));
     }
 
-    /// All of a job are.
+    /// Removes all states of a job.
     pub fn drop_job(&self, job: JobId) {
         self.lock().retain(|name, _| name.job != job);
     }

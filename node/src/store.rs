@@ -1,8 +1,8 @@
-//! What survives a restart: the node's generation, peers met, invitations (the only user of sled).
+//! State that survives a restart: the node's generation, known peers and invitations. The only user of sled.
 //!
-//! Everything here can be rebuilt. A store that does not open is moved aside and begun anew; keys and weights are files
-//! of their own. sled does not recover well from a full disk (some of its paths panic), so nothing is written where room is
-//! short, and a panic below is an error here.
+//! Everything here can be rebuilt. A store that does not open is renamed and replaced by an empty one; keys and weights
+//! are separate files. sled handles a full disk badly (some of its paths panic), so nothing is written when space is
+//! short, and a panic inside sled becomes an error.
 use crate::disk::{self, NoRoom};
 use node_core::admission::Invite;
 use node_core::id::{Generation, NodeId};
@@ -11,29 +11,29 @@ use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
-/// Changes when records change shape. The schema before this one is migrated; an older store begins empty.
+/// Changes when records change format. The previous schema is migrated; an older store is emptied.
 const SCHEMA: &[u8] = b"meshnode store 3";
-/// The schema whose peers are arrays without field names.
+/// The previous schema, whose peers are arrays without field names.
 const SCHEMA_BEFORE: &[u8] = b"meshnode store 2";
 
-/// Room that must be there before something is written: sled grows by segments of 512 KiB and rewrites old ones.
+/// Free space required before a write: sled grows by segments of 512 KiB and rewrites old ones.
 const ROOM_BYTES_MIN: u64 = 2 << 20;
 
-/// Why a store did not take or give a record.
+/// Why the store could not be opened or written.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// Another process holds it.
+    /// Another process uses it.
     #[error("another node uses the data directory {0}: stop it, or give this one its own --data-dir")]
     InUse(PathBuf),
-    /// The disk is too full. Nothing was written; what was stored is whole.
+    /// The disk is too full. Nothing was written; stored records are intact.
     #[error(transparent)]
     Full(#[from] NoRoom),
-    /// The disk refused. The store may take nothing more in this life.
+    /// The disk reported an error. The store may accept no more writes until the node restarts.
     #[error("the node's state in {path} cannot be written: {cause}; {advice}", advice = disk::FREE_DATA)]
     Disk {
-        /// Where.
+        /// The store's path.
         path: PathBuf,
-        /// The system's words.
+        /// The system's error text.
         cause: String,
     },
 }
@@ -46,10 +46,10 @@ pub struct Store {
 }
 
 impl Store {
-    /// Opens or begins the store under `data_dir`.
+    /// Opens or creates the store under `data_dir`.
     ///
     /// # Errors
-    /// Held by another process, or not writable.
+    /// Another process uses it, or it is not writable.
     pub fn open(data_dir: &Path) -> Result<Self, StoreError> {
         Self::open_with(data_dir, disk::free_bytes)
     }
@@ -71,7 +71,10 @@ impl Store {
             Err(sled::Error::Io(e)) => return Err(disk(&e)),
             Err(damaged) => {
                 let aside = data_dir.join(format!("store.damaged-{}", crate::handle::unix_seconds()));
-                tracing::warn!("the store is damaged ({damaged}); it is kept as {} and begun anew", aside.display());
+                tracing::warn!(
+                    "the store is damaged ({damaged}): renamed to {}, starting with an empty one",
+                    aside.display()
+                );
                 std::fs::rename(&path, &aside).map_err(|e| disk(&e))?;
                 open().map_err(|e| disk(&e))?
             }
@@ -92,12 +95,12 @@ impl Store {
         Ok(store)
     }
 
-    /// The generation of this life: above every former one, also where the store was lost (unix seconds). It is on disk when
-    /// this returns. Ids of jobs are made from it, so no life mints an epoch of an earlier life's job, and epochs themselves need
-    /// not be written.
+    /// A new generation, higher than every earlier one, even if the store was lost (it is at least the Unix time). It
+    /// is on disk when this returns. Job ids are made from it, so no run of the node issues an epoch for a job of an
+    /// earlier run, and epochs need not be stored.
     ///
     /// # Errors
-    /// It could not be written: without that the node must not speak.
+    /// It could not be written; then the node must not send anything.
     pub fn next_generation(&self) -> Result<Generation, StoreError> {
         let stored = self.get(b"generation").and_then(|b| Some(u64::from_le_bytes(b.try_into().ok()?))).unwrap_or(0);
         let generation = (stored + 1).max(crate::handle::unix_seconds());
@@ -105,24 +108,24 @@ impl Store {
         Ok(Generation(generation))
     }
 
-    /// Writes the peers to announce to after a restart, and syncs.
+    /// Writes the peers to contact after a restart, and syncs.
     ///
     /// # Errors
-    /// The disk refused.
+    /// The disk is full or reported an error.
     pub fn put_peers(&self, peers: &[Contact]) -> Result<(), StoreError> {
         self.put_json(PEERS, &peers)
     }
 
-    /// Earlier versions kept the secrets of tickets, which other users could read: those tickets are good for nothing now.
+    /// Removes the secrets of tickets that earlier versions stored, readable by other users: those tickets are revoked.
     fn forget_secrets(&self) -> Result<(), StoreError> {
         if self.get(SECRETS).is_none() {
             return Ok(());
         }
-        tracing::info!("tickets of an earlier version are void: make new ones with `meshnode invite`");
+        tracing::info!("tickets of an earlier version are revoked: create new ones with `meshnode invite`");
         self.write(|| self.db.remove(SECRETS).map(drop))
     }
 
-    /// Migrates the peers of the schema before this one: node, key, gossip and data addresses in that order.
+    /// Migrates the peers of the previous schema: node, key, gossip and data addresses in that order.
     fn name_fields(&self) -> Result<(), StoreError> {
         type Unnamed = (NodeId, Vec<u8>, Vec<SocketAddr>, Vec<SocketAddr>);
         let unnamed: Vec<Unnamed> = self.get_json(PEERS).unwrap_or_default();
@@ -131,20 +134,20 @@ impl Store {
         self.put(b"schema", SCHEMA)
     }
 
-    /// Peers met in former lives.
+    /// The peers stored by an earlier run.
     pub fn peers(&self) -> Vec<Contact> {
         self.get_json(PEERS).unwrap_or_default()
     }
 
-    /// Writes the invitations, by their numbers, and syncs.
+    /// Writes the invitations, by id, and syncs.
     ///
     /// # Errors
-    /// The disk refused.
+    /// The disk is full or reported an error.
     pub fn put_invites(&self, invites: &[([u8; 16], Invite)]) -> Result<(), StoreError> {
         self.put_json(INVITES, &invites)
     }
 
-    /// The invitations of former lives.
+    /// The invitations stored by an earlier run.
     pub fn invites(&self) -> Vec<([u8; 16], Invite)> {
         self.get_json(INVITES).unwrap_or_default()
     }
@@ -165,7 +168,7 @@ impl Store {
         self.write(|| self.db.insert(key, value).map(drop))
     }
 
-    /// Changes something and syncs, if there is room for it.
+    /// Makes a change and syncs, if there is enough space.
     fn write(&self, change: impl FnOnce() -> sled::Result<()>) -> Result<(), StoreError> {
         disk::require((self.free_bytes)(&self.path), ROOM_BYTES_MIN, STATE, &self.path, disk::FREE_DATA)?;
         match quietly(|| change().and_then(|()| self.db.flush().map(drop))) {
@@ -179,20 +182,20 @@ impl Store {
     }
 }
 
-/// What is written here, for people.
+/// Human-readable name of the stored data.
 const STATE: &str = "the node's state";
-/// Peers to announce to after a restart.
+/// Key of the peers to contact after a restart.
 const PEERS: &[u8] = b"peers";
-/// Invitations by their numbers.
+/// Key of the invitations.
 const INVITES: &[u8] = b"invitations";
-/// Where earlier versions kept the secrets of tickets.
+/// Key under which earlier versions stored the secrets of tickets.
 const SECRETS: &[u8] = b"invites";
 
-/// Runs what may panic inside sled; the panic's words are the error.
+/// Runs sled code; a panic in it becomes an error text.
 fn quietly<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     catch_unwind(AssertUnwindSafe(work)).map_err(|panic| {
         let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
-        text.unwrap_or("the database gave up").to_owned()
+        text.unwrap_or("the database panicked without a message").to_owned()
     })
 }
 
@@ -201,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn generations_grow_over_restarts_and_a_damaged_store_is_begun_anew() {
+    fn generations_grow_over_restarts_and_a_damaged_store_is_replaced() {
         let dir = tempfile::tempdir().unwrap();
         let first = Store::open(dir.path()).unwrap().next_generation().unwrap();
         let second = Store::open(dir.path()).unwrap().next_generation().unwrap();
@@ -211,12 +214,12 @@ mod tests {
         assert!(third >= first);
     }
 
-    /// A crash right after a generation was given: what the disk holds then is a copy of the directory.
+    /// Simulates a crash right after a generation is returned, by copying the directory.
     #[test]
-    fn a_generation_is_on_disk_before_it_is_given() {
+    fn a_generation_is_on_disk_before_it_is_returned() {
         let (dir, crashed) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let store = Store::open(dir.path()).unwrap();
-        // Far ahead of the clock, which would hide that it is not stored.
+        // Far ahead of the clock; otherwise the clock would hide a generation that was not stored.
         store.put(b"generation", &(1u64 << 40).to_le_bytes()).unwrap();
         let first = store.next_generation().unwrap();
         assert_eq!(first.0, (1 << 40) + 1);
@@ -238,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn peers_and_invites_come_back() {
+    fn peers_and_invites_survive_a_restart() {
         let dir = tempfile::tempdir().unwrap();
         let peers = vec![peer(1)];
         let invites = vec![([4; 16], Invite { expiry: 9, uses_left: 2, issued: 1 })];
@@ -258,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn peers_of_the_schema_before_are_migrated() {
+    fn peers_of_the_previous_schema_are_migrated() {
         let dir = tempfile::tempdir().unwrap();
         let invites = vec![([4; 16], Invite { expiry: 9, uses_left: 2, issued: 1 })];
         {
@@ -284,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_disk_is_told_before_anything_is_written() {
+    fn a_full_disk_is_reported_before_anything_is_written() {
         let dir = tempfile::tempdir().unwrap();
         let error = Store::open_with(dir.path(), |_| Some(300 << 10)).err().expect("no room").to_string();
         for words in [dir.path().to_str().unwrap(), "2.0 MiB needed", "300.0 KiB free", "--data-dir"] {
@@ -298,9 +301,9 @@ mod tests {
         store.put_peers(&[peer(1)]).unwrap();
         FULL.store(true, SeqCst);
         assert!(matches!(store.put_peers(&[peer(2)]), Err(StoreError::Full(_))));
-        assert_eq!(store.peers(), [peer(1)], "what was there is whole");
+        assert_eq!(store.peers(), [peer(1)], "stored records are intact");
         FULL.store(false, SeqCst);
-        store.put_peers(&[peer(2)]).expect("with room again it goes on");
+        store.put_peers(&[peer(2)]).expect("writes work again with enough space");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The submitter's end of simulations: their job files, what comes of them on disk, and what watchers see.
+//! Simulations on the node they were submitted to: their job files, outputs and checkpoints on disk, and live views.
 use crate::bulk::{BulkRequest, GridRequest};
 use crate::driver::DriverHandle;
 use crate::hub::Hub;
@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
-use submission::Made;
+use submission::Results;
 pub use submission::{Submission, Told};
 use tokio::sync::watch;
 use transport::{Endpoint, Reply};
@@ -42,16 +42,16 @@ mod spec;
 mod submission;
 pub mod view;
 
-/// Jobs that are over and can still be looked at.
+/// Most ended jobs that stay available for queries.
 const OVER_KEPT: usize = 16;
-/// Bytes of their job files and what these name, all together: as much as one of the largest.
+/// Most bytes of their packed simulations together: as much as one of the largest.
 const OVER_BYTES: u64 = node_core::limits::SIMULATION_BYTES_MAX;
-/// How long a member may take for the next block of what it was asked for before it is given up.
+/// Longest wait for the next block from a member.
 const BLOCK_MAX: Duration = Duration::from_secs(20);
-/// Bytes of a packed simulation that are sent at once.
+/// Bytes per block of a packed simulation.
 const PACKED_BLOCK: usize = 256 << 10;
 
-/// All simulations that were submitted here.
+/// All simulations submitted to this node.
 pub struct Submissions {
     node: NodeId,
     seed: u64,
@@ -60,29 +60,30 @@ pub struct Submissions {
     hub: Arc<Hub>,
     endpoint: OnceLock<Arc<Endpoint>>,
     states: Arc<States>,
-    /// Where simulations of other nodes are kept that this one goes on with.
+    /// Folder for simulations that this node takes over from other coordinators.
     folder: PathBuf,
     jobs: Mutex<Vec<Arc<Submission>>>,
     ledger: Ledger,
-    /// Simulations of the tiles that are held here, by job.
+    /// Simulations of the tiles on this node, by job.
     held: Mutex<HashMap<JobId, (ContentId, Arc<Simulation>)>>,
-    /// Held while a simulation is fetched, so that it comes once.
+    /// One lock per content, held during a fetch, so that each simulation is fetched once.
     fetching: Mutex<HashMap<ContentId, Arc<Mutex<()>>>>,
 }
 
-/// What is wanted of a submission.
+/// A submission.
 #[derive(Debug)]
 pub struct Submit {
-    /// What is computed.
+    /// The simulation to compute.
     pub simulation: Simulation,
-    /// Where outputs and checkpoints go; nowhere, if none.
+    /// Folder for outputs and checkpoints; if `None`, nothing is written.
     pub out: Option<PathBuf>,
-    /// What to do with a run that is there.
+    /// What to do with a run that the folder already holds.
     pub existing: Existing,
 }
 
 impl Submissions {
-    /// None yet. `seed` differs from life to life; `folder` is for simulations of other nodes that this one goes on with.
+    /// Without submissions. `seed` must differ between runs of the node; `folder` is for simulations taken over from
+    /// other nodes.
     pub fn new(
         node: NodeId,
         seed: u64,
@@ -95,28 +96,29 @@ impl Submissions {
         Self { node, seed, count, driver, hub, endpoint, states, folder, jobs, ledger, held, fetching }
     }
 
-    /// How other nodes are reached.
+    /// Sets the endpoint that reaches other nodes.
     pub fn connect(&self, endpoint: Arc<Endpoint>) {
         let _ = self.endpoint.set(endpoint);
     }
 
-    /// Accepts a simulation; callers then poll its events. Blocks.
+    /// Accepts a simulation, whose events the caller then polls. Blocks.
     ///
     /// # Errors
-    /// The folder cannot be written, or holds what is not to be replaced; there is nothing to go on from; the job is too large.
-    pub fn submit(&self, wanted: Submit) -> Result<Arc<Submission>, String> {
-        let Submit { simulation, out, existing } = wanted;
+    /// The folder cannot be written, or must not be replaced; there is no checkpoint to resume from; the job is too
+    /// large.
+    pub fn submit(&self, submit: Submit) -> Result<Arc<Submission>, String> {
+        let Submit { simulation, out, existing } = submit;
         let (id, most) = (simulations::id(&simulation), node_core::limits::SIMULATION_BYTES_MAX);
         if id.bytes > most {
             return Err(format!(
-                "the job and its files have {} bytes, at most {most} are sent: make masks and patterns smaller",
+                "the job and its files have {} bytes; at most {most} can be sent: make masks and patterns smaller",
                 id.bytes
             ));
         }
         if existing == Existing::Resume && out.is_none() {
-            return Err("to resume, say where the checkpoints are: --out DIR".into());
+            return Err("to resume, name the folder of the checkpoints: --out DIR".into());
         }
-        let job = self.mint();
+        let job = self.new_job_id();
         let (mut folder, mut checkpoints, mut from) = (None, None, None);
         if let Some(out) = &out {
             let opened = Opened::new(out, existing, |out| self.lock_folder(out))?;
@@ -125,7 +127,7 @@ impl Submissions {
                 let (step, steps) = (all.newest(&simulation)?.step, simulation.steps());
                 if u64::from(step) >= steps {
                     return Err(format!(
-                        "the checkpoint is of step {step}, and {steps} steps are wanted in all: to go on, raise `steps` in the job"
+                        "the checkpoint is of step {step}, and the job has {steps} steps: to continue, raise `steps` in the job"
                     ));
                 }
                 from = Some(step);
@@ -146,7 +148,7 @@ impl Submissions {
             },
         };
         let spec = spec(job, &simulation, id, out.is_some(), from);
-        let made = Made { checkpoints, folder, ..Made::default() };
+        let results = Results { checkpoints, folder, ..Results::default() };
         let told = Told { begun_at, step: begun_at, checkpoint: from, ..Told::default() };
         let submission = Arc::new(Submission {
             job,
@@ -156,7 +158,7 @@ impl Submissions {
             told: Mutex::new(told),
             view: Mutex::default(),
             forces: Mutex::new(forces),
-            made: Mutex::new(made),
+            results: Mutex::new(results),
             changed: watch::channel(0).0,
         });
         let mut jobs = self.lock();
@@ -164,22 +166,21 @@ impl Submissions {
         forget_old(&mut jobs);
         drop(jobs);
         self.ledger.add(&submission);
-        // What becomes of it comes as events of the job: the call need not be answered.
+        // Results arrive as events of the job, so the call needs no answer.
         let call = self.hub.call();
         self.driver.input(Input::Start { call, job: Box::new(JobSpec::Steps(spec)) });
         self.driver.input(Input::Cancel { call });
         Ok(submission)
     }
 
-    fn mint(&self) -> JobId {
+    fn new_job_id(&self) -> JobId {
         let count = self.count.fetch_add(1, Ordering::Relaxed);
         let mut hasher = blake3::Hasher::new_derive_key("meshnode 2026 grid job");
         hasher.update(&self.node.0).update(&self.seed.to_le_bytes()).update(&count.to_le_bytes());
         JobId(u64::from_le_bytes(hasher.finalize().as_bytes()[..8].try_into().unwrap_or_default()))
     }
 
-    /// Sees to it that one run at a time writes into a folder, of all that are on this machine. Nothing where folders cannot be
-    /// locked.
+    /// Locks a folder, so that only one run on this machine writes into it. `None` if the file system has no locks.
     fn lock_folder(&self, out: &Path) -> Result<Option<File>, String> {
         let Ok(folder) = File::open(out) else { return Ok(None) };
         match folder.try_lock() {
@@ -191,13 +192,10 @@ impl Submissions {
                     job.told().ended.is_none() && job.out.as_deref().and_then(place) == place(out)
                 };
                 let who = match self.all().iter().find(same) {
-                    Some(job) => format!("the simulation {:016x} writes", job.job.0),
-                    None => "a simulation of another meshnode on this machine writes".into(),
+                    Some(job) => format!("the simulation {:016x} already writes", job.job.0),
+                    None => "a simulation of another meshnode on this machine already writes".into(),
                 };
-                Err(format!(
-                    "{who} into {} already: end it with `meshnode cancel`, or name another folder",
-                    out.display()
-                ))
+                Err(format!("{who} into {}: end it with `meshnode cancel`, or name another folder", out.display()))
             }
         }
     }
@@ -212,13 +210,13 @@ impl Submissions {
         self.lock().iter().find(|known| known.job == job).cloned()
     }
 
-    /// All of them, the oldest first.
+    /// All jobs, oldest first.
     pub fn all(&self) -> Vec<Arc<Submission>> {
         self.lock().clone()
     }
 
-    /// An event of the core. `step`: of a simulation that is ready, the step from which it runs.
-    #[expect(clippy::wildcard_enum_match_arm, reason = "few of many events are about simulations")]
+    /// Handles an event of the core.
+    #[expect(clippy::wildcard_enum_match_arm, reason = "only a few events are about simulations")]
     pub fn tell(self: &Arc<Self>, event: &Event) {
         match event {
             Event::JobInherited { job, from, inherited } => match &**inherited {
@@ -239,7 +237,7 @@ impl Submissions {
                 }
             }
             Event::Lost { job, node, silent_ms } => {
-                // The loss of the coordinator from which it was inherited is in it already.
+                // If the job was inherited, the loss of its previous coordinator is already counted.
                 let known = self.find(*job).filter(|known| known.telling().inherited_from != Some(*node));
                 if let Some(submission) = known {
                     submission.lost(Duration::from_millis(*silent_ms));
@@ -249,7 +247,8 @@ impl Submissions {
         }
     }
 
-    /// A simulation is over here. The disk is not for the thread that decides; when its end is seen, all is on the disk.
+    /// Ends a simulation on this node. Disk writes run on another thread; everything is on disk before the end is
+    /// visible.
     fn end(self: &Arc<Self>, submission: Arc<Submission>, event: Event, ending: &Ending) {
         let (job, submissions, completed) = (submission.job, self.clone(), *ending == Ending::Completed);
         if matches!(ending, Ending::Moved(_)) {
@@ -269,10 +268,10 @@ impl Submissions {
         });
     }
 
-    /// Fetches what an owner saved, and does with it what it is for. Blocks.
+    /// Fetches what an owner saved and stores it according to its kind. Blocks.
     ///
     /// # Errors
-    /// It cannot be fetched, or not be written: it may be tried again.
+    /// It cannot be fetched or written; the call may be repeated.
     pub fn collect(
         &self,
         runtime: &tokio::runtime::Handle,
@@ -282,20 +281,20 @@ impl Submissions {
     ) -> Result<(), String> {
         match name.kind {
             SaveKind::Snapshot => {
-                // The core has bounded it by the tile.
+                // The core has bounded the size by that of the tile.
                 let state = self.whole(runtime, from, GridRequest::State(name), bytes)?;
                 self.states.put(name, state);
                 Ok(())
             }
             SaveKind::Checkpoint => {
-                let submission = self.find(name.job).ok_or("the job is over")?;
+                let submission = self.find(name.job).ok_or("the job has ended")?;
                 let Some(mut part) = submission.begin_part(name)? else { return Ok(()) };
                 self.stream(runtime, from, GridRequest::State(name), |block| part.write(block))?;
                 submission.add_part(part.complete()?);
                 Ok(())
             }
             SaveKind::Output(_) => {
-                let submission = self.find(name.job).ok_or("the job is over")?;
+                let submission = self.find(name.job).ok_or("the job has ended")?;
                 let most = submission.frame_bytes(name)?;
                 let state = self.whole(runtime, from, GridRequest::State(name), most)?;
                 submission.take(name, &state)
@@ -303,10 +302,10 @@ impl Submissions {
         }
     }
 
-    /// The cells of a box of a job's checkpoint, as many bytes as they have, from its coordinator. Blocks.
+    /// Fetches the cells of a box of a job's checkpoint from its coordinator. Blocks.
     ///
     /// # Errors
-    /// They cannot be had.
+    /// They cannot be fetched, or their size is wrong.
     pub fn checkpoint(
         &self,
         runtime: &tokio::runtime::Handle,
@@ -319,35 +318,35 @@ impl Submissions {
         let held = held.ok_or("the tile is no longer requested")?;
         let bytes = checkpoints::bytes(&held, region);
         let mut cells = Vec::with_capacity(usize::try_from(bytes).map_err(|e| e.to_string())?);
-        let wanted = GridRequest::checkpoint(job, step, region);
-        self.stream(runtime, from, wanted, |block| {
+        let request = GridRequest::checkpoint(job, step, region);
+        self.stream(runtime, from, request, |block| {
             if (cells.len() + block.len()) as u64 > bytes {
-                return Err(format!("more than the {bytes} bytes of {region:?} came"));
+                return Err(format!("expected {bytes} bytes of {region:?}, received more"));
             }
             cells.extend_from_slice(block);
             Ok(())
         })?;
         match cells.len() as u64 == bytes {
             true => Ok(cells),
-            false => Err(format!("{} bytes of {region:?} came, expected {bytes}", cells.len())),
+            false => Err(format!("expected {bytes} bytes of {region:?}, received {}", cells.len())),
         }
     }
 
-    /// An answer of at most the given number of bytes, from a member or from this node.
+    /// A whole response of at most `most` bytes, from a member or from this node.
     fn whole(
         &self,
         runtime: &tokio::runtime::Handle,
         from: NodeId,
-        wanted: GridRequest,
+        request: GridRequest,
         most: u64,
     ) -> Result<Bytes, String> {
-        if let (true, GridRequest::State(name)) = (from == self.node, &wanted) {
-            return self.states.get(name).ok_or_else(|| "the state is gone".into());
+        if let (true, GridRequest::State(name)) = (from == self.node, &request) {
+            return self.states.get(name).ok_or_else(|| "the saved state is no longer stored".into());
         }
         let mut all = Vec::with_capacity(usize::try_from(most).map_err(|e| e.to_string())?);
-        self.stream(runtime, from, wanted, |block| {
+        self.stream(runtime, from, request, |block| {
             if (all.len() + block.len()) as u64 > most {
-                return Err(format!("an answer longer than the {most} bytes expected"));
+                return Err(format!("expected a response of at most {most} bytes, received more"));
             }
             all.extend_from_slice(block);
             Ok(())
@@ -355,25 +354,25 @@ impl Submissions {
         Ok(all.into())
     }
 
-    /// Takes an answer block by block, as it comes from a member or is made here.
+    /// Receives a response block by block, from a member or from this node.
     fn stream(
         &self,
         runtime: &tokio::runtime::Handle,
         from: NodeId,
-        wanted: GridRequest,
+        request: GridRequest,
         mut each: impl FnMut(&[u8]) -> Result<(), String>,
     ) -> Result<(), String> {
         if from == self.node {
             let mut taken = Ok(());
-            self.give(&wanted, &mut |block| {
+            self.give(&request, &mut |block| {
                 taken = each(&block);
                 taken.is_ok()
             })?;
             return taken;
         }
         let endpoint = self.endpoint.get().ok_or("the node is not connected yet")?.clone();
-        let request = BulkRequest::Grid(wanted).encode().into();
-        let late = |_| format!("nothing came for {BLOCK_MAX:?}");
+        let request = BulkRequest::Grid(request).encode().into();
+        let late = |_| format!("no data for {BLOCK_MAX:?}");
         runtime.block_on(async move {
             let asked = tokio::time::timeout(BLOCK_MAX, endpoint.request(from.0, request)).await.map_err(late)?;
             let mut answer = asked.map_err(|e| e.to_string())?;
@@ -387,20 +386,20 @@ impl Submissions {
         })
     }
 
-    /// Answers a member, block by block. Blocks.
-    pub fn answer(&self, wanted: &GridRequest, reply: Reply) {
-        let given = self.give(wanted, &mut |block| reply.blocking_send(block));
+    /// Answers a member's request block by block. Blocks.
+    pub fn answer(&self, request: &GridRequest, reply: Reply) {
+        let given = self.give(request, &mut |block| reply.blocking_send(block));
         match given {
             Ok(()) => reply.finish(),
             Err(why) => reply.fail(why),
         }
     }
 
-    /// Gives out what is asked for, as long as it is wanted (`each` is true).
-    fn give(&self, wanted: &GridRequest, each: &mut dyn FnMut(Bytes) -> bool) -> Result<(), String> {
-        match wanted {
+    /// Produces a response block by block, until `each` returns false.
+    fn give(&self, request: &GridRequest, each: &mut dyn FnMut(Bytes) -> bool) -> Result<(), String> {
+        match request {
             GridRequest::State(name) => {
-                let state = self.states.get(name).ok_or("this node does not hold the state")?;
+                let state = self.states.get(name).ok_or("this node has no such saved state")?;
                 each(state);
                 Ok(())
             }
@@ -414,26 +413,26 @@ impl Submissions {
                 Ok(())
             }
             GridRequest::Simulation(content) => {
-                let simulation = self.simulation_of(*content).ok_or("this node does not hold the simulation")?;
+                let simulation = self.simulation_of(*content).ok_or("this node does not have the simulation")?;
                 simulation.pack(&mut |part| part.chunks(PACKED_BLOCK).all(|block| each(Bytes::copy_from_slice(block))));
                 Ok(())
             }
         }
     }
 
-    /// Makes a checkpoint the one to resume from. Blocks.
+    /// Makes a complete checkpoint the one to resume from. Blocks.
     ///
     /// # Errors
-    /// The disk.
+    /// A disk error, or a missing part.
     pub fn keep_checkpoint(&self, job: JobId, step: u32) -> Result<(), String> {
-        let submission = self.find(job).ok_or("the job is over")?;
+        let submission = self.find(job).ok_or("the job has ended")?;
         let cut = submission.cut();
-        let mut made = submission.made();
-        match &mut made.checkpoints {
+        let mut results = submission.results();
+        match &mut results.checkpoints {
             Some(checkpoints) => checkpoints.keep(step, &cut)?,
             None => return Ok(()),
         }
-        if let Some(folder) = &made.folder {
+        if let Some(folder) = &results.folder {
             folder.has_checkpoint();
         }
         Ok(())
@@ -444,7 +443,7 @@ impl Submissions {
     }
 }
 
-/// Jobs that are over go, the oldest first, once there are too many of them or their files are too large together.
+/// Removes ended jobs, oldest first, while there are too many or their files are too large together.
 fn forget_old(jobs: &mut Vec<Arc<Submission>>) {
     loop {
         let over: Vec<(usize, u64)> = jobs

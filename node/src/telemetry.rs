@@ -1,6 +1,7 @@
-//! What a person or a monitor sees of a running node: log lines on stderr and the numbers under `/metrics`.
+//! Observability of a running node: log lines on stderr, and metrics for `/metrics`.
 //!
-//! Levels: `error` wakes somebody up, `warn` is looked at in the morning, `info` is what happened, `debug` is why.
+//! Levels: `error` needs action immediately, `warn` needs attention the next day, `info` reports events, `debug`
+//! explains decisions.
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,22 +9,22 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tracing_subscriber::EnvFilter;
 
-/// How log lines look.
+/// Format of log lines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum LogFormat {
-    /// For people.
+    /// Human-readable
     #[default]
     Text,
-    /// One JSON object a line.
+    /// One JSON object per line
     Json,
 }
 
-/// Sends `tracing` to stderr. `MESHNODE_LOG` (or `RUST_LOG`) overrides the level that `verbosity` gives: 0 is warnings
-/// for commands, or `info` for daemons; each step adds a level. A second call does nothing.
+/// Sends `tracing` output to stderr. Verbosity 0 means `warn` for commands and `info` for daemons; each step adds a
+/// level. `MESHNODE_LOG` (or `RUST_LOG`) overrides the level. A second call does nothing.
 pub fn start(format: LogFormat, verbosity: u8, daemon: bool) {
     let level = ["warn", "info", "debug", "trace"][usize::from(verbosity.saturating_add(daemon.into()).min(3))];
-    // Discovery and TLS are chatty below warn, GPU probing warns about what doctor explains better, and CubeCL's cache of kernels
-    // about a file that it is not meant to have.
+    // Discovery and TLS are noisy below warn. GPU probing warns about problems that `doctor` explains better. CubeCL's
+    // kernel cache warns about a file that is absent on purpose.
     let default = format!(
         "warn,meshnode={level},transport={level},node_core={level},kernels={level},kernels_gpu={level},wgpu_hal=error,wgpu_core=error,naga=error,cubecl_common::cache_file=off"
     );
@@ -32,21 +33,21 @@ pub fn start(format: LogFormat, verbosity: u8, daemon: bool) {
         .find_map(|name| EnvFilter::try_from_env(name).ok())
         .unwrap_or_else(|| EnvFilter::new(default));
     let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
-    // A log that cannot be written (a full disk, a pipe that nobody reads) is no reason to panic.
+    // Do not panic if the log cannot be written (full disk, closed pipe).
     let builder = builder.log_internal_errors(false);
-    // A second start in one process (tests) is harmless.
+    // Fails harmlessly if called twice in one process, as in tests.
     let _ = match format {
         LogFormat::Text => builder.with_target(false).with_ansi(console::user_attended_stderr()).try_init(),
         LogFormat::Json => builder.json().flatten_event(true).try_init(),
     };
 }
 
-/// Upper bounds of the buckets of every time histogram, seconds: from one decode step to a long answer.
+/// Bucket bounds of all latency histograms, in seconds: from one decode step to a long answer.
 const BUCKETS_S: [f64; 12] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0, 120.0];
-/// Label sets of one metric; labels come from our own code (routes, states), so this bounds a mistake, not an attack.
+/// Most label sets per metric. Labels come from our own code (routes, states), so this bounds bugs, not attacks.
 const SERIES_MAX: usize = 256;
 
-/// All numbers of a node, in Prometheus' text format on demand. Cheap to clone.
+/// All metrics of a node, rendered in Prometheus' text format. Cheap to clone.
 #[derive(Clone, Default)]
 pub struct Metrics {
     families: Arc<Mutex<BTreeMap<&'static str, Family>>>,
@@ -65,8 +66,8 @@ enum Kind {
     Histogram,
 }
 
-/// One time series. A counter uses `value`; a gauge keeps the bits of an f64 in it; a histogram counts in `buckets`, sums
-/// microseconds in `value`.
+/// One time series. `value` is the count of a counter, the bits of an f64 for a gauge, and the sum in microseconds for
+/// a histogram, whose `buckets` are not cumulative.
 #[derive(Default)]
 struct Series {
     value: AtomicU64,
@@ -74,14 +75,14 @@ struct Series {
 }
 
 impl Metrics {
-    /// Adds to a counter; its name ends in `_total`, without the `meshnode_` prefix.
+    /// Adds to a counter. `name` ends in `_total` and omits the prefix `meshnode_`.
     pub fn count(&self, name: &'static str, help: &'static str, labels: &[(&str, &str)], by: u64) {
         if let Some(series) = self.series(name, help, Kind::Counter, labels) {
             series.value.fetch_add(by, Ordering::Relaxed);
         }
     }
 
-    /// Sets a counter that is kept elsewhere to where it stands.
+    /// Sets a counter that is maintained elsewhere.
     pub fn total(&self, name: &'static str, help: &'static str, labels: &[(&str, &str)], value: u64) {
         if let Some(series) = self.series(name, help, Kind::Counter, labels) {
             series.value.store(value, Ordering::Relaxed);
@@ -95,7 +96,7 @@ impl Metrics {
         }
     }
 
-    /// Adds a time to a histogram; its name ends in `_seconds`.
+    /// Adds a duration to a histogram. `name` ends in `_seconds`.
     pub fn observe(&self, name: &'static str, help: &'static str, labels: &[(&str, &str)], time: Duration) {
         if let Some(series) = self.series(name, help, Kind::Histogram, labels) {
             let seconds = time.as_secs_f64();
@@ -105,7 +106,7 @@ impl Metrics {
         }
     }
 
-    /// Everything in Prometheus' text format, in a fixed order.
+    /// All metrics in Prometheus' text format, sorted by name.
     pub fn render(&self) -> String {
         let families = self.families.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let mut text = String::new();
@@ -170,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn metrics_come_out_in_prometheus_format() {
+    fn metrics_are_rendered_in_prometheus_format() {
         let metrics = Metrics::default();
         metrics.count("tokens_total", "Tokens generated.", &[("model", "a\"b")], 2);
         metrics.count("tokens_total", "Tokens generated.", &[("model", "a\"b")], 3);

@@ -1,4 +1,4 @@
-//! Payloads by name: the core passes ids around, the bytes wait here.
+//! Tensor payloads by id: the core passes ids around, the bytes stay here.
 use bytes::Bytes;
 use node_core::id::TensorId;
 use std::collections::HashMap;
@@ -13,17 +13,17 @@ pub enum Tensor {
     Hidden(Arc<Vec<f32>>),
     /// Token ids.
     Tokens(Vec<u32>),
-    /// Cells of a grid for a neighbour of the tile that has them.
+    /// Cells of a tile, for the halo of its neighbour.
     Halo {
-        /// As they lie in memory.
+        /// The cells in memory layout.
         bytes: Bytes,
-        /// How many bits a cell has.
+        /// The element type, which gives the bits per cell.
         dtype: Dtype,
     },
 }
 
-/// All payloads of this node that are still needed. Bounded by the core: it discards what it does not use, and
-/// transport's credits bound what arrives.
+/// All payloads that this node still needs. Bounded: the core discards what it does not use, and the transport's
+/// credits bound arrivals.
 #[derive(Default)]
 pub struct Tensors {
     held: Mutex<HashMap<TensorId, (Tensor, Option<transport::Credit>)>>,
@@ -31,34 +31,34 @@ pub struct Tensors {
 }
 
 impl Tensors {
-    /// Keeps an arrival and names it. Its sender gets the credit back when the payload is taken.
+    /// Stores an arrived payload under a new id. The sender gets its credit back when the payload is taken.
     pub fn arrive(&self, tensor: Tensor, credit: transport::Credit) -> TensorId {
         let id = TensorId::Arrived(self.arrivals.fetch_add(1, Ordering::Relaxed));
         self.lock().insert(id, (tensor, Some(credit)));
         id
     }
 
-    /// Keeps a payload under a name of the core's.
+    /// Stores a payload under an id that the core chose.
     pub fn put(&self, id: TensorId, tensor: Tensor) {
         self.lock().insert(id, (tensor, None));
     }
 
-    /// Gives a payload up.
+    /// Removes a payload and returns it.
     pub fn take(&self, id: TensorId) -> Option<Tensor> {
         self.lock().remove(&id).map(|(tensor, _credit)| tensor)
     }
 
-    /// A payload that stays here.
+    /// Returns a payload and keeps it.
     pub fn get(&self, id: TensorId) -> Option<Tensor> {
         self.lock().get(&id).map(|(tensor, _)| tensor.clone())
     }
 
-    /// Payloads held now.
+    /// Number of stored payloads.
     pub fn len(&self) -> usize {
         self.lock().len()
     }
 
-    /// None held.
+    /// Whether none is stored.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -68,7 +68,7 @@ impl Tensors {
     }
 }
 
-/// Payloads that were kept apart, one after the other; nothing if any of them is gone or they are not of one kind.
+/// Concatenates payloads; `None` if one is missing.
 pub fn join(parts: Vec<Option<Tensor>>) -> Option<Tensor> {
     let parts = parts.into_iter().collect::<Option<Vec<Tensor>>>()?;
     parts.into_iter().reduce(|joined, part| match (joined, part) {
@@ -80,7 +80,7 @@ pub fn join(parts: Vec<Option<Tensor>>) -> Option<Tensor> {
             tokens.extend(more);
             Tensor::Tokens(tokens)
         }
-        // Different kinds never are frames of one stage: an empty payload is refused by the stage, by name.
+        // Different kinds never belong to one stage: the stage rejects the empty payload with an error.
         (Tensor::Hidden(_) | Tensor::Tokens(_) | Tensor::Halo { .. }, _) => Tensor::Tokens(Vec::new()),
     })
 }
@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn payloads_that_came_apart_are_one_and_a_missing_one_is_noticed() {
+    fn payloads_are_joined_unless_one_is_missing() {
         let rows = |values: &[f32]| Some(Tensor::Hidden(Arc::new(values.to_vec())));
         assert_eq!(join(vec![rows(&[1.0, 2.0]), rows(&[3.0])]), rows(&[1.0, 2.0, 3.0]));
         assert_eq!(join(vec![rows(&[1.0]), None]), None);
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_under_the_lock_spoils_nothing_for_others() {
+    fn a_panic_under_the_lock_does_not_poison_it() {
         let tensors = Tensors::default();
         std::thread::scope(|scope| {
             let panics = scope.spawn(|| {

@@ -1,9 +1,11 @@
-//! Weights by content: what this node can give, and how it gets its share of a model from peers.
+//! Weights by content hash: serves them to peers, and fetches this node's share of a model from peers.
 //!
-//! A model is known by the hash of its shard index. A node that lacks the file keeps a sparse file of the same layout:
-//! header and the chunks of its own layers are there, the rest are holes. Every chunk is verified before it is written,
-//! and what is there is given to others, also while the rest still comes.
-//! Next: `transfer/schedule.rs` (who is asked for what), `transfer/fetch.rs` (asking), `transfer/cache.rs` (the limit).
+//! A model is identified by the hash of its shard index. A node without the file keeps a sparse file of the same
+//! layout, with the header and the chunks of its own layers; the rest are holes. Every chunk is verified before it is
+//! written, and is served to others at once, even while the transfer continues.
+//!
+//! Next: `transfer/schedule.rs` (which peer to ask for which chunk), `transfer/fetch.rs` (the requests),
+//! `transfer/cache.rs` (the size limit).
 use crate::disk::{self, NoRoom};
 use fetch::Swarm;
 use holding::Holding;
@@ -30,14 +32,14 @@ mod ledger;
 mod request;
 mod schedule;
 
-/// Largest shard index taken from a peer: 40 bytes a chunk, a terabyte of weights.
+/// Largest shard index accepted from a peer: at 40 bytes per chunk, enough for a terabyte of weights.
 pub const INDEX_BYTES_MAX: usize = 64 << 20;
-/// Largest chunk taken from a peer, with room for the status byte.
+/// Largest chunk accepted from a peer, including the status byte.
 pub const CHUNK_BYTES_MAX: usize = (1 << 20) + 1;
 
-/// Asks a peer for bytes; implemented by the data plane.
+/// Sends requests to peers; implemented by the data plane.
 pub trait Ask: Send + Sync + 'static {
-    /// Sends a request and collects at most `max` bytes of answer.
+    /// Sends a request and collects at most `max` bytes of response.
     fn ask(
         &self,
         node: NodeId,
@@ -45,81 +47,81 @@ pub trait Ask: Send + Sync + 'static {
         max: usize,
     ) -> impl std::future::Future<Output = Result<Vec<u8>, String>> + Send;
 
-    /// What all answers together may take of this node's link at present; `None` is all there is.
+    /// Bytes per second that all responses together may take of this node's link now; `None`: unlimited.
     fn bytes_per_second(&self) -> Option<u64> {
         None
     }
 }
 
-/// A model on this node's disk, whole or in part. As long as it (or its file) is held, it stays in the cache.
+/// A model on this node's disk, complete or in part. It stays in the cache while this or its file is held.
 pub struct Held {
     /// Hash of its shard index.
     pub content: ContentId,
     /// The open file.
     pub file: Arc<ModelFile>,
-    /// Bytes of weights that came from peers when it was asked for; the header, which every share needs, is not counted.
+    /// Bytes of weights fetched from peers for this request, without the header, which every share needs.
     pub fetched_bytes: u64,
 }
 
-/// Every model this node holds.
+/// All models on this node's disk.
 pub struct Library {
     cache: Cache,
     held: Mutex<BTreeMap<ContentId, Arc<Holding>>>,
     ledger: Arc<Ledger>,
 }
 
-/// What people see of a library.
+/// Human-readable state of a library.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct WeightsView {
-    /// Where weights from peers are kept.
+    /// The folder of weights from peers.
     pub cache_dir: PathBuf,
-    /// Bytes they take.
+    /// Bytes in it.
     pub cache_used: u64,
-    /// Bytes they may take.
+    /// Most bytes in it.
     pub cache_limit: u64,
-    /// Chunks given to peers since the start of this node.
+    /// Chunks served to peers since the node started.
     pub given_chunks: u64,
     /// Their bytes.
     pub given_bytes: u64,
-    /// What peers gave since the start of this node.
+    /// Chunks received from each peer since the node started.
     pub peers: Vec<PeerWeights>,
-    /// What is being fetched.
+    /// Transfers in progress.
     pub transfers: Vec<TransferView>,
 }
 
-/// Why weights could not be had.
+/// Why weights could not be fetched.
 #[derive(Debug, thiserror::Error)]
 pub enum TransferError {
-    /// The file is not a model we can read.
+    /// The file is not a readable model.
     #[error("{0}")]
     Model(String),
-    /// The disk or the cache is too full for this node's share. What was fetched before is kept.
+    /// The disk or the cache is too full for this node's share. Chunks fetched before are kept.
     #[error(transparent)]
     Full(#[from] NoRoom),
-    /// The disk refused. What was fetched before is kept.
+    /// The disk reported an error. Chunks fetched before are kept.
     #[error("cannot write {path}: {cause}", path = .path.display(), cause = disk::explain(.cause, disk::FREE_CACHE))]
     Disk {
-        /// Where.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The error.
         cause: std::io::Error,
     },
-    /// No peer could give it. What was fetched before is kept.
-    #[error("no peer could give {what}: {last}")]
+    /// No peer could provide a chunk or the index. Chunks fetched before are kept.
+    #[error("no peer could provide {what}: {last}")]
     Peers {
-        /// What was asked for.
+        /// The chunk or the index.
         what: String,
-        /// The last answer.
+        /// The last error.
         last: String,
     },
 }
 
 impl Library {
-    /// A library that keeps indices and what comes from peers in `cache`; what it holds from former lives is given to
-    /// peers from the start.
+    /// Opens a library with its files in `cache`. Contents that it holds from earlier runs are served to peers from the
+    /// start.
     ///
     /// # Errors
-    /// The folder cannot be made.
+    /// The folder cannot be created.
     pub fn open(cache: Cache) -> Result<Self, TransferError> {
         let dir = cache.dir();
         std::fs::create_dir_all(dir).map_err(|cause| TransferError::Disk { path: dir.to_owned(), cause })?;
@@ -133,27 +135,28 @@ impl Library {
         Ok(Self { cache, held: Mutex::new(held), ledger: Arc::default() })
     }
 
-    /// Takes a whole file in. Its index is read from the side file if the model has not changed since, else made (one
-    /// pass over the file) and kept.
+    /// Adds a whole file. Its index is read from the side file if the model has not changed since, else built (one pass
+    /// over the file) and stored.
     ///
     /// # Errors
-    /// The file is not a model we can read. A side file that cannot be written only costs time the next time.
+    /// The file is not a readable model. A side file that cannot be written only means that the index is built again
+    /// next time.
     pub fn add(&self, path: &Path) -> Result<Held, TransferError> {
         let file = ModelFile::open(path).map_err(|e| TransferError::Model(e.to_string()))?;
-        let path = file.path().unwrap_or(path); // of a folder the weights in it
+        let path = file.path().unwrap_or(path); // for a folder, the weights file in it
         let index = Arc::new(self.index_of(path, &file)?);
         let content = ContentId(index.content_id());
         let mut held = self.lock();
-        // One that was written meanwhile gives way to the one that was just read.
-        let sound = held.get(&content).filter(|known| known.is_there());
-        if let Some(file) = sound.and_then(|known| known.whole_file()) {
+        // A known file that was modified is replaced by the one just read.
+        let unchanged = held.get(&content).filter(|known| known.is_there());
+        if let Some(file) = unchanged.and_then(|known| known.whole_file()) {
             return Ok(Held { content, file: file.clone(), fetched_bytes: 0 });
         }
         held.insert(content, Arc::new(Holding::whole(path, index, file.clone())));
         Ok(Held { content, file, fetched_bytes: 0 })
     }
 
-    /// Takes every model file of a folder in whose index is already known; others wait until they are asked for.
+    /// Adds every model file of a folder whose index is already stored; others are added on request.
     pub fn add_known(&self, models_dir: &Path) {
         for entry in std::fs::read_dir(models_dir).into_iter().flatten().flatten() {
             let path = entry.path();
@@ -168,7 +171,7 @@ impl Library {
         }
     }
 
-    /// Contents held, those held whole first, then those of which there is something.
+    /// Contents on disk: complete ones first, then those with some chunks.
     pub fn contents(&self) -> Vec<ContentId> {
         let held: Vec<Arc<Holding>> = self.lock().values().cloned().collect();
         let (whole, sparse): (Vec<_>, Vec<_>) = held.into_iter().partition(|h| h.whole_file().is_some());
@@ -176,18 +179,18 @@ impl Library {
         whole.into_iter().filter(|h| h.is_there()).chain(some).map(|h| h.content).collect()
     }
 
-    /// The user's file of a content, if it is held whole.
+    /// The user's file of a content, if it is complete.
     pub fn path_of(&self, content: ContentId) -> Option<PathBuf> {
         let known = self.lock().get(&content).cloned()?;
         known.whole_file().and_then(|file| file.path()).map(Path::to_owned)
     }
 
-    /// Answers a peer's request: a status byte (1: here it is), then the bytes.
+    /// Answers a peer's request: a status byte (1: available), then the bytes.
     pub fn answer(&self, content: ContentId, what: WeightsRequest) -> Vec<u8> {
         self.find(content, what).map_or_else(|| vec![0], |bytes| [&[1], bytes.as_slice()].concat())
     }
 
-    /// What people see.
+    /// The human-readable state.
     pub fn view(&self) -> WeightsView {
         let (given_chunks, given_bytes) = self.ledger.given();
         WeightsView {
@@ -201,12 +204,12 @@ impl Library {
         }
     }
 
-    /// This node's share of a model for the given layers, fetched where it is missing, from all sources that have some of
-    /// it. A file of the user's that was written since it was opened is not used any more.
+    /// This node's share of a model for the given layers. Missing chunks are fetched from all sources that have some of
+    /// them. A user's file that was modified since it was opened is no longer used.
     ///
     /// # Errors
-    /// No source has it, the disk or the cache is full, or what came is not a model. Of a file that was written, what was
-    /// expected and found.
+    /// No source has a chunk, the disk or the cache is full, or the data is not a model. For a modified file, the text
+    /// says what was expected and found.
     pub async fn share(
         self: &Arc<Self>,
         content: ContentId,
@@ -220,13 +223,13 @@ impl Library {
         let Err(changed) = file.check_unchanged() else { return Ok(Held { content, file, fetched_bytes: 0 }) };
         tracing::warn!("{changed}");
         let fetched = self.fetched(content, name, layers, sources, ask).await;
-        fetched.map_err(|e| TransferError::Model(format!("{changed}. Nor can it be fetched: {e}")))
+        fetched.map_err(|e| TransferError::Model(format!("{changed}. Fetching it from peers failed too: {e}")))
     }
 
-    /// The header of a model, which has its vocabulary, fetched where it is missing.
+    /// The header of a model, which contains its vocabulary; fetched if it is missing.
     ///
     /// # Errors
-    /// As for [`Self::share`].
+    /// Those of [`Self::share`].
     pub async fn header(
         self: &Arc<Self>,
         content: ContentId,
@@ -254,7 +257,7 @@ impl Library {
         Ok((holding, file))
     }
 
-    /// As [`Self::share`] of a model that is not here as a whole.
+    /// [`Self::share`] for a model without a complete file here.
     async fn fetched(
         self: &Arc<Self>,
         content: ContentId,
@@ -263,7 +266,7 @@ impl Library {
         sources: &[NodeId],
         ask: &Arc<impl Ask>,
     ) -> Result<Held, TransferError> {
-        // From here on it is not removed to make room.
+        // From here on the content is not evicted.
         let ongoing = self.ledger.begin(content, name, layers.clone());
         let mut swarm = Swarm::new(content, sources, ask.clone(), self.ledger.clone(), ongoing.progress.clone());
         let (holding, file) = self.with_header(&mut swarm).await?;
@@ -276,7 +279,7 @@ impl Library {
         Ok(Held { content, file, fetched_bytes })
     }
 
-    /// What is here of a content; its index from a peer if it was not heard of before.
+    /// The local state of a content; fetches its index from a peer if it is unknown.
     async fn holding(&self, swarm: &mut Swarm<impl Ask>) -> Result<Arc<Holding>, TransferError> {
         let content = swarm.content;
         if let Some(known) = self.lock().get(&content).filter(|known| known.is_there()) {
@@ -291,7 +294,7 @@ impl Library {
             }
         };
         let mut held = self.lock();
-        // Another job may have begun with it meanwhile.
+        // Another job may have created it meanwhile.
         if let Some(known) = held.get(&content).filter(|known| known.is_there()) {
             return Ok(known.clone());
         }
@@ -300,18 +303,18 @@ impl Library {
         Ok(holding)
     }
 
-    /// Hashes what is there of these chunks, makes room for the others and fetches them; returns the bytes of those.
+    /// Verifies these chunks on disk, makes room for the missing ones and fetches them; returns their bytes.
     async fn complete(
         self: &Arc<Self>,
         holding: &Arc<Holding>,
         chunks: Vec<usize>,
         swarm: &mut Swarm<impl Ask>,
     ) -> Result<u64, TransferError> {
-        let (library, looked_at, progress) = (self.clone(), holding.clone(), swarm.progress.clone());
+        let (library, local, progress) = (self.clone(), holding.clone(), swarm.progress.clone());
         let missing = tokio::task::spawn_blocking(move || {
-            let missing = looked_at.missing(&chunks);
-            progress.needs(looked_at.bytes(&missing));
-            library.make_room(&looked_at.path).map(|()| missing)
+            let missing = local.missing(&chunks);
+            progress.needs(local.bytes(&missing));
+            library.make_room(&local.path).map(|()| missing)
         });
         let missing = missing.await.map_err(interrupted)??;
         if !missing.is_empty() {
@@ -320,7 +323,7 @@ impl Library {
         Ok(holding.bytes(&missing))
     }
 
-    /// Removes what was not used for longest and is not in use, until all that is on its way fits.
+    /// Evicts the least recently used contents that are not in use, until all transfers in progress fit.
     fn make_room(&self, path: &Path) -> Result<(), TransferError> {
         let mut held = self.lock();
         let may_go = |content| {
@@ -357,7 +360,7 @@ impl Library {
         }
         let index = ShardIndex::build(file, |_bytes| {}).map_err(|e| TransferError::Model(e.to_string()))?;
         if let Err(e) = write(&side, &[stamp, index.encode()].concat()) {
-            tracing::warn!("the index of {} is not kept: {e}", path.display());
+            tracing::warn!("the index of {} could not be stored: {e}", path.display());
         }
         Ok(index)
     }
@@ -385,12 +388,12 @@ impl Library {
     }
 }
 
-/// A task that hashes or writes did not end: the node is going down.
+/// A task that hashes or writes did not complete: the node is shutting down.
 fn interrupted(error: tokio::task::JoinError) -> TransferError {
     TransferError::Peers { what: "the weights".into(), last: format!("fetching was interrupted: {error}") }
 }
 
-/// Writes beside and renames, so that a reader never sees half a file.
+/// Writes a temporary file and renames it, so that a reader never sees a partial file.
 fn write(path: &Path, bytes: &[u8]) -> Result<(), TransferError> {
     let beside = path.with_extension(format!("tmp{}", std::process::id()));
     std::fs::write(&beside, bytes).and_then(|()| std::fs::rename(&beside, path)).map_err(|cause| {

@@ -1,4 +1,4 @@
-//! What users and programs see of a node: members, jobs and plans, read off the core.
+//! The views of a node for users and programs: members, jobs and plans, derived from the core's state.
 use node_core::id::NodeId;
 use node_core::job::{self, JobState, ProgramView, WhatView};
 use node_core::limits;
@@ -12,7 +12,7 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// A plan for people and programs.
+/// A plan, as shown by the API and the command line.
 #[derive(Clone, Debug, Serialize)]
 pub struct PlanReport {
     /// Model name.
@@ -25,24 +25,24 @@ pub struct PlanReport {
     pub stages: Vec<StageView>,
     /// Why each node is or is not used.
     pub reasons: Vec<ReasonView>,
-    /// Who would step in for each stage that the head does not hold itself.
+    /// The planned standby of each stage not held by the coordinator.
     pub standbys: Vec<StandbyView>,
-    /// What would happen if a node were lost.
+    /// The plan after the loss of each node.
     pub losses: Vec<LossView>,
-    /// What the loss of each zone would mean; empty where no zone is known.
+    /// The effect of losing each zone; empty if no zone is known.
     pub zones: Vec<ZoneView>,
-    /// Where the model is served already: from its present placement to this plan.
+    /// If the model is already served: the change from its current placement to this plan.
     pub change: Option<ChangeView>,
 }
 
-/// From one placement to another.
+/// A change from one placement to another.
 #[derive(Clone, Debug, Serialize)]
 pub struct ChangeView {
-    /// Predicted milliseconds per token as it is, on the mesh as it is now.
+    /// Predicted milliseconds per token with the current placement, on the current mesh.
     pub before_ms: f64,
-    /// And as it would be.
+    /// Predicted milliseconds per token with the new placement.
     pub after_ms: f64,
-    /// Weight bytes that nodes hold then and do not hold now.
+    /// Bytes of weights that nodes would have to load in addition to what they hold now.
     pub moved_bytes: u64,
 }
 
@@ -56,13 +56,13 @@ impl From<Change> for ChangeView {
     }
 }
 
-/// The last move of a job to a better placement.
+/// The last migration of a job to a better placement.
 #[derive(Clone, Debug, Serialize)]
 pub struct MoveView {
-    /// As planned.
+    /// The planned change.
     #[serde(flatten)]
     pub change: ChangeView,
-    /// Weight bytes that came from peers for it; what a node had on its disk did not have to.
+    /// Bytes of weights fetched from peers for it; nodes loaded the rest from their disks.
     pub fetched_bytes: u64,
 }
 
@@ -77,9 +77,10 @@ pub struct StageView {
     pub first_layer: u32,
     /// One past the last layer.
     pub end_layer: u32,
-    /// Bytes it takes; 0 until it is loaded.
+    /// Memory in bytes; 0 until it is loaded.
     pub bytes: u64,
-    /// Predicted milliseconds per token; none for a stage of another node's job, which that node predicted.
+    /// Predicted milliseconds per token; `None` for a stage of another node's job, whose coordinator has the
+    /// prediction.
     pub step_ms: Option<f64>,
 }
 
@@ -92,32 +93,32 @@ pub struct ReasonView {
     pub reason: String,
 }
 
-/// What would happen if a node were lost.
+/// The plan after the loss of a node.
 #[derive(Clone, Debug, Serialize)]
 pub struct LossView {
-    /// The node lost.
+    /// The lost node.
     pub node: String,
-    /// Stages of the plan that would follow; empty if there is none.
+    /// Stages of the new plan; empty if there is no plan.
     pub stages: Vec<StageView>,
-    /// Why there is none.
+    /// Why there is no plan.
     pub error: Option<String>,
 }
 
-/// What the loss of a zone would mean.
+/// The effect of losing a zone.
 #[derive(Clone, Debug, Serialize)]
 pub struct ZoneView {
     /// Its name.
     pub zone: String,
     /// The job's coordinator is in it.
     pub coordinator: bool,
-    /// Stages or tiles in it, counted from 0.
+    /// Indices of the stages or tiles in it.
     pub parts: Vec<u16>,
-    /// "untouched"; "standbys", where each part goes on at its standby; "placed", where the parts are placed again on the nodes that
-    /// are left; "ends".
+    /// "untouched": no part is in it; "standbys": a standby takes over each part; "placed": the parts are placed again
+    /// on the remaining nodes; "ends": the job ends.
     pub then: &'static str,
-    /// Predicted milliseconds without a token or a step, the time to notice the loss included.
+    /// Predicted milliseconds without a token or step, including the time to detect the loss.
     pub stall_ms: Option<f64>,
-    /// Why the job could not go on.
+    /// Why the job could not continue.
     pub error: Option<String>,
 }
 
@@ -135,39 +136,39 @@ impl From<ZoneLoss> for ZoneView {
     }
 }
 
-/// Who steps in for a stage.
+/// The standby of a stage.
 #[derive(Clone, Debug, Serialize)]
 pub struct StandbyView {
-    /// Which stage, counted from 0.
+    /// Index of the stage.
     pub stage: u16,
-    /// Its name; none where nobody has the memory.
+    /// Name of the standby node; `None` if no node has the memory.
     pub name: Option<String>,
-    /// "hot", "warm", "cold" or "none". Of a job that runs, hot is one whose caches are current.
+    /// "hot", "warm", "cold" or "none". In a running job, a hot standby has current caches.
     pub tier: String,
-    /// "none", "loading", "catching up", "current"; of a plan "planned".
+    /// "none", "loading", "catching up" or "current"; in a plan "planned".
     pub state: String,
-    /// Predicted milliseconds without a token if the stage's node is lost, the time to notice it included.
+    /// Predicted milliseconds without a token if the stage's node is lost, including the time to detect the loss.
     pub stall_ms: Option<f64>,
 }
 
 impl StandbyView {
     fn new(stage: u16, name: Option<String>, tier: Tier, state: &str, stall_ns: Option<u64>) -> Self {
-        let noticed = limits::LEASE.as_secs_f64() * 1e3;
+        let detection_ms = limits::LEASE.as_secs_f64() * 1e3;
         let tier = match tier {
             Tier::Hot => "hot",
             Tier::Warm => "warm",
             Tier::Cold => "cold",
             Tier::None => "none",
         };
-        let stall_ms = stall_ns.map(|ns| noticed + ns as f64 / 1e6);
+        let stall_ms = stall_ns.map(|ns| detection_ms + ns as f64 / 1e6);
         StandbyView { stage, name, tier: tier.to_owned(), state: state.to_owned(), stall_ms }
     }
 }
 
-/// A node as the API shows it.
+/// The state of a node, as shown by the API.
 #[derive(Clone, Debug, Serialize)]
 pub struct StateView {
-    /// This node.
+    /// Id of this node, hex.
     pub node: String,
     /// Its name.
     pub name: String,
@@ -175,19 +176,20 @@ pub struct StateView {
     pub peer_id: String,
     /// Its mesh.
     pub mesh: String,
-    /// Everybody known, this node included.
+    /// All known members, including this node.
     pub peers: Vec<PeerView>,
-    /// Jobs this node heads or takes part in.
+    /// Jobs that this node coordinates or takes part in.
     pub jobs: Vec<JobView>,
-    /// When its membership ends, unix seconds.
+    /// Expiry of its membership, unix seconds.
     pub membership_ends: u64,
-    /// This node was banned, or the member that issued its certificate: the node that banned it, the date, and what to do.
+    /// Set if this node, or a member that its certificate depends on, was banned: the issuer of the ban, the date, and
+    /// the next step.
     pub banned: Option<String>,
-    /// PeerIds that asked to join without a ticket: `meshnode approve PEER` lets them in.
+    /// PeerIds that asked to join without a ticket; `meshnode approve PEER` admits them.
     pub waiting: Vec<String>,
-    /// The cache of weights from peers, what they gave, and what is being fetched.
+    /// The cache of weights from peers, bytes per peer, and running transfers.
     pub weights: crate::transfer::WeightsView,
-    /// Rows given to other stages, and copies for standbys.
+    /// Bytes of rows sent to other stages and to standbys.
     pub boundary: crate::boundary::BoundaryView,
 }
 
@@ -202,29 +204,29 @@ pub struct PeerView {
     pub peer_id: String,
     /// "alive", "suspect", "left", "down", "banned".
     pub state: String,
-    /// This node itself.
+    /// Whether it is this node.
     pub this_node: bool,
     /// Device description.
     pub device: String,
-    /// Failure domain that its owner named; empty: unknown.
+    /// Configured failure domain; empty: unknown.
     pub zone: String,
-    /// Bytes offered in all.
+    /// Bytes of memory offered to the mesh.
     pub memory_total: u64,
-    /// Bytes free.
+    /// Bytes of it that are free.
     pub memory_free: u64,
-    /// Weight bytes per second that the device showed in decode; 0: not measured.
+    /// Measured decode speed, in bytes of weights per second; 0: not measured.
     pub bytes_per_second: u64,
-    /// Flops per second that it showed in prefill; 0: not measured.
+    /// Measured prefill speed, in flops per second; 0: not measured.
     pub flops_per_second: u64,
-    /// Bytes of keys and values per second that it showed in attention; 0: not measured.
+    /// Measured attention speed, in bytes of keys and values per second; 0: not measured.
     pub cache_bytes_per_second: u64,
-    /// Round trip in milliseconds, if measured.
+    /// Round-trip time in milliseconds, if measured.
     pub rtt_ms: Option<f64>,
-    /// Bytes a second that the link to it carries, if measured.
+    /// Bandwidth of the link to it in bytes per second, if measured.
     pub link_bytes_per_second: Option<u64>,
-    /// A data-plane connection stands.
+    /// Whether there is a data-plane connection.
     pub connected: bool,
-    /// Takes no new work.
+    /// Whether it accepts no new work.
     pub draining: bool,
     /// Data-plane addresses.
     pub addrs: Vec<String>,
@@ -237,12 +239,12 @@ pub struct JobView {
     pub job: String,
     /// Model name.
     pub model: String,
-    /// "planning", "loading", "ready", "degraded"; "starting" after a restart until it is placed again; "holding" or
-    /// "standby" for a stage of another node's job.
+    /// "planning", "loading", "ready" or "degraded"; "starting" after a restart until it is placed; "loading",
+    /// "holding" or "standby" for a stage of another node's job.
     pub state: String,
     /// Why it is degraded.
     pub reason: Option<String>,
-    /// This node is its coordinator.
+    /// Whether this node is its coordinator.
     pub head: bool,
     /// Name of its coordinator.
     pub coordinator: String,
@@ -252,21 +254,21 @@ pub struct JobView {
     pub token_ms: f64,
     /// Stages, first to last.
     pub stages: Vec<StageView>,
-    /// Who steps in if a stage's node is lost.
+    /// The standbys of its stages.
     pub standbys: Vec<StandbyView>,
-    /// Its last move to a better placement.
+    /// Its last migration to a better placement.
     pub moved: Option<MoveView>,
-    /// Tokens of context per request; none for a stage of another node's job.
+    /// Tokens of context per request; `None` for a stage of another node's job.
     pub context: Option<u32>,
-    /// Requests that can run at once; none for a stage of another node's job.
+    /// Most concurrent requests; `None` for a stage of another node's job.
     pub sequences: Option<u32>,
-    /// Requests running.
+    /// Running requests.
     pub running: u32,
-    /// Requests waiting.
+    /// Queued requests.
     pub queued: u32,
 }
 
-/// Members for the API, with what the transport measured; this node first.
+/// Members for the API, with the transport's measurements; this node first.
 fn peer_views(node: &Node) -> Vec<PeerView> {
     let own = peer_view(node.membership().own(), "alive");
     let own = PeerView { this_node: true, ..own };
@@ -292,7 +294,7 @@ fn peer_views(node: &Node) -> Vec<PeerView> {
     std::iter::once(own).chain(others).collect()
 }
 
-/// All that the thread which decides knows for people.
+/// Snapshot of the core's state for the API, taken on the driver's thread.
 #[derive(Clone, Debug, Default)]
 pub struct Views {
     /// See [`StateView`].
@@ -301,12 +303,12 @@ pub struct Views {
     pub jobs: Vec<JobView>,
     /// Simulations that this node coordinates.
     pub grids: Vec<job::JobView>,
-    /// Tiles that it holds, of its own simulations and of others'.
+    /// Tiles that it holds, of its own simulations and of other nodes' simulations.
     pub tiles: Vec<HeldPart>,
 }
 
 impl Views {
-    /// As it is now.
+    /// Takes the snapshot.
     pub fn of(node: &Node) -> Self {
         Self {
             peers: peer_views(node),
@@ -317,14 +319,14 @@ impl Views {
     }
 }
 
-/// Served models for the API: those that this node coordinates, then the stages that it holds of others'.
+/// Served models for the API: the jobs that this node coordinates, then the stages that it holds for other nodes' jobs.
 fn job_views(node: &Node) -> Vec<JobView> {
     let own = node.membership().own();
     let names = Names::of(node);
     let mut jobs: Vec<JobView> = node.jobs().filter_map(|job| served_view(job, &own.name, &names)).collect();
     for part in node.parts().filter(|part| part.epoch.issuer != own.node) {
         let Some(held) = held_view(part, own.node, &names) else { continue };
-        // A job's parts come one after the other.
+        // The parts of a job are consecutive.
         match jobs.last_mut().filter(|last| !last.head && last.job == held.job) {
             Some(last) => {
                 last.stages.extend(held.stages);
@@ -375,7 +377,7 @@ fn served_view(job: job::JobView, own_name: &str, names: &Names) -> Option<JobVi
     })
 }
 
-/// A stage that this node holds of another node's job.
+/// A stage that this node holds for another node's job.
 fn held_view(part: HeldPart, me: NodeId, names: &Names) -> Option<JobView> {
     let HeldWork::Stage { layers } = part.what else { return None };
     let state = match (part.bytes.is_some(), part.standby) {
@@ -405,15 +407,15 @@ fn held_stage(node: NodeId, layers: &Range<u32>, bytes: Option<u64>, step_ns: Op
     }
 }
 
-/// Longest name shown of another node.
+/// Longest displayed name of another node, in characters.
 const NAME_CHARS_MAX: usize = 128;
 
-/// What a peer calls itself, as it may reach terminals and logs.
+/// A peer's text, made safe for terminals and logs.
 fn shown(name: &str) -> String {
     transport::printable(name, NAME_CHARS_MAX)
 }
 
-/// What a member says about itself.
+/// The view of a member's advert.
 fn peer_view(advert: &Advert, state: &str) -> PeerView {
     PeerView {
         node: hex(&advert.node),
@@ -496,23 +498,23 @@ fn stage_view(stage: &partitioner::Stage, name: String) -> StageView {
     }
 }
 
-/// Names of the members. The core names nodes by the beginning of their ids; users read names.
+/// Names of the members, to replace the id prefixes in the core's texts.
 pub(crate) struct Names(BTreeMap<NodeId, String>);
 
 impl Names {
-    /// As the members call themselves now.
+    /// The current names.
     pub(crate) fn of(node: &Node) -> Self {
         let others = node.members().filter_map(|member| Some((member.node, shown(&member.advert?.name))));
         let own = node.membership().own();
         Self(others.chain([(own.node, own.name.clone())]).collect())
     }
 
-    /// A node's name; the beginning of its id, where it is not known.
+    /// The name of a node, or a prefix of its id if the name is unknown.
     pub(crate) fn get(&self, node: NodeId) -> String {
         self.0.get(&node).cloned().unwrap_or_else(|| node.to_string())
     }
 
-    /// A text of the core with names in the place of ids.
+    /// A text of the core with ids replaced by names.
     pub(crate) fn in_text(&self, text: &str) -> String {
         let short: BTreeMap<String, &String> = self.0.iter().map(|(node, name)| (node.to_string(), name)).collect();
         let mut out = String::with_capacity(text.len());
@@ -531,7 +533,7 @@ pub(crate) fn count(number: usize, what: &str) -> String {
     format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }
 
-/// A node id in full, as the API shows it.
+/// A full node id in hex, as shown by the API.
 pub fn hex(node: &NodeId) -> String {
     node.0.iter().map(|b| format!("{b:02x}")).collect()
 }
@@ -541,11 +543,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ids_in_a_text_become_names_and_other_words_stay() {
+    fn ids_in_a_text_are_replaced_by_names() {
         let node = |byte: u8| NodeId([byte; 16]);
         let names = Names(BTreeMap::from([(node(0x60), "desk".to_owned()), (node(0xab), "lab 2".to_owned())]));
-        let text = "60606060 is left out: no room; job 6060606060606060, abababab, (abababab) and cdcdcdcd";
-        let named = "desk is left out: no room; job 6060606060606060, lab 2, (lab 2) and cdcdcdcd";
+        let text = "60606060 is excluded: no memory; job 6060606060606060, abababab, (abababab) and cdcdcdcd";
+        let named = "desk is excluded: no memory; job 6060606060606060, lab 2, (lab 2) and cdcdcdcd";
         assert_eq!(names.in_text(text), named);
         assert_eq!((names.get(node(0x60)), names.get(node(0xcd))), ("desk".to_owned(), "cdcdcdcd".to_owned()));
     }

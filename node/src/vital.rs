@@ -1,27 +1,28 @@
-//! Threads and tasks that a node cannot do without: when one of them ends before the node does, the node says so and stops.
+//! Watches the threads and tasks that a node needs: if one of them ends before the node does, the node logs an error
+//! and stops.
 //!
-//! A node whose gossip, device thread or bans have died unnoticed looks alive and is not. It ends with the exit code of a failure
-//! instead, so that a supervisor starts it again and the mesh takes its work over.
+//! A node whose gossip thread, device thread or ban exchange has died unnoticed looks alive but is not. It exits with a
+//! failure code instead, so that a supervisor restarts it and the mesh takes over its work.
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
 
-/// How often it is checked that all parts run.
+/// How often to check that all parts run.
 const GLANCE: Duration = Duration::from_secs(1);
 
-/// The end of a node: told once, by the thread that decides or by the watch over the parts.
+/// Reports the end of a node, once: by the driver thread, or by the watch over the parts.
 #[derive(Clone)]
 pub struct End(Arc<Mutex<Option<oneshot::Sender<()>>>>);
 
 impl End {
-    /// One that is not told, and what completes with it: with an error if the node failed.
+    /// An unreported end, and a receiver that completes with it: with an error if the node failed.
     pub fn new() -> (Self, oneshot::Receiver<()>) {
         let (sender, stopped) = oneshot::channel();
         (Self(Arc::new(Mutex::new(Some(sender)))), stopped)
     }
 
-    /// Runs the node; it has stopped as it should when this returns, and has failed when it panics.
+    /// Runs the node. Returning from `node` is a normal stop, a panic is a failure.
     pub fn after(self, node: impl FnOnce()) {
         let failed = Failed(self);
         node();
@@ -34,12 +35,12 @@ impl End {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    fn is_told(&self) -> bool {
+    fn is_reported(&self) -> bool {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).is_none()
     }
 }
 
-/// Says that the node failed, unless something else was said before.
+/// Reports a failure when dropped, unless the end was already reported.
 struct Failed(End);
 
 impl Drop for Failed {
@@ -48,7 +49,7 @@ impl Drop for Failed {
     }
 }
 
-/// The parts of a node, each with whether it runs.
+/// The threads and tasks of a node.
 #[derive(Default)]
 pub struct Parts(Vec<Part>);
 
@@ -58,17 +59,17 @@ struct Part {
 }
 
 impl Parts {
-    /// One more: `runs` says whether it does.
+    /// Adds a part; `runs` returns whether it still runs.
     pub fn add(&mut self, name: &'static str, runs: impl Fn() -> bool + Send + Sync + 'static) {
         self.0.push(Part { name, runs: Box::new(runs) });
     }
 
-    /// One more, which is a task.
+    /// Adds a task.
     pub fn add_task(&mut self, name: &'static str, task: AbortHandle) {
         self.add(name, move || !task.is_finished());
     }
 
-    /// Begins to watch; the watch ends with the node, or when it is aborted.
+    /// Starts the watch, which ends with the node or when it is aborted.
     pub fn watch(self, end: End) -> AbortHandle {
         self.watch_every(GLANCE, end)
     }
@@ -78,11 +79,11 @@ impl Parts {
             loop {
                 tokio::time::sleep(glance).await;
                 let Some(Part { name, .. }) = self.0.iter().find(|part| !(part.runs)()) else { continue };
-                // A node that stops takes its parts down before it says so.
+                // A node that stops ends its parts before it reports its own end.
                 tokio::time::sleep(glance).await;
-                if !end.is_told() {
+                if !end.is_reported() {
                     tracing::error!(
-                        "expected {name} to run as long as the node, found that it has ended; its panic is above. The node stops: \
+                        "expected {name} to run as long as the node, found that it ended; its panic is logged above. The node stops: \
                          start it again, and report this as a bug"
                     );
                     drop(Failed(end));
@@ -119,13 +120,13 @@ mod tests {
     async fn a_task_that_panics_ends_the_node() {
         let (end, stopped) = End::new();
         let mut parts = Parts::default();
-        parts.add_task("the exchange of bans", tokio::spawn(async { panics() }).abort_handle());
+        parts.add_task("the ban exchange", tokio::spawn(async { panics() }).abort_handle());
         parts.watch_every(SOON, end);
         assert!(stopped.await.is_err(), "the node has failed");
     }
 
     #[tokio::test]
-    async fn parts_that_end_with_the_node_are_no_failure() {
+    async fn parts_that_end_with_the_node_are_not_a_failure() {
         let (end, stopped) = End::new();
         let mut parts = Parts::default();
         parts.add("the device thread", || false);
@@ -139,6 +140,6 @@ mod tests {
         let (end, stopped) = End::new();
         let (watched, driver) = (end.clone(), std::thread::spawn(move || end.after(panics)));
         assert!(driver.join().is_err());
-        assert!(stopped.await.is_err() && watched.is_told());
+        assert!(stopped.await.is_err() && watched.is_reported());
     }
 }

@@ -1,6 +1,6 @@
-//! How long planning takes on this machine: prints milliseconds for fleets of several sizes.
-//! Run it with `cargo run --release -p partitioner --example plan_times`.
-#![allow(clippy::print_stdout)] // printing is what it is for
+//! Planning time on this machine: prints milliseconds for fleets of several sizes. Run it with `cargo run --release -p
+//! partitioner --example plan_times`.
+#![allow(clippy::print_stdout)] // printing is its purpose
 #[path = "../tests/fleets/mod.rs"]
 mod fleets;
 
@@ -40,7 +40,7 @@ fn main() {
     }
 }
 
-/// The value, and the least time of five runs in milliseconds: other work on the machine only adds.
+/// The value, and the least time of five runs in milliseconds: other work on the machine only adds time.
 fn least_ms<T>(mut run: impl FnMut() -> T) -> (T, f64) {
     let mut timed = || {
         let start = Instant::now();

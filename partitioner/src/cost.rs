@@ -1,23 +1,23 @@
-//! The only place that predicts time and memory: everybody who needs a figure about the future asks here.
+//! The cost model: the only place that predicts time and memory. All modules that need a prediction use it.
 //!
 //! Integer nanoseconds and bytes, so that every node and the simulator compute the same figure. Decode is charged at batch 1
-//! over half of the context ([`Work::planned_positions`]); memory is charged for the full context of all sequences.
-//! Next: `layers.rs`.
+//! over half of the context ([`Work::planned_positions`]); memory is charged for the full context of all sequences. Next:
+//! `layers.rs`.
 use crate::fleet::{Device, DeviceId, Fleet, Link};
 use crate::work::{Layer, Work};
 use alloc::vec::Vec;
 use core::ops::Range;
 
-/// Bytes of a frame that carries one token id (header and checksum are most of it): what the head sends to the first
-/// stage and the last stage sends back for each token.
+/// Bytes of a frame with one token id (mostly header and checksum): the coordinator sends one to the first stage, and the last
+/// stage returns one, per token.
 pub const TOKEN_BYTES: u64 = 96;
 
-/// No single prediction (a layer, a hop, a launch) exceeds this: 275 s. Nobody waits that long for a token, and sums
-/// over 1,024 layers and 128 stages stay far inside 64 bits.
+/// Maximum of a single prediction (a layer, a hop, a launch): 275 s. No caller waits that long for a token, and sums over 1,024
+/// layers and 128 stages stay far within 64 bits.
 pub const NS_MAX: u64 = 1 << 38;
 
-/// Bytes of weights that a stage with these layers holds: its blocks, the embedding if it is first, the output head if
-/// it is last; a tied matrix once where one stage is both.
+/// Weight bytes of a stage with these layers: its blocks, the embedding if it is first, the output head if it is last; a tied
+/// matrix counts once if one stage is both.
 pub fn weight_bytes(work: &Work, layers: &Range<u32>) -> u64 {
     let blocks = blocks(work, layers).iter().fold(0u64, |sum, layer| sum.saturating_add(layer.weight_bytes));
     blocks.saturating_add(ends_bytes(work, layers.start == 0, layers.end as usize == work.layers.len()))
@@ -41,12 +41,12 @@ pub fn cache_bytes(work: &Work, layers: &Range<u32>) -> u64 {
     u64::try_from(per_token.saturating_mul(tokens)).unwrap_or(u64::MAX)
 }
 
-/// All bytes that a stage takes: weights, cache, scratch.
+/// All bytes of a stage: weights, cache, scratch.
 pub fn stage_bytes(work: &Work, layers: &Range<u32>) -> u64 {
     weight_bytes(work, layers).saturating_add(cache_bytes(work, layers)).saturating_add(work.scratch_bytes)
 }
 
-/// [`stage_bytes`] for many ranges of one job, each in constant time. Only for a job whose bytes all fit in 64 bits.
+/// [`stage_bytes`] for many ranges of one job, each in constant time. Only for a job whose total bytes fit in 64 bits.
 pub(crate) struct StageBytes<'a> {
     work: &'a Work,
     /// Weights and cache of the blocks before each index.
@@ -73,8 +73,8 @@ impl<'a> StageBytes<'a> {
     }
 }
 
-/// Nanoseconds of one step of a stage over `tokens` rows (1 in decode, the chunk in prefill, the batch when batched), each of
-/// which attends to the positions that are planned for.
+/// Nanoseconds of one step of a stage over `tokens` rows (1 in decode, the chunk in prefill, the batch when batched). Each row
+/// attends to [`Work::planned_positions`].
 ///
 /// `None`: the device has no measured speed.
 pub fn stage_ns(work: &Work, device: &Device, layers: &Range<u32>, tokens: u32) -> Option<u64> {
@@ -83,7 +83,7 @@ pub fn stage_ns(work: &Work, device: &Device, layers: &Range<u32>, tokens: u32) 
 
 /// As [`stage_ns`], for rows that attend to `positions` each; 0: over an empty cache.
 ///
-/// `None` as there.
+/// `None`: the device has no measured speed.
 pub fn stage_ns_at(work: &Work, device: &Device, layers: &Range<u32>, tokens: u32, positions: u32) -> Option<u64> {
     let mut sum = device.step_ns.min(NS_MAX);
     for layer in blocks(work, layers) {
@@ -95,43 +95,43 @@ pub fn stage_ns_at(work: &Work, device: &Device, layers: &Range<u32>, tokens: u3
     Some(sum)
 }
 
-/// Nanoseconds for one block over `tokens` rows that attend to `positions` each: what is fixed, products (weights are read once
-/// and every row is computed; the slower of the two counts), attention.
+/// Nanoseconds for one block over `tokens` rows that attend to `positions` each: the fixed cost, the matrix products (weights
+/// are read once and every row is computed; the slower of the two counts), and attention.
 pub fn layer_ns(device: &Device, layer: &Layer, tokens: u32, positions: u32) -> Option<u64> {
     let fixed_ns = device.layer_ns.min(NS_MAX);
     let products_ns = matrix_ns(device, layer.weight_bytes, layer.flops_per_token, tokens)?;
     Some((fixed_ns + products_ns + attention_ns(device, layer, tokens, positions)).min(NS_MAX))
 }
 
-/// Nanoseconds in which `tokens` rows attend to `positions` each: every row reads the keys and values that it sees.
+/// Nanoseconds in which `tokens` rows attend to `positions` each: every row reads the keys and values within its window.
 fn attention_ns(device: &Device, layer: &Layer, tokens: u32, positions: u32) -> u64 {
     let seen = layer.window.map_or(positions, |window| positions.min(window));
     let bytes = layer.kv_bytes_per_token.saturating_mul(seen.into()).saturating_mul(tokens.into());
     ratio_ns(bytes, device.cache_bytes_per_second).unwrap_or(0) // not measured
 }
 
-/// Nanoseconds for final norm and output head over `tokens` rows. (The embedding is one row looked up: free.)
+/// Nanoseconds for final norm and output head over `tokens` rows. (The embedding is a lookup of one row: free.)
 pub fn head_ns(work: &Work, device: &Device, tokens: u32) -> Option<u64> {
     matrix_ns(device, work.head_bytes, work.head_flops, tokens)
 }
 
-/// Nanoseconds until `bytes` have arrived at the far end: half a round trip and the time on the wire. Nothing waits for
-/// an acknowledgement.
+/// Nanoseconds until `bytes` have arrived at the far end: half a round trip and the transfer time. Nothing waits for an
+/// acknowledgement.
 ///
-/// `None`: the link carries nothing.
+/// `None`: the link is unusable.
 pub fn hop_ns(link: &Link, bytes: u64) -> Option<u64> {
     Some((link.rtt_ns / 2).saturating_add(wire_ns(link, bytes)?).min(NS_MAX))
 }
 
-/// Nanoseconds that `bytes` occupy a link: what bounds many requests at once.
+/// Nanoseconds that `bytes` occupy a link: this bounds the throughput of many requests.
 pub fn wire_ns(link: &Link, bytes: u64) -> Option<u64> {
     ratio_ns(bytes, link.bytes_per_second)
 }
 
-/// Predicted nanoseconds per token of one request: the stages' steps and the hops head → first → … → last → head; a hop
-/// within one device is free.
+/// Predicted nanoseconds per token of one request: the stages' steps and the hops coordinator → first → … → last → coordinator;
+/// a hop within one device is free.
 ///
-/// `None`: a device is unknown or unmeasured, or a link carries nothing.
+/// `None`: a device is unknown or unmeasured, or a link is unusable.
 pub fn token_ns(work: &Work, fleet: &Fleet, head: DeviceId, stages: &[(DeviceId, Range<u32>)]) -> Option<u64> {
     let mut sum = 0u64;
     let mut at = head;
@@ -144,7 +144,7 @@ pub fn token_ns(work: &Work, fleet: &Fleet, head: DeviceId, stages: &[(DeviceId,
     Some(sum.saturating_add(between_ns(fleet, at, head, TOKEN_BYTES)?))
 }
 
-/// Predicted nanoseconds between tokens when every stage and link is kept busy by many requests: the slowest of them.
+/// Predicted nanoseconds between tokens when many requests keep every stage and link busy: the time of the slowest one.
 ///
 /// `None` as for [`token_ns`].
 pub fn bottleneck_ns(work: &Work, fleet: &Fleet, head: DeviceId, stages: &[(DeviceId, Range<u32>)]) -> Option<u64> {
@@ -169,7 +169,7 @@ pub fn busy_ns(fleet: &Fleet, from: DeviceId, to: DeviceId, bytes: u64) -> Optio
     if from == to { Some(0) } else { wire_ns(fleet.link(from, to), bytes) }
 }
 
-/// The roofline of one matrix: its bytes are read once, its flops done for each row. Unmeasured flops bound nothing.
+/// The roofline of one matrix: its bytes are read once, its flops are computed for each row. Unmeasured flops bound nothing.
 fn matrix_ns(device: &Device, bytes: u64, flops: u64, tokens: u32) -> Option<u64> {
     let read = ratio_ns(bytes, device.bytes_per_second)?;
     let compute = match device.flops_per_second {
@@ -188,7 +188,7 @@ fn ratio_ns(amount: u64, per_second: u64) -> Option<u64> {
     Some(ns.min(u128::from(NS_MAX)) as u64)
 }
 
-/// The blocks of a range, cut to those that exist.
+/// The blocks of a range, limited to the existing ones.
 fn blocks<'a>(work: &'a Work, layers: &Range<u32>) -> &'a [Layer] {
     let end = (layers.end as usize).min(work.layers.len());
     let start = (layers.start as usize).min(end);
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn embedding_and_head_are_charged_where_they_are_held() {
+    fn embedding_and_output_head_are_charged_to_their_stages() {
         assert_eq!(weight_bytes(&work(false), &(0..4)), 400 + 1_000 + 1_010);
         assert_eq!(weight_bytes(&work(true), &(0..4)), 400 + 1_010, "a tied matrix is held once");
         assert_eq!(weight_bytes(&work(true), &(0..2)), 200 + 1_000);
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_is_the_slower_of_reading_and_computing() {
+    fn a_step_takes_the_slower_of_reading_and_computing() {
         let second = 1_000_000_000;
         let reads = device(1, 1_000, 0);
         assert_eq!(stage_ns(&work(true), &reads, &(1..3), 1), Some(5 + 2 * second / 10));
@@ -263,45 +263,45 @@ mod tests {
     }
 
     #[test]
-    fn attention_and_what_is_fixed_are_charged_for_each_layer() {
+    fn attention_and_fixed_costs_are_charged_per_layer() {
         let second = 1_000_000_000;
         let bare = device(1, 1_000, 0);
         let measured = Device { layer_ns: 7, cache_bytes_per_second: 30, ..bare.clone() };
         let decode = |work: &Work, device: &Device| stage_ns(work, device, &(1..3), 1);
-        // A context of 10: 5 positions of 3 bytes each, at 30 bytes a second.
+        // A context of 10: 5 positions of 3 bytes each, at 30 bytes per second.
         assert_eq!(decode(&work(true), &measured), decode(&work(true), &bare).map(|ns| ns + 2 * (7 + second / 2)));
         let longer = Work { context: 20, ..work(true) };
         assert_eq!(decode(&longer, &measured), decode(&longer, &bare).map(|ns| ns + 2 * (7 + second)));
         // Whatever the context, an unmeasured cache charges nothing.
         assert_eq!(decode(&longer, &bare), decode(&work(true), &bare));
         assert_eq!(stage_ns_at(&longer, &measured, &(1..3), 1, 0), decode(&longer, &bare).map(|ns| ns + 2 * 7));
-        // Each row of a chunk reads what it sees; what is fixed is paid once.
+        // Each row of a chunk reads its positions; the fixed cost is paid once.
         let chunk = stage_ns(&longer, &measured, &(1..3), 8);
         assert_eq!(chunk, decode(&longer, &bare).map(|ns| ns + 2 * (7 + 8 * second)));
-        // One of the two layers sees 2 positions.
+        // One of the two layers has a window of 2 positions.
         let mut windowed = longer.clone();
         windowed.layers[2].window = Some(2);
         assert_eq!(decode(&windowed, &measured), decode(&longer, &bare).map(|ns| ns + 2 * 7 + second + second / 5));
     }
 
     #[test]
-    fn a_token_pays_each_hop_one_way_and_none_within_a_device() {
+    fn a_token_pays_half_a_round_trip_per_hop_and_nothing_within_a_device() {
         let link = Link { rtt_ns: 1_000, bytes_per_second: 1_000_000_000 };
         let devices: Vec<Device> = (1..=2).map(|id| device(id, u64::MAX, 0)).collect();
         let mut fleet = Fleet { devices, links: BTreeMap::new(), default_link: link };
         let (a, b) = (DeviceId([1; 16]), DeviceId([2; 16]));
         let split = [(a, 0..2), (b, 2..4)];
-        // Each matrix takes 1 ns at this speed (rounded up): two blocks, then two blocks and the head.
+        // Each matrix takes 1 ns at this speed (rounded up): two blocks, then two blocks and the output head.
         let (first, second) = (5 + 2, 5 + 3);
         assert_eq!(token_ns(&work(true), &fleet, a, &split), Some(first + 500 + 50 + second + 500 + TOKEN_BYTES));
         assert_eq!(token_ns(&work(true), &fleet, a, &[(a, 0..4)]), Some(5 + 5));
         assert_eq!(bottleneck_ns(&work(true), &fleet, a, &split), Some(TOKEN_BYTES));
         fleet.links.insert((b, a), Link { rtt_ns: 0, bytes_per_second: 0 });
-        assert_eq!(token_ns(&work(true), &fleet, a, &split), None, "the way back carries nothing");
+        assert_eq!(token_ns(&work(true), &fleet, a, &split), None, "the return link is unusable");
     }
 
     #[test]
-    fn absurd_figures_saturate() {
+    fn extreme_figures_saturate() {
         let most = u64::MAX;
         let huge = Layer { flops_per_token: most, weight_bytes: most, kv_bytes_per_token: most, window: None };
         let work = Work { layers: vec![huge; 4], context: u32::MAX, sequences: u32::MAX, ..work(false) };
@@ -309,6 +309,6 @@ mod tests {
         let slow = Device { layer_ns: u64::MAX, cache_bytes_per_second: 1, ..device(1, 1, 1) };
         assert_eq!(layer_ns(&slow, &huge, u32::MAX, u32::MAX), Some(NS_MAX));
         assert_eq!(layer_ns(&device(1, u64::MAX, 0), &huge, u32::MAX, u32::MAX), Some(1_000_000_000), "no attention");
-        assert_eq!(stage_bytes(&work, &(9..12)), work.scratch_bytes, "layers that do not exist weigh nothing");
+        assert_eq!(stage_bytes(&work, &(9..12)), work.scratch_bytes, "missing layers take no bytes");
     }
 }

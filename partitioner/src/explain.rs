@@ -1,5 +1,5 @@
-//! Why each node is or is not used, in words and as a table for people.
-//! Next: the tests, `tests/brute_force.rs`.
+//! Explanations of a plan: why each node is or is not used, as sentences and as a human-readable table. Next: the tests,
+//! `tests/brute_force.rs`.
 use crate::cost;
 use crate::fleet::{Device, DeviceId, Fleet};
 use crate::plan::{Goal, Options, Plan, REASONS_MAX, Stage};
@@ -8,26 +8,26 @@ use alloc::{format, string::String, vec::Vec};
 use core::fmt::Write;
 use core::ops::Range;
 
-/// What became of a device that the plan does not use.
+/// Why the plan does not use a device.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum Verdict {
     /// Takes no new work.
     Excluded,
-    /// Never measured.
+    /// Its speed was never measured.
     NoSpeed,
     /// Cannot hold the smallest stage.
     TooSmall { need: u64, offered: u64 },
-    /// Left out before the search.
+    /// Excluded by the shortlist before the search.
     NotShortlisted,
-    /// In the search; the best placement that uses it takes this long.
+    /// In the search; the best placement with it takes this long.
     Considered { best_with_ns: u64, exact: bool },
     /// In the search; no placement with it was found.
     NoPlacement { exact: bool },
-    /// In a repair; using it would move more bytes or take longer.
+    /// In a repair: a placement with it would move more bytes or take longer.
     MovesMore,
 }
 
-/// For each device of the fleet, why it is or is not used, in the fleet's order; at most [`REASONS_MAX`].
+/// For each device of the fleet, in the fleet's order, why it is or is not used; at most [`REASONS_MAX`].
 pub(crate) fn reasons(
     work: &Work,
     fleet: &Fleet,
@@ -48,7 +48,7 @@ pub(crate) fn reasons(
             None => String::from("not used; not a candidate"),
         },
     };
-    // Of a larger fleet, those that are used and the first of the others.
+    // In a larger fleet: the devices in use, and the first of the other devices.
     let mut others = REASONS_MAX.saturating_sub(plan.stages().len());
     let mut has_room = |device: &&Device| {
         let used = plan.stage_of(device.id).is_some();
@@ -68,7 +68,7 @@ fn used(work: &Work, plan: &Plan, device: &Device, stage: &Stage) -> String {
         (false, true) => " with the output head",
         (false, false) => "",
     };
-    let solo = if plan.stages().len() == 1 { "; alone it is fastest" } else { "" };
+    let solo = if plan.stages().len() == 1 { "; one node is fastest" } else { "" };
     format!(
         "used: layers {}{ends}, {} of {}, {} per token{solo}",
         layers(&stage.layers),
@@ -107,7 +107,7 @@ fn unused(verdict: &Verdict, options: &Options, least_ns: u64) -> String {
     }
 }
 
-/// The plan as text for people: a line for each stage, the sum, and why each other node is not used.
+/// The plan as a human-readable table: a line per stage, the total, and why each other node is not used.
 pub fn table(plan: &Plan, fleet: &Fleet) -> String {
     let name = |id: DeviceId| fleet.device(id).map_or_else(|| hex(id), |device| device.name.clone());
     let width = plan.stages().iter().map(|stage| name(stage.device).chars().count()).max().unwrap_or(0).max(4);
@@ -133,7 +133,7 @@ pub fn table(plan: &Plan, fleet: &Fleet) -> String {
     let stages: u64 = plan.stages().iter().map(|stage| stage.step_ns).sum();
     let (links, token) = (time(plan.token_ns().saturating_sub(stages)), time(plan.token_ns()));
     let search = if plan.exact() { "exact search" } else { "beam search, or not every node considered" };
-    line(format_args!("links {links}, together {token} per token ({search})"));
+    line(format_args!("links {links}, total {token} per token ({search})"));
     for (id, reason) in plan.reasons().iter().filter(|(id, _)| plan.stage_of(*id).is_none()) {
         line(format_args!("{}: {reason}", name(*id)));
     }
@@ -155,7 +155,7 @@ pub fn table(plan: &Plan, fleet: &Fleet) -> String {
     out
 }
 
-/// What a device was measured at: weight bytes per second in decode, cache bytes per second in attention, flops per second in
+/// A device's measured figures: weight bytes per second in decode, cache bytes per second in attention, flops per second in
 /// prefill.
 fn speeds(device: &Device) -> [String; 3] {
     let shown = |speed: u64, units: &[&str]| match speed {
@@ -171,14 +171,14 @@ fn speeds(device: &Device) -> [String; 3] {
     ]
 }
 
-/// Whether all devices used compute the same bits.
+/// Whether all devices in use compute the same bits.
 fn one_numerics(plan: &Plan, fleet: &Fleet) -> bool {
     let mut ids = plan.stages().iter().filter_map(|stage| fleet.device(stage.device)).map(|device| device.numerics);
     let first = ids.next();
     ids.all(|numerics| Some(numerics) == first)
 }
 
-/// First and last layer, both included: `0-13`.
+/// First and last layer, both inclusive: `0-13`.
 pub fn layers(range: &Range<u32>) -> String {
     match range.end.saturating_sub(1) {
         last if last <= range.start => format!("{}", range.start),
@@ -186,7 +186,7 @@ pub fn layers(range: &Range<u32>) -> String {
     }
 }
 
-/// `402.8 MiB`: one decimal, binary units, as sizes are given on the command line.
+/// `402.8 MiB`: one decimal, binary units, as on the command line.
 pub fn bytes(count: u64) -> String {
     let units = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     if count < 1 << 10 {
@@ -197,7 +197,7 @@ pub fn bytes(count: u64) -> String {
         shift += 10;
     }
     let tenths_of = |shift: u32| (u128::from(count) * 10 + (1 << (shift - 1))) >> shift;
-    // 1023.96 KiB are 1.0 MiB.
+    // 1023.96 KiB print as 1.0 MiB.
     if shift < 60 && tenths_of(shift) >= 10_240 {
         shift += 10;
     }

@@ -1,27 +1,26 @@
-//! How much of a model fits where all of it does not: the longest context that the mesh has the memory for.
-//! Next: `explain.rs`.
+//! The longest context of a model that the mesh has the memory for, if the requested one does not fit. Next: `explain.rs`.
 use crate::fleet::Fleet;
 use crate::layers::plan;
 use crate::plan::Options;
 use crate::work::Work;
 
-/// Shorter contexts are not proposed: a chat template and one question take a hundred tokens.
+/// Tokens of the shortest context proposed: a chat template and one question take about a hundred.
 pub const CONTEXT_MIN: u32 = 128;
 
-/// Tokens of context per request, and requests at once.
+/// A context length and a number of concurrent requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fit {
     /// Tokens of context per request.
     pub context: u32,
-    /// Requests at once.
+    /// Concurrent requests.
     pub sequences: u32,
 }
 
-/// The longest context up to `wanted` with which there is a plan, for as many requests at once as wanted; for one, where there
-/// is none for all. `work` describes the model for a context and a number of requests. None where not even
+/// The longest context up to `wanted` for which a plan exists, for the wanted number of concurrent requests; for a single
+/// request if there is none for all. `work` describes the model for a context and a number of requests. None if not even
 /// [`CONTEXT_MIN`] tokens for one request fit.
 ///
-/// Takes up to two dozen plans: not for a thread that others wait for.
+/// Runs the planner up to two dozen times: call it from a thread that may block.
 pub fn largest_fit(wanted: Fit, work: impl Fn(Fit) -> Work, fleet: &Fleet, options: &Options) -> Option<Fit> {
     let options = Options { losses: false, ..options.clone() };
     let fits = |fit: Fit| plan(&work(fit), fleet, &options).is_ok();
@@ -32,7 +31,7 @@ pub fn largest_fit(wanted: Fit, work: impl Fn(Fit) -> Work, fleet: &Fleet, optio
         if low > high || !fits(at(low)) {
             return None;
         }
-        // Invariant: `low` fits; what is above `high` does not, or is more than wanted.
+        // Invariant: `low` fits; contexts above `high` do not, or exceed `wanted`.
         while low < high {
             let middle = low + (high - low).div_ceil(2);
             if fits(at(middle)) { low = middle } else { high = middle - 1 }
@@ -103,13 +102,13 @@ mod tests {
     }
 
     #[test]
-    fn where_all_requests_do_not_fit_one_is_proposed_and_nothing_where_nothing_fits() {
+    fn one_request_is_proposed_if_not_all_fit_and_none_if_nothing_fits() {
         let wanted = Fit { context: 2048, sequences: 64 };
-        // Weights of 4000 bytes; 128 tokens for 64 requests take 34,816 bytes more, for one 544.
+        // Weights of 4000 bytes; 128 tokens take 34,816 bytes more for 64 requests, and 544 bytes for one.
         assert_eq!(largest_fit(wanted, work, &fleet(&[5_000]), &options()).map(|fit| fit.sequences), Some(1));
         assert_eq!(largest_fit(wanted, work, &fleet(&[4_100]), &options()), None);
-        assert_eq!(largest_fit(wanted, work, &fleet(&[1 << 30]), &options()), Some(wanted), "all that was wanted");
+        assert_eq!(largest_fit(wanted, work, &fleet(&[1 << 30]), &options()), Some(wanted), "all that was requested");
         let short = Fit { context: 64, sequences: 1 };
-        assert_eq!(largest_fit(short, work, &fleet(&[4_100]), &options()), None, "shorter than what is proposed");
+        assert_eq!(largest_fit(short, work, &fleet(&[4_100]), &options()), None, "below the shortest context proposed");
     }
 }

@@ -1,6 +1,5 @@
-//! Standbys made of two devices: a stage that no other device can hold whole is cut in two on its own device, so that each half
-//! has a standby of its own and takes over by itself.
-//! Next: `explain.rs`.
+//! Standbys made of two devices: a stage that no other device can hold as a whole is split in two on its own device, so that
+//! each half has its own standby. Next: `explain.rs`.
 use crate::cost::{self, StageBytes};
 use crate::fleet::{Device, DeviceId, Fleet};
 use crate::plan::{Options, Plan, Stage};
@@ -8,11 +7,13 @@ use crate::standby::{Standby, standbys};
 use crate::work::Work;
 use alloc::{collections::BTreeSet, vec::Vec};
 
-/// Most stages of a plan that are cut. Each cut costs one more choice of standbys, and the owner a hand-over of rows a token.
+/// Maximum number of stages tried. Each split costs one more choice of standbys, and the owner one more hand-over of rows per
+/// token.
 const CUTS_MAX: usize = 8;
 
-/// The plan with stages cut in two where that gives both halves a standby and takes none from another stage. The head's own stages
-/// stay whole, and their standbys get what memory is left: their loss changes the coordinator as well.
+/// The plan with stages split in two where that gives both halves a standby and takes none from another stage. The
+/// coordinator's own stages are not split, and their standbys get the memory that is left: losing them changes the coordinator
+/// too.
 pub(crate) fn cut_for_standbys(plan: Plan, work: &Work, fleet: &Fleet, options: &Options) -> Plan {
     let mut plan = plan;
     let mut chosen = standbys(&plan, work, fleet, options, &[]);
@@ -36,18 +37,18 @@ pub(crate) fn cut_for_standbys(plan: Plan, work: &Work, fleet: &Fleet, options: 
     plan
 }
 
-/// How many stages, the head's aside, no device can be the standby of.
+/// Number of stages without a standby, the coordinator's own stages excluded.
 fn without(plan: &Plan, chosen: &[Standby], head: DeviceId) -> usize {
     others(plan, chosen, head).filter(|standby| standby.place.is_none()).count()
 }
 
-/// The standbys of stages that are not the head's own.
+/// The standbys of stages that are not the coordinator's own.
 fn others<'a>(plan: &'a Plan, chosen: &'a [Standby], head: DeviceId) -> impl Iterator<Item = &'a Standby> {
     chosen.iter().filter(move |standby| plan.stages()[usize::from(standby.stage)].device != head)
 }
 
-/// Where to cut a stage so that one device has memory for the layers before and another for the layers after: the middle of where
-/// that is so. `None`: no two devices of other machines hold it.
+/// Where to split a stage so that one device has memory for the first half and another for the second: the middle of the
+/// possible range. `None`: no two devices on other machines can hold the halves.
 fn middle(plan: &Plan, at: usize, (chosen, head): (&[Standby], DeviceId), work: &Work, fleet: &Fleet) -> Option<u32> {
     let stage = &plan.stages()[at];
     let machine = fleet.device(stage.device)?.machine;
@@ -58,7 +59,8 @@ fn middle(plan: &Plan, at: usize, (chosen, head): (&[Standby], DeviceId), work: 
         parts.filter(|part| part.device == device).fold(0u64, |sum, part: &Stage| sum.saturating_add(part.bytes))
     };
     let (start, end) = (stage.layers.start, stage.layers.end);
-    // Of each device that can take part: the end of the longest first half it can hold, and the start of the longest second half.
+    // For each device that can take part: the end of the longest first half that fits, and the start of the longest second
+    // half.
     let reach = |device: &Device| {
         cost::stage_ns(work, device, &stage.layers, 1)?;
         let free = device.memory.saturating_sub(taken(device.id));
@@ -68,7 +70,7 @@ fn middle(plan: &Plan, at: usize, (chosen, head): (&[Standby], DeviceId), work: 
     };
     let elsewhere = fleet.devices.iter().filter(|device| !device.excluded && device.machine != machine);
     let reaches: Vec<_> = elsewhere.filter_map(reach).collect();
-    // Two of each are enough: at most one of them is the device that the other half needs.
+    // Two of each suffice: at most one of them is the device that the other half needs.
     let mut firsts: Vec<(u32, DeviceId)> = reaches.iter().filter_map(|&(id, first, _)| Some((first?, id))).collect();
     let mut seconds: Vec<(u32, DeviceId)> = reaches.iter().filter_map(|&(id, _, second)| Some((second?, id))).collect();
     firsts.sort_by(|a, b| b.cmp(a));
@@ -112,7 +114,7 @@ mod tests {
         }
     }
 
-    /// Each device in a machine of its own.
+    /// Each device on its own machine.
     fn fleet(devices: &[(DeviceId, u64)]) -> Fleet {
         let device = |&(id, memory): &(DeviceId, u64)| Device {
             id,
@@ -134,7 +136,7 @@ mod tests {
         Fleet { devices: devices.iter().map(device).collect(), links: BTreeMap::new(), default_link }
     }
 
-    /// B has layers 2..8 beside the head A, which has 0..2; the others are spare.
+    /// The coordinator A has layers 0..2 and B has 2..8; the other devices are spare.
     fn cut(fleet: &Fleet, stages: &[(DeviceId, Range<u32>)]) -> Vec<(DeviceId, Range<u32>)> {
         let options = Options { goal: Goal::Latency, head: A, losses: false };
         let plan = Plan::new(stages, &work(), fleet, &options).unwrap();
@@ -149,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stage_too_large_for_any_spare_is_cut_where_two_spares_hold_a_half_each() {
+    fn a_stage_too_large_for_any_spare_is_split_between_two_spares() {
         let stages = [(A, 0..2), (B, 2..8)];
         let whole = [(A, 0..2), (B, 2..8)].to_vec();
         let room = 1 << 30;
@@ -158,21 +160,21 @@ mod tests {
         assert_eq!(of(room, bytes(2..5), bytes(5..8)), [(A, 0..2), (B, 2..5), (B, 5..8)]);
         assert_eq!(of(room, bytes(7..8), bytes(2..7)), [(A, 0..2), (B, 2..7), (B, 7..8)], "uneven spares");
         assert_eq!(of(room, bytes(7..8) - 1, bytes(2..7)), whole, "one byte short");
-        assert_eq!(of(room, bytes(2..8), bytes(2..5)), whole, "a spare holds it whole");
-        assert_eq!(of(bytes(2..8), bytes(2..5), bytes(5..8)), whole, "the owner has no scratch for two stages");
+        assert_eq!(of(room, bytes(2..8), bytes(2..5)), whole, "one spare holds the whole stage");
+        assert_eq!(of(bytes(2..8), bytes(2..5), bytes(5..8)), whole, "the owner has no scratch memory for two stages");
         assert_eq!(cut(&fleet(&[(A, own), (B, room), (C, bytes(2..7))]), &stages), whole, "one spare is not two");
         let mut same = fleet(&[(A, own), (B, room), (C, bytes(2..5)), (D, bytes(5..8))]);
         same.devices[3].machine = same.devices[1].machine;
-        assert_eq!(cut(&same, &stages), whole, "a half in the owner's machine dies with it");
+        assert_eq!(cut(&same, &stages), whole, "a standby on the owner's machine is lost with it");
     }
 
     #[test]
-    fn the_heads_own_stage_stays_whole_and_no_stage_loses_its_standby() {
+    fn the_coordinators_stage_is_not_split_and_no_stage_loses_its_standby() {
         let room = 1 << 30;
         let spares = [(A, room), (B, bytes(6..8)), (C, bytes(0..3)), (D, bytes(3..6))];
         let stages = [(A, 0..6), (B, 6..8)];
         assert_eq!(cut(&fleet(&spares), &stages), stages.to_vec());
-        // C could hold a half of B's stage, or be the standby of D's.
+        // C could hold half of B's stage, or be the standby of D's stage.
         let stages = [(A, 0..2), (B, 2..6), (D, 6..8)];
         let two = bytes(2..4) + bytes(4..6);
         let spares = |e| fleet(&[(A, bytes(0..2)), (B, two), (C, bytes(6..8)), (D, bytes(6..8)), (E, e)]);

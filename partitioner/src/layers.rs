@@ -1,9 +1,9 @@
-//! Which device should hold which layers: turns a question into numbers for the search and the answer into a plan.
+//! Placement of layers on devices: turns a question into numbers for the search, and the search's answer into a plan.
 //!
-//! Solo is just the placement with one stage, so it wins where it fits and is fastest; slow devices are left out because
-//! a placement without them scores better. On equal cost fewer stages win, then the head as first stage, then lower ids.
-//! Then the cuts are balanced: times within a hundredth count as equal, and the slowest stage is made as fast as that allows.
-//! Next: `layers/search.rs`.
+//! A single node is the placement with one stage, so it wins if it fits and is fastest; a slow device is left out because
+//! placements without it score better. Ties go to fewer stages, then to the coordinator as first stage, then to lower ids.
+//! Finally the stage boundaries are balanced: token times within one percent count as equal, and the slowest stage is made as
+//! fast as that allows. Next: `layers/search.rs`.
 pub(crate) mod search;
 
 use crate::cost::{self, StageBytes};
@@ -16,27 +16,27 @@ use alloc::{boxed::Box, collections::BTreeSet, format, vec::Vec};
 use core::ops::Range;
 use search::{DEVICES_MAX, DeviceCosts, Guide, NEVER, Outcome, Problem, Rule, Score, search};
 
-/// Bits below the nanoseconds in a score: stages × 2 (128 stages at most), and 1 if the head does not hold the first.
+/// Bits below the nanoseconds in a score: stages × 2 (128 stages at most), and 1 if the first stage is not on the coordinator.
 const TIE_BITS: u32 = 10;
 
-/// What one more stage adds to a score when times are equal.
+/// Score of one more stage, as a tie-break between equal times.
 const ONE_STAGE: Score = 2;
 
-/// What a first stage away from the head adds when times and stages are equal.
-const AWAY_FROM_HEAD: Score = 1;
+/// Score of a first stage off the coordinator, as a tie-break between equal times and stage counts.
+const OFF_COORDINATOR: Score = 1;
 
-/// Token times that differ by less than one part in this many count as equal: the speeds behind them vary by more from one
-/// measurement to the next.
+/// Token times that differ by less than one part in this number count as equal: the speeds behind them vary more between
+/// measurements.
 const EQUAL_PARTS: u64 = 100;
 
-/// Largest total of a job's bytes: 1 EiB, so that sums stay inside 64 bits.
+/// Bytes of the largest job: 1 EiB, so that sums fit in 64 bits.
 const WORK_BYTES_MAX: u64 = 1 << 60;
 
-/// The plan with the least predicted time for this work on this fleet, with the reasons and, if asked for, the plans for
-/// the loss of each node used but the head (whose loss ends its requests).
+/// The plan with the least predicted time for this work on this fleet, with the reasons. `options.losses` adds a plan for the
+/// loss of each node in use but the coordinator, whose loss ends its requests.
 ///
 /// # Errors
-/// Names what is short and by how much; nothing is kept between calls.
+/// Names what is short and by how much.
 pub fn plan(work: &Work, fleet: &Fleet, options: &Options) -> Result<Plan, PlanError> {
     validate(work, fleet)?;
     let pool = Pool::new(work, fleet, options);
@@ -60,7 +60,7 @@ pub fn plan(work: &Work, fleet: &Fleet, options: &Options) -> Result<Plan, PlanE
     Ok(plan.with_losses(losses))
 }
 
-/// What would be done if each of the plan's devices but the head were lost: the smallest change.
+/// The plan after the loss of each of the plan's devices but the coordinator: the repair with the smallest change.
 fn losses(plan: &Plan, work: &Work, fleet: &Fleet, options: &Options) -> Vec<LossPlan> {
     let used = plan.stages().iter().map(|stage| stage.device).filter(|&device| device != options.head);
     let alone = Options { losses: false, ..options.clone() };
@@ -72,7 +72,7 @@ fn losses(plan: &Plan, work: &Work, fleet: &Fleet, options: &Options) -> Vec<Los
     .collect()
 }
 
-/// Refuses questions that have no meaning or whose sums would overflow.
+/// Rejects questions that make no sense or whose sums would overflow.
 pub(crate) fn validate(work: &Work, fleet: &Fleet) -> Result<(), PlanError> {
     let invalid = |reason: Box<str>| Err(PlanError::Invalid(reason));
     if work.layers.is_empty() {
@@ -93,7 +93,7 @@ pub(crate) fn validate(work: &Work, fleet: &Fleet) -> Result<(), PlanError> {
     Ok(())
 }
 
-/// A placement that the search found and the constructor refuses would be our own mistake: reported, not hidden.
+/// A placement that the search found and the constructor rejects is a bug in the planner: reported, not hidden.
 pub(crate) fn unsound(error: InvalidPlan) -> PlanError {
     PlanError::Invalid(format!("the search found a placement that breaks a rule ({error}); this is a bug").into())
 }
@@ -102,7 +102,7 @@ pub(crate) fn unsound(error: InvalidPlan) -> PlanError {
 pub(crate) struct Solution {
     /// Candidate and layers of each stage.
     pub stages: Option<Vec<(usize, Range<usize>)>>,
-    /// Per candidate, the least nanoseconds of a placement that uses it.
+    /// Per candidate, the least nanoseconds of a placement with it.
     pub best_with: Vec<Option<u64>>,
     pub furthest: usize,
     pub exact: bool,
@@ -123,7 +123,7 @@ fn solution(outcome: Outcome, bits: u32) -> Solution {
     }
 }
 
-/// The least slowest stage; among placements with that, the least time per token.
+/// The placement with the least time of its slowest stage or link; ties go to the least time per token.
 fn least_bottleneck(pool: &Pool) -> Solution {
     let outcome = search(&pool.bottleneck_problem());
     let bound = outcome.best.as_ref().map(|&(bound, _)| bound);
@@ -132,11 +132,11 @@ fn least_bottleneck(pool: &Pool) -> Solution {
         return slowest;
     };
     let within = solve(&pool.problem(Some(bound as u64)));
-    // A beam may lose sight of every placement within the bound: then the one already found stands.
+    // A beam may miss every placement within the bound; then the one already found is used.
     Solution { stages: within.stages.or(slowest.stages), ..slowest }
 }
 
-/// The devices that can take part, and the numbers about them.
+/// The devices that can take part, and their figures.
 pub(crate) struct Pool<'a> {
     work: &'a Work,
     fleet: &'a Fleet,
@@ -144,7 +144,7 @@ pub(crate) struct Pool<'a> {
     bytes: StageBytes<'a>,
     /// By id, so that ties break the same way everywhere.
     pub candidates: Vec<&'a Device>,
-    /// Why the others cannot.
+    /// The other devices, with the reasons.
     rejected: Vec<(DeviceId, Verdict)>,
 }
 
@@ -171,7 +171,7 @@ impl<'a> Pool<'a> {
         pool
     }
 
-    /// Keeps at most `limit` candidates: half by what a layer takes there, the way from the head included; half by memory.
+    /// Keeps at most `limit` candidates: half by the time per layer, including the hop from the coordinator; half by memory.
     fn shortlist(&mut self, limit: usize) {
         if self.candidates.len() <= limit {
             return;
@@ -183,7 +183,7 @@ impl<'a> Pool<'a> {
         self.retain(&order[..limit].iter().map(|(_, device)| device.id).collect());
     }
 
-    /// Nanoseconds of a layer of the mean size on a device that holds as many as fit, with its part of the way from the head.
+    /// Nanoseconds per mean layer on a device filled with layers, with the layer's share of the hop from the coordinator.
     fn layer_share_ns(&self, device: &Device) -> u64 {
         let layers = self.work.layers.len() as u64;
         let all = 0..layers as u32;
@@ -197,8 +197,8 @@ impl<'a> Pool<'a> {
         }
     }
 
-    /// The same devices in the same order, cut so that the slowest stage is as fast as it can be while a token takes as long
-    /// as in `solution`, to a part in [`EQUAL_PARTS`].
+    /// The same devices in the same order, with the stage boundaries for which the slowest stage is as fast as possible while a
+    /// token takes as long as in `solution`, within one part in [`EQUAL_PARTS`].
     fn balanced(&self, solution: Solution) -> Solution {
         let Some(stages) = &solution.stages else { return solution };
         let order: Vec<usize> = stages.iter().map(|(device, _)| *device).collect();
@@ -228,7 +228,7 @@ impl<'a> Pool<'a> {
         Solution { stages: Some(best), ..solution }
     }
 
-    /// The question of how to cut the layers for these devices in this order, with no stage slower than `bound`.
+    /// The problem of splitting the layers over these devices in this order, with no stage slower than `bound`.
     fn chain(&self, order: &[usize], bound: u64) -> Problem {
         let only = |at: usize| (0..order.len()).map(|i| if i == at { 0 } else { NEVER }).collect();
         let costs = |&device: &usize| self.costs(self.candidates[device], TIE_BITS, ONE_STAGE, Some(bound));
@@ -237,7 +237,7 @@ impl<'a> Pool<'a> {
             guide: Guide::Cheapest,
             layers: self.work.layers.len(),
             devices: order.iter().map(costs).collect(),
-            // Every cut crosses the same links.
+            // All splits cross the same links.
             enter: only(0),
             leave: only(order.len() - 1),
             hops: (0..order.len()).map(|from| only(from + 1)).collect(),
@@ -258,7 +258,8 @@ impl<'a> Pool<'a> {
         self.rejected.iter().any(|(_, verdict)| *verdict == Verdict::NotShortlisted)
     }
 
-    /// Scores are nanoseconds per token, then stages, then whether the head is first; `bound` limits each stage and link.
+    /// Scores are nanoseconds per token, then stages, then whether the coordinator is first; `bound` limits each stage and
+    /// link.
     pub(crate) fn problem(&self, bound: Option<u64>) -> Problem {
         let bounded = |busy: Option<u64>| busy.is_some_and(|ns| bound.is_none_or(|bound| ns <= bound));
         let hop = |from: DeviceId, to: DeviceId, bytes: u64| match cost::between_ns(self.fleet, from, to, bytes) {
@@ -268,7 +269,7 @@ impl<'a> Pool<'a> {
         let head = self.options.head;
         let mut problem = self.linked(Rule::Sum, &hop);
         for (device, enter) in self.candidates.iter().zip(&mut problem.enter) {
-            *enter += if device.id == head { 0 } else { AWAY_FROM_HEAD };
+            *enter += if device.id == head { 0 } else { OFF_COORDINATOR };
         }
         problem.devices = self.candidates.iter().map(|device| self.costs(device, TIE_BITS, ONE_STAGE, bound)).collect();
         problem
@@ -301,11 +302,11 @@ impl<'a> Pool<'a> {
         }
     }
 
-    /// One device's times as scores, and what fits there (in memory, and in time if there is a bound).
+    /// A device's times as scores, and which ranges of layers fit (in memory, and in time if there is a bound).
     fn costs(&self, device: &Device, bits: u32, one_stage: Score, bound: Option<u64>) -> DeviceCosts {
         let work = self.work;
         let layers = work.layers.len();
-        // A candidate has a speed, so every prediction exists.
+        // A candidate has a measured speed, so every prediction exists.
         let ns = |ns: Option<u64>| ns.unwrap_or(cost::NS_MAX);
         let mut before_ns = Vec::with_capacity(layers + 1);
         before_ns.push(0u64);
@@ -353,7 +354,7 @@ impl<'a> Pool<'a> {
         stages.iter().map(named).collect()
     }
 
-    /// What became of each device, candidates in order after the rejected.
+    /// Why each device is or is not used: the rejected ones, then the candidates in order.
     pub(crate) fn verdicts(&self, best_with: &[Option<u64>], exact: bool) -> Vec<(DeviceId, Verdict)> {
         let judged = self.candidates.iter().zip(best_with).map(|(device, &best_with)| match best_with {
             Some(ns) => (device.id, Verdict::Considered { best_with_ns: ns, exact }),
@@ -362,7 +363,7 @@ impl<'a> Pool<'a> {
         self.rejected.iter().cloned().chain(judged).collect()
     }
 
-    /// Why nothing was found, with the figure that is short. `furthest` is the most layers any arrangement covered.
+    /// Why no placement was found, with the figure that is short. `furthest`: the most layers that any placement covered.
     pub(crate) fn shortage(&self, furthest: usize) -> PlanError {
         let blocks = self.work.layers.len() as u32;
         let allowed = self.fleet.devices.iter().filter(|device| !device.excluded && device.bytes_per_second > 0);
@@ -371,7 +372,7 @@ impl<'a> Pool<'a> {
             return PlanError::NoDevices;
         };
         let offered = offers.iter().fold(0u64, |sum, &offer| sum.saturating_add(offer));
-        // What the ends and the scratch of every stage take as well, at the number of stages there would be.
+        // Includes the embedding, the output head and the scratch of every stage, at the largest possible number of stages.
         let stages = (self.candidates.len() as u64).max(1);
         let mut need = self.bytes.of(&(0..blocks)).saturating_add(self.work.scratch_bytes.saturating_mul(stages - 1));
         if self.work.tied && stages > 1 {
@@ -393,7 +394,7 @@ impl<'a> Pool<'a> {
         PlanError::Packing { need, offered, placed: furthest as u32, layers: blocks, missing }
     }
 
-    /// Whether memory alone would allow a placement.
+    /// Whether a placement exists if links are ignored.
     fn fits_with_any_links(&self) -> bool {
         let mut problem = self.linked(Rule::Sum, &|_, _, _| 0);
         problem.devices = self.candidates.iter().map(|device| self.costs(device, 0, 0, None)).collect();

@@ -1,8 +1,9 @@
-//! Who should hold what: given measured machines and a job's costs, the plan with the least predicted time, and why.
+//! The planner: given measured devices and a job's costs, finds the placement with the least predicted time, and the reasons
+//! for it.
 //!
-//! Pure: no clock, no I/O, no randomness; costs are integer nanoseconds and bytes, so a plan can be replayed anywhere.
-//! Read `work` and `fleet` (the question), `plan` (the answer, which cannot be built invalid), then `cost` and `layers`.
-//! Next: `work.rs`.
+//! Pure: no clock, no I/O, no randomness; costs are integer nanoseconds and bytes, so a plan can be reproduced anywhere. Read
+//! `work` and `fleet` (the question), `plan` (the answer, which cannot be built invalid), then `cost` and `layers`. Next:
+//! `work.rs`.
 #![no_std]
 extern crate alloc;
 

@@ -1,6 +1,5 @@
-//! The answer: contiguous stages, each on one device. Fields are private where an invalid value could be built.
-//! A plan from the wire passes the same structural checks as one built here, so whoever holds a `Plan` may rely on them.
-//! Next: `cost.rs`.
+//! The plan: contiguous stages, each on one device. Fields are private where an invalid value could be built. A plan from the
+//! wire passes the same structural checks as one built here, so every `Plan` satisfies them. Next: `cost.rs`.
 use crate::cost;
 use crate::explain::bytes;
 use crate::fleet::{DeviceId, Fleet};
@@ -9,13 +8,14 @@ use alloc::{boxed::Box, collections::BTreeSet, string::String, vec::Vec};
 use core::ops::Range;
 use serde::{Deserialize, Serialize};
 
-/// Most layers of a job: the deepest published models have about 130; the bound keeps the search's tables small.
+/// Maximum number of layers of a job: the deepest published models have about 130, and the bound keeps the search's tables
+/// small.
 pub const LAYERS_MAX: usize = 1024;
 
-/// Most reasons a plan carries: one for each device of the largest fleet planned for (a bound for plans off the wire).
+/// Maximum number of reasons in a plan: one per device of the largest fleet (bounds plans from the wire).
 pub const REASONS_MAX: usize = 4096;
 
-/// What is to be least.
+/// What the planner minimises.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Goal {
     /// Time per token of one request.
@@ -24,56 +24,57 @@ pub enum Goal {
     Throughput,
 }
 
-/// What the caller asks for.
+/// Options of the planner.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Options {
-    /// What is to be least.
+    /// What to minimise.
     pub goal: Goal,
-    /// The node whose API took the request: tokens enter and leave the pipeline there.
+    /// The coordinator: tokens enter and leave the pipeline there.
     pub head: DeviceId,
-    /// Also plan for the loss of each node used.
+    /// Also plan for the loss of each node in use.
     pub losses: bool,
 }
 
 /// One contiguous range of layers on one device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stage {
-    /// Where.
+    /// The device.
     pub device: DeviceId,
     /// Layers `start..end`.
     pub layers: Range<u32>,
-    /// Bytes it will take there: weights, cache, scratch.
+    /// Bytes it takes there: weights, cache, scratch.
     pub bytes: u64,
     /// Predicted nanoseconds per decoded token.
     pub step_ns: u64,
 }
 
-/// What would be done if one node were lost.
+/// The plan after the loss of one node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LossPlan {
     /// The node lost.
     pub lost: DeviceId,
-    /// The plan on the nodes left (which has no loss plans of its own), or why there is none.
+    /// The plan on the remaining nodes (without loss plans of its own), or why there is none.
     pub plan: Result<Plan, PlanError>,
 }
 
-/// A valid placement: stages cover all layers once, in order, on distinct devices, within memory when it was made. A device holds
-/// several only where a standby took over ([`Plan::with_stage`]) and where a stage was cut for two standbys.
+/// A valid placement: stages cover all layers once, in order, on distinct devices, and fitted in memory when the plan was made.
+/// A device holds several stages only after a standby took over ([`Plan::with_stage`]) or after a stage was split for two
+/// standbys.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "wire::PlanRecord", into = "wire::PlanRecord")]
 pub struct Plan {
-    /// Invariants: not empty; ranges not empty, adjoining, from 0; devices distinct but for those two cases.
+    /// Invariants: not empty; ranges not empty, contiguous, from 0; devices distinct except in those two cases.
     stages: Vec<Stage>,
     /// At least the sum of the stages' steps.
     token_ns: u64,
     exact: bool,
     reasons: Vec<(DeviceId, String)>,
-    /// Invariant: their plans have no losses themselves.
+    /// Invariant: these plans have no loss plans themselves.
     losses: Vec<LossPlan>,
 }
 
 impl Plan {
-    /// The plan that puts these layers on these devices, with its memory and times predicted, or the first rule it breaks.
+    /// The plan with these layers on these devices, with its memory and times predicted, or the first rule that it breaks.
     pub fn new(
         stages: &[(DeviceId, Range<u32>)],
         work: &Work,
@@ -110,12 +111,12 @@ impl Plan {
         Ok(Self { stages: charged, token_ns, exact: false, reasons: Vec::new(), losses: Vec::new() })
     }
 
-    /// Whether this plan (one that came over the wire, say) holds for this job and fleet: the same rules as [`Plan::new`].
+    /// Whether this plan (for instance one from the wire) is valid for this job and fleet, by the same rules as [`Plan::new`].
     pub fn check(&self, work: &Work, fleet: &Fleet, options: &Options) -> Result<(), InvalidPlan> {
         Self::new(&self.placement(), work, fleet, options).map(|_| ())
     }
 
-    /// Which layers go where, without the predictions.
+    /// The device and layers of each stage, without predictions.
     pub fn placement(&self) -> Vec<(DeviceId, Range<u32>)> {
         self.stages.iter().map(|stage| (stage.device, stage.layers.clone())).collect()
     }
@@ -123,7 +124,7 @@ impl Plan {
     pub fn stages(&self) -> &[Stage] {
         &self.stages
     }
-    /// The stage on a device, if it has one; the first where it has several.
+    /// The stage on a device, if it has one; the first one if it has several.
     pub fn stage_of(&self, device: DeviceId) -> Option<&Stage> {
         self.stages_of(device).next()
     }
@@ -131,7 +132,7 @@ impl Plan {
     pub fn stages_of(&self, device: DeviceId) -> impl Iterator<Item = &Stage> {
         self.stages.iter().filter(move |stage| stage.device == device)
     }
-    /// Layers covered.
+    /// Number of layers covered.
     pub fn layers(&self) -> u32 {
         self.stages.last().map_or(0, |stage| stage.layers.end)
     }
@@ -139,11 +140,11 @@ impl Plan {
     pub fn token_ns(&self) -> u64 {
         self.token_ns
     }
-    /// The slowest stage's predicted step: what bounds many requests at once.
+    /// Predicted step of the slowest stage: this bounds the throughput of many requests.
     pub fn slowest_step_ns(&self) -> u64 {
         self.stages.iter().map(|stage| stage.step_ns).max().unwrap_or(0)
     }
-    /// Whether the search was exact (otherwise beam search).
+    /// Whether the search was exact (otherwise a beam search).
     pub fn exact(&self) -> bool {
         self.exact
     }
@@ -151,12 +152,12 @@ impl Plan {
     pub fn reasons(&self) -> &[(DeviceId, String)] {
         &self.reasons
     }
-    /// Plans for the loss of each node used but the head (empty unless asked for).
+    /// Plans for the loss of each node in use but the coordinator (empty unless requested).
     pub fn losses(&self) -> &[LossPlan] {
         &self.losses
     }
 
-    /// This plan with another device holding one stage, the same layers: its standby, which may hold another stage already.
+    /// This plan with one stage, the same layers, on another device: its standby, which may already hold another stage.
     ///
     /// # Errors
     /// [`InvalidPlan::Layers`] when the layers differ or the plan has no such stage.
@@ -164,17 +165,17 @@ impl Plan {
         let mut next = Self { losses: Vec::new(), ..self.clone() };
         let misfit = InvalidPlan::Layers { stage: index, start: stage.layers.start, end: stage.layers.end };
         let old = next.stages.get_mut(index).filter(|old| old.layers == stage.layers).ok_or(misfit)?;
-        // Links aside: they are measured anew with the next plan.
+        // Links are ignored: the next plan measures them again.
         next.token_ns = (self.token_ns - old.step_ns).saturating_add(stage.step_ns);
         *old = stage;
         Ok(next)
     }
 
-    /// This plan with one stage cut in two before the layer `cut`, both on the device of the stage.
+    /// This plan with one stage split in two before layer `cut`, both halves on the stage's device.
     ///
     /// # Errors
-    /// [`InvalidPlan::Layers`] when a half would be empty, [`InvalidPlan::Memory`] when the device has no memory for both halves
-    /// beside its other stages, [`InvalidPlan::NoSpeed`] when nothing is known of its speed.
+    /// [`InvalidPlan::Layers`] when a half would be empty, [`InvalidPlan::Memory`] when the device lacks memory for both halves
+    /// besides its other stages, [`InvalidPlan::NoSpeed`] when its speed was not measured.
     pub(crate) fn with_cut(mut self, index: usize, cut: u32, work: &Work, fleet: &Fleet) -> Result<Self, InvalidPlan> {
         let misfit = InvalidPlan::Layers { stage: index, start: 0, end: cut };
         let old = self.stages.get(index).filter(|old| old.layers.start < cut && cut < old.layers.end).ok_or(misfit)?;
@@ -194,13 +195,13 @@ impl Plan {
         Ok(self)
     }
 
-    /// Notes how the plan was found and why each device is or is not used.
+    /// Records how the plan was found, and why each device is or is not used.
     pub(crate) fn explained(mut self, exact: bool, reasons: Vec<(DeviceId, String)>) -> Self {
         self.exact = exact;
         self.reasons = reasons;
         self
     }
-    /// Adds the plans for losses, which must not have any themselves.
+    /// Adds the loss plans, which must not have any themselves.
     pub(crate) fn with_losses(mut self, losses: Vec<LossPlan>) -> Self {
         debug_assert!(losses.iter().all(|loss| loss.plan.as_ref().map_or(true, |plan| plan.losses.is_empty())));
         self.losses = losses;
@@ -208,7 +209,7 @@ impl Plan {
     }
 }
 
-/// The rules that need neither job nor fleet.
+/// The rules that depend on neither job nor fleet.
 fn check_stages(stages: &[Stage]) -> Result<(), InvalidPlan> {
     if stages.is_empty() {
         return Err(InvalidPlan::Empty);
@@ -229,7 +230,7 @@ pub enum InvalidPlan {
     /// No stage at all.
     #[error("a plan needs at least one stage")]
     Empty,
-    /// Empty, overlapping, with a gap, or beyond the model.
+    /// Empty, overlapping, with a gap, or outside the model.
     #[error("stage {stage} has layers {start}..{end}: expected a range that adjoins the one before and is not empty")]
     Layers {
         /// Which stage.
@@ -247,7 +248,7 @@ pub enum InvalidPlan {
         /// Layers of the model.
         layers: u32,
     },
-    /// One device with two stages, which the planner gives to none.
+    /// Two stages on one device, which the planner never assigns.
     #[error("stage {stage} is on a device that already has one")]
     DeviceTwice {
         /// The second stage.
@@ -281,28 +282,28 @@ pub enum InvalidPlan {
         /// Bytes offered.
         offered: u64,
     },
-    /// A link on the way carries nothing.
+    /// A link of the pipeline is unusable.
     #[error("two neighbours of the pipeline have no usable link between them")]
     Unlinked,
     /// A prediction that contradicts the stages.
     #[error("the plan says {token_ns} ns per token, less than its stages' steps")]
     TokenTime {
-        /// What it says.
+        /// The claimed time.
         token_ns: u64,
     },
     /// More reasons or loss plans than a plan can have.
     #[error("the plan carries {found} {what}, at most {limit} are allowed")]
     TooMany {
-        /// Of what.
+        /// The kind of entries.
         what: &'static str,
-        /// How many.
+        /// The number found.
         found: usize,
-        /// The bound.
+        /// The limit.
         limit: usize,
     },
 }
 
-/// Why there is no plan, with the shortfall.
+/// Why there is no plan, with the missing amount.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum PlanError {
     /// No device may be used at all.
@@ -322,7 +323,7 @@ pub enum PlanError {
         /// The difference.
         missing: u64,
     },
-    /// In sum it fits, but one layer (with what its stage must hold besides) fits on no device.
+    /// It fits in total, but one layer (with the fixed bytes of its stage) fits on no device.
     #[error(
         "layer {layer} needs {need} on one node, the largest node offers {largest}: {missing} are missing there; raise its \
          --memory, or lower --context or --sequences",
@@ -331,14 +332,14 @@ pub enum PlanError {
     LayerTooLarge {
         /// The layer.
         layer: u32,
-        /// Bytes it needs with its fixed share.
+        /// Bytes it needs, with the fixed bytes of its stage.
         need: u64,
         /// Bytes of the largest device.
         largest: u64,
         /// The difference.
         missing: u64,
     },
-    /// In sum it fits and each layer fits somewhere, but no arrangement of whole layers was found.
+    /// It fits in total and each layer fits on some device, but no placement of whole layers was found.
     #[error(
         "the mesh offers enough in total ({offered} for {need}), but only {placed} of {layers} layers can be placed: the rest \
          needs {missing} on one node; raise --memory of a node, or lower --context or --sequences",
@@ -349,25 +350,25 @@ pub enum PlanError {
         need: u64,
         /// Bytes offered.
         offered: u64,
-        /// Most layers that any arrangement tried could place.
+        /// The most layers that any tried placement covers.
         placed: u32,
         /// Layers of the job.
         layers: u32,
-        /// Bytes of a stage that holds the layers left over.
+        /// Bytes of a stage with the remaining layers.
         missing: u64,
     },
-    /// Memory suffices, but the nodes that would be needed are not linked.
+    /// Memory suffices, but the required nodes are not linked.
     #[error(
         "memory suffices, but no usable links join the nodes that are needed: their measured bandwidth is zero; see `meshnode peers`"
     )]
     Unlinked,
-    /// The job itself is not sound (no layers, sums that overflow).
+    /// The job itself is invalid (no layers, sums that overflow).
     #[error("the job cannot be planned: {0}")]
     Invalid(Box<str>),
 }
 
-/// Plans as records: what is on the wire and in the store. A loss plan has no field for further loss plans, so that no
-/// sender can make a reader recurse; reading checks every rule that needs neither job nor fleet.
+/// Plans as records, for the wire and the store. A loss plan has no field for further loss plans, so that no sender can make a
+/// reader recurse. Reading checks every rule that depends on neither job nor fleet.
 mod wire {
     use super::{DeviceId, InvalidPlan, LossPlan, Plan, PlanError, REASONS_MAX, Stage, check_stages};
     use alloc::{string::String, vec::Vec};

@@ -1,4 +1,4 @@
-//! What a planner is asked and what it answers, for either kind of job, so that a caller can have it answered elsewhere.
+//! Questions to the planner and its answers, for both kinds of jobs, so that a caller can have them answered on another thread.
 use crate::cost;
 use crate::fleet::{DeviceId, Fleet};
 use crate::halves::cut_for_standbys;
@@ -18,11 +18,11 @@ use serde::{Deserialize, Serialize};
 pub enum Question {
     /// Place a model's layers.
     Model(Box<ModelQuestion>),
-    /// Choose standbys for the stages of a plan, beside those kept.
+    /// Choose standbys for the stages of a plan, besides those kept.
     ModelStandbys(Box<ModelStandbysQuestion>),
-    /// Cut a grid.
+    /// Partition a grid.
     Grid(Box<GridQuestion>),
-    /// Choose standbys for tiles, beside those kept.
+    /// Choose standbys for tiles, besides those kept.
     GridStandbys(Box<GridStandbysQuestion>),
 }
 
@@ -31,15 +31,15 @@ pub enum Question {
 pub struct ModelQuestion {
     /// The model's costs.
     pub work: Work,
-    /// The machines and links as measured.
+    /// The measured machines and links.
     pub fleet: Fleet,
-    /// What the plan is for.
+    /// The planner's options.
     pub options: Options,
-    /// A plan to repair by moving the fewest bytes. Without one the plan is made from scratch.
+    /// A plan to repair by moving the fewest bytes; without one a new plan is made.
     pub repair: Option<Plan>,
-    /// The placement that runs: the answer says what that takes on the same fleet.
+    /// The present placement: the answer predicts its time on the same fleet.
     pub present: Option<Plan>,
-    /// Choose standbys for the plan that is found, too.
+    /// Also choose standbys for the resulting plan.
     pub standbys: bool,
 }
 
@@ -48,13 +48,13 @@ pub struct ModelQuestion {
 pub struct ModelStandbysQuestion {
     /// The model's costs.
     pub work: Work,
-    /// The machines and links as measured.
+    /// The measured machines and links.
     pub fleet: Fleet,
-    /// What the plan is for.
+    /// The planner's options.
     pub options: Options,
     /// The placement.
     pub plan: Plan,
-    /// Stages that have a standby, and its device.
+    /// Stages that already have a standby, with its device.
     pub kept: Vec<(u16, DeviceId)>,
 }
 
@@ -63,23 +63,23 @@ pub struct ModelStandbysQuestion {
 pub struct GridStandbysQuestion {
     /// The simulation's costs.
     pub work: GridWork,
-    /// The machines and links as measured.
+    /// The measured machines and links.
     pub fleet: Fleet,
     /// Owner and block of each tile.
     pub owners: Vec<(DeviceId, Block)>,
-    /// Steps between two exchanges.
+    /// Steps between two halo exchanges.
     pub depth: u32,
-    /// Predicted nanoseconds of a step.
+    /// Predicted nanoseconds per step.
     pub step_ns: u64,
-    /// Bytes of halos that neighbours keep for a standby: its snapshots have to come before these are used up.
+    /// Bytes of halos that neighbours retain for a standby: bounds the interval between its snapshots.
     pub halo_bytes: u64,
-    /// The shortest time from one snapshot to the next, in nanoseconds.
+    /// The shortest interval between snapshots, in nanoseconds.
     pub snapshot_ns_min: u64,
-    /// Tiles that have a standby, and its device.
+    /// Tiles that already have a standby, with its device.
     pub kept: Vec<(u16, DeviceId)>,
 }
 
-/// The planner's answer, of the question's kind.
+/// The planner's answer, of the same kind as the question.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Answer {
     /// To [`Question::Model`].
@@ -97,16 +97,16 @@ pub enum Answer {
 pub struct ModelAnswer {
     /// The placement.
     pub plan: Plan,
-    /// Predicted nanoseconds per token of the placement that runs, where one was named and the fleet still has its devices.
+    /// Predicted nanoseconds per token of the present placement, if there is one and the fleet still has its devices.
     pub before_ns: Option<u64>,
-    /// Weight bytes that devices hold in the plan and not in the placement that runs; 0 where none was named.
+    /// Weight bytes that devices hold in the plan but not in the present placement; 0 without a present placement.
     pub moved_bytes: u64,
-    /// Standbys of the plan's stages, where they were asked for.
+    /// Standbys of the plan's stages, if requested.
     pub standbys: Vec<Standby>,
 }
 
 impl Question {
-    /// The answer. It takes milliseconds on large fleets: not for a thread that must not wait.
+    /// The answer. It takes milliseconds on large fleets: call it from a thread that may block.
     pub fn answer(&self) -> Answer {
         match self {
             Question::Model(question) => Answer::Model(question.answer().map(Box::new)),
@@ -119,7 +119,7 @@ impl Question {
         }
     }
 
-    /// The answer of a planner that failed, and why.
+    /// The answer if the planner failed, with the reason.
     pub fn failed(&self, why: &str) -> Answer {
         match self {
             Question::Model(_) => Answer::Model(Err(PlanError::Invalid(why.into()))),

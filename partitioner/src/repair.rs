@@ -1,8 +1,7 @@
-//! The smallest change when the fleet changes: as few weight bytes as possible are moved, then as little time per token.
+//! Repair of a plan after the fleet changed: moves the fewest weight bytes, then takes the least time per token.
 //!
-//! The same search as for a new plan; only the scores differ, with the bytes that a device does not hold yet above the
-//! nanoseconds.
-//! Next: `explain.rs`.
+//! The search is the same as for a new plan. Only the scores differ: the bytes that a device does not hold yet rank above the
+//! nanoseconds. Next: `explain.rs`.
 use crate::explain::{self, Verdict};
 use crate::fleet::{Device, DeviceId, Fleet};
 use crate::layers::search::{self, EXACT_DEVICES, Guide, Problem, Score, search};
@@ -13,16 +12,16 @@ use alloc::{boxed::Box, collections::BTreeSet, format, vec::Vec};
 use core::cmp::Reverse;
 use core::ops::Range;
 
-/// Where the bytes begin in a score: above the nanoseconds and tie bits of [`Pool::problem`].
+/// Position of the bytes in a score: above the nanoseconds and tie bits of [`Pool::problem`].
 const BYTES_SHIFT: u32 = 64;
 
-/// Spare devices looked at when the survivors alone are too many for an exact search.
+/// Spare devices considered when the survivors alone are too many for an exact search.
 const SPARES: usize = 4;
 
-/// The valid plan that moves the fewest bytes from `current` to this fleet (some of whose nodes may be gone, draining,
-/// smaller than before, or new), and among those has the least time per token, whatever the goal.
+/// The valid plan that moves the fewest bytes from `current` to this fleet, whatever the goal; ties go to the least time per
+/// token. Nodes of `current` may be missing, draining or smaller, and the fleet may have new nodes.
 ///
-/// New nodes are used only where something has to move: use [`plan`](crate::plan()) to start afresh.
+/// New nodes are used only if something must move; [`plan`](crate::plan()) plans without regard to the present placement.
 ///
 /// # Errors
 /// As for [`plan`](crate::plan()); [`PlanError::Invalid`] also when `current` is of a model with another layer count.
@@ -39,7 +38,7 @@ pub fn repair(current: &Plan, work: &Work, fleet: &Fleet, options: &Options) -> 
     }
     let outcome = search(&problem(&pool, current, work));
     let Some((_, stages)) = outcome.best else {
-        // Nothing fits on the survivors and the best spares: ask the whole fleet.
+        // Nothing fits on the survivors and the best spares: plan on the whole fleet.
         return layers::plan(work, fleet, &Options { losses: false, ..options.clone() });
     };
     let plan = Plan::new(&pool.name(&stages), work, fleet, options).map_err(layers::unsound)?;
@@ -50,7 +49,7 @@ pub fn repair(current: &Plan, work: &Work, fleet: &Fleet, options: &Options) -> 
     Ok(plan.explained(exact, reasons))
 }
 
-/// Weight bytes that devices must load to go from one plan to the other.
+/// Weight bytes that devices must load to change from one plan to the other.
 pub fn moved_bytes(current: &Plan, next: &Plan, work: &Work) -> u64 {
     let moved = next.stages().iter().map(|stage| {
         let held = Held::by(current, stage.device, work);
@@ -66,7 +65,7 @@ pub fn moved_bytes(current: &Plan, next: &Plan, work: &Work) -> u64 {
     moved.sum()
 }
 
-/// The survivors and the best spares: fastest first, as many as keep the search exact.
+/// The survivors and the fastest spares: up to the limit of an exact search, but at least [`SPARES`] spares.
 fn shortlist(pool: &Pool<'_>, current: &Plan) -> BTreeSet<DeviceId> {
     let (survivors, mut spares): (Vec<&Device>, Vec<&Device>) =
         pool.candidates.iter().partition(|device| current.stage_of(device.id).is_some());
@@ -75,11 +74,11 @@ fn shortlist(pool: &Pool<'_>, current: &Plan) -> BTreeSet<DeviceId> {
     survivors.iter().chain(spares.iter().take(room)).map(|device| device.id).collect()
 }
 
-/// The time problem with the bytes to move above it.
+/// The time problem, with the bytes to move above the time.
 fn problem(pool: &Pool<'_>, current: &Plan, work: &Work) -> Problem {
     let mut problem = pool.problem(None);
     problem.guide = Guide::Cheapest;
-    problem.budget = search::BUDGET / 4; // loss plans ask once for each stage
+    problem.budget = search::BUDGET / 4; // loss plans search once per stage
     for (device, costs) in pool.candidates.iter().zip(&mut problem.devices) {
         let held = Held::by(current, device.id, work);
         let mut moved: Score = 0;
@@ -117,7 +116,7 @@ impl Held {
         }
     }
 
-    /// A tied embedding is also there where the head is.
+    /// A device that holds a tied output head also holds the embedding.
     fn embed_moved(&self, work: &Work) -> u64 {
         let there = if self.head && work.tied { work.head_bytes } else { 0 };
         if self.embed { 0 } else { work.embed_bytes.saturating_sub(there) }

@@ -1,10 +1,9 @@
-//! Standbys: one for each stage, on another machine where there is one, then in another zone, then on a node that
-//! has nothing else of the job.
+//! Choice of standbys: one per stage, preferably on another machine, then in another zone, then on a node without other parts
+//! of the job.
 //!
-//! A hot standby has the stage in memory and computes in the shadow, so it must keep up, and its link must carry the copy.
-//! Where one of the two fails it is warm: in memory, but its cache is built when it steps in. Without memory to spare
-//! anywhere the stage is cold: a repair moves its weights first.
-//! Next: `halves.rs`.
+//! A hot standby has the stage in memory and computes all its rows too, so it must keep up, and its link must carry the copy of
+//! the rows. If one of the two is impossible it is warm: in memory, but its cache is built at the takeover. Without free memory
+//! on any node the stage is cold: a repair moves its weights first. Next: `halves.rs`.
 use crate::cost;
 use crate::fleet::{Device, DeviceId, Fleet};
 use crate::plan::{Options, Plan, Stage};
@@ -13,56 +12,56 @@ use alloc::{collections::BTreeMap, vec::Vec};
 use core::cmp::Reverse;
 use serde::{Deserialize, Serialize};
 
-/// How ready somebody is to step in for a stage.
+/// How ready a standby is to take over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Tier {
     /// Weights resident, cache current.
     Hot,
-    /// Weights resident, cache built when it steps in.
+    /// Weights resident, cache built at the takeover.
     Warm,
-    /// Weights are fetched when the stage is lost.
+    /// Weights fetched after the stage is lost.
     Cold,
-    /// Without this stage's node there is no plan.
+    /// No plan exists without this stage's node.
     None,
 }
 
-/// Who steps in for one stage.
+/// The standby of one stage.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Standby {
-    /// Which stage of the plan.
+    /// The stage of the plan.
     pub stage: u16,
-    /// How ready.
+    /// How ready it is.
     pub tier: Tier,
-    /// The same layers on the standby's device; none if cold.
+    /// The same layers on the standby's device; `None` if cold.
     pub place: Option<Stage>,
-    /// In the same physical machine as the stage: does not outlive that machine.
+    /// On the same physical machine as the stage: both are lost with that machine.
     pub same_machine: bool,
-    /// In the same known zone as the stage: does not outlive that zone.
+    /// In the same known zone as the stage: both are lost with that zone.
     pub same_zone: bool,
-    /// Predicted nanoseconds from the stage's loss being noticed to the next token; none where there is no plan, or where
-    /// plans for losses were not asked for.
+    /// Predicted nanoseconds from the detected loss of the stage to the next token; `None` if there is no plan, or if plans for
+    /// losses were not requested.
     pub stall_ns: Option<u64>,
 }
 
-/// How many times slower than the pipeline a hot standby's step may be: it computes the rows that wait in one pass over its
+/// How many times slower than the pipeline a hot standby's step may be: it computes the waiting rows in one pass over its
 /// weights, which costs little more than one row.
 const SLOWER_MAX: u64 = 8;
 
-/// Share of a link that the copy for a hot standby may take: one part in this number.
+/// Share of a link that the copy for a hot standby may use: one part in this number.
 const LINK_SHARE: u64 = 4;
 
-/// Bytes a second at which weights get from disk into memory.
+/// Bytes per second at which weights are loaded from disk into memory.
 const LOAD_BYTES_PER_SECOND: u64 = 1_000_000_000;
 
-/// Standbys for the stages of a plan. `kept` are those that are standbys already (stage, device): they stay, and only the others are
-/// named, besides one entry for each stage that no device can cover. `fleet` is the mesh as it would be if no device held anything of
+/// Chooses standbys for the stages of a plan. `kept`: present standbys (stage, device), which stay; only the other stages are
+/// in the result, with one entry for each stage that no device can cover. `fleet` is the mesh as if no device held any part of
 /// the job.
 ///
-/// The stage that is hardest to bring back (the most weights) chooses first. Another machine comes before the same one, another
-/// zone (or an unknown one) before the same one, then the device with the fewest parts of the job, the same numerics before others,
-/// then the least time per token, then the lowest id. So the owner of another stage, with memory for both, is a standby only where
-/// no device without a stage is as far away.
+/// The stage with the most weights, which is the hardest to load again, chooses first. Preferences in order: another machine,
+/// another zone (or an unknown one), the fewest parts of the job, the same numerics, the least time per token, the lowest id.
+/// So the owner of another stage, with memory for both, becomes a standby only if no device without a stage is as well
+/// separated.
 pub fn standbys(plan: &Plan, work: &Work, fleet: &Fleet, options: &Options, kept: &[(u16, DeviceId)]) -> Vec<Standby> {
     let mut loads = Loads::default();
     plan.stages().iter().for_each(|stage| loads.add(stage.device, stage.bytes, stage.step_ns, true));
@@ -73,7 +72,7 @@ pub fn standbys(plan: &Plan, work: &Work, fleet: &Fleet, options: &Options, kept
     }
     let open = |(at, _): &(usize, &Stage)| kept.iter().all(|&(covered, _)| usize::from(covered) != *at);
     let mut stages: Vec<(usize, &Stage)> = plan.stages().iter().enumerate().filter(open).collect();
-    // The coordinator's own last: its loss costs a change of coordinator as well.
+    // The coordinator's own stage last: its loss changes the coordinator too.
     let own = |stage: &Stage| stage.device == options.head;
     stages.sort_by_key(|(at, stage)| (own(stage), Reverse(cost::weight_bytes(work, &stage.layers)), *at));
     let mut chosen: Vec<Standby> = Vec::with_capacity(stages.len());
@@ -93,13 +92,13 @@ pub fn standbys(plan: &Plan, work: &Work, fleet: &Fleet, options: &Options, kept
 
 type Rank = (bool, bool, u32, bool, Tier, u64, DeviceId);
 
-/// What a device has of the job.
+/// What a device holds of the job.
 #[derive(Clone, Copy, Debug, Default)]
 struct Load {
     parts: u32,
     bytes: u64,
     step_ns: u64,
-    /// One of the parts is its own.
+    /// It owns one of the parts.
     owns: bool,
 }
 
@@ -120,7 +119,7 @@ impl Loads {
     }
 }
 
-/// One stage that wants a standby.
+/// One stage without a standby.
 struct Question<'a> {
     plan: &'a Plan,
     work: &'a Work,
@@ -131,8 +130,8 @@ struct Question<'a> {
 }
 
 impl Question<'_> {
-    /// What this device, which has this of the job already, would be as a standby, and how good; nothing if it cannot hold the stage
-    /// beside that.
+    /// This device as a standby, with its rank; `load` is what it already holds of the job. `None` if it cannot hold the stage
+    /// besides that.
     fn ask(&self, device: &Device, load: Load) -> Option<(Rank, Standby)> {
         let (work, layers) = (self.work, &self.stage.layers);
         let bytes = cost::stage_bytes(work, layers);
@@ -159,8 +158,8 @@ impl Question<'_> {
         Some((rank, Standby { stage, tier, place, same_machine, same_zone, stall_ns }))
     }
 
-    /// Whether the device can compute the tokens as fast as they come, some at a time, and be sent a copy of its rows. The owner of
-    /// another stage has to do so within the time in which the others compute: its own stage is not to wait.
+    /// Whether the device can compute the tokens as fast as they arrive, several at a time, and receive a copy of the rows. The
+    /// owner of another stage must do both while the other stages compute, so that its own stage is not delayed.
     fn keeps_up(&self, device: &Device, load: Load, step_ns: u64) -> Option<bool> {
         let token_ns = self.plan.token_ns().max(1);
         let (from, bytes) = match self.at.checked_sub(1) {
@@ -172,7 +171,7 @@ impl Question<'_> {
         Some(step_ns.saturating_add(load.step_ns) <= most_ns && copy_ns.saturating_mul(LINK_SHARE) <= token_ns)
     }
 
-    /// Nobody has the memory: what the plan for the loss of this node would cost, if there is one.
+    /// No device has the memory: the cost of the plan for the loss of this node, if there is one.
     fn cold(&self) -> Standby {
         let stage = u16::try_from(self.at).unwrap_or(u16::MAX);
         let (same_machine, same_zone) = (false, false);
@@ -189,7 +188,8 @@ impl Question<'_> {
     }
 }
 
-/// Two round trips to the farthest participant that is left: the new epoch is announced and answered, then the first frame travels.
+/// Two round trips to the farthest remaining participant: the new epoch is announced and answered, then the first frame
+/// travels.
 fn switch_ns(plan: &Plan, fleet: &Fleet, head: DeviceId, lost: &[DeviceId], standby: Option<DeviceId>) -> u64 {
     let others = plan.stages().iter().map(|stage| stage.device).filter(|device| !lost.contains(device));
     let asked = others.chain(standby).filter(|&device| device != head);
@@ -197,7 +197,7 @@ fn switch_ns(plan: &Plan, fleet: &Fleet, head: DeviceId, lost: &[DeviceId], stan
     slowest.saturating_mul(2)
 }
 
-/// A whole context sent through these stages again, in chunks.
+/// Nanoseconds to replay a whole context through these stages, in chunks.
 fn replay_ns(plan: &Plan, work: &Work, fleet: &Fleet) -> u64 {
     const CHUNK: u32 = 512;
     let chunks = u64::from(work.context.div_ceil(CHUNK));
@@ -208,8 +208,8 @@ fn replay_ns(plan: &Plan, work: &Work, fleet: &Fleet) -> u64 {
     pass.fold(0u64, u64::saturating_add).saturating_mul(chunks)
 }
 
-/// Predicted nanoseconds from a loss being noticed to the next token where what was on the lost devices is placed again: its
-/// weights are fetched and loaded, and a whole context is sent through all stages.
+/// Predicted nanoseconds from a detected loss to the next token if the lost stages are placed again: their weights are fetched
+/// and loaded, and a whole context is replayed through all stages.
 pub(crate) fn placed_ns(
     plan: &Plan,
     next: &Plan,
@@ -296,20 +296,20 @@ mod tests {
         let fleet = fleet(&[(A, 1, own), (B, 2, 1 << 30), (C, 2, 1 << 30), (D, 3, 1 << 30)]);
         let found = standbys(&split(&fleet), &work(), &fleet, &options(), &[]);
         assert_eq!(found.iter().map(|standby| standby.stage).collect::<Vec<_>>(), [0, 1]);
-        assert_eq!(found[0].place.as_ref().unwrap().device, C, "what is left");
+        assert_eq!(found[0].place.as_ref().unwrap().device, C, "the remaining device");
         let standby = &found[1];
         assert_eq!((standby.stage, standby.tier, standby.same_machine), (1, Tier::Hot, false));
         assert_eq!(standby.place.as_ref().unwrap().device, D);
         let kept = [(1, C), (0, D)];
-        assert_eq!(standbys(&split(&fleet), &work(), &fleet, &options(), &kept), vec![], "each has one");
+        assert_eq!(standbys(&split(&fleet), &work(), &fleet, &options(), &kept), vec![], "each stage has one");
         let mut fleet = fleet;
         fleet.devices.pop();
         let standby = &standbys(&split(&fleet), &work(), &fleet, &options(), &[])[1];
-        assert_eq!((standby.place.as_ref().unwrap().device, standby.same_machine), (C, true), "better than nobody");
+        assert_eq!((standby.place.as_ref().unwrap().device, standby.same_machine), (C, true), "better than none");
     }
 
     #[test]
-    fn another_zone_comes_before_a_faster_node_of_the_same_one_and_unknown_zones_are_not_the_same() {
+    fn another_zone_is_preferred_to_a_faster_node_and_unknown_zones_differ() {
         let own = cost::stage_bytes(&work(), &(0..4));
         let mut fleet = fleet(&[(A, 1, own), (B, 2, 1 << 30), (C, 3, 1 << 30), (D, 4, 1 << 30)]);
         let chosen = |fleet: &Fleet| {
@@ -317,7 +317,7 @@ mod tests {
             (standby.place.unwrap().device, standby.same_zone)
         };
         fleet.devices[3].step_ns *= 4;
-        assert_eq!(chosen(&fleet), (C, false), "the faster one where no zone is known");
+        assert_eq!(chosen(&fleet), (C, false), "the faster one if no zone is known");
         let mut zone = |at: usize, zone: &str| fleet.devices[at].zone = String::from(zone);
         zone(1, "attic");
         zone(2, "attic");
@@ -342,12 +342,12 @@ mod tests {
         let cold = standbys(&split(&fleet), &work(), &fleet, &options(), &[])[1].clone();
         assert_eq!((cold.tier, cold.place), (Tier::Cold, None));
         let with_losses = crate::plan(&work(), &fleet, &Options { losses: true, ..options() }).unwrap();
-        assert!(with_losses.stages().len() == 1, "one device holds all: nothing to stand by for");
+        assert!(with_losses.stages().len() == 1, "one device holds all layers");
     }
 
-    /// The largest stage takes the device without a stage; the other one an owner with memory for both, or none.
+    /// The largest stage gets the device without a stage; the other stage gets an owner with memory for both, or none.
     #[test]
-    fn the_owner_of_another_stage_is_a_standby_where_its_memory_suffices_for_both() {
+    fn the_owner_of_another_stage_is_a_standby_if_its_memory_suffices() {
         let stages = [(A, 0..2), (B, 2..4), (C, 4..8)];
         let bytes = |layers| cost::stage_bytes(&work(), &layers);
         let full = bytes(4..8);
@@ -356,7 +356,7 @@ mod tests {
             let plan = Plan::new(&stages, &work(), &fleet, &options()).unwrap();
             let found = standbys(&plan, &work(), &fleet, &options(), kept);
             let place = |standby: &Standby| standby.place.as_ref().map(|place| place.device);
-            // The coordinator's own stage gets what the others leave.
+            // The coordinator's own stage gets the remaining memory.
             let others = found.iter().filter(|standby| standby.stage > 0);
             others.map(|standby| (standby.stage, standby.tier, place(standby))).collect::<Vec<_>>()
         };
@@ -374,7 +374,7 @@ mod tests {
         let plan = Plan::new(&stages, &work(), &fleet, &options()).unwrap();
         let cold = standbys(&plan, &work(), &fleet, &options(), &[]);
         assert!(cold.iter().all(|standby| standby.place.is_none()), "{cold:?}");
-        // An owner that has no time beside its own stage keeps the weights only.
+        // An owner without time besides its own stage holds only the weights.
         fleet.devices.iter_mut().for_each(|device| device.memory = 1 << 30);
         fleet.devices[0].bytes_per_second /= 100;
         fleet.devices[2].excluded = true;

@@ -1,8 +1,8 @@
-//! A grid cut into tiles for machines of different speeds, and how deep their halos are.
+//! Partitioning of a grid into tiles for machines of different speeds, and the choice of the halo depth.
 //!
-//! Cuts are planes: the grid is halved again and again, each time across its longest axis and in proportion to what the
-//! machines of either side compute in a second, or it is cut into slabs, whichever is predicted to be faster. A halo of depth
-//! k is exchanged every k steps: fewer waits for the network, more cells computed twice. Next: `explain.rs`.
+//! Two partitions are compared by predicted time. Recursive bisection splits the grid repeatedly across its longest axis, in
+//! proportion to the cells per second of the machines on either side; the alternative splits it into slabs. A halo of depth k
+//! is exchanged every k steps: fewer network waits, but more cells computed twice. Next: `explain.rs`.
 use crate::cost;
 use crate::explain::bytes;
 use crate::fleet::{Device, DeviceId, Fleet};
@@ -18,11 +18,11 @@ mod question;
 pub use guards::{TileStandby, halos_last_ns, standbys, takeover_ns};
 pub use question::{GridQuestion, Paces};
 
-/// Most tiles of a job: each exchanges halos with its neighbours every few steps.
+/// Maximum number of tiles of a job: each exchanges halos with its neighbours every few steps.
 pub const TILES_MAX: usize = 256;
-/// Deepest halo looked at: beyond it the cells computed twice cost more than any network's latency.
+/// Maximum halo depth: beyond this the cells computed twice cost more than any network's latency.
 pub const DEPTH_MAX: u32 = 64;
-/// Longest axis of a grid: positions fit 32 bits with room for halos.
+/// Cells along the longest axis: positions fit in 32 bits with room for halos.
 pub const AXIS_MAX: u64 = 1 << 30;
 
 /// A simulation as the planner sees it.
@@ -30,28 +30,28 @@ pub const AXIS_MAX: u64 = 1 << 30;
 pub struct GridWork {
     /// Cells along x, y and z; z is 1 in two dimensions.
     pub size: [u64; 3],
-    /// Axes whose ends meet.
+    /// Periodic axes.
     pub periodic: [bool; 3],
-    /// Cells that a step looks to each side.
+    /// Cells that a step reads to each side.
     pub radius: u32,
-    /// Bits of state that a cell takes in memory, all copies.
+    /// Bits of state per cell in memory, all copies.
     pub state_bits: u64,
     /// Bits read and written per cell and step.
     pub traffic_bits: u64,
-    /// Bits of a cell that cross a face in a halo of depth 1: only what moves across.
+    /// Bits per cell in a halo of depth 1: only the values that cross the face.
     pub face_bits: u64,
-    /// Bits of a cell of a deeper halo: all that a step needs.
+    /// Bits per cell in a deeper halo: all values that a step reads.
     pub cell_bits: u64,
-    /// Cuts across x fall on multiples of this (the state hash runs over runs of 64 cells).
+    /// Splits across x fall on multiples of this (the state hash covers runs of 64 cells).
     pub align_x: u64,
     /// Bytes each tile needs besides its cells.
     pub scratch_bytes: u64,
-    /// Steps that one pass over the memory can make of it, on devices that do so; 1: each step is a pass.
+    /// Steps that one pass over the memory can compute, on devices that support it; 1: each step is a pass.
     pub pass_steps: u32,
 }
 
 impl GridWork {
-    /// Bytes of a block's cells as they are saved: rows begin with a whole byte.
+    /// Bytes of a block's cells as saved: each row starts at a whole byte.
     pub fn saved_bytes(&self, block: &Block) -> u64 {
         let row = bytes_of(block.extent(0), self.cell_bits);
         row.saturating_mul(block.extent(1)).saturating_mul(block.extent(2))
@@ -70,19 +70,19 @@ pub struct Block {
 /// One tile on one device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GridTile {
-    /// Where.
+    /// The device.
     pub device: DeviceId,
     /// The cells it owns.
     pub block: Block,
-    /// Bytes it will take there: cells, halo, scratch.
+    /// Bytes it takes there: cells, halo, scratch.
     pub bytes: u64,
-    /// Predicted nanoseconds of computing per step, halo cells included.
+    /// Predicted compute nanoseconds per step, halo cells included.
     pub compute_ns: u64,
-    /// Predicted nanoseconds per step until its halo has come, from when its edge was computed.
+    /// Predicted nanoseconds per step from the edge being computed until the tile's halo has arrived.
     pub halo_ns: u64,
 }
 
-/// A valid cut: tiles cover each cell once, on distinct devices, within memory when it was made.
+/// A valid partition: its tiles cover each cell once, on distinct devices, and fitted in memory when it was made.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GridPlan {
     tiles: Vec<GridTile>,
@@ -92,43 +92,43 @@ pub struct GridPlan {
 }
 
 impl GridPlan {
-    /// The tiles, in the order in which the grid was cut.
+    /// The tiles, in the order of the partition.
     pub fn tiles(&self) -> &[GridTile] {
         &self.tiles
     }
 
-    /// Steps between two exchanges: halos are this many times the radius deep.
+    /// Steps between two exchanges; the halo is this many times the radius wide.
     pub fn depth(&self) -> u32 {
         self.depth
     }
 
-    /// Predicted nanoseconds per step: the slowest tile's, halos included.
+    /// Predicted nanoseconds per step of the slowest tile, halos included.
     pub fn step_ns(&self) -> u64 {
         self.step_ns
     }
 
-    /// Predicted nanoseconds per step of the cut that this one was compared with, if there is one, by the same measure.
+    /// Predicted nanoseconds per step of the present partition by the same measure, if there is one.
     pub fn before_ns(&self) -> Option<u64> {
         self.before_ns
     }
 
-    /// Predicted share of the step in which the slowest tile computes and does not wait, in percent.
+    /// Predicted share of the step in which the slowest tile computes instead of waiting, in percent.
     pub fn busy_percent(&self) -> u64 {
         let compute = self.tiles.iter().map(|tile| tile.compute_ns).max().unwrap_or(0);
         (compute.saturating_mul(100) / self.step_ns.max(1)).min(100)
     }
 }
 
-/// Why a grid cannot be cut.
+/// Why a grid cannot be partitioned.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 pub enum GridError {
-    /// Sizes or bits that no simulation has.
+    /// Sizes or bit counts out of range.
     #[error("the grid cannot be planned: {0}")]
     Invalid(String),
     /// No device may be used.
     #[error("no node of the mesh may take work: join one, or end a drain")]
     NoDevices,
-    /// It fits nowhere.
+    /// The grid is larger than the memory of all nodes.
     #[error(
         "the grid needs {need}, the mesh offers {offered}: {missing} are missing; join another node, raise --memory of a node, \
          or make the grid smaller",
@@ -142,10 +142,10 @@ pub enum GridError {
         /// The difference.
         missing: u64,
     },
-    /// In sum it fits, but not as whole layers of cells.
+    /// It fits in total, but not in whole layers of cells.
     #[error(
-        "the mesh offers enough in total ({offered} for {need}), but no cut fits its nodes: one tile needs {missing} more; \
-         raise --memory there, or leave out the smallest node",
+        "the mesh offers enough in total ({offered} for {need}), but no partition fits its nodes: one tile needs {missing} \
+         more; raise --memory there, or exclude the smallest node",
         need = bytes(*.need), offered = bytes(*.offered), missing = bytes(*.missing)
     )]
     Packing {
@@ -153,25 +153,25 @@ pub enum GridError {
         need: u64,
         /// Bytes offered.
         offered: u64,
-        /// What the tile that fits worst lacks.
+        /// What the tile with the worst fit lacks.
         missing: u64,
     },
-    /// The depth asked for does not fit the tiles.
+    /// The requested depth does not fit the tiles.
     #[error(
-        "a halo of depth {depth} is deeper than the smallest tile, which has {cells} cells there: at most {most} fits"
+        "halo depth {depth} exceeds the smallest tile, which has {cells} cells along a split axis: use at most {most}"
     )]
     Depth {
-        /// Depth asked for.
+        /// The requested depth.
         depth: u32,
-        /// Cells of the smallest tile along an axis that is cut.
+        /// Cells of the smallest tile along a split axis.
         cells: u64,
-        /// The deepest that fits.
+        /// The maximum depth that fits.
         most: u32,
     },
 }
 
 impl Block {
-    /// Cells of it.
+    /// Number of cells.
     pub fn cells(&self) -> u64 {
         (0..3).map(|axis| self.extent(axis)).fold(1, u64::saturating_mul)
     }
@@ -188,20 +188,20 @@ impl Block {
     }
 }
 
-/// The cut with the least predicted time per step, by the memory bandwidth of devices and what the rule made of it so far
-/// (`paces`). `depth`: as asked for, or chosen.
+/// The partition with the least predicted time per step, from the devices' memory bandwidth and the rates measured with the
+/// rule so far (`paces`). `depth`: the requested halo depth; `None` chooses one.
 ///
-/// Devices that do not help are left out. All tiles are on devices of one arithmetic, so that the result does not depend on the
-/// cut. Ties go to fewer tiles, then to the shallower halo.
+/// Devices that do not help are not used. All tiles are on devices with the same numerics, so that the result does not depend
+/// on the partition. Ties go to fewer tiles, then to the shallower halo.
 ///
 /// # Errors
-/// A grid that is not sound, that fits nowhere, or a depth that is deeper than a tile.
+/// The grid is invalid or does not fit, or the depth exceeds a tile.
 pub fn cut(work: &GridWork, fleet: &Fleet, paces: &Paces, depth: Option<u32>) -> Result<GridPlan, GridError> {
     validate(work)?;
     let kinds: BTreeSet<u64> = fleet.devices.iter().filter(|d| !d.excluded).map(|device| device.numerics).collect();
     let of = |kind: u64| cut_for(work, fleet, paces, depth, kind);
     let mut plans: Vec<_> = kinds.into_iter().map(of).collect();
-    // The quickest; else what the best of them lacks.
+    // The fastest plan; without one, the error with the least missing memory.
     plans.sort_by_key(|plan| match plan {
         Ok(plan) => (0, plan.step_ns),
         Err(GridError::Packing { missing, .. } | GridError::Memory { missing, .. }) => (1, *missing),
@@ -217,16 +217,16 @@ fn cut_for(
     depth: Option<u32>,
     numerics: u64,
 ) -> Result<GridPlan, GridError> {
-    let mut hands = hands(work, fleet, paces);
-    hands.retain(|hand| hand.device.numerics == numerics);
-    if hands.is_empty() {
-        // Nobody has room for a tile, however small.
+    let mut candidates = candidates(work, fleet, paces);
+    candidates.retain(|candidate| candidate.device.numerics == numerics);
+    if candidates.is_empty() {
+        // No node has memory for a tile, however small.
         let may_work = |d: &&Device| d.numerics == numerics && !d.excluded && d.copy_bytes_per_second > 0;
         let room = || fleet.devices.iter().filter(may_work).map(|d| d.memory);
         let offered = room().reduce(u64::saturating_add).ok_or(GridError::NoDevices)?;
         let need = bytes_of(cells(work), work.state_bits).saturating_add(work.scratch_bytes);
         if offered >= need {
-            // Enough together, but no device holds the scratch memory of a tile beside a cell.
+            // Enough in total, but no device holds the scratch memory of a tile and one cell.
             let missing = work.scratch_bytes.saturating_add(1).saturating_sub(room().max().unwrap_or(0));
             return Err(GridError::Packing { need, offered, missing });
         }
@@ -235,10 +235,10 @@ fn cut_for(
     let planner = Planner { work, fleet, depth };
     let mut best: Option<GridPlan> = None;
     let mut failed = None;
-    for count in 1..=hands.len() {
-        // The fastest of them, in the order of machines, so that neighbours in the grid are neighbours in the network.
-        let mut chosen: Vec<&Hand<'_>> = hands[..count].iter().collect();
-        chosen.sort_by_key(|hand| (hand.device.machine, hand.device.id));
+    for count in 1..=candidates.len() {
+        // The fastest devices, in the order of machines, so that neighbours in the grid are neighbours in the network.
+        let mut chosen: Vec<&Candidate<'_>> = candidates[..count].iter().collect();
+        chosen.sort_by_key(|candidate| (candidate.device.machine, candidate.device.id));
         for slabs in [false, true] {
             match planner.plan(&chosen, slabs) {
                 Ok(plan) if best.as_ref().is_none_or(|best| plan.step_ns < best.step_ns) => best = Some(plan),
@@ -249,19 +249,19 @@ fn cut_for(
     }
     match (best, failed) {
         (Some(plan), _) => Ok(plan),
-        (None, Some(error)) => Err(shortage(work, &hands).unwrap_or(error)),
+        (None, Some(error)) => Err(shortage(work, &candidates).unwrap_or(error)),
         (None, None) => Err(GridError::NoDevices),
     }
 }
 
-/// Bits that a cell of a halo of this depth takes on the wire, on average over its layers: of the outermost only what moves
-/// inward is needed, of the others all.
+/// Bits per cell of a halo of this depth on the wire, averaged over its layers: the outermost layer carries only what moves
+/// inward, the inner layers carry everything.
 pub fn halo_bits(work: &GridWork, depth: u32) -> u64 {
     let inner = u64::from(depth.max(1)) - 1;
     (work.face_bits + inner * work.cell_bits).div_ceil(inner + 1)
 }
 
-/// Bytes of a tile with its halos.
+/// Bytes of a tile with its halo.
 pub fn tile_bytes(work: &GridWork, block: &Block, depth: u32) -> u64 {
     let halo = u64::from(work.radius) * u64::from(depth);
     let cells = (0..3).filter(|&axis| work.size[axis] > 1).fold(block.cells(), |cells, axis| {
@@ -298,36 +298,36 @@ fn validate(work: &GridWork) -> Result<(), GridError> {
 }
 
 /// A device that may be used.
-struct Hand<'a> {
+struct Candidate<'a> {
     device: &'a Device,
-    /// Cells a second.
+    /// Cells per second.
     speed: u64,
     usable: u64,
 }
 
-/// Fastest first.
-fn hands<'a>(work: &GridWork, fleet: &'a Fleet, paces: &Paces) -> Vec<Hand<'a>> {
-    let hand = |(device, speed): (&'a Device, u64)| Hand {
+/// The usable devices, fastest first.
+fn candidates<'a>(work: &GridWork, fleet: &'a Fleet, paces: &Paces) -> Vec<Candidate<'a>> {
+    let candidate = |(device, speed): (&'a Device, u64)| Candidate {
         device,
         speed,
         usable: device.memory.saturating_sub(work.scratch_bytes),
     };
-    let usable = |hand: &Hand<'_>| !hand.device.excluded && hand.speed > 0 && hand.usable > 0;
+    let usable = |candidate: &Candidate<'_>| !candidate.device.excluded && candidate.speed > 0 && candidate.usable > 0;
     let speeds = question::speeds(work, &fleet.devices, paces);
-    let mut hands: Vec<Hand<'a>> = fleet.devices.iter().zip(speeds).map(hand).filter(usable).collect();
-    hands.sort_by_key(|hand| (core::cmp::Reverse(hand.speed), hand.device.id));
-    hands.truncate(TILES_MAX);
-    hands
+    let mut candidates: Vec<Candidate<'a>> = fleet.devices.iter().zip(speeds).map(candidate).filter(usable).collect();
+    candidates.sort_by_key(|candidate| (core::cmp::Reverse(candidate.speed), candidate.device.id));
+    candidates.truncate(TILES_MAX);
+    candidates
 }
 
 fn cells(work: &GridWork) -> u64 {
     work.size.iter().fold(1, |cells, &axis| cells.saturating_mul(axis))
 }
 
-/// That the grid does not fit in sum, if it does not.
-fn shortage(work: &GridWork, hands: &[Hand<'_>]) -> Option<GridError> {
+/// The error that the grid does not fit in total, if so.
+fn shortage(work: &GridWork, candidates: &[Candidate<'_>]) -> Option<GridError> {
     let need = bytes_of(cells(work), work.state_bits);
-    let offered = hands.iter().fold(0u64, |sum, hand| sum.saturating_add(hand.usable));
+    let offered = candidates.iter().fold(0u64, |sum, candidate| sum.saturating_add(candidate.usable));
     (need > offered).then(|| GridError::Memory { need, offered, missing: need - offered })
 }
 
@@ -338,10 +338,10 @@ struct Planner<'a> {
 }
 
 impl Planner<'_> {
-    fn plan(&self, hands: &[&Hand<'_>], slabs: bool) -> Result<GridPlan, GridError> {
+    fn plan(&self, candidates: &[&Candidate<'_>], slabs: bool) -> Result<GridPlan, GridError> {
         let whole = Block { from: [0; 3], to: self.work.size };
-        let shares = self.shares(hands)?;
-        let mut blocks = Vec::with_capacity(hands.len());
+        let shares = self.shares(candidates)?;
+        let mut blocks = Vec::with_capacity(candidates.len());
         let axis = slabs.then(|| longest(self.work, &whole));
         self.divide(whole, &shares, axis, &mut blocks);
         if blocks.iter().any(|block| block.cells() == 0) {
@@ -360,8 +360,8 @@ impl Planner<'_> {
         let mut best: Option<GridPlan> = None;
         let mut failed = None;
         for depth in depths {
-            match self.charge(hands, &blocks, depth) {
-                // Deeper only where it gains: cells computed twice cost somebody's power.
+            match self.charge(candidates, &blocks, depth) {
+                // A deeper halo only where it gains: cells computed twice cost energy.
                 Ok(plan) if best.as_ref().is_none_or(|b| plan.step_ns + plan.step_ns / 50 < b.step_ns) => {
                     best = Some(plan);
                 }
@@ -373,38 +373,39 @@ impl Planner<'_> {
     }
 
     /// Cells for each device: in proportion to its speed, within its memory.
-    fn shares(&self, hands: &[&Hand<'_>]) -> Result<Vec<u64>, GridError> {
+    fn shares(&self, candidates: &[&Candidate<'_>]) -> Result<Vec<u64>, GridError> {
         let total = cells(self.work);
         let cells_of = |bytes: u64| (u128::from(bytes) * 8 / u128::from(self.work.state_bits)) as u64;
-        let mut shares: Vec<Option<u64>> = hands.iter().map(|_| None).collect();
+        let mut shares: Vec<Option<u64>> = candidates.iter().map(|_| None).collect();
         loop {
             let taken: u64 = shares.iter().flatten().sum();
             let rest = total.saturating_sub(taken);
             let speed: u128 =
-                hands.iter().zip(&shares).filter(|(_, s)| s.is_none()).map(|(h, _)| u128::from(h.speed)).sum();
+                candidates.iter().zip(&shares).filter(|(_, s)| s.is_none()).map(|(h, _)| u128::from(h.speed)).sum();
             if speed == 0 {
                 if rest > 0 {
-                    let offered = hands.iter().fold(0u64, |sum, hand| sum.saturating_add(hand.usable));
+                    let offered = candidates.iter().fold(0u64, |sum, candidate| sum.saturating_add(candidate.usable));
                     let need = bytes_of(total, self.work.state_bits);
                     return Err(GridError::Packing { need, offered, missing: bytes_of(rest, self.work.state_bits) });
                 }
                 return Ok(shares.into_iter().map(|share| share.unwrap_or(0)).collect());
             }
-            let wanted = |hand: &Hand<'_>| (u128::from(rest) * u128::from(hand.speed) / speed) as u64;
-            // Room for the halos of a block that is not too flat.
-            let most = |hand: &Hand<'_>| cells_of(hand.usable - hand.usable / 16);
-            let full = (0..hands.len()).find(|&i| shares[i].is_none() && wanted(hands[i]) > most(hands[i]));
+            let wanted = |candidate: &Candidate<'_>| (u128::from(rest) * u128::from(candidate.speed) / speed) as u64;
+            // Leaves memory for the halo of a block that is not too flat.
+            let most = |candidate: &Candidate<'_>| cells_of(candidate.usable - candidate.usable / 16);
+            let full =
+                (0..candidates.len()).find(|&i| shares[i].is_none() && wanted(candidates[i]) > most(candidates[i]));
             match full {
-                Some(i) => shares[i] = Some(most(hands[i]).min(rest)),
+                Some(i) => shares[i] = Some(most(candidates[i]).min(rest)),
                 None => {
-                    let wanted: Vec<u64> = hands.iter().map(|hand| wanted(hand)).collect();
+                    let wanted: Vec<u64> = candidates.iter().map(|candidate| wanted(candidate)).collect();
                     return Ok(shares.iter().zip(wanted).map(|(share, wanted)| share.unwrap_or(wanted)).collect());
                 }
             }
         }
     }
 
-    /// Halves the block and the devices until each has one.
+    /// Splits the block and the devices recursively until each block has one device.
     fn divide(&self, block: Block, shares: &[u64], axis: Option<usize>, out: &mut Vec<Block>) {
         if shares.len() <= 1 {
             out.push(block);
@@ -417,7 +418,7 @@ impl Planner<'_> {
         let grain = if along == 0 { u128::from(self.work.align_x) } else { 1 };
         let extent = u128::from(block.extent(along));
         let grains = extent.div_ceil(grain);
-        // Each side keeps a layer for each of its devices, where there are that many.
+        // Each side keeps at least one layer per device, if there are enough layers.
         let (least, most) = (half as u128, grains.saturating_sub((shares.len() - half) as u128));
         let ideal = (grains * first + total / 2) / total;
         let at = ideal.min(most).max(least.min(grains)) * grain;
@@ -428,7 +429,7 @@ impl Planner<'_> {
         self.divide(high, &shares[half..], axis, out);
     }
 
-    /// Where the devices are parted so that both sides are as equal as they can be.
+    /// Splits the devices into two groups whose shares are as equal as possible.
     fn middle(&self, shares: &[u64]) -> usize {
         let total: u128 = shares.iter().map(|&share| u128::from(share)).sum();
         let uneven = |at: usize| {
@@ -438,12 +439,12 @@ impl Planner<'_> {
         (1..shares.len()).min_by_key(|&at| uneven(at)).unwrap_or(1)
     }
 
-    /// Axes along which a block is not the whole grid.
+    /// Axes along which a block is smaller than the grid.
     fn cut_axes<'b>(&'b self, block: &'b Block) -> impl Iterator<Item = usize> + 'b {
         (0..3).filter(move |&axis| block.extent(axis) < self.work.size[axis])
     }
 
-    /// The deepest halo: no tile needs more than its direct neighbours own.
+    /// Maximum halo depth: no tile needs cells beyond its direct neighbours.
     fn deepest(&self, blocks: &[Block]) -> u32 {
         let extents = blocks.iter().flat_map(|block| self.cut_axes(block).map(|axis| block.extent(axis)));
         let cells = extents.min().unwrap_or(u64::MAX);
@@ -451,27 +452,28 @@ impl Planner<'_> {
     }
 
     /// The plan with its predictions, if it fits.
-    fn charge(&self, hands: &[&Hand<'_>], blocks: &[Block], depth: u32) -> Result<GridPlan, GridError> {
+    fn charge(&self, candidates: &[&Candidate<'_>], blocks: &[Block], depth: u32) -> Result<GridPlan, GridError> {
         let mut tiles = Vec::with_capacity(blocks.len());
-        for (hand, block) in hands.iter().zip(blocks) {
+        for (candidate, block) in candidates.iter().zip(blocks) {
             let bytes = tile_bytes(self.work, block, depth);
-            if bytes > hand.usable.saturating_add(self.work.scratch_bytes) {
+            if bytes > candidate.usable.saturating_add(self.work.scratch_bytes) {
                 let need = bytes_of(cells(self.work), self.work.state_bits);
-                let offered = hands.iter().fold(0u64, |sum, hand| sum.saturating_add(hand.usable));
-                return Err(GridError::Packing { need, offered, missing: bytes - hand.usable });
+                let offered = candidates.iter().fold(0u64, |sum, candidate| sum.saturating_add(candidate.usable));
+                return Err(GridError::Packing { need, offered, missing: bytes - candidate.usable });
             }
-            let compute_ns = self.compute_ns(hand, block, depth);
-            let halo_ns = self.halo_ns(hands, blocks, hand, block, depth);
-            tiles.push(GridTile { device: hand.device.id, block: *block, bytes, compute_ns, halo_ns });
+            let compute_ns = self.compute_ns(candidate, block, depth);
+            let halo_ns = self.halo_ns(candidates, blocks, candidate, block, depth);
+            tiles.push(GridTile { device: candidate.device.id, block: *block, bytes, compute_ns, halo_ns });
         }
-        // While halos travel the interior is computed; what is left of the way is waited for.
+        // The interior is computed while halos are in transit; the tile waits for the rest of the transfer.
         let step = |tile: &GridTile| tile.compute_ns.max(tile.halo_ns);
         let step_ns = tiles.iter().map(step).max().unwrap_or(0);
         Ok(GridPlan { tiles, depth, step_ns, before_ns: None })
     }
 
-    /// Nanoseconds of computing per step, over a whole cycle: the first step of it covers the halo but for one radius.
-    fn compute_ns(&self, hand: &Hand<'_>, block: &Block, depth: u32) -> u64 {
+    /// Compute nanoseconds per step, averaged over a cycle: the first step also covers the halo except its outermost radius,
+    /// later steps less.
+    fn compute_ns(&self, candidate: &Candidate<'_>, block: &Block, depth: u32) -> u64 {
         let radius = u64::from(self.work.radius);
         let cells: u128 = (0..u64::from(depth))
             .map(|step| {
@@ -483,30 +485,38 @@ impl Planner<'_> {
                 })
             })
             .sum();
-        let pass = self.pass(hand, block, depth);
-        let ns = cells * 1_000_000_000 / u128::from(hand.speed.max(1)) / u128::from(depth);
+        let pass = self.pass(candidate, block, depth);
+        let ns = cells * 1_000_000_000 / u128::from(candidate.speed.max(1)) / u128::from(depth);
         let ns = ns * u128::from(pass + 1) / u128::from(2 * pass);
-        u64::try_from(ns).unwrap_or(u64::MAX).saturating_add(hand.device.step_ns)
+        u64::try_from(ns).unwrap_or(u64::MAX).saturating_add(candidate.device.step_ns)
     }
 
-    /// Steps of a pass over the memory. One of s steps takes as long as (s + 1) / 2 single ones: half of a step is the way to
-    /// the memory and back, which the pass goes once (measured: 0.45 to 0.75 of it, the more threads share the memory).
-    fn pass(&self, hand: &Hand<'_>, block: &Block, depth: u32) -> u64 {
-        let most = self.work.pass_steps.min(hand.device.pass_steps).max(1);
+    /// Steps per pass over the memory. A pass of s steps takes as long as (s + 1) / 2 single steps: half of a step is memory
+    /// traffic, which the pass needs once (measured: 0.45 to 0.75 of a step, rising with the threads that share the memory).
+    fn pass(&self, candidate: &Candidate<'_>, block: &Block, depth: u32) -> u64 {
+        let most = self.work.pass_steps.min(candidate.device.pass_steps).max(1);
         let alone = self.cut_axes(block).next().is_none();
         u64::from(if alone { most } else { most.min(depth) })
     }
 
-    /// Nanoseconds per step from the edge being computed to the halo being there: the way, and the bytes of all neighbours
-    /// on this device's link, once in `depth` steps.
-    fn halo_ns(&self, hands: &[&Hand<'_>], blocks: &[Block], hand: &Hand<'_>, block: &Block, depth: u32) -> u64 {
+    /// Nanoseconds per step from the computed edge to the received halo: latency, and the bytes of all neighbours on this
+    /// device's link, once per `depth` steps.
+    fn halo_ns(
+        &self,
+        candidates: &[&Candidate<'_>],
+        blocks: &[Block],
+        candidate: &Candidate<'_>,
+        block: &Block,
+        depth: u32,
+    ) -> u64 {
         let (mut way, mut wire) = (0u64, 0u64);
-        for (other, owned) in hands.iter().zip(blocks).filter(|(other, _)| other.device.id != hand.device.id) {
+        for (other, owned) in candidates.iter().zip(blocks).filter(|(other, _)| other.device.id != candidate.device.id)
+        {
             let cells = self.overlap(block, owned, depth);
             if cells == 0 {
                 continue;
             }
-            let link = self.fleet.link(other.device.id, hand.device.id);
+            let link = self.fleet.link(other.device.id, candidate.device.id);
             let bytes = bytes_of(cells, halo_bits(self.work, depth));
             way = way.max(link.rtt_ns / 2);
             wire = wire.saturating_add(cost::wire_ns(link, bytes).unwrap_or(u64::MAX / 4));
@@ -514,28 +524,28 @@ impl Planner<'_> {
         if way == 0 && wire == 0 {
             return 0;
         }
-        // The strips are computed first, and are not hidden: one pass of the edge.
-        let edge = self.edge_ns(hand, block, depth);
+        // The edge is computed first, and is not hidden: one pass over it.
+        let edge = self.edge_ns(candidate, block, depth);
         way.saturating_add(wire).saturating_add(edge).saturating_add(EXCHANGE_NS) / u64::from(depth)
     }
 
-    fn edge_ns(&self, hand: &Hand<'_>, block: &Block, depth: u32) -> u64 {
+    fn edge_ns(&self, candidate: &Candidate<'_>, block: &Block, depth: u32) -> u64 {
         let halo = u128::from(self.work.radius) * u128::from(depth);
         let all = u128::from(block.cells());
         let inner = self.cut_axes(block).fold(all, |cells, axis| {
             let extent = u128::from(block.extent(axis)).max(1);
             cells * extent.saturating_sub(2 * halo) / extent
         });
-        // Of a pass of several steps: cells around the strips are computed for them, about half as many again.
-        let pass = u128::from(self.pass(hand, block, depth));
+        // A pass of several steps also computes cells around the edge: about 50 % more.
+        let pass = u128::from(self.pass(candidate, block, depth));
         let steps = if pass > 1 { (pass + 1) * 3 } else { 4 };
-        u64::try_from((all - inner) * steps * 250_000_000 / u128::from(hand.speed.max(1))).unwrap_or(u64::MAX)
+        u64::try_from((all - inner) * steps * 250_000_000 / u128::from(candidate.speed.max(1))).unwrap_or(u64::MAX)
     }
 
-    /// Cells of the halo around `block` that `owned` has, over the ends of periodic axes too.
+    /// Cells of the halo around `block` that `owned` contains, including images across periodic axes.
     fn overlap(&self, block: &Block, owned: &Block, depth: u32) -> u64 {
         let halo = u64::from(self.work.radius) * u64::from(depth);
-        let shift = halo; // so that nothing is below zero
+        let shift = halo; // keeps coordinates non-negative
         let size = self.work.size;
         let ring = |axis: usize| if block.extent(axis) < size[axis] { halo } else { 0 };
         let around = Block {
@@ -568,18 +578,18 @@ impl Planner<'_> {
     }
 }
 
-/// The axis along which a block has most cells; x only where it can be cut at all, and last where axes are equal: rows along
-/// x are what memory likes.
+/// The axis to split: the one with the most cells. x only if it can be split at all, and last among equals, because rows along
+/// x are contiguous in memory.
 fn longest(work: &GridWork, block: &Block) -> usize {
     let extent = |axis: usize| if axis == 0 && block.extent(0) <= work.align_x { 0 } else { block.extent(axis) };
     (0..3).rev().max_by_key(|&axis| (extent(axis), axis)).unwrap_or(1)
 }
 
-/// Strips are handed from the executor through the node to the network, and on the other side back: beside the way and the
-/// wire (measured on a loopback: 0.15 to 0.4 ms).
+/// Cost of passing the halo strips from the executor through the node to the network and back on the other side, besides
+/// latency and transfer (measured on a loopback: 0.15 to 0.4 ms).
 const EXCHANGE_NS: u64 = 250_000;
 
-/// Whether blocks cover the grid, each cell once.
+/// Whether the blocks cover the grid, each cell once.
 pub fn covers(size: [u64; 3], blocks: &[Block]) -> bool {
     let inside = |block: &Block| (0..3).all(|axis| block.from[axis] < block.to[axis] && block.to[axis] <= size[axis]);
     let cells: u128 = blocks.iter().map(|block| u128::from(block.cells())).sum();
@@ -594,22 +604,22 @@ pub fn covers(size: [u64; 3], blocks: &[Block]) -> bool {
     blocks.iter().all(inside) && cells == size.iter().fold(1, |all, &axis| all * u128::from(axis)) && apart()
 }
 
-/// One neighbour of a tile: the cells of `peer`, displaced by so many whole grids along each axis (periodic axes).
+/// One neighbour of a tile: the cells of `peer`, shifted by whole grids along each axis (periodic axes).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct TileLink {
-    /// Which tile.
+    /// The neighbour tile.
     pub peer: u16,
-    /// Whole grids along x, y and z.
+    /// Shift in whole grids along x, y and z.
     pub shift: [i8; 3],
-    /// Some of its cells are in this tile's halo.
+    /// This tile's halo contains cells of the peer.
     pub takes: bool,
-    /// Some of this tile's cells are in its halo. A tile that has all of a periodic axis wraps it by itself, so that one of a
-    /// pair may take and not give.
+    /// The peer's halo contains cells of this tile. A tile that spans a periodic axis wraps it itself, so `takes` and `gives`
+    /// may differ.
     pub gives: bool,
 }
 
-/// All neighbours of the tile `me`, `reach` cells deep, by peer and then by shift. Each is mirrored: the peer has a link to
-/// `me` with the shift negated, which takes what this one gives.
+/// All neighbours of the tile `me` within `reach` cells, by peer and then by shift. Each link has a mirror: the peer's link to
+/// `me` with the negated shift, which takes what this one gives.
 pub fn links(size: [u64; 3], periodic: [bool; 3], blocks: &[Block], me: usize, reach: u64) -> Vec<TileLink> {
     let Some(own) = blocks.get(me) else { return Vec::new() };
     let ring = |block: &Block, axis: usize| if block.extent(axis) < size[axis] { i128::from(reach) } else { 0 };
@@ -617,7 +627,7 @@ pub fn links(size: [u64; 3], periodic: [bool; 3], blocks: &[Block], me: usize, r
         let cut = own.extent(axis) < size[axis] || peer.extent(axis) < size[axis];
         if periodic[axis] && cut { -1..=1i8 } else { 0..=0 }
     };
-    // Whether the displaced peer and this tile meet along an axis, one of them grown by its halo.
+    // Whether the shifted peer and this tile overlap along an axis, with one of them extended by its halo.
     let meets = |axis: usize, peer: &Block, shift: i8, ring: i128| {
         let moved = i128::from(shift) * i128::from(size[axis]);
         let (from, to) = (i128::from(peer.from[axis]) + moved, i128::from(peer.to[axis]) + moved);

@@ -1,4 +1,4 @@
-//! A job as the planner sees it: layers with their flops and bytes, and what every stage pays besides.
+//! A model as the planner sees it: layers with their flops and bytes, and the fixed costs of every stage.
 use alloc::vec::Vec;
 use serde::{Deserialize, Serialize};
 
@@ -11,19 +11,20 @@ pub struct Layer {
     pub weight_bytes: u64,
     /// Bytes of key and value cache per token of one sequence.
     pub kv_bytes_per_token: u64,
-    /// Most positions that a row attends to, its own included; `None`: all up to its own. The cache holds all of them anyway.
+    /// Maximum number of positions that a row attends to, its own included; `None`: all up to its own. The cache holds all
+    /// positions in either case.
     pub window: Option<u32>,
 }
 
-/// A language model to be cut by layers.
+/// A language model, to be split by layers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Work {
     /// The blocks, first to last.
     pub layers: Vec<Layer>,
     /// Weight bytes of the token embedding, charged to the stage that holds layer 0.
     pub embed_bytes: u64,
-    /// Weight bytes of final norm and output head, charged to the last stage. With tied embeddings the same file bytes
-    /// as `embed_bytes`: a stage that is both first and last then pays them once (`tied`).
+    /// Weight bytes of final norm and output head, charged to the last stage. With tied embeddings these are the same file
+    /// bytes as `embed_bytes`, and a stage that is both first and last pays them once (`tied`).
     pub head_bytes: u64,
     /// Output head and embedding are one matrix.
     pub tied: bool,
@@ -33,19 +34,19 @@ pub struct Work {
     pub activation_bytes: u64,
     /// Tokens of context reserved per sequence.
     pub context: u32,
-    /// Sequences served at once.
+    /// Sequences served concurrently.
     pub sequences: u32,
-    /// Scratch bytes every stage needs for itself.
+    /// Scratch bytes of every stage.
     pub scratch_bytes: u64,
 }
 
 impl Work {
-    /// Positions that a row is planned to attend to: half of the context.
+    /// Positions that a row attends to in predictions: half of the context.
     ///
-    /// A request that fills its context attends to 1, 2, … `context` positions, one row after the other, and the time of
-    /// attention is linear in them. So half of the context is the mean over its rows, in decode as in prefill, and the plan with
-    /// the least time at this position has the least time for the whole request. Charging the whole context would be exact for
-    /// the last token only, and few requests reach it.
+    /// A request that fills its context attends to 1, 2, … `context` positions, row after row, and the time of attention is
+    /// linear in the positions. So half of the context is the mean over the request's rows, in decode and in prefill, and the
+    /// plan with the least time at this position has the least time for the whole request. The whole context would be exact
+    /// only for the last token, which few requests reach.
     #[must_use]
     pub fn planned_positions(&self) -> u32 {
         self.context / 2

@@ -1,7 +1,7 @@
-//! What the loss of a whole zone would mean for a job: for people who decide where machines stand.
+//! Predicted effect of losing a whole zone on a job, for users who decide where machines go.
 //!
-//! All nodes of a zone are lost at once. A part goes on at its standby where that stands elsewhere; else what is lost is placed
-//! again on the nodes that are left. Next: `fit.rs`.
+//! All nodes of a zone are lost at the same time. A part continues on its standby if that is in another zone; otherwise the
+//! lost parts are placed again on the remaining nodes. Next: `fit.rs`.
 use crate::fleet::{Device, DeviceId, Fleet};
 use crate::plan::{Options, Plan};
 use crate::repair::repair;
@@ -12,46 +12,46 @@ use alloc::collections::BTreeSet;
 use alloc::string::{String, ToString};
 use alloc::vec::Vec;
 
-/// Most zones that are looked at: each costs a search, and more lines than this are not read.
+/// Maximum number of zones considered: each costs a search, and a longer list is not read.
 pub const ZONES_MAX: usize = 32;
 
-/// The loss of a zone.
+/// The effect of losing one zone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ZoneLoss {
-    /// Its name.
+    /// The zone's name.
     pub zone: String,
-    /// The job's coordinator is in it.
+    /// The zone contains the job's coordinator.
     pub coordinator: bool,
-    /// Parts of the job whose owners are in it, by number.
+    /// Numbers of the job's parts whose owners are in the zone.
     pub parts: Vec<u16>,
-    /// What becomes of these.
+    /// What happens to these parts.
     pub then: Then,
 }
 
-/// What becomes of the parts of a lost zone.
+/// What happens to the parts of a lost zone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Then {
-    /// There are none.
+    /// The zone has no parts.
     Untouched,
-    /// Each goes on at its standby, which is not in the zone.
+    /// Each part continues on its standby outside the zone.
     Standbys {
-        /// Predicted nanoseconds from the loss being noticed until the job goes on; none where nothing was predicted.
+        /// Predicted nanoseconds from the detected loss until the job continues; `None` without a prediction.
         stall_ns: Option<u64>,
     },
-    /// They are placed again on the nodes that are left: a model sends its contexts through all stages again, a simulation rolls
+    /// The parts are placed again on the remaining nodes: a model replays its contexts through all stages, a simulation rolls
     /// back to its last checkpoint.
     Placed {
         /// As above.
         stall_ns: Option<u64>,
     },
-    /// The nodes that are left cannot hold the job.
+    /// The remaining nodes cannot hold the job.
     Ends {
-        /// Why.
+        /// The planner's error.
         why: String,
     },
 }
 
-/// What the loss of each zone would mean for a model; empty where no zone is known. At most [`ZONES_MAX`] zones, by name.
+/// The effect of losing each zone on a model; empty if no zone is known. At most [`ZONES_MAX`] zones, by name.
 pub fn model_losses(plan: &Plan, standbys: &[Standby], work: &Work, fleet: &Fleet, options: &Options) -> Vec<ZoneLoss> {
     let owners: Vec<DeviceId> = plan.stages().iter().map(|stage| stage.device).collect();
     let of = |zone: Zone<'_>| {
@@ -74,7 +74,7 @@ pub fn model_losses(plan: &Plan, standbys: &[Standby], work: &Work, fleet: &Flee
 
 fn placed_again(plan: &Plan, work: &Work, options: &Options, zone: &Zone<'_>) -> Then {
     let left = zone.left();
-    // Where the coordinator is lost too, another node takes its place.
+    // If the coordinator is lost too, another node replaces it.
     let first = left.devices.iter().find(|device| !device.excluded).map(|device| device.id);
     let head = if zone.has(options.head) { first.unwrap_or(options.head) } else { options.head };
     match repair(plan, work, &left, &Options { goal: options.goal, head, losses: false }) {
@@ -86,8 +86,8 @@ fn placed_again(plan: &Plan, work: &Work, options: &Options, zone: &Zone<'_>) ->
     }
 }
 
-/// What the loss of each zone would mean for a simulation that is coordinated by `head`; empty where no zone is known. At most
-/// [`ZONES_MAX`] zones, by name. `hot`: its standbys compute along.
+/// The effect of losing each zone on a simulation that `head` coordinates; empty if no zone is known. At most [`ZONES_MAX`]
+/// zones, by name. `hot`: its standbys compute all steps too.
 pub fn grid_losses(
     plan: &GridPlan,
     (standbys, hot): (&[TileStandby], bool),
@@ -145,7 +145,7 @@ impl Zone<'_> {
         lost.filter_map(|(at, _)| u16::try_from(at).ok()).collect()
     }
 
-    /// The fleet without it.
+    /// The fleet without the zone.
     fn left(&self) -> Fleet {
         let devices = self.fleet.devices.iter().filter(|device| device.zone != self.name).cloned().collect();
         Fleet { devices, ..self.fleet.clone() }
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_survives_a_zone_by_standbys_by_another_placement_or_not_at_all() {
+    fn the_loss_of_a_zone_leaves_a_model_on_standbys_or_ends_it() {
         let options = Options { goal: Goal::Latency, head: DeviceId([1; 16]), losses: false };
         let asked = |devices: Vec<Device>| {
             let fleet = fleet(devices);
@@ -225,7 +225,7 @@ mod tests {
         assert!(found[0].coordinator && found[0].parts == [0] && placed, "{found:?}");
         assert!(matches!(found[1].then, Then::Standbys { stall_ns: Some(1..) }) && found[1].parts == [1], "{found:?}");
         assert_eq!((&found[2].then, found[2].parts.len()), (&Then::Untouched, 0));
-        // The only standby stands where its stage stands.
+        // The only standby is in the same zone as its stage.
         let found = asked(vec![device(1, "a", 6 << 20), device(2, "b", 6 << 20), device(3, "b", 6 << 20)]);
         assert!(matches!(found[1].then, Then::Ends { .. }), "{found:?}");
         let found = asked(vec![device(1, "a", 1 << 30), device(2, "b", 6 << 20), device(3, "b", 6 << 20)]);
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn a_simulation_survives_a_zone_by_standbys_by_another_cut_or_not_at_all() {
+    fn the_loss_of_a_zone_leaves_a_simulation_on_standbys_or_places_it_again_or_ends_it() {
         let work = GridWork {
             size: [1024, 1024, 1],
             periodic: [true, true, false],

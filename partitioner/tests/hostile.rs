@@ -1,4 +1,4 @@
-//! Questions and plans from strangers: each gets a clear answer, none a panic.
+//! Invalid questions and forged plans: each gets a clear error, none a panic.
 mod fleets;
 
 use fleets::{Random, fleet, id, options, work};
@@ -52,18 +52,18 @@ fn a_layer_larger_than_any_node_is_named() {
 }
 
 #[test]
-fn whole_layers_that_pack_badly_are_told_from_missing_memory() {
+fn layers_that_pack_badly_are_distinguished_from_missing_memory() {
     let (mut work, mut fleet, options) = even();
     work.layers = vec![Layer { weight_bytes: 150, ..work.layers[0] }; 4];
     let error = plan(&work, &fleet, &options).expect_err("three nodes hold one layer each");
     assert_eq!(error, PlanError::Packing { need: 600, offered: 675, placed: 3, layers: 4, missing: 150 });
     fleet.default_link.bytes_per_second = 0;
     fleet.devices[0].memory = 400;
-    assert_eq!(plan(&work, &fleet, &options), Err(PlanError::Unlinked), "memory would do, no link does");
+    assert_eq!(plan(&work, &fleet, &options), Err(PlanError::Unlinked), "memory suffices, no link is usable");
 }
 
 #[test]
-fn nobody_to_work_is_said() {
+fn a_fleet_without_usable_nodes_is_an_error() {
     let (work, mut fleet, options) = even();
     for device in &mut fleet.devices {
         device.excluded = true;
@@ -72,30 +72,30 @@ fn nobody_to_work_is_said() {
     for device in &mut fleet.devices {
         (device.excluded, device.bytes_per_second) = (false, 0);
     }
-    assert_eq!(plan(&work, &fleet, &options), Err(PlanError::NoDevices), "zero speed is no speed");
+    assert_eq!(plan(&work, &fleet, &options), Err(PlanError::NoDevices), "zero means unmeasured");
     fleet.devices.clear();
     assert_eq!(plan(&work, &fleet, &options), Err(PlanError::NoDevices));
 }
 
 #[test]
-fn questions_without_meaning_are_refused() {
+fn invalid_questions_are_rejected() {
     let (work, fleet, options) = even();
-    let refused = |work: &Work, fleet: &Fleet, options: &Options| match plan(work, fleet, options) {
+    let rejection = |work: &Work, fleet: &Fleet, options: &Options| match plan(work, fleet, options) {
         Err(PlanError::Invalid(reason)) => reason,
-        other => panic!("expected a refusal, got {other:?}"),
+        other => panic!("expected a rejection, got {other:?}"),
     };
     let none = Work { layers: Vec::new(), ..work.clone() };
-    assert!(refused(&none, &fleet, &options).contains("no layers"));
+    assert!(rejection(&none, &fleet, &options).contains("no layers"));
     let many = Work { layers: vec![work.layers[0]; 1_025], ..work.clone() };
-    assert!(refused(&many, &fleet, &options).contains("1025 layers"));
+    assert!(rejection(&many, &fleet, &options).contains("1025 layers"));
     let huge = Layer { weight_bytes: u64::MAX, flops_per_token: u64::MAX, kv_bytes_per_token: u64::MAX, window: None };
     let heavy = Work { layers: vec![huge; 4], context: u32::MAX, sequences: u32::MAX, ..work.clone() };
-    assert!(refused(&heavy, &fleet, &options).contains("1 EiB"));
+    assert!(rejection(&heavy, &fleet, &options).contains("1 EiB"));
     let scratch = Work { scratch_bytes: u64::MAX, ..work.clone() };
-    assert!(refused(&scratch, &fleet, &options).contains("1 EiB"));
+    assert!(rejection(&scratch, &fleet, &options).contains("1 EiB"));
     let mut twins = fleet.clone();
     twins.devices[1].id = twins.devices[0].id;
-    assert!(refused(&work, &twins, &options).contains("same id"));
+    assert!(rejection(&work, &twins, &options).contains("same id"));
 }
 
 #[test]
@@ -111,7 +111,7 @@ fn extreme_devices_and_links_do_not_break_the_sums() {
     fleet.default_link = Link { rtt_ns: u64::MAX, bytes_per_second: 1 };
     for goal in [Goal::Latency, Goal::Throughput] {
         let options = Options { goal, losses: true, ..options.clone() };
-        let plan = plan(&work, &fleet, &options).expect("one node has room for all");
+        let plan = plan(&work, &fleet, &options).expect("one node has memory for all");
         assert_eq!(plan.check(&work, &fleet, &options), Ok(()));
     }
 }
@@ -127,18 +127,18 @@ fn large_fleets_and_deep_models_get_valid_plans() {
         for goal in [Goal::Latency, Goal::Throughput] {
             let options = options(goal);
             let plan = plan(&work, &fleet, &options).unwrap_or_else(|error| panic!("{devices} × {layers}: {error}"));
-            assert!(!plan.exact(), "{devices} × {layers} is searched by beam, and says so");
+            assert!(!plan.exact(), "{devices} × {layers} is a beam search, and is marked as one");
             assert_eq!(plan.check(&work, &fleet, &options), Ok(()));
             assert_eq!(plan.reasons().len(), devices);
             let mut left = fleet.clone();
             left.devices.retain(|device| device.id != plan.stages()[0].device);
-            let repaired = repair(&plan, &work, &left, &options).expect("one node fewer still has room");
+            let repaired = repair(&plan, &work, &left, &options).expect("one node fewer still suffices");
             assert_eq!(repaired.check(&work, &left, &options), Ok(()));
         }
     }
 }
 
-/// Nodes that hold nothing for a job are no reason not to plan it.
+/// Nodes without any part of a job do not prevent a plan.
 #[test]
 fn a_fleet_of_more_nodes_than_reasons_is_planned() {
     let (work, mut fleet, options) = even();
@@ -151,9 +151,9 @@ fn a_fleet_of_more_nodes_than_reasons_is_planned() {
     assert!(plan.stages().iter().all(|stage| plan.reasons().iter().any(|(id, _)| *id == stage.device)));
 }
 
-/// Three of the head's neighbours, and 130 somewhat faster nodes a seventh of a second away.
+/// Three neighbours of the coordinator, and 130 slightly faster nodes at 150 ms round trip.
 #[test]
-fn the_shortlist_keeps_what_is_near() {
+fn the_shortlist_keeps_near_nodes() {
     let near = Link { rtt_ns: 300_000, bytes_per_second: 112_000_000 };
     let far = Link { rtt_ns: 150_000_000, bytes_per_second: 12_000_000 };
     let (mut work, mut fleet, options) = even();
@@ -175,7 +175,7 @@ fn the_shortlist_keeps_what_is_near() {
 }
 
 #[test]
-fn the_constructor_refuses_every_broken_rule() {
+fn the_constructor_rejects_every_broken_rule() {
     let (work, mut fleet, options) = even();
     let new = |stages: &[(usize, std::ops::Range<u32>)], fleet: &Fleet| {
         let stages: Vec<_> = stages.iter().map(|(device, layers)| (id(*device), layers.clone())).collect();
@@ -203,7 +203,7 @@ fn a_plan_survives_the_wire_and_a_forged_one_does_not() {
     assert!(plan.losses().iter().any(|loss| loss.plan.is_ok()));
     let sent = serde_json::to_value(&plan).expect("plans serialise");
     assert_eq!(serde_json::from_value::<Plan>(sent.clone()).expect("as sent"), plan);
-    // A standby that had a stage took another one over: successors receive such a plan.
+    // A standby that already had a stage took over another one: successors receive such a plan.
     let second = Stage { device: plan.stages()[0].device, ..plan.stages()[1].clone() };
     let both = plan.with_stage(1, second).expect("the same layers");
     let received = serde_json::from_value::<Plan>(serde_json::to_value(&both).expect("plans serialise"));

@@ -1,5 +1,5 @@
-//! One world to try, as data: hosts, links, requests, simulations and faults. Scenario files are cases, and so is what a failing
-//! seed was reduced to. Next: `case/simulation.rs`, then `run.rs`.
+//! One simulated run as data: hosts, links, requests, simulations and faults. A scenario file is a case; so is a minimised
+//! failing seed. Next: `case/simulation.rs`, then `run.rs`.
 mod simulation;
 
 use crate::faults::Schedule;
@@ -13,31 +13,31 @@ use std::path::Path;
 
 pub use simulation::{Guarded, Simulation};
 
-/// A case. Times count from the moment at which all models are first served.
+/// A case. Times count from the moment when all models are first served.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Case {
-    /// For people: what is tried.
+    /// A description of what the case tests.
     pub about: String,
-    /// Root of all chance that is left.
+    /// Seed of all random streams of the run.
     pub seed: u64,
-    /// How long faults and requests go on. Then everything is mended, and has to end well.
+    /// How long faults and requests continue. Then all faults are healed, and the run must settle.
     #[serde(with = "units")]
     pub lasts: Duration,
-    /// The hosts, all of one kind.
+    /// The hosts.
     pub mesh: Mesh,
     /// The links.
     pub network: Options,
-    /// Further entry nodes; host 0 is the first one.
+    /// Further entry nodes; host 0 is the first.
     #[serde(rename = "entry", skip_serializing_if = "Vec::is_empty")]
     pub entries: Vec<Entry>,
-    /// What callers ask.
+    /// Requests of callers.
     #[serde(rename = "request")]
     pub requests: Vec<Ask>,
-    /// What they submit besides.
+    /// Simulations that are submitted.
     #[serde(rename = "simulation", skip_serializing_if = "Vec::is_empty")]
     pub simulations: Vec<Simulation>,
-    /// What goes wrong.
+    /// Faults.
     #[serde(rename = "fault")]
     pub faults: Schedule,
 }
@@ -46,27 +46,28 @@ pub struct Case {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Mesh {
-    /// How many. The callers are at the first one, host 0.
+    /// Number of hosts. Host 0 is the first entry node.
     pub hosts: u32,
-    /// What each has for weights and caches.
+    /// Memory of each host for weights and caches.
     pub memory_mib: u64,
-    /// Layers of the model, each of 20 MiB; 0: no model is served.
+    /// Layers of the model, 20 MiB each; 0: no model is served.
     pub layers: u32,
-    /// Where hosts stand, from the first on; the rest are in region 0.
+    /// Region of each host, from host 0 on; the rest are in region 0.
     pub regions: Vec<u32>,
-    /// Hosts are of three kinds: the usual one, one three times as fast with more memory, and one less than half as fast with less.
+    /// Hosts of three kinds: nominal, three times as fast with 1.5 times the memory, and 40 % as fast with 90 % of the
+    /// memory.
     pub mixed: bool,
-    /// Elements of the model's rows. A stage's replay ring is bounded in bytes: it keeps fewer wide rows.
+    /// Elements per row of activations. A stage's replay ring is bounded in bytes, so it holds fewer wide rows.
     pub width: u32,
 }
 
-/// A further entry node, which coordinates a job of its own.
+/// A further entry node, which coordinates its own job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Entry {
-    /// Which host.
+    /// Its host.
     pub host: u32,
-    /// It serves a model of this number of layers; without it, the model that host 0 serves.
+    /// Layers of the model that it serves; if absent, the model of host 0.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub layers: Option<u32>,
 }
@@ -75,22 +76,22 @@ pub struct Entry {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Ask {
-    /// When.
+    /// When it is sent.
     #[serde(with = "units::moment")]
     pub at: Instant,
-    /// Tokens of its prompt.
+    /// Tokens of the prompt.
     pub prompt: u32,
-    /// Tokens wanted.
+    /// Tokens to generate.
     pub tokens: u32,
-    /// The caller goes away after this time.
+    /// The caller disconnects after this time.
     #[serde(with = "units::optional", skip_serializing_if = "Option::is_none")]
     pub cancel_after: Option<Duration>,
-    /// The entry node: 0 is host 0, from 1 on the case's further ones.
+    /// The entry node: 0 is host 0, 1 the first of the case's further entry nodes.
     #[serde(skip_serializing_if = "is_zero")]
     pub entry: u32,
 }
 
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde wants it so")]
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde requires this signature")]
 fn is_zero(number: &u32) -> bool {
     *number == 0
 }
@@ -112,7 +113,7 @@ impl Default for Case {
 }
 
 impl Default for Mesh {
-    /// Each holds at most five of twelve layers.
+    /// Each host holds at most five of twelve layers.
     fn default() -> Self {
         Mesh { hosts: 8, memory_mib: 297, layers: 12, regions: Vec::new(), mixed: false, width: WIDTH }
     }
@@ -130,31 +131,31 @@ impl Default for Ask {
     }
 }
 
-/// Why a file is not a case.
+/// Why a scenario file is rejected.
 #[derive(Debug, thiserror::Error)]
 pub enum CaseError {
     /// It cannot be read.
     #[error("cannot read {path}: {why}")]
     Read {
-        /// Which file.
+        /// The file.
         path: String,
-        /// The system's words.
+        /// The error of the operating system.
         why: std::io::Error,
     },
-    /// It is not TOML, or names what does not exist.
-    #[error("{path} is no scenario: {why}")]
+    /// It is not TOML, or has unknown keys.
+    #[error("{path} is not a valid scenario: {why}")]
     Toml {
-        /// Which file.
+        /// The file.
         path: String,
-        /// Where and why.
+        /// Position and cause.
         why: toml::de::Error,
     },
-    /// It asks for what cannot be.
+    /// A value is out of bounds.
     #[error("{path}: {what}")]
     Wrong {
-        /// Which file.
+        /// The file.
         path: String,
-        /// What.
+        /// What was expected, and what was found.
         what: String,
     },
 }
@@ -169,12 +170,12 @@ impl Case {
         Ok(case)
     }
 
-    /// The case as a scenario file.
+    /// The case as the text of a scenario file.
     pub fn to_toml(&self) -> String {
         toml::to_string(self).unwrap_or_else(|error| format!("# cannot be written: {error}\n"))
     }
 
-    /// Whether it can be tried at all.
+    /// Checks all values against their bounds.
     pub fn check(&self) -> Result<(), String> {
         let hosts = self.mesh.hosts;
         if hosts == 0 || hosts > HOSTS_MAX {
@@ -230,7 +231,7 @@ impl Case {
         Ok(())
     }
 
-    /// The same without its last entry node, if there are further ones and no request names that.
+    /// The same case without its last entry node; `None` if there is none, or a request uses it.
     pub(crate) fn without_last_entry(&self) -> Option<Case> {
         let mut case = self.clone();
         case.entries.pop()?;
@@ -238,28 +239,28 @@ impl Case {
         (!case.requests.iter().any(names)).then_some(case)
     }
 
-    /// The host of each entry node, and the layers of the model that it serves; `None`: the model of host 0.
+    /// The host of each entry node, and the layers of its model; `None`: the model of host 0.
     pub fn entry_nodes(&self) -> Vec<(HostId, Option<u32>)> {
         let first = (self.mesh.layers > 0).then_some((HostId(0), None));
         first.into_iter().chain(self.entries.iter().map(|entry| (HostId(entry.host), entry.layers))).collect()
     }
 }
 
-/// Each serves a model.
+/// Each entry node serves a model.
 const ENTRIES_MAX: usize = 4;
-/// Each is computed by the checkers, too.
+/// The checkers compute each simulation once more.
 const SIMULATIONS_MAX: usize = 8;
-/// More than this takes longer than anybody waits.
+/// Larger meshes take too long to simulate.
 const HOSTS_MAX: u32 = 4096;
-/// As many as models have.
+/// More than published models have.
 const LAYERS_MAX: u32 = 256;
-/// A terabyte.
+/// 1 TiB.
 const MEMORY_MIB_MAX: u64 = 1 << 20;
-/// Around the world.
+/// More than enough for hosts around the world.
 const REGIONS_MAX: u32 = 64;
 /// Ten times the widest model.
 const WIDTH_MAX: u32 = 1 << 20;
-/// A virtual day.
+/// One virtual day.
 const LASTS_MAX: Duration = Duration::from_secs(86_400);
-/// The symbolic model's context.
+/// The context of the symbolic model.
 const PROMPT_MAX: u32 = 4096;

@@ -1,4 +1,4 @@
-//! What must hold in every world: one property a file.
+//! Invariants of every run: one property per file.
 
 pub mod bounds;
 pub mod cancels;

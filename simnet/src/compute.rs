@@ -1,8 +1,8 @@
-//! A device that pretends: stages of symbolic layers whose results show every wrong token, position or cut.
+//! A simulated device: stages of symbolic layers whose output depends on every token, position and layer range.
 //!
-//! A row is one 64-bit value. Each layer keeps a chain per sequence, `kv' = H(kv, position, row)`, and turns the row into
-//! `H(layer, row, kv')`; the last layer's row becomes the token. So a token is right only if every layer saw every position
-//! once, in order, under any cut; `solo` computes the same on one stage.
+//! A row is one 64-bit value. Each layer keeps one hash chain per sequence, `kv' = H(kv, position, row)`, and maps the row
+//! to `H(layer, row, kv')`; the row of the last layer becomes the token. A token is right only if every layer processed
+//! every position exactly once and in order, under any partition into stages. `solo` computes the reference on one stage.
 use crate::grids::Saved;
 use crate::host::HostSpec;
 use node_core::id::{ContentId, Epoch, JobId, LoadId, PartId, RequestId, TensorId};
@@ -15,17 +15,17 @@ use node_core::work::steps::TileWork;
 use node_core::work::{Loaded, Made, Order, PartWork, Run};
 use std::collections::BTreeMap;
 
-/// What leaves one host and arrives at another.
+/// A payload sent from one host to another.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Cargo {
     /// Token ids.
     Tokens(Vec<u32>),
-    /// Rows, and the bytes each would take on a wire.
+    /// Rows of activations, and the bytes per row on the wire.
     Rows(Vec<u64>, u32),
 }
 
 impl Cargo {
-    /// Bytes on a wire.
+    /// Size on the wire.
     pub fn wire_bytes(&self) -> u64 {
         match self {
             Cargo::Tokens(tokens) => tokens.len() as u64 * 4,
@@ -34,9 +34,9 @@ impl Cargo {
     }
 }
 
-/// When a run's strips are made, elements and bytes of each, and when it ends with what.
+/// One tile run: when its halos are ready, elements and bytes of each halo, when the run ends, and its result.
 pub struct RunTimes {
-    pub(crate) strips: Instant,
+    pub(crate) halos_ready: Instant,
     pub(crate) sizes: Vec<(u32, u64)>,
     pub(crate) ends: Instant,
     pub(crate) done: Input,
@@ -51,39 +51,39 @@ pub struct Executor {
     layer_ns: u64,
     cache_bytes_per_second: u64,
     cell_ns: u64,
-    /// Bytes that stages may take, whatever the node's advert says.
+    /// Memory for stages and tiles; the node's advert may claim another amount.
     pub memory: u64,
     stages: BTreeMap<(JobId, PartId), Stage>,
     tensors: BTreeMap<TensorId, Cargo>,
-    /// Its tiles of simulations.
+    /// Simulation tiles.
     pub(crate) grids: crate::grids::GridDevice,
-    /// Counts arrivals.
+    /// Number of payloads received; the next one is named by it.
     arrivals: u64,
-    /// Work runs in order.
+    /// End of the work queued so far; work runs in order.
     pub(crate) busy_until: Instant,
-    /// Since when it would have been idle, and until when it answers nothing.
+    /// The current stall: when the queued work would have ended, and when the stall ends.
     stalled: Option<(Instant, Instant)>,
-    /// Answers nothing any more (a hung driver).
+    /// Never answers again (a driver deadlock).
     pub hung: bool,
-    /// The next so many batches fail (a device that is lost and found).
+    /// Number of upcoming batches that fail (a device reset).
     pub failures: u32,
-    /// The next so many loads do not fit.
+    /// Number of upcoming loads that are rejected as out of memory.
     pub refusals: u32,
-    /// Batches take this many percent of their time for now.
+    /// Current batch time in percent of the nominal time.
     pub slow_percent: u32,
 }
 
 #[derive(Debug)]
 struct Stage {
     epoch: Epoch,
-    /// The order that it was made for.
+    /// The load order that created it.
     load: LoadId,
-    /// Its layers are in memory, or are being read into it.
+    /// Its layers are in memory, or are being read.
     resident: bool,
     bytes: u64,
     layers: std::ops::Range<u32>,
     order: StageOrder,
-    /// Per request, per layer of the stage: the chain after each position.
+    /// Per request and layer of the stage: the hash chain after each position.
     caches: BTreeMap<RequestId, Vec<Vec<u64>>>,
 }
 
@@ -110,12 +110,12 @@ impl Executor {
         }
     }
 
-    /// The process died and took everything with it.
+    /// The process died: all device state is lost.
     pub(crate) fn reset(&mut self, spec: &HostSpec) {
         *self = Executor::new(spec);
     }
 
-    /// Nothing that is not begun yet is answered before `until`.
+    /// Work submitted from now on starts no earlier than `until`.
     pub(crate) fn stall(&mut self, now: Instant, until: Instant) {
         if until > self.busy_until {
             let from = self.stalled.filter(|(_, end)| *end > now).map_or(self.busy_until.max(now), |(from, _)| from);
@@ -124,7 +124,7 @@ impl Executor {
         }
     }
 
-    /// It goes on before its time. Returns from when on its answers come earlier, and by how much.
+    /// Ends a stall early. Returns its scheduled end, and by how much results due from then on move forward.
     pub(crate) fn end_stall(&mut self, now: Instant) -> Option<(Instant, Duration)> {
         let (from, until) = self.stalled.take().filter(|(_, until)| *until > now)?;
         let less = until.since(from.max(now));
@@ -132,7 +132,8 @@ impl Executor {
         Some((until, less))
     }
 
-    /// `Output::Load` of a stage: room for it, while its weights may still have to come. A stage beyond the memory left is refused.
+    /// `Output::Load` of a stage: reserves its memory; its weights may still be in transfer. A stage that exceeds the free
+    /// memory is rejected.
     pub fn reserve(
         &mut self,
         now: Instant,
@@ -145,18 +146,18 @@ impl Executor {
         let (part, bytes) = (order.part, order.bytes_max);
         let old: Vec<Stage> = replaces.iter().filter_map(|part| self.stages.remove(&(job, *part))).collect();
         let free = self.memory_free();
-        let refused = |reason| {
-            let refusal = Input::Loaded { job, part, load, result: Err(reason) };
-            Err(Box::new((now + Duration::from_millis(1), refusal)))
+        let reject = |reason| {
+            let rejection = Input::Loaded { job, part, load, result: Err(reason) };
+            Err(Box::new((now + Duration::from_millis(1), rejection)))
         };
         if self.refusals > 0 {
             self.refusals -= 1;
-            return refused("out of memory".into());
+            return reject("out of memory".into());
         }
         if bytes > free {
-            return refused(format!("a stage of {bytes} bytes, {free} are free"));
+            return reject(format!("a stage of {bytes} bytes, {free} are free"));
         }
-        let PartWork::Stage(stage) = order.work.clone() else { return refused("not a stage".into()) };
+        let PartWork::Stage(stage) = order.work.clone() else { return reject("not a stage".into()) };
         let layers = stage.layers_of(part);
         let resident = old.iter().any(|old| old.resident && old.layers == layers && old.order.content == stage.content);
         let stage = Stage { epoch, load, resident, bytes, layers, order: stage, caches: BTreeMap::new() };
@@ -164,7 +165,8 @@ impl Executor {
         Ok(())
     }
 
-    /// Its weights are on the disk: reads them, with empty caches. Nothing where it was dropped or ordered again meanwhile.
+    /// Reads the weights of a stage from disk into memory, with empty caches. `None` if the stage was dropped or ordered
+    /// again meanwhile.
     pub fn load(&mut self, now: Instant, (job, part): (JobId, PartId), load: LoadId) -> Option<(Instant, Input)> {
         let stage = self.stages.get_mut(&(job, part)).filter(|stage| stage.load == load)?;
         let bytes = stage.bytes;
@@ -176,21 +178,21 @@ impl Executor {
         (!self.hung).then_some((self.busy_until, Input::Loaded { job, part, load, result }))
     }
 
-    /// The weights cannot be had: the room is free again.
+    /// The weights are unavailable: frees the reserved memory.
     pub fn give_up(&mut self, job: JobId, part: PartId, load: LoadId) {
         if self.stages.get(&(job, part)).is_some_and(|stage| stage.load == load) {
             self.stages.remove(&(job, part));
         }
     }
 
-    /// `Output::Keep`: a stage stays, with its caches, under another epoch.
+    /// `Output::Keep`: a stage stays resident, with its caches, under another epoch.
     pub fn keep(&mut self, job: JobId, epoch: Epoch, part: PartId) {
         if let Some(stage) = self.stages.get_mut(&(job, part)) {
             stage.epoch = epoch;
         }
     }
 
-    /// Bytes that stages do not take.
+    /// Memory that no stage or tile uses.
     pub fn memory_free(&self) -> u64 {
         let taken = self.stages.values().fold(0u64, |sum, stage| sum.saturating_add(stage.bytes));
         let taken = taken.saturating_add(self.grids.taken());
@@ -209,7 +211,7 @@ impl Executor {
         self.grids.drop_tile(job, part);
     }
 
-    /// A batch of a stage: when it will be done, and with what.
+    /// Runs a batch on a stage. Returns when it ends, and the result; `None` if the device does not answer.
     pub fn compute(&mut self, now: Instant, run: &Run, items: Vec<Item>) -> Option<(Instant, Input)> {
         let (job, part, work) = (run.job, run.part, run.work);
         let rows: u64 = items.iter().map(|item| u64::from(item.count)).sum();
@@ -221,7 +223,7 @@ impl Executor {
         (!self.hung).then_some((self.busy_until, Input::Ran { job, part, work, result }))
     }
 
-    /// `Output::Challenge`: when it will be done, and with what.
+    /// `Output::Challenge`. Returns when it ends, and the result.
     pub fn challenge(
         &mut self,
         now: Instant,
@@ -238,8 +240,8 @@ impl Executor {
         (!self.hung).then_some((self.busy_until, Input::Challenged { job, epoch, part, nonce, result }))
     }
 
-    /// One pass over the weights, a tenth of it more for each further row, and the cache of all positions that rows see: what a
-    /// batch costs a real device.
+    /// Cost of a batch as on a real device: one pass over the weights, 10 % more for each further row, and the cache of all
+    /// positions that the rows attend to.
     fn batch_ns(&self, layers: u64, rows: u64, seen: u64) -> u64 {
         let pass = layers * LAYER_BYTES.saturating_mul(1_000_000_000) / self.bytes_per_second.max(1);
         let fixed = self.step_ns + layers * self.layer_ns;
@@ -249,7 +251,7 @@ impl Executor {
         predicted * u64::from(self.skew_percent) / 100 * u64::from(self.slow_percent) / 100
     }
 
-    /// A batch as a whole works or fails; its inputs are gone either way.
+    /// A batch succeeds or fails as a whole; its inputs are consumed either way.
     fn run_batch(&mut self, run: &Run, items: Vec<Item>) -> Result<Vec<ItemResult>, String> {
         let made: Vec<TensorId> = items.iter().map(|item| item.output).collect();
         let fails = self.failures > 0;
@@ -270,7 +272,7 @@ impl Executor {
         }
     }
 
-    /// `Output::Load` of a tile: one beyond the memory left is rejected.
+    /// `Output::Load` of a tile. A tile that exceeds the free memory is rejected.
     pub fn load_tile(&mut self, job: JobId, order: &Order, cells: Option<Saved>) -> Result<Loaded, String> {
         self.grids.drop_tile(job, order.part);
         let (bytes, free) = (order.bytes_max, self.memory_free());
@@ -284,10 +286,11 @@ impl Executor {
         self.grids.load(job, order, cells)
     }
 
-    /// Steps of a tile: when its halos are made, when it is done, and with what.
+    /// Advances a tile. Returns when its halos are ready, when the run ends, and the result; `None` if the device does not
+    /// answer.
     pub fn run_tile(&mut self, now: Instant, run: &Run, steps: &TileWork) -> Option<RunTimes> {
         let (job, part, work) = (run.job, run.part, run.work);
-        let strips = steps.halos_in.iter().map(|&(link, tensor)| (link, self.tensors.remove(&tensor))).collect();
+        let halos = steps.halos_in.iter().map(|&(link, tensor)| (link, self.tensors.remove(&tensor))).collect();
         let cells = self.grids.cells_of(job, part).saturating_mul(u64::from(steps.to - steps.from));
         let percent = u64::from(self.skew_percent) * u64::from(self.slow_percent) / 100;
         let took = Duration::from_nanos(self.step_ns + cells.saturating_mul(self.cell_ns) * percent / 100);
@@ -295,10 +298,10 @@ impl Executor {
         self.busy_until = begins + took;
         let fails = self.failures > 0;
         self.failures = self.failures.saturating_sub(1);
-        let made = if fails { Err("the device was lost".into()) } else { self.grids.run((job, part), steps, strips) };
+        let made = if fails { Err("the device was lost".into()) } else { self.grids.run((job, part), steps, halos) };
         let mut sizes = Vec::new();
-        let result = made.map(|(mut made, strips)| {
-            for (tensor, cargo) in strips {
+        let result = made.map(|(mut made, halos)| {
+            for (tensor, cargo) in halos {
                 sizes.push((1, cargo.wire_bytes()));
                 self.tensors.insert(tensor, cargo);
             }
@@ -306,8 +309,8 @@ impl Executor {
             Made::Steps(made)
         });
         let done = Input::Ran { job, part, work, result };
-        let (strips, ends) = (begins + took / 2, self.busy_until);
-        (!self.hung).then_some(RunTimes { strips, sizes, ends, done })
+        let (halos_ready, ends) = (begins + took / 2, self.busy_until);
+        (!self.hung).then_some(RunTimes { halos_ready, sizes, ends, done })
     }
 
     /// `Output::Share`.
@@ -322,7 +325,7 @@ impl Executor {
         self.tensors.remove(&tensor);
     }
 
-    /// A copy of a payload leaves the host; nothing if the core named a tensor that is not there.
+    /// A copy of a payload to send; `None` if the core named an unknown tensor.
     pub fn give(&mut self, payload: Payload) -> Option<Cargo> {
         match payload {
             Payload::Tokens(tokens) => Some(Cargo::Tokens(tokens)),
@@ -339,7 +342,7 @@ impl Executor {
         }
     }
 
-    /// A payload arrives.
+    /// Stores a received payload.
     pub fn take(&mut self, cargo: Cargo) -> TensorId {
         self.arrivals += 1;
         let tensor = TensorId::Arrived(self.arrivals);
@@ -347,22 +350,22 @@ impl Executor {
         tensor
     }
 
-    /// Names of tensors held, for messages.
+    /// Ids of all tensors held.
     pub fn tensor_ids(&self) -> impl Iterator<Item = TensorId> + '_ {
         self.tensors.keys().copied()
     }
 
-    /// Tensors held: a checker of leaks looks at it.
+    /// Number of tensors held, for the leak checker.
     pub fn tensors_held(&self) -> usize {
         self.tensors.len()
     }
 
-    /// Caches held for requests, over all stages: a checker of leaks looks at it.
+    /// Number of request caches held in all stages, for the leak checker.
     pub fn caches_held(&self) -> usize {
         self.stages.values().map(|stage| stage.caches.len()).sum()
     }
 
-    /// Rows, or tokens for the first stage, that arrived apart.
+    /// Concatenates rows, or tokens for the first stage, that arrived in several payloads.
     fn join(&mut self, ids: &[TensorId]) -> Result<Cargo, String> {
         let mut parts = ids.iter().map(|id| self.tensors.remove(id).ok_or_else(|| format!("no rows {id:?} here")));
         let first = parts.next().ok_or("nothing to join")??;
@@ -376,7 +379,7 @@ impl Executor {
                 Ok(Cargo::Tokens(all))
             }
             (Cargo::Rows(..), Cargo::Tokens(_)) | (Cargo::Tokens(_), Cargo::Rows(..)) => {
-                Err("rows and tokens do not join".into())
+                Err("cannot join rows and tokens".into())
             }
         })
     }
@@ -390,7 +393,7 @@ impl Executor {
         let stage =
             self.stages.get_mut(&(run.job, run.part)).ok_or_else(|| format!("no stage of {:?} here", run.job))?;
         if stage.epoch != run.epoch {
-            return Err(format!("a stage of {:?}, asked for {:?}", stage.epoch, run.epoch));
+            return Err(format!("holds epoch {:?}, expected {:?}", stage.epoch, run.epoch));
         }
         let mut rows = match input {
             Cargo::Tokens(tokens) if stage.layers.start == 0 => {
@@ -423,13 +426,13 @@ impl Executor {
     }
 }
 
-/// Positions that the rows of an item attend to, in all.
+/// Sum of the positions that the rows of an item attend to.
 fn positions_seen(item: &Item) -> u64 {
     let (rows, first) = (u64::from(item.count), u64::from(item.position));
     rows * first + rows * (rows + 1) / 2
 }
 
-/// One layer over consecutive positions; its chain is cut back to `position` first.
+/// Runs one layer over consecutive positions; truncates its chain to `position` first.
 fn run_layer(chain: &mut Vec<u64>, layer: u32, position: u32, rows: &mut [u64]) -> Result<(), String> {
     let position = position as usize;
     if chain.len() < position {
@@ -445,7 +448,7 @@ fn run_layer(chain: &mut Vec<u64>, layer: u32, position: u32, rows: &mut [u64]) 
     Ok(())
 }
 
-/// The tokens that one node alone answers: what every split run is compared with.
+/// The tokens of a run on one node: the reference for every distributed run.
 pub fn solo(content: &ContentId, layers: u32, prompt: &[u32], max_tokens: u32, sampling: &Sampling) -> Vec<u32> {
     let mut chains = vec![Vec::new(); layers as usize];
     let mut answer: Vec<u32> = Vec::new();
@@ -485,13 +488,13 @@ pub(crate) fn mix(a: u64, b: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// Tokens a symbolic model knows.
+/// Vocabulary size of symbolic models.
 pub const VOCABULARY: u32 = 50_000;
-/// Keys and values of one position in one symbolic layer.
+/// Bytes of keys and values per position and symbolic layer.
 pub(crate) const POSITION_BYTES: u64 = 1 << 10;
-/// Weights of one symbolic layer.
+/// Weight bytes per symbolic layer.
 pub(crate) const LAYER_BYTES: u64 = 20 << 20;
-/// How fast weights come from disk.
+/// Read rate of weights from disk.
 const LOAD_BYTES_PER_SECOND: u64 = 1_000_000_000;
 
 #[cfg(test)]
@@ -527,9 +530,12 @@ mod tests {
         assert_eq!(second.since(first), alone.since(Instant(0)), "the tile begins when the batch is done");
         device.stall(second, second + Duration::from_secs(3));
         for answer in [batch(&mut device, second), tile(&mut device, second)] {
-            assert!(answer.is_some_and(|at| at > second + Duration::from_secs(3)), "a stall holds up both: {answer:?}");
+            assert!(answer.is_some_and(|at| at > second + Duration::from_secs(3)), "a stall delays both: {answer:?}");
         }
         device.hung = true;
-        assert!(batch(&mut device, second).is_none() && tile(&mut device, second).is_none(), "and so does a hang");
+        assert!(
+            batch(&mut device, second).is_none() && tile(&mut device, second).is_none(),
+            "a dead device answers neither"
+        );
     }
 }

@@ -1,6 +1,6 @@
-//! A host's disk: what was synced survives a crash; a write whose sync is still to come may be lost, kept, or torn.
+//! A simulated disk: synced records survive a crash; an unsynced write may be lost, kept or torn.
 //!
-//! Real records carry checksums, so a torn one reads as absent and never as something else. Next: `world/weights.rs`.
+//! Real records carry checksums, so a torn record reads as absent, never as another record. Next: `world/weights.rs`.
 use crate::compute::LAYER_BYTES;
 use crate::grids::Saved;
 use node_core::id::{ContentId, JobId};
@@ -8,62 +8,62 @@ use node_core::work::Contact;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
 
-/// What one host wrote.
+/// The disk of one host.
 #[derive(Clone, Debug, Default)]
 pub struct Disk {
     peers: Vec<Contact>,
-    /// Writes of this life whose sync is still to come, oldest first.
+    /// Unsynced writes of the current process, oldest first.
     waiting: VecDeque<Record>,
-    /// Highest generation a node on this disk ever had.
+    /// The highest generation that any process on this disk has used.
     generation: u64,
-    /// Pieces of models, readable from the write on.
+    /// Model pieces; readable as soon as they are written, before the sync.
     weights: BTreeSet<(ContentId, Piece)>,
-    /// Complete checkpoints of simulations: the last two steps of each job.
+    /// Complete simulation checkpoints: cells by job and step, the last two steps of each job.
     checkpoints: BTreeMap<(JobId, u32), Saved>,
-    /// Nothing can be written.
+    /// Every write fails: no space left.
     pub(crate) full: bool,
-    /// This number of further writes fails.
+    /// Number of upcoming writes that fail.
     pub(crate) failures: u32,
 }
 
-/// A piece of a part of a model. Parts are the embedding (0), the layers (1 to n) and the output head (n + 1).
+/// A piece of one part of a model. Part 0 is the embedding, parts 1 to n are the layers, part n + 1 is the output head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Piece {
-    /// Which part.
+    /// Part number.
     pub part: u32,
-    /// Which of its pieces, counted from 0.
+    /// Piece number within the part, from 0.
     pub number: u32,
-    /// Its size.
+    /// Size.
     pub bytes: u64,
 }
 
 /// One write.
 #[derive(Clone, Debug)]
 pub enum Record {
-    /// The peers to find again after a restart, in place of those written before.
+    /// The peers to contact after a restart; replaces the previous list.
     Peers(Vec<Contact>),
     /// A piece of a model.
     Weights(ContentId, Piece),
-    /// A complete checkpoint.
+    /// A complete checkpoint: its job and step, and all cells.
     Checkpoint((JobId, u32), Saved),
 }
 
-/// What a crash makes of a write that was not synced.
+/// What a crash does to an unsynced write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fate {
     /// Nothing of it reached the disk.
     Lost,
-    /// All of it did.
+    /// The whole record reached the disk.
     Kept,
-    /// A part of it did.
+    /// A part of the record reached the disk.
     Torn,
 }
 
 impl Disk {
-    /// Writes a record, which is safe after the next [`Disk::sync`] that is due for it.
+    /// Queues a record; the [`Disk::sync`] that follows it makes it durable.
     ///
     /// # Errors
-    /// The disk is full, or fails.
+    /// If the disk is full or fails.
     pub fn write(&mut self, record: Record) -> Result<(), String> {
         self.writable()?;
         if let Record::Weights(content, piece) = &record {
@@ -73,10 +73,10 @@ impl Disk {
         Ok(())
     }
 
-    /// Whether a write of no record that is modelled would succeed.
+    /// Checks whether a write succeeds, for data whose durability is not modelled.
     ///
     /// # Errors
-    /// The disk is full, or fails.
+    /// If the disk is full or fails.
     pub fn writable(&mut self) -> Result<(), String> {
         if self.full {
             return Err("no space left on the disk".into());
@@ -88,7 +88,7 @@ impl Disk {
         Ok(())
     }
 
-    /// The oldest write that waits is safe now.
+    /// Makes the oldest unsynced write durable.
     pub fn sync(&mut self) {
         if let Some(record) = self.waiting.pop_front() {
             self.keep(record);
@@ -109,7 +109,7 @@ impl Disk {
         }
     }
 
-    /// The process ends, and the machine with it: each write that was not synced meets a fate.
+    /// The machine crashes: `fate` decides about each unsynced write.
     pub fn crash(&mut self, mut fate: impl FnMut() -> Fate) {
         for record in std::mem::take(&mut self.waiting) {
             match (fate(), record) {
@@ -118,65 +118,65 @@ impl Disk {
                     self.weights.remove(&(content, piece));
                 }
                 (Fate::Torn, Record::Peers(_)) => self.peers.clear(),
-                // The manifest is written last: without a whole one there is no checkpoint.
+                // The manifest is written last: if it is lost or torn, there is no checkpoint.
                 (Fate::Lost, Record::Peers(_)) | (Fate::Lost | Fate::Torn, Record::Checkpoint(..)) => {}
             }
         }
     }
 
-    /// Gives the disk a whole model.
+    /// Stores all pieces of a model.
     pub fn give(&mut self, content: ContentId, layers_total: u32) {
         self.weights.extend(pieces(&(0..layers_total), layers_total).map(|piece| (content, piece)));
     }
 
-    /// Whether a piece of a model is here.
+    /// Whether a piece of a model is stored.
     pub fn has(&self, content: ContentId, piece: Piece) -> bool {
         self.weights.contains(&(content, piece))
     }
 
-    /// Pieces of a model that are here.
+    /// The stored pieces of a model.
     pub fn pieces(&self, content: ContentId) -> BTreeSet<Piece> {
         self.weights.iter().filter(|(of, _)| *of == content).map(|(_, piece)| *piece).collect()
     }
 
-    /// Models of which something is here.
+    /// Models with at least one stored piece.
     pub fn contents(&self) -> Vec<ContentId> {
         let mut contents: Vec<ContentId> = self.weights.iter().map(|(content, _)| *content).collect();
         contents.dedup();
         contents
     }
 
-    /// Complete checkpoints: of which job, and after which step.
+    /// Complete checkpoints by (job, step).
     pub fn checkpoints(&self) -> impl Iterator<Item = (&(JobId, u32), &Saved)> {
         self.checkpoints.iter()
     }
 
-    /// A person gives a job the checkpoint of another one.
+    /// Copies a checkpoint to another job, as an operator does. False if there is none.
     pub fn adopt_checkpoint(&mut self, from: JobId, to: JobId, step: u32) -> bool {
         let Some(cells) = self.checkpoint(from, step).cloned() else { return false };
         self.keep(Record::Checkpoint((to, step), cells));
         true
     }
 
-    /// A complete checkpoint.
+    /// The checkpoint of a job after this step, if it is complete.
     pub fn checkpoint(&self, job: JobId, step: u32) -> Option<&Saved> {
         self.checkpoints.get(&(job, step))
     }
 
-    /// The peers that a restarted node reads.
+    /// The peers that a restarted node contacts.
     pub fn peers(&self) -> &[Contact] {
         &self.peers
     }
 
-    /// The generation of the next life: above every earlier one, and never below the clock, so that a lost disk makes
-    /// no ghost. It is on the disk before the node speaks.
+    /// The generation of the next process: above all earlier ones, and at least the clock, so that a node that lost its
+    /// disk does not reuse one. It is durable before the node sends anything.
     pub fn next_generation(&mut self, unix_seconds: u64) -> u64 {
         self.generation = (self.generation + 1).max(unix_seconds);
         self.generation
     }
 }
 
-/// The pieces of these layers; the first layer brings the embedding, the last one the output head.
+/// The pieces of these layers. The first layer includes the embedding, the last one the output head.
 pub fn pieces(layers: &Range<u32>, layers_total: u32) -> impl Iterator<Item = Piece> + use<> {
     let embedding = (layers.start == 0).then_some((0, LAYER_BYTES / 2));
     let head = (layers.end == layers_total).then_some((layers_total + 1, LAYER_BYTES / 2));
@@ -191,7 +191,7 @@ pub fn pieces(layers: &Range<u32>, layers_total: u32) -> impl Iterator<Item = Pi
 
 /// Largest piece.
 const PIECE_BYTES: u64 = 4 << 20;
-/// Checkpoints of a job that stay, as in `node/src/submissions/checkpoints.rs`.
+/// Checkpoints kept per job, as in `node/src/submissions/checkpoints.rs`.
 const CHECKPOINTS_KEPT: usize = 2;
 
 #[cfg(test)]
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_crash_takes_what_was_not_synced() {
+    fn a_crash_decides_the_fate_of_unsynced_writes() {
         let mut disk = Disk::default();
         disk.write(Record::Peers(vec![peer(1)])).unwrap();
         disk.sync();
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_are_whole_layers_with_the_ends_of_the_model() {
+    fn pieces_cover_layers_embedding_and_output_head() {
         let bytes = |layers: Range<u32>| pieces(&layers, 12).map(|piece| piece.bytes).sum::<u64>();
         assert_eq!(bytes(4..8), 4 * LAYER_BYTES);
         assert_eq!(bytes(6..12), 6 * LAYER_BYTES + LAYER_BYTES / 2);
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn a_piece_that_was_not_synced_may_be_gone_and_never_is_another() {
+    fn an_unsynced_piece_is_lost_or_kept_never_corrupt() {
         let model = ContentId([1; 32]);
         let all: Vec<Piece> = pieces(&(0..2), 2).collect();
         for fate in [Fate::Lost, Fate::Kept, Fate::Torn] {
@@ -237,7 +237,7 @@ mod tests {
             disk.write(Record::Weights(model, all[0])).unwrap();
             disk.sync();
             disk.write(Record::Weights(model, all[1])).unwrap();
-            assert!(disk.has(model, all[1]), "readable at once");
+            assert!(disk.has(model, all[1]), "readable before the sync");
             disk.crash(|| fate);
             assert_eq!((disk.has(model, all[0]), disk.has(model, all[1])), (true, fate == Fate::Kept), "{fate:?}");
         }
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_disk_takes_nothing_and_a_failing_one_recovers() {
+    fn a_full_disk_rejects_writes_and_a_failing_one_recovers() {
         let mut disk = Disk { full: true, ..Disk::default() };
         assert!(disk.write(Record::Peers(vec![peer(1)])).is_err());
         (disk.full, disk.failures) = (false, 1);

@@ -1,6 +1,6 @@
-//! What goes wrong and when: a schedule is data, so that it can be written by people, printed, replayed and made smaller.
+//! Fault schedules as data: they can be written by hand, printed, replayed and minimised.
 //!
-//! Most troubles end by themselves, so that leaving one out of a schedule leaves a sound schedule. Next: `faults/draw.rs`.
+//! Most faults end by themselves, so that removing one leaves a valid schedule. Next: `faults/draw.rs`.
 mod draw;
 
 use crate::host::HostId;
@@ -15,247 +15,248 @@ use std::collections::BTreeMap;
 
 pub use draw::{Ground, any, disks, lies, losses, mend, swarm};
 
-/// One thing that goes wrong, or right again.
+/// A fault, or the end of one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", rename_all_fields = "kebab-case")]
 pub enum Fault {
-    /// The process dies without a word. Peers notice by silence only.
+    /// The process crashes. Peers notice only its silence.
     Crash(HostId),
-    /// It starts again, with or without its disk.
+    /// The process starts again, with or without its disk.
     Restart {
-        /// Which host.
+        /// The host.
         host: HostId,
-        /// Synced records are still there.
+        /// Synced records are kept.
         keep_disk: bool,
     },
-    /// Hosts die together (a rack, a fuse) and come back after a while.
+    /// Hosts crash together (a rack, a fuse) and restart after a while.
     Outage {
-        /// Which hosts.
+        /// The hosts.
         hosts: Vec<HostId>,
-        /// How long.
+        /// Time until they restart.
         #[serde(with = "units")]
         lasts: Duration,
-        /// Synced records are still there when they are back.
+        /// Synced records are kept.
         keep_disk: bool,
     },
-    /// Everything on the host stops for a while (SIGSTOP, a laptop lid); datagrams wait in its socket.
+    /// The host is paused (SIGSTOP, a laptop lid); datagrams wait in its socket buffers.
     Pause {
-        /// Which host.
+        /// The host.
         host: HostId,
-        /// How long.
+        /// Duration.
         #[serde(with = "units")]
         lasts: Duration,
     },
-    /// Its device takes this many percent of the usual time.
+    /// The device takes this percentage of its nominal time.
     Slow {
-        /// Which host.
+        /// The host.
         host: HostId,
-        /// 100 is as usual.
+        /// 100 is nominal.
         percent: u32,
-        /// How long.
+        /// Duration.
         #[serde(with = "units")]
         lasts: Duration,
     },
-    /// Its device answers nothing for a while, then goes on.
+    /// The device returns no results for a while, then continues.
     Stall {
-        /// Which host.
+        /// The host.
         host: HostId,
-        /// How long.
+        /// Duration.
         #[serde(with = "units")]
         lasts: Duration,
     },
-    /// The next so many batches of the host's device fail.
+    /// The next batches on the device fail.
     Device {
-        /// Which host.
+        /// The host.
         host: HostId,
-        /// How many.
+        /// Number of batches.
         failures: u32,
     },
-    /// The next so many stages it is asked to load do not fit, whatever it had said.
+    /// The next stages or tiles to load are rejected as out of memory, whatever the host advertised.
     Refuse {
-        /// Which host.
+        /// The host.
         host: HostId,
-        /// How many.
+        /// Number of loads.
         loads: u32,
     },
-    /// Its disk is full for a while: nothing can be written, and a process that starts ends at once.
+    /// The disk is full for a while: all writes fail, and a process that starts ends at once.
     DiskFull {
-        /// Which host.
+        /// The host.
         host: HostId,
-        /// How long.
+        /// Duration.
         #[serde(with = "units")]
         lasts: Duration,
     },
-    /// The next writes to its disk fail.
+    /// The next writes to the disk fail.
     DiskFails {
-        /// Which host.
+        /// The host.
         host: HostId,
-        /// How many.
+        /// Number of writes.
         writes: u32,
     },
-    /// Its clock runs this many millionths too fast (or slow) from now on.
+    /// The clock drifts from now on.
     Drift {
-        /// Which host.
+        /// The host.
         host: HostId,
-        /// Millionths; negative is slow.
+        /// Drift in parts per million; negative is slow.
         ppm: i32,
     },
-    /// Nothing sent by the first group reaches the second; with `both` nor the other way. Until `Heal`.
+    /// Traffic from the first group does not reach the second, with `both` nor in the reverse direction. Lasts until
+    /// `Heal`.
     Partition {
         /// Senders cut off.
         from: Vec<HostId>,
         /// Receivers cut off from them.
         to: Vec<HostId>,
-        /// Both ways.
+        /// In both directions.
         both: bool,
     },
-    /// The same, ending by itself.
+    /// A partition that ends by itself.
     Cut {
         /// Senders cut off.
         from: Vec<HostId>,
         /// Receivers cut off from them.
         to: Vec<HostId>,
-        /// Both ways.
+        /// In both directions.
         both: bool,
-        /// How long.
+        /// Duration.
         #[serde(with = "units")]
         lasts: Duration,
     },
-    /// A link goes up and down: cut for half of each period, both ways.
+    /// A link flaps: cut in both directions for half of each period.
     Flap {
-        /// Its ends.
+        /// The two hosts.
         between: (HostId, HostId),
-        /// From one cut to the next.
+        /// Time from one cut to the next.
         #[serde(with = "units")]
         period: Duration,
-        /// How long.
+        /// Duration.
         #[serde(with = "units")]
         lasts: Duration,
     },
     /// All partitions end.
     #[serde(with = "unit")]
     Heal,
-    /// The data-plane connection of two hosts breaks; what is on its way is lost. Either may connect again.
+    /// The connection of two hosts breaks; parcels in flight are lost. Either host may connect again.
     Break(HostId, HostId),
-    /// Datagram loss becomes this many parts per million.
+    /// Sets the datagram loss, parts per million.
     Loss(u32),
     /// Datagram loss for a while.
     LossBurst {
         /// Parts per million.
         ppm: u32,
-        /// How long.
+        /// Duration.
         #[serde(with = "units")]
         lasts: Duration,
     },
-    /// Datagrams arrive twice for a while.
+    /// Datagrams are duplicated for a while.
     Duplicate {
         /// Parts per million.
         ppm: u32,
-        /// How long.
+        /// Duration.
         #[serde(with = "units")]
         lasts: Duration,
     },
-    /// Datagrams are overtaken for a while.
+    /// Datagrams are reordered for a while.
     Reorder {
         /// Parts per million.
         ppm: u32,
-        /// How long.
+        /// Duration.
         #[serde(with = "units")]
         lasts: Duration,
     },
-    /// Datagrams lose their tail for a while. A seal would drop them; here decoders see them.
+    /// Datagrams are truncated for a while. A real node drops them by their seal; here decoders receive them.
     Corrupt {
         /// Parts per million.
         ppm: u32,
-        /// How long.
+        /// Duration.
         #[serde(with = "units")]
         lasts: Duration,
     },
-    /// Everything to and from a host has to go through this much for a while.
+    /// The bandwidth of all traffic of a host collapses for a while.
     Collapse {
-        /// Which host.
+        /// The host.
         host: HostId,
-        /// What is left.
+        /// Remaining bandwidth.
         bytes_per_second: u64,
-        /// How long.
+        /// Duration.
         #[serde(with = "units")]
         lasts: Duration,
     },
     /// The operator asks the node to leave.
     Leave(HostId),
-    /// It leaves, ends two seconds later, and is started again after a while.
+    /// The node leaves, its process ends two seconds later and starts again after a while.
     Depart {
-        /// Which host.
+        /// The host.
         host: HostId,
-        /// How long it is gone.
+        /// Time from the end of the process to its restart.
         #[serde(with = "units")]
         lasts: Duration,
     },
     /// The operator drains the node for a while: its stages move to standbys.
     Drain {
-        /// Which host.
+        /// The host.
         host: HostId,
-        /// How long.
+        /// Duration.
         #[serde(with = "units")]
         lasts: Duration,
     },
     /// All other members ban the node, and readmit it after a while.
     Ban {
-        /// Which host.
+        /// The host.
         host: HostId,
-        /// How long.
+        /// Duration.
         #[serde(with = "units")]
         lasts: Duration,
     },
-    /// A member sends forged messages and frames in the names of others, spread over a time.
+    /// A member forges messages and frames in the names of others, spread over a time.
     Lies {
-        /// Which host.
+        /// The host.
         host: HostId,
-        /// How many.
+        /// Number of messages.
         messages: u32,
-        /// How long.
+        /// Duration.
         #[serde(with = "units")]
         lasts: Duration,
     },
-    /// So many new hosts of the first one's kind join at once.
+    /// New hosts of the first one's kind join at the same time.
     JoinStorm {
-        /// How many.
+        /// Number of hosts.
         hosts: u32,
     },
-    /// Whoever plays a part in the next such moment dies a little later, and comes back after a while.
+    /// A host that takes part in the next such moment crashes a little later, and restarts after a while.
     Ambush {
-        /// What to wait for.
+        /// The moment to wait for.
         moment: Moment,
-        /// From the moment to the death.
+        /// Time from the moment to the crash.
         #[serde(with = "units")]
         after: Duration,
-        /// How long it is gone.
+        /// Time until it restarts.
         #[serde(with = "units")]
         lasts: Duration,
     },
-    /// Everything works again: all of the above ends, and whoever is down starts.
+    /// Heals everything: all of the above ends, and hosts that are down start.
     #[serde(with = "unit")]
     Mend,
 }
 
-/// A moment in which somebody can die.
+/// A protocol moment at which an ambush kills a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Moment {
-    /// A head asks for a plan: the head.
+    /// A coordinator asks for a plan: kills the coordinator.
     Plan,
-    /// A head mints an epoch, before it asks for stages under it: the head.
+    /// A coordinator issues an epoch, before it orders parts under it: kills the coordinator.
     Mint,
-    /// A head asks for stages again, under a higher epoch: who is asked to hold one.
+    /// A coordinator orders parts under a higher epoch: kills the receiver of an order.
     Promotion,
-    /// A stage says that it is ready: that stage.
+    /// A participant reports that its part is ready: kills the participant.
     Prepared,
-    /// A head says `Go`: who is told.
+    /// A coordinator sends `Go`: kills the receiver.
     Go,
 }
 
 impl Moment {
-    /// Who dies, if this output of `host` makes the moment.
+    /// The node to kill, if this output of `host` is the moment.
     pub fn victim(self, host: NodeId, output: &Output) -> Option<NodeId> {
         let message = |bytes: &[u8]| codec::decode_message(bytes).ok();
         match (self, output) {
@@ -279,14 +280,14 @@ impl Moment {
         }
     }
 
-    /// Whether it is the head who dies.
+    /// Whether it kills the coordinator.
     pub fn kills_head(self) -> bool {
         matches!(self, Moment::Plan | Moment::Mint)
     }
 }
 
 impl Fault {
-    /// How long it lasts, where it ends by itself.
+    /// Duration of a fault that ends by itself; zero for others.
     pub fn lasts(&self) -> Duration {
         match self {
             Fault::Outage { lasts, .. }
@@ -322,7 +323,7 @@ impl Fault {
         }
     }
 
-    /// The hosts it names; none for what happens to everybody or to whom it concerns.
+    /// The hosts that it names; empty if it concerns the whole network, or depends on the run.
     pub fn hosts(&self) -> Vec<HostId> {
         match self {
             Fault::Crash(host)
@@ -373,13 +374,13 @@ impl std::fmt::Display for Fault {
 /// A fault and its time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Timed {
-    /// When.
+    /// When it strikes.
     pub at: Instant,
-    /// What.
+    /// The fault.
     pub fault: Fault,
 }
 
-/// All that will go wrong in a run.
+/// All faults of a run.
 pub type Schedule = Vec<Timed>;
 
 /// `{ at = "3s", pause = { … } }`: the fault's name is the other key.
@@ -414,7 +415,7 @@ impl<'de> Deserialize<'de> for Timed {
     }
 }
 
-/// A fault without figures is written `heal = true`.
+/// A fault without parameters is written `heal = true`.
 mod unit {
     use serde::{Deserialize, Deserializer, Serializer};
 
@@ -425,7 +426,7 @@ mod unit {
     pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<(), D::Error> {
         match bool::deserialize(from)? {
             true => Ok(()),
-            false => Err(serde::de::Error::custom("expected `true`: leave the line out instead")),
+            false => Err(serde::de::Error::custom("expected `true`, found `false`: remove the line instead")),
         }
     }
 }
@@ -440,7 +441,7 @@ mod tests {
     }
 
     #[test]
-    fn a_schedule_is_written_and_read() {
+    fn a_schedule_round_trips_through_toml() {
         let at = Instant(1_500_000_000);
         let lasts = Duration::from_millis(300);
         let (a, b) = (HostId(1), HostId(2));
@@ -462,7 +463,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fault_that_does_not_exist_is_named() {
+    fn the_error_names_an_unknown_fault() {
         let wrong = |text: &str| toml::from_str::<File>(text).unwrap_err().to_string();
         let error = wrong("[[fault]]\nat = \"1s\"\nearthquake = 3\n");
         assert!(error.contains("earthquake") && error.contains("outage"), "{error}");

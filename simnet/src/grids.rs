@@ -1,8 +1,8 @@
-//! Tiles that pretend: small grids of 64-bit cells under a rule that mixes each cell with all its neighbours, so that one
-//! strip that is missing, old or twice changes the hash of the whole.
+//! Simulated tiles: small grids of 64-bit cells whose rule hashes each cell with all its neighbours, so that a missing,
+//! stale or repeated halo strip changes the state hash.
 //!
-//! A tile knows cells of its own and of its halo by where they are; what is not known cannot be computed, and says so.
-//! `solo` computes the same in one piece.
+//! A tile stores its own cells and its halo by global coordinates; a cell with an unknown neighbour cannot be computed and
+//! is an error. `solo` computes the same grid in one piece.
 use crate::compute::{Cargo, mix};
 use node_core::id::{ContentId, JobId, PartId, TensorId};
 use node_core::work::steps::{Report, SaveKind, SimulationId, StopKind, TileMade, TileOrder, TileStart, TileWork};
@@ -10,12 +10,12 @@ use node_core::work::{Loaded, Order, PartWork};
 use partitioner::tiles::{Block, TileLink};
 use std::collections::BTreeMap;
 
-/// A cell's place, beyond the ends of periodic axes too.
+/// Global coordinates of a cell; outside the grid for halo cells across a periodic boundary.
 type Place = [i64; 3];
-/// A saved state: cells by place.
+/// A saved state: cell values by coordinates.
 pub type Saved = BTreeMap<Place, u64>;
 
-/// The cells of a box; none where a cell is not known.
+/// The cells of a box; `None` where the value is unknown.
 #[derive(Debug)]
 struct Field {
     from: Place,
@@ -47,7 +47,7 @@ impl Field {
     }
 }
 
-/// The tiles of one host.
+/// The tiles and saved states of one host.
 #[derive(Debug, Default)]
 pub struct GridDevice {
     tiles: BTreeMap<(JobId, PartId), Tile>,
@@ -61,24 +61,24 @@ struct Tile {
     order: TileOrder,
     links: Vec<TileLink>,
     step: u32,
-    /// With the halo; none at a standby that waits.
+    /// With the halo; `None` on a standby without a state.
     cells: Option<Field>,
 }
 
-/// The first state of a cell.
+/// The initial value of a cell.
 fn initial(seed: u64, at: Place) -> u64 {
     at.iter().fold(seed, |mixed, &place| mix(mixed, place as u64))
 }
 
-/// A simulation of this world: its name is its seed.
+/// A simulation id that encodes its seed.
 pub fn simulation(seed: u64) -> SimulationId {
     let mut name = [0; 32];
     name[..8].copy_from_slice(&seed.to_le_bytes());
     SimulationId { content: ContentId(name), bytes: 1 }
 }
 
-/// One of which the cell `UNSTABLE` is not finite any more after so many steps, and with each further step its column one cell
-/// to either side.
+/// A simulation whose cell `UNSTABLE` is NaN after this number of steps; the NaN spreads along y by one cell per step in
+/// both directions.
 pub fn unstable(seed: u64, after: u32) -> SimulationId {
     let SimulationId { content: ContentId(mut name), bytes } = simulation(seed);
     name[8..12].copy_from_slice(&after.to_le_bytes());
@@ -86,14 +86,14 @@ pub fn unstable(seed: u64, after: u32) -> SimulationId {
     SimulationId { content: ContentId(name), bytes }
 }
 
-/// See `unstable`.
+/// The first NaN cell of [`unstable`].
 pub const UNSTABLE: [u64; 3] = [5, 20, 0];
 
 fn seed(simulation: SimulationId) -> u64 {
     simulation.content.0.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
 }
 
-/// What a report says of a tile that is so far.
+/// The NaN cell that a tile reports at this step, if it has one: its coordinates and field.
 fn not_finite(order: &TileOrder, part: PartId, step: u32) -> Option<([u64; 3], u16)> {
     let name = order.simulation.content.0;
     let after = name[8..12].first_chunk().map(|bytes| u32::from_le_bytes(*bytes)).filter(|_| name[12] == 1)?;
@@ -104,12 +104,12 @@ fn not_finite(order: &TileOrder, part: PartId, step: u32) -> Option<([u64; 3], u
     (has && y.abs_diff(near) <= u64::from(step.checked_sub(after)?)).then_some(([x, near, z], 0))
 }
 
-/// What all tiles' hashes add up to after this number of steps.
+/// The state hash after this number of steps: the sum over all tiles.
 pub fn solo(seed: u64, size: [u64; 3], periodic: [bool; 3], steps: u32) -> u128 {
     alone(seed, size, periodic, steps).last().map_or(0, |(_, hash)| *hash)
 }
 
-/// A run in one piece: the sum of all cells and the hash of the state after 0, 1, 2 … `steps` steps.
+/// The reference run on one tile: the sum of all cells and the state hash after 0, 1, 2 … `steps` steps.
 pub fn alone(seed: u64, size: [u64; 3], periodic: [bool; 3], steps: u32) -> Vec<(i128, u128)> {
     let whole = Block { from: [0; 3], to: size };
     let mut cells = Field::new(bounds(&whole));
@@ -132,7 +132,7 @@ pub fn alone(seed: u64, size: [u64; 3], periodic: [bool; 3], steps: u32) -> Vec<
     states
 }
 
-/// What cells contribute to the hash of a state.
+/// The contribution of cells to the state hash.
 pub fn hash(cells: impl IntoIterator<Item = (Place, u64)>) -> u128 {
     let term = |(at, value): (Place, u64)| {
         let low = at.iter().fold(value, |mixed, &place| mix(mixed, place as u64));
@@ -158,22 +158,22 @@ fn boxed(from: Place, to: Place) -> impl Iterator<Item = Place> + use<> {
     (from[2]..to[2]).flat_map(move |z| (from[1]..to[1]).flat_map(move |y| (from[0]..to[0]).map(move |x| [x, y, z])))
 }
 
-/// What a cell becomes; none if a neighbour is not known. `wraps`: periodic axes that are wrapped here.
+/// The next value of a cell; `None` if a neighbour is unknown. `wraps`: axes that wrap around within this field.
 fn next(cells: &Field, size: [u64; 3], periodic: [bool; 3], wraps: [bool; 3], at: Place) -> Option<u64> {
     let mut mixed = 7;
     for z in -1..=1 {
         for y in -1..=1 {
             for x in -1..=1 {
                 let mut place = [at[0] + x, at[1] + y, at[2] + z];
-                let mut beyond = false;
+                let mut outside = false;
                 for axis in 0..3 {
                     let cells = size[axis] as i64;
                     if periodic[axis] && wraps[axis] {
                         place[axis] = place[axis].rem_euclid(cells);
                     }
-                    beyond |= !periodic[axis] && !(0..cells).contains(&place[axis]);
+                    outside |= !periodic[axis] && !(0..cells).contains(&place[axis]);
                 }
-                mixed = mix(mixed, if beyond { 11 } else { cells.get(&place)? });
+                mixed = mix(mixed, if outside { 11 } else { cells.get(&place)? });
             }
         }
     }
@@ -185,7 +185,7 @@ impl Tile {
         block.extent(axis) < self.order.work.size[axis]
     }
 
-    /// A block and its halo, displaced by so many grids.
+    /// A block with its halo, shifted by `shift` grid extents.
     fn grown(&self, block: &Block, shift: [i8; 3], halo: i64) -> (Place, Place) {
         let size = self.order.work.size;
         let ring = |axis: usize| if self.cut(block, axis) { halo } else { 0 };
@@ -196,8 +196,8 @@ impl Tile {
         )
     }
 
-    /// The places of a strip, out or in.
-    fn strip(&self, link: &TileLink, out: bool) -> Vec<Place> {
+    /// The coordinates of a halo strip, sent (`out`) or received.
+    fn halo_strip(&self, link: &TileLink, out: bool) -> Vec<Place> {
         let reach = i64::from(self.order.depth) * i64::from(self.order.work.radius);
         let (own, peer) = (self.order.block(self.part), &self.order.blocks[usize::from(link.peer)]);
         let (mine, theirs) = match out {
@@ -209,7 +209,7 @@ impl Tile {
         boxed(from, to).collect()
     }
 
-    /// Its block with the deepest halo that its neighbours send.
+    /// Its block with the halo at full depth.
     fn reach(&self) -> (Place, Place) {
         let reach = i64::from(self.order.depth) * i64::from(self.order.work.radius);
         self.grown(self.order.block(self.part), [0; 3], reach)
@@ -226,7 +226,7 @@ impl Tile {
         places(self.order.block(self.part)).filter_map(|at| Some((at, cells?.get(&at)?))).collect()
     }
 
-    /// One step of all that can be computed.
+    /// Computes one step of all cells whose neighbours are known. `left`: steps until the halo is used up.
     fn advance(&mut self, left: u32) -> Result<(), String> {
         let work = &self.order.work;
         let wraps = std::array::from_fn(|axis| !self.cut(self.order.block(self.part), axis));
@@ -248,17 +248,17 @@ impl Tile {
 }
 
 impl GridDevice {
-    /// Bytes that tiles take.
+    /// Memory of all tiles.
     pub fn taken(&self) -> u64 {
         self.tiles.values().map(|tile| tile.bytes).sum()
     }
 
-    /// Saved states held.
+    /// Number of saved states.
     pub fn states_held(&self) -> usize {
         self.states.len()
     }
 
-    /// `Output::Load` of a tile; `cells` of a checkpoint, if it starts from one.
+    /// `Output::Load` of a tile. `cells`: those of the checkpoint, if it starts from one.
     pub fn load(&mut self, job: JobId, order: &Order, cells: Option<Saved>) -> Result<Loaded, String> {
         let (part, bytes) = (order.part, order.bytes_max);
         let PartWork::Tile(order) = order.work.clone() else { return Err("not a tile".into()) };
@@ -288,22 +288,22 @@ impl GridDevice {
         Ok(Loaded { bytes: held.bytes, step: Some(step) })
     }
 
-    /// Steps of a tile: what is made, and halos to keep under their names.
+    /// Advances a tile. Returns its reports and saved states, and the outgoing halos by tensor id.
     pub fn run(
         &mut self,
         (job, part): (JobId, PartId),
         work: &TileWork,
-        strips: Vec<(u16, Option<Cargo>)>,
+        halos: Vec<(u16, Option<Cargo>)>,
     ) -> Result<(TileMade, Vec<(TensorId, Cargo)>), String> {
         let tile = self.tiles.get_mut(&(job, part)).ok_or("the tile is gone")?;
         if tile.step != work.from {
             return Err(format!("the tile has made {} steps, not {}", tile.step, work.from));
         }
-        for (link, cargo) in strips {
-            let Some(Cargo::Rows(values, _)) = cargo else { return Err("a strip is gone".into()) };
-            let places = tile.strip(&tile.links[usize::from(link)], false);
+        for (link, cargo) in halos {
+            let Some(Cargo::Rows(values, _)) = cargo else { return Err("halo is missing".into()) };
+            let places = tile.halo_strip(&tile.links[usize::from(link)], false);
             if places.len() != values.len() {
-                return Err(format!("a strip of {} cells, expected {}", values.len(), places.len()));
+                return Err(format!("a halo has {} cells, expected {}", values.len(), places.len()));
             }
             let cells = tile.cells.as_mut().ok_or("no cells")?;
             places.iter().zip(values).for_each(|(at, value)| cells.set(at, value));
@@ -314,16 +314,16 @@ impl GridDevice {
         loop {
             while let Some(stop) = stops.next_if(|stop| stop.step <= tile.step) {
                 match stop.what {
-                    StopKind::Report { hash: wanted } => {
+                    StopKind::Report { hash: requested } => {
                         let owned = tile.owned();
                         let totals = vec![total(owned.iter().map(|(at, value)| (*at, *value)))];
-                        let hash = wanted.then(|| hash(owned));
+                        let hash = requested.then(|| hash(owned));
                         let not_finite = not_finite(&tile.order, part, stop.step);
                         made.reports.push((stop.step, Report { totals, hash, not_finite }));
                     }
                     StopKind::Save(kind) => {
                         let owned = tile.owned();
-                        // What the planner counts: of full states one of each kind.
+                        // The planner counts one full state of each kind.
                         let same = |(of_job, number, _, of): &(JobId, PartId, u32, SaveKind)| {
                             (*of_job, *number, *of) == (job, part, kind) && !matches!(kind, SaveKind::Output(_))
                         };
@@ -342,25 +342,25 @@ impl GridDevice {
         let cells = tile.cells.as_ref().ok_or("no cells")?;
         let mut out = Vec::new();
         for &(link, tensor) in &work.halos_out {
-            let places = tile.strip(&tile.links[usize::from(link)], true);
+            let places = tile.halo_strip(&tile.links[usize::from(link)], true);
             let values: Option<Vec<u64>> = places
                 .iter()
                 .map(|at| {
-                    // As the neighbour sees it, displaced; here it is where it is.
+                    // In this tile's coordinates; the receiver stores the same cells in its own, shifted ones.
                     cells.get(at)
                 })
                 .collect();
-            out.push((tensor, Cargo::Rows(values.ok_or("a strip of cells that are not known")?, 8)));
+            out.push((tensor, Cargo::Rows(values.ok_or("the outgoing halo has unknown cells")?, 8)));
         }
         Ok((made, out))
     }
 
-    /// A state that was put aside.
+    /// A saved state.
     pub fn state(&self, job: JobId, part: PartId, step: u32, kind: SaveKind) -> Option<&Saved> {
         self.states.get(&(job, part, step, kind))
     }
 
-    /// Keeps a snapshot that was fetched.
+    /// Stores a snapshot fetched from another host.
     pub fn keep(&mut self, job: JobId, part: PartId, step: u32, cells: Saved) {
         self.states.insert((job, part, step, SaveKind::Snapshot), cells);
     }
@@ -382,7 +382,7 @@ impl GridDevice {
         self.states.retain(|(of, _, _, _), _| *of != job);
     }
 
-    /// Steps of a run cost so much of a host.
+    /// Number of cells of a tile: the cost of one step.
     pub fn cells_of(&self, job: JobId, part: PartId) -> u64 {
         self.tiles.get(&(job, part)).map_or(1, |tile| tile.order.block(part).cells())
     }

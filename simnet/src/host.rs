@@ -1,4 +1,4 @@
-//! A machine of the virtual world: a node, its disk, its executor, and whether any of it runs.
+//! A host of the simulated world: its node, disk and executor, and whether its process runs.
 use crate::compute::Executor;
 use crate::disk::Disk;
 use crate::grids::Saved;
@@ -15,22 +15,22 @@ use std::net::{Ipv4Addr, SocketAddr};
 pub struct HostId(pub u32);
 
 impl HostId {
-    /// Its place in lists.
+    /// Its index in lists of hosts.
     pub fn index(self) -> usize {
         self.0 as usize
     }
 }
 
-/// What kind of machine.
+/// The hardware of a host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostSpec {
-    /// Where it stands: latency grows with the distance between regions.
+    /// Its region: latency grows with the distance between regions.
     pub region: u32,
     /// What its node advertises.
     pub capacity: Capacity,
-    /// Its executor takes this many percent of the predicted time.
+    /// Actual executor time in percent of the predicted time.
     pub skew_percent: u32,
-    /// Nanoseconds that a cell of a simulation takes.
+    /// Nanoseconds per simulation cell and step.
     pub cell_ns: u64,
 }
 
@@ -61,7 +61,7 @@ impl Default for HostSpec {
 }
 
 impl HostSpec {
-    /// The same machine made one of three kinds, by its number.
+    /// The same machine scaled to one of three kinds by its number: as it is, three times as fast, or 40 % as fast.
     #[must_use]
     pub fn of_kind(mut self, number: usize) -> Self {
         let (speed_percent, memory_percent) = [(100, 100), (300, 150), (40, 90)][number % 3];
@@ -85,51 +85,51 @@ impl HostSpec {
 /// An input that reached a host.
 #[derive(Debug)]
 pub struct Arrival {
-    /// What.
+    /// The input.
     pub input: Input,
-    /// A lying member made it up.
+    /// Forged by a misreporting member.
     pub forged: bool,
 }
 
-/// One machine.
+/// One host.
 pub struct Host {
-    /// Its name in the world.
+    /// Its id in the world.
     pub id: HostId,
-    /// Its node's name in the mesh.
+    /// The id of its node in the mesh.
     pub node_id: NodeId,
-    /// The key behind it.
+    /// The peer id that the node id is derived from.
     pub peer_id: Vec<u8>,
-    /// UDP P.
+    /// Gossip address, UDP port P.
     pub gossip_addr: SocketAddr,
-    /// UDP P + 1.
+    /// Data-plane address, UDP port P + 1.
     pub data_addr: SocketAddr,
-    /// What kind of machine.
+    /// Its hardware.
     pub spec: HostSpec,
-    /// The process, while it runs.
+    /// The node, while the process runs.
     pub node: Option<Node>,
-    /// Counts starts: what was on its way to an earlier life is lost.
+    /// Number of process starts. Events addressed to an earlier life are dropped.
     pub life: u32,
-    /// Until when nothing on it moves.
+    /// End of the current pause (SIGSTOP).
     pub paused_until: Option<Instant>,
-    /// What arrived and was not handled yet.
+    /// Inputs that arrived and are not handled yet.
     pub inbox: VecDeque<Arrival>,
-    /// When its driver looks at that.
+    /// When its driver drains the inbox.
     pub turn_at: Option<Instant>,
-    /// Until when its driver handles what it took up before.
+    /// When its driver has finished the inputs that it took last.
     pub busy_until: Instant,
     /// Its node was asked to leave in this life.
     pub leaves: bool,
     /// The earliest wakeup in the queue.
     pub wake_at: Option<Instant>,
-    /// What it takes the time to be.
+    /// Its local clock.
     pub clock: Clock,
-    /// What survives.
+    /// Its disk, which survives restarts.
     pub disk: Disk,
-    /// What happens to its node in this life, if that is recorded.
+    /// The recording of this life's inputs, if enabled.
     pub recording: Option<Vec<u8>>,
-    /// What has come in this life of checkpoints of simulations that are not whole.
+    /// Checkpoint parts collected in this life, not complete yet.
     pub(crate) parts: BTreeMap<(JobId, u32), Saved>,
-    /// Outputs of simulations on its disk, by output and step.
+    /// Simulation outputs on its disk, by job, output and step.
     pub outputs: BTreeMap<(JobId, u16, u32), Saved>,
     /// Its device.
     pub executor: Executor,
@@ -165,7 +165,7 @@ impl Host {
         }
     }
 
-    /// Whether the process is there (paused or not).
+    /// Whether the process exists, paused or not.
     pub fn runs(&self) -> bool {
         self.node.is_some()
     }
@@ -184,21 +184,21 @@ impl Host {
     }
 }
 
-/// A host's clock: right, or a little too fast or slow, never going back.
+/// A host's monotonic clock, with drift.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Clock {
-    /// Since when it has drifted as it does, in the world's time and in its own.
+    /// Start of the current drift rate, in world time and in local time.
     since: (Instant, Instant),
     ppm: i32,
 }
 
 impl Clock {
-    /// The same clock, drifting otherwise from now on.
+    /// The same clock with this drift from now on, in parts per million.
     pub fn drifting(self, now: Instant, ppm: i32) -> Clock {
         Clock { since: (now, self.local(now)), ppm: ppm.clamp(-DRIFT_PPM_MAX, DRIFT_PPM_MAX) }
     }
 
-    /// What it shows at this time of the world.
+    /// The local time at a world time.
     pub fn local(self, world: Instant) -> Instant {
         if self.ppm == 0 && self.since.0 == self.since.1 {
             return world;
@@ -208,7 +208,7 @@ impl Clock {
         Instant(self.since.1.0 + u64::try_from(shown).unwrap_or(u64::MAX))
     }
 
-    /// The first time of the world at which it shows this.
+    /// The first world time at which the clock shows this local time.
     pub fn world(self, local: Instant) -> Instant {
         if self.ppm == 0 && self.since.0 == self.since.1 {
             return local;
@@ -223,10 +223,10 @@ impl Clock {
     }
 }
 
-/// A tile of a few hundred cells takes as long a step as a real one of a million.
+/// A tile of a few hundred cells takes as long per step as a real one of a million.
 const CELL_NS: u64 = 10_000;
 const MILLION: u128 = 1_000_000;
-/// No clock is wrong by more than a tenth.
+/// Maximum drift: 10 %.
 const DRIFT_PPM_MAX: i32 = 100_000;
 /// The wall clock when the virtual world begins: any plausible date.
 const EPOCH_SECONDS: u64 = 1_800_000_000;
@@ -236,7 +236,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_clock_that_drifts_never_goes_back_and_wakes_in_time() {
+    fn a_drifting_clock_is_monotonic_and_never_wakes_early() {
         for ppm in [-100_000, -333, 0, 1, 20_000] {
             let clock = Clock::default().drifting(Instant(1_000_003), 777).drifting(Instant(5_000_000_011), ppm);
             let mut before = Instant(0);

@@ -1,7 +1,8 @@
-//! A virtual world around the same deciding code: seeded hosts, links, disks and faults, and checkers that watch them.
+//! Deterministic simulation testing of the node core: seeded hosts, links, disks and faults in virtual time, and invariant
+//! checkers.
 //!
-//! `world` is the loop of `node/src/driver.rs` in virtual time; everything else is what the loop stands on. The
-//! same seed gives the same run, event for event: `World::trace` is the proof. Next: `options.rs`.
+//! `world` runs the loop of `node/src/driver.rs` in virtual time; the other modules stand in for the network, disks and
+//! devices. The same seed gives the same run, event for event: `World::trace` hashes it. Next: `options.rs`.
 
 pub mod options;
 pub mod world;

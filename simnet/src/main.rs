@@ -1,4 +1,4 @@
-//! The program `simnet`: scenarios and soaks of the virtual world, for people and for CI.
+//! The command line of the simulator: run scenarios, soak seeds, measure scale, replay recordings.
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use node_core::time::Duration;
 use serde_json::json;
@@ -13,17 +13,17 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
-/// Try a mesh in a virtual world: the very code that decides in a node, in seeded weather.
+/// Deterministic simulation of a mesh: the decision code of real nodes in a virtual world with seeded faults
 #[derive(Parser)]
 #[command(name = "simnet", version)]
 #[command(after_help = "\
 Examples:
   simnet run simnet/scenarios/lose-a-rack.toml     a timeline of what happens
-  simnet soak --seeds 300                          300 worlds of 8 nodes and 60 virtual seconds
+  simnet soak --seeds 300                          300 random worlds of 8 nodes and 60 virtual seconds
   simnet soak --seeds 1 --from 42                  one of them with its full log; a failure is minimised
-  simnet replay recording.mesh                     what a node decided, from `meshnode up --record`
+  simnet replay recording.mesh                     the decisions of a node, recorded by `meshnode up --record`
 
-Exit codes: 0 ok, 2 usage, 5 something is wrong.")]
+Exit codes: 0 ok, 2 usage error, 5 a check failed.")]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -31,13 +31,13 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Run a scenario and print what happens
+    /// Run a scenario and print its timeline
     Run(RunArgs),
-    /// Run many worlds drawn from seeds and check their invariants
+    /// Run random worlds, one per seed, and check their invariants
     Soak(SoakArgs),
-    /// Let a large mesh join and some of it die: how soon all know, and how fast this machine simulates it
+    /// Let a large mesh join and crash some of its nodes: measures convergence and simulation speed
     Scale(ScaleArgs),
-    /// Run again what a node recorded with `meshnode up --record FILE`
+    /// Replay a recording of `meshnode up --record FILE`
     Replay(ReplayArgs),
 }
 
@@ -47,18 +47,18 @@ Examples:
   simnet run simnet/scenarios/kill-the-head.toml
   simnet run simnet/scenarios/slow-node.toml --seed 7 --json | jq .ends
 
-A scenario names hosts, links, requests and faults; simnet/scenarios/ has some to begin with.")]
+A scenario lists hosts, links, requests and faults; simnet/scenarios/ contains examples.")]
 struct RunArgs {
-    /// The scenario
+    /// The scenario file
     #[arg(value_name = "SCENARIO.toml")]
     scenario: PathBuf,
-    /// Log every message of jobs and every frame, too
+    /// Also log every message of jobs and every frame
     #[arg(long)]
     messages: bool,
-    /// Another seed than the file's
+    /// Override the seed of the file
     #[arg(long, value_name = "S")]
     seed: Option<u64>,
-    /// One object on stdout
+    /// Print one JSON object on stdout
     #[arg(long)]
     json: bool,
 }
@@ -71,30 +71,30 @@ Examples:
   simnet soak --seeds 10 --nodes 16 --minutes 5
   simnet soak --seeds 1 --from 42               the seed 42 alone: options, faults, timeline
 
-A seed that fails prints the command that runs it again, and the fewest faults that make it fail.")]
+For a seed that fails, prints the command to rerun it and the fewest faults that reproduce the failure.")]
 struct SoakArgs {
-    /// How many seeds
+    /// Number of seeds
     #[arg(long, value_name = "N", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..))]
     seeds: u64,
     /// The first seed
     #[arg(long, value_name = "S", default_value_t = 0)]
     from: u64,
-    /// Nodes of each world
+    /// Nodes per world
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(2..=256))]
     nodes: u32,
-    /// Virtual minutes of each world [default: 1]
+    /// Virtual minutes per world [default: 1]
     #[arg(long, value_name = "M", conflicts_with = "seconds")]
     minutes: Option<u64>,
-    /// Virtual seconds of each world [default: 60]
+    /// Virtual seconds per world [default: 60]
     #[arg(long, value_name = "S")]
     seconds: Option<u64>,
-    /// Threads [default: one a core]
+    /// Threads [default: one per core]
     #[arg(long, value_name = "N")]
     jobs: Option<usize>,
-    /// Of one seed: log every message of jobs, every frame, and what each node thinks of the others, too
+    /// With one seed: also log every message of jobs, every frame and every membership change
     #[arg(long, conflicts_with = "json")]
     messages: bool,
-    /// One object a line on stdout: each seed that fails, then the sums
+    /// Print one JSON object per line on stdout: each seed that fails, then a summary
     #[arg(long)]
     json: bool,
 }
@@ -105,19 +105,19 @@ Examples:
   simnet scale                       1,000 nodes, 10 of which die, 60 virtual seconds
   simnet scale --nodes 200 --json")]
 struct ScaleArgs {
-    /// How many join
+    /// Number of nodes that join
     #[arg(long, value_name = "N", default_value_t = 1000, value_parser = clap::value_parser!(u32).range(2..=4000))]
     nodes: u32,
-    /// How many of them die at once
+    /// Number of nodes that crash together
     #[arg(long, value_name = "N", default_value_t = 10)]
     deaths: u32,
-    /// Virtual seconds watched
+    /// Virtual seconds to observe
     #[arg(long, value_name = "S", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=86400))]
     seconds: u64,
-    /// Root of all chance
+    /// Seed of all random streams
     #[arg(long, value_name = "S", default_value_t = 1)]
     seed: u64,
-    /// One object on stdout
+    /// Print one JSON object on stdout
     #[arg(long)]
     json: bool,
 }
@@ -125,21 +125,21 @@ struct ScaleArgs {
 #[derive(Args)]
 #[command(after_help = "\
 Examples:
-  meshnode up --record lived.mesh        (on the machine that misbehaves; it holds prompts as token ids)
+  meshnode up --record lived.mesh        (on the machine that misbehaves; the file contains prompts, as token ids)
   simnet replay lived.mesh
 
-Prints what people asked, what the node did, and a hash of all it decided: the same program decides the same again.")]
+Prints requests, the node's actions and a hash of all its outputs: the same program gives the same hash.")]
 struct ReplayArgs {
-    /// The recording
+    /// The recording file
     #[arg(value_name = "FILE")]
     file: PathBuf,
-    /// One object on stdout
+    /// Print one JSON object on stdout
     #[arg(long)]
     json: bool,
 }
 
 fn main() -> ExitCode {
-    // clap says what is wrong and ends with 2, or 0 for help and version.
+    // clap prints usage errors and exits with 2, or with 0 for help and version.
     let matches = Cli::command().get_matches();
     let cli = match Cli::from_arg_matches(&matches) {
         Ok(cli) => cli,
@@ -179,12 +179,12 @@ fn run(args: &RunArgs) -> ExitCode {
         say(&json!({ "scenario": case.about, "result": outcome, "timeline": outcome.timeline }).to_string());
     } else {
         say(&format!("{} (seed {})\n{}", case.about, case.seed, figures(&case)));
-        tell(&outcome);
+        print_outcome(&outcome);
     }
     verdict(outcome.violations.is_empty())
 }
 
-/// The figures that chance drew or a scenario named.
+/// The parameters of a case, drawn or from a scenario.
 fn figures(case: &Case) -> String {
     let (mesh, network) = (&case.mesh, &case.network);
     let part = |name: &str, ppm: u32| {
@@ -195,10 +195,10 @@ fn figures(case: &Case) -> String {
     let further = entries.into_iter().chain(simulations).map(|text| format!("  {text}\n")).collect::<String>();
     let regions = match mesh.regions.is_empty() {
         true => String::new(),
-        false => format!(", {} more a region {:?}", units::text(network.latency_per_region), mesh.regions),
+        false => format!(", {} more per region, regions {:?}", units::text(network.latency_per_region), mesh.regions),
     };
     format!(
-        "  {} hosts of {} MiB, {} layers; links of {} and up to {} of jitter, {} MB/s{}{}{}{regions}; {} requests; \
+        "  {} hosts of {} MiB, {} layers; link latency {}, jitter {}, {} MB/s{}{}{}{regions}; {} requests; \
          faults healed after {}\n{further}",
         mesh.hosts,
         mesh.memory_mib,
@@ -208,7 +208,7 @@ fn figures(case: &Case) -> String {
         network.bandwidth / 1_000_000,
         part("loss", network.loss_ppm),
         part("duplicates", network.duplicate_ppm),
-        part("overtaken", network.reorder_ppm),
+        part("reordered", network.reorder_ppm),
         case.requests.len(),
         units::text(case.lasts),
     )
@@ -222,12 +222,15 @@ fn entry_text(entry: &Entry) -> String {
 fn simulation_text(simulation: &Simulation) -> String {
     let Simulation { at, host, size, steps, tier, depth, checkpoint_every, cancel_after, .. } = simulation;
     let every = checkpoint_every.map_or("no checkpoints".into(), |every| format!("checkpoints every {every} steps"));
-    let depth = depth.map_or(String::new(), |depth| format!(", depth {depth}"));
+    let depth = depth.map_or(String::new(), |depth| format!(", halo depth {depth}"));
     let cancelled = cancel_after.map_or(String::new(), |after| format!(", cancelled after {}", units::text(after)));
-    format!("simulation at {} on host {host}: {size:?}, {steps} steps, {tier:?}, {every}{depth}{cancelled}", ms(*at))
+    format!(
+        "simulation at {} on host {host}: {size:?}, {steps} steps, standby tier {tier:?}, {every}{depth}{cancelled}",
+        ms(*at)
+    )
 }
 
-fn tell(outcome: &Outcome) {
+fn print_outcome(outcome: &Outcome) {
     for line in &outcome.timeline {
         say(&line.to_string());
     }
@@ -249,7 +252,7 @@ fn tell(outcome: &Outcome) {
     }
 }
 
-/// Ends by their kinds.
+/// Counts of ends by kind, as text.
 fn counts(ends: &BTreeMap<String, u32>) -> String {
     let ends: Vec<String> = ends.iter().map(|(kind, count)| format!("{count} {kind}")).collect();
     if ends.is_empty() { "none".into() } else { ends.join(", ") }
@@ -262,7 +265,7 @@ fn soak(args: &SoakArgs) -> ExitCode {
     }
     let size = Size { hosts: args.nodes, time: Duration::from_secs(seconds) };
     let Some(end) = args.from.checked_add(args.seeds) else { return usage("expected --from plus --seeds below 2^64") };
-    std::panic::set_hook(Box::new(|_| {})); // a panic is a violation, told with its seed
+    std::panic::set_hook(Box::new(|_| {})); // a panic is reported as a violation of its seed
     if args.seeds == 1 && !args.json {
         return one(args, size);
     }
@@ -276,7 +279,7 @@ fn soak(args: &SoakArgs) -> ExitCode {
                 say(&serde_json::to_string(&outcome).unwrap_or_default());
             } else {
                 say(&format!("seed {}: {}", outcome.seed, outcome.violations[0]));
-                say(&format!("  again: {}", again(args, outcome.seed)));
+                say(&format!("  rerun: {}", again(args, outcome.seed)));
             }
         }
         if !args.json && sums.seeds.is_multiple_of(100) {
@@ -292,7 +295,7 @@ fn soak(args: &SoakArgs) -> ExitCode {
         eprintln!();
         say(&sums.to_text(real, jobs));
         if let Some(&seed) = sums.failed.first() {
-            say("\nthe first that fails, with the fewest faults that make it fail:");
+            say("\nthe first seed that fails, with the fewest faults that reproduce it:");
             shrink(args, size, seed);
         }
     }
@@ -301,7 +304,7 @@ fn soak(args: &SoakArgs) -> ExitCode {
 
 fn scale(args: &ScaleArgs) -> ExitCode {
     let progress = |stage: &str| {
-        // One line that is written over, where a person watches; JSON is for programs.
+        // On a terminal one line that is overwritten; no progress with --json.
         if !args.json && std::io::stderr().is_terminal() {
             eprint!("\r\x1b[K{stage}");
         } else if !args.json {
@@ -317,8 +320,8 @@ fn scale(args: &ScaleArgs) -> ExitCode {
         say(&serde_json::to_string(&scale).unwrap_or_default());
     } else {
         say(&format!(
-            "{} nodes know each other after {} ms ({:.1} s real); of {} the first is reported after {} ms, all are known \
-             everywhere after {} ms; {}, {}; {} virtual s in {:.1} s on one core: {:.2} times real time, {} events",
+            "{} nodes joined after {} ms ({:.1} s real); {}: the first report after {} ms, the last after {} ms; {}, {}; \
+             {} virtual s in {:.1} s on one core: {:.2} times real time, {} events",
             scale.nodes,
             scale.joined_ms,
             scale.joining_real_s,
@@ -369,11 +372,11 @@ fn replay(args: &ReplayArgs) -> ExitCode {
             say(cut);
         }
     }
-    // A recording that ends within an entry is what a kill leaves; one that is damaged is not to be relied on.
+    // A recording of a node that was killed may end within an entry. A damaged one is a failure.
     verdict(matches!(replayed.cut, None | Some(node_core::record::RecordError::CutShort { .. })))
 }
 
-/// One seed with its full log.
+/// Runs one seed with its full log.
 fn one(args: &SoakArgs, size: Size) -> ExitCode {
     let case = draw(args.from, size);
     say(&format!("seed {}\n{}", case.seed, figures(&case)));
@@ -382,9 +385,9 @@ fn one(args: &SoakArgs, size: Size) -> ExitCode {
         true => simnet::run::run_telling(&case, simnet::timeline::Timeline::with_messages()),
         false => run_caught(&case),
     };
-    tell(&outcome);
+    print_outcome(&outcome);
     if !outcome.violations.is_empty() {
-        say(&format!("\nagain: {}\nthe fewest faults that make it fail:", again(args, args.from)));
+        say(&format!("\nrerun: {}\nthe fewest faults that reproduce it:", again(args, args.from)));
         shrink(args, size, args.from);
     }
     verdict(outcome.violations.is_empty())
@@ -400,14 +403,14 @@ fn shrink(args: &SoakArgs, size: Size, seed: u64) {
     let (faults, requests) = (least.case.faults.len(), least.case.requests.len());
     let simulations = least.case.simulations.len();
     say(&format!(
-        "{faults} of {} faults, {requests} of {} requests and {simulations} of {} simulations are needed ({} runs): {}",
+        "{faults} of {} faults, {requests} of {} requests and {simulations} of {} simulations reproduce it ({} runs): {}",
         case.faults.len(),
         case.requests.len(),
         case.simulations.len(),
         least.runs,
         least.outcome.violations.first().map_or("", String::as_str),
     ));
-    say(&format!("again: {}", again(args, seed)));
+    say(&format!("rerun: {}", again(args, seed)));
     say(&format!("\n# as a scenario, for `simnet run FILE.toml`\n{}", least.case.to_toml()));
 }
 
@@ -415,7 +418,7 @@ fn ms(at: node_core::time::Instant) -> String {
     format!("{:.1} ms", at.0 as f64 / 1e6)
 }
 
-/// The command that runs a seed again.
+/// The command that reruns a seed.
 fn again(args: &SoakArgs, seed: u64) -> String {
     let seconds = args.seconds.or(args.minutes.map(|minutes| minutes * 60)).unwrap_or(60);
     let nodes = if args.nodes == 8 { String::new() } else { format!(" --nodes {}", args.nodes) };
@@ -432,11 +435,12 @@ struct Sums {
     ends: BTreeMap<String, u32>,
     simulations: BTreeMap<String, u32>,
     successions: u64,
-    /// Of each seed: how long, and which.
+    /// (milliseconds, seed) of each seed.
     pauses_ms: Vec<(u64, u64)>,
     stalls_ms: Vec<(u64, u64)>,
     settled_ms_max: u64,
-    /// Losses after which requests and simulations must go on within a second, and the longest wait of each seed that has any.
+    /// Losses after which requests and simulations must continue within a second, and the longest wait of each seed that
+    /// has any.
     losses: u64,
     losses_ms: Vec<(u64, u64)>,
 }
@@ -471,7 +475,7 @@ impl Sums {
         sorted.get((sorted.len() * percent).div_ceil(100).saturating_sub(1)).map_or(0, |(ms, _)| *ms)
     }
 
-    /// The seeds with the longest times, the longest first.
+    /// The seeds with the longest times, longest first.
     fn worst(times_ms: &[(u64, u64)]) -> Vec<serde_json::Value> {
         let mut sorted = times_ms.to_vec();
         sorted.sort_unstable_by(|a, b| b.cmp(a));
@@ -517,12 +521,12 @@ impl Sums {
     }
 }
 
-/// A reader that closed the pipe (`| head`) has seen enough.
+/// Ignores write errors: a reader may close the pipe (`| head`).
 fn say(line: &str) {
     let _ = writeln!(std::io::stdout(), "{line}");
 }
 
-/// Seeds named for their long times.
+/// Number of worst seeds in the JSON summary.
 const WORST_TOLD: usize = 20;
-/// What making a failing case smaller may cost: about ten seconds.
+/// Bound of the minimisation: about ten seconds.
 const MINIMIZE_RUNS: u32 = 200;

@@ -1,25 +1,25 @@
-//! Makes a failing case smaller while it goes on failing: delta debugging over its faults, then over its requests and simulations.
+//! Minimises a failing case by delta debugging: first its faults, then its requests and simulations.
 use crate::case::Case;
 use crate::run::Outcome;
 use crate::soak::run_caught;
 
-/// A smaller case that fails, and how.
+/// A smaller case that fails, and its outcome.
 pub struct Minimized {
-    /// What is left.
+    /// The case.
     pub case: Case,
-    /// What becomes of it.
+    /// Its outcome.
     pub outcome: Outcome,
-    /// Runs that it took.
+    /// Number of runs that it took.
     pub runs: u32,
 }
 
-/// The smallest case that was found within `runs_max` runs and still violates something of the same kind.
+/// The smallest case found within `runs_max` runs that still violates an invariant of the same kind.
 pub fn minimize(case: &Case, outcome: &Outcome, runs_max: u32) -> Minimized {
     let mut search = Search { kinds: kinds(outcome), best: case.clone(), outcome: outcome.clone(), runs: 0, runs_max };
     search.reduce(|case| case.faults.len(), |case, kept| keep(&mut case.faults, kept));
     search.reduce(|case| case.requests.len(), |case, kept| keep(&mut case.requests, kept));
     search.reduce(|case| case.simulations.len(), |case, kept| keep(&mut case.simulations, kept));
-    // An entry node that no request names is of no use; the last one goes first, since requests name them by number.
+    // Drops entry nodes that no request uses, the last one first: requests name them by number.
     while let Some(smaller) = search.best.without_last_entry() {
         let Some(outcome) = search.fails(&smaller) else { break };
         (search.best, search.outcome) = (smaller, outcome);
@@ -36,7 +36,7 @@ struct Search {
 }
 
 impl Search {
-    /// ddmin: leave out ever smaller parts, as long as what remains fails.
+    /// ddmin: removes ever smaller subsets, as long as the rest still fails.
     fn reduce(&mut self, count: impl Fn(&Case) -> usize, keep: impl Fn(&mut Case, &dyn Fn(usize) -> bool)) {
         let mut parts = 2;
         while count(&self.best) > 0 && self.runs < self.runs_max {
@@ -76,13 +76,13 @@ fn keep<T>(items: &mut Vec<T>, kept: &dyn Fn(usize) -> bool) {
     });
 }
 
-/// Violations without their figures: times and hosts change with each fault that is left out.
+/// Violations without numbers: times and hosts change with each fault that is removed.
 fn kinds(outcome: &Outcome) -> Vec<String> {
     let plain = |text: &String| text.chars().filter(|c| c.is_alphabetic() || *c == ' ').take(KIND_CHARS).collect();
     outcome.violations.iter().map(plain).collect()
 }
 
-/// What tells one kind of violation from another.
+/// Length of the text that distinguishes kinds of violations.
 const KIND_CHARS: usize = 24;
 
 #[cfg(test)]
@@ -93,9 +93,9 @@ mod tests {
     use crate::host::HostId;
     use node_core::time::{Duration, Instant};
 
-    /// A model that fits nowhere is never served, whatever else goes wrong: nothing of the schedule is needed.
+    /// A model that fits nowhere is never served, with or without faults: the minimal case has none.
     #[test]
-    fn what_does_not_matter_is_left_out() {
+    fn irrelevant_events_are_removed() {
         let timed = |ms: u64| Timed { at: Instant(ms * 1_000_000), fault: Fault::Crash(HostId(1)) };
         let mut case = Case { faults: (0..7).map(timed).collect(), ..Case::default() };
         (case.mesh.hosts, case.mesh.memory_mib, case.lasts) = (2, 50, Duration::from_secs(1));

@@ -1,6 +1,6 @@
-//! Bytes between hosts: datagrams that may be lost, doubled or overtaken, and connections that keep order or break.
+//! The simulated network: datagrams may be lost, duplicated or reordered; connections deliver in order or break.
 //!
-//! Delays are computed from the pair of hosts, never stored: a world of n hosts has n² links and no table of them.
+//! Delays are computed from the pair of hosts, not stored: a world of n hosts has n² links and no table of them.
 use crate::compute::Cargo;
 use crate::disk::Piece;
 use crate::host::HostId;
@@ -14,13 +14,13 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// All links of a world.
 pub struct Network {
-    /// As they are now: faults change them.
+    /// Current link parameters; faults change them.
     pub(crate) options: Options,
-    /// Datagrams that lose their tail, parts per million.
+    /// Truncated datagrams, parts per million.
     pub(crate) corrupt_ppm: u32,
     rng: ChaCha8Rng,
     hosts: Vec<Place>,
-    /// By number, so that each can end alone.
+    /// Active partitions by number, so that each can end separately.
     cuts: BTreeMap<u64, Cut>,
     cuts_made: u64,
     connections: BTreeMap<Pair, Connection>,
@@ -30,18 +30,18 @@ pub struct Network {
 /// Two hosts, the smaller id first.
 pub type Pair = (HostId, HostId);
 
-/// A host as links see it.
+/// A host's attachment to the network.
 struct Place {
     region: u32,
-    /// What everything to and from it has to go through, where that is less than usual.
+    /// Bandwidth limit on all of its traffic, bytes per second, while a fault imposes one.
     bandwidth: Option<u64>,
-    /// When what it has given to that bottleneck is through: weights, and everything else, which is sent first.
+    /// When the bottleneck's queue is empty: for weights, and for all other traffic, which has priority.
     free_at: [Instant; 2],
-    /// When its network card has sent, and received, everything of each class.
+    /// When its network card is idle again, per direction (send, receive) and class.
     card: [[Instant; CLASSES]; 2],
 }
 
-/// Silence between groups.
+/// A partition between two groups.
 struct Cut {
     from: Vec<bool>,
     to: Vec<bool>,
@@ -50,56 +50,56 @@ struct Cut {
 
 /// A reliable connection, or an attempt at one.
 pub struct Connection {
-    /// Tells this connection from an earlier one of the same pair.
+    /// Distinguishes it from earlier connections of the same pair.
     pub id: u64,
-    /// Lives of both ends when it began.
+    /// Lives of both hosts when it was dialled.
     pub lives: (u32, u32),
-    /// It stands.
+    /// It is established.
     pub up: bool,
-    /// When the last frame or copy was sent on it, either way.
+    /// When the last frame, or copy of one, was sent in either direction.
     pub(crate) frame_at: Option<Instant>,
-    /// Bytes sent on it, both ways.
+    /// Bytes sent in both directions.
     pub(crate) bytes: u64,
-    /// First the lanes from the smaller to the larger id, then those back: one a class.
+    /// One lane per class: first from the smaller to the larger host id, then the reverse.
     lanes: [[Lane; CLASSES]; 2],
 }
 
-/// One direction.
+/// One direction of one class.
 #[derive(Default)]
 struct Lane {
-    /// When the link has sent all it was given.
+    /// When the link is idle again.
     free_at: Instant,
-    /// When the last parcel arrives: later ones do not overtake it.
+    /// When the last parcel arrives; later ones arrive no earlier.
     last_at: Instant,
-    /// Waiting for the connection to stand, or for a partition to end, by the order of sending.
+    /// Parcels waiting for the connection to be established or for a partition to end, by sequence number.
     held: BTreeMap<u64, Parcel>,
-    /// Parcels sent.
+    /// The sequence number of the last parcel.
     sent: u64,
 }
 
-/// Something on a reliable channel.
+/// A unit of data on a reliable connection.
 #[derive(Clone, Debug)]
 pub enum Parcel {
     /// A control message.
     Message(Vec<u8>),
-    /// A frame and what it carries; or the copy of one, for a standby.
+    /// A frame and its payload; with `true`, a copy for a standby.
     Frame(FrameHeader, Cargo, bool),
-    /// A request for weights, or an answer.
+    /// A weight transfer request or response.
     Weights(Weights),
 }
 
-/// What hosts send each other about the weights of a model. A transfer is named by its number.
+/// The weight transfer protocol. Each message names its transfer by number.
 #[derive(Clone, Debug)]
 pub enum Weights {
-    /// Which pieces are there?
+    /// Asks which pieces of a model the source has.
     Ask(u64, ContentId),
-    /// These are.
+    /// The pieces that the source has.
     Have(u64, BTreeSet<Piece>),
-    /// Send this piece.
+    /// Requests a piece.
     Want(u64, ContentId, Piece),
-    /// Here it is.
+    /// A requested piece.
     Here(u64, ContentId, Piece),
-    /// It is not there any more.
+    /// The source no longer has the piece.
     Lacking(u64, Piece),
 }
 
@@ -113,8 +113,8 @@ impl Parcel {
         }
     }
 
-    /// Messages, frames, copies and weights travel on separate streams: parcels of a class arrive in order, and a lower class is
-    /// sent first.
+    /// Messages, frames, copies and weights use separate streams: parcels of one class arrive in order, and lower classes
+    /// are sent first.
     fn class(&self) -> usize {
         match self {
             Parcel::Message(_) => 0,
@@ -147,7 +147,7 @@ impl Network {
 
     // ---- partitions
 
-    /// Whether bytes get from one host to another now.
+    /// Whether traffic from one host to another gets through now.
     pub fn reaches(&self, from: HostId, to: HostId) -> bool {
         if self.cuts.is_empty() {
             return true;
@@ -159,7 +159,7 @@ impl Network {
         !self.cuts.values().any(|cut| crosses(cut, from, to) || (cut.both && crosses(cut, to, from)))
     }
 
-    /// Cuts groups off, until `uncut` with the number that comes back.
+    /// Partitions two groups until `uncut` is called with the returned number.
     pub(crate) fn cut(&mut self, from: &[HostId], to: &[HostId], both: bool) -> u64 {
         let group = |hosts: &[HostId]| {
             let mut group = vec![false; self.hosts.len()];
@@ -184,14 +184,14 @@ impl Network {
         self.cuts.clear();
     }
 
-    /// Everything but the cuts and the bottlenecks is as `usual` again.
+    /// Resets all link parameters to `usual`; partitions and bottlenecks stay.
     pub(crate) fn mend(&mut self, usual: &Options) {
         self.options = usual.clone();
         self.corrupt_ppm = 0;
     }
 
-    /// A host's links let everything through again. Nothing waits before its bottleneck any more: what did is to be sent
-    /// anew, with `forward`. False if there was no bottleneck.
+    /// Removes a host's bandwidth limit. Parcels queued at the bottleneck lose their place: the caller resends them with
+    /// `forward`. False if there was no limit.
     pub(crate) fn widen(&mut self, now: Instant, host: HostId) -> bool {
         let Some(place) = self.hosts.get_mut(host.index()).filter(|place| place.bandwidth.is_some()) else {
             return false;
@@ -207,15 +207,15 @@ impl Network {
         true
     }
 
-    /// What a host's links let through from now on.
+    /// Limits the bandwidth of a host's traffic, bytes per second.
     pub(crate) fn collapse(&mut self, host: HostId, bandwidth: u64) {
         if let Some(place) = self.hosts.get_mut(host.index()) {
             place.bandwidth = Some(bandwidth);
         }
     }
 
-    /// When `bytes` given now are through the bottlenecks of both ends, if there are any; their queues are shared by all
-    /// that goes to and from a host, and weights wait for everything else.
+    /// When `bytes` given now have passed the bottlenecks of both ends, if there are any. All traffic of a host shares its
+    /// queue; weights wait for everything else.
     fn through(&mut self, now: Instant, ends: [HostId; 2], bytes: u64, class: usize) -> Instant {
         let mut at = now;
         for end in ends {
@@ -241,7 +241,7 @@ impl Network {
 
     // ---- datagrams
 
-    /// When copies of a datagram sent now arrive: none, one or two times.
+    /// Arrival times of a datagram sent now: none if it is lost, two if it is duplicated.
     pub(crate) fn datagram(&mut self, now: Instant, from: HostId, to: HostId, bytes: usize) -> [Option<Instant>; 2] {
         if !self.reaches(from, to) || self.happens(self.options.loss_ppm) {
             return [None, None];
@@ -258,7 +258,7 @@ impl Network {
         [Some(now + delay), again]
     }
 
-    /// A datagram as it arrives: whole, or without its tail.
+    /// Truncates a datagram with the configured probability.
     pub(crate) fn corrupted(&mut self, mut bytes: Vec<u8>) -> Vec<u8> {
         if self.happens(self.corrupt_ppm) && !bytes.is_empty() {
             bytes.truncate(self.rng.random_range(0..bytes.len()));
@@ -266,7 +266,7 @@ impl Network {
         bytes
     }
 
-    /// Round trip without chance.
+    /// Mean round-trip time.
     pub fn rtt(&self, a: HostId, b: HostId) -> Duration {
         (self.base(a, b) + self.options.jitter / 4) * 2
     }
@@ -276,7 +276,7 @@ impl Network {
         self.options.latency + self.options.latency_per_region * region(a).abs_diff(region(b))
     }
 
-    /// One-way: base plus a jitter whose square is uniform-ish, so that long delays are rare.
+    /// One-way delay: the base, plus 3/4 of `jitter` times the square of a uniform draw, so that long delays are rare.
     fn delay(&mut self, from: HostId, to: HostId) -> Duration {
         let jitter = self.options.jitter.as_nanos() as u64;
         let chance = u64::from(self.rng.random_range(0..=1000u32));
@@ -289,12 +289,12 @@ impl Network {
 
     // ---- connections
 
-    /// The connection or attempt of a pair.
+    /// The connection of a pair, or the attempt at one.
     pub fn connection(&self, pair: Pair) -> Option<&Connection> {
         self.connections.get(&pair)
     }
 
-    /// Begin an attempt; what an earlier connection held is lost.
+    /// Starts a connection attempt; parcels held by an earlier connection are lost.
     pub(crate) fn dial(&mut self, pair: Pair, lives: (u32, u32)) -> u64 {
         self.connection_ids += 1;
         let lanes = Default::default();
@@ -313,17 +313,17 @@ impl Network {
         self.connections.remove(&pair)
     }
 
-    /// Connections of one host.
+    /// All connections of one host.
     pub(crate) fn pairs_of(&self, host: HostId) -> Vec<Pair> {
         self.connections.keys().copied().filter(|pair| pair.0 == host || pair.1 == host).collect()
     }
 
-    /// Connections that stand.
+    /// Established connections.
     pub(crate) fn standing(&self) -> impl Iterator<Item = (Pair, &Connection)> {
         self.connections.iter().filter(|(_, connection)| connection.up).map(|(pair, connection)| (*pair, connection))
     }
 
-    /// What a link lets through while nothing else is on it.
+    /// Bandwidth of an idle link, bytes per second.
     pub(crate) fn bandwidth(&self, a: HostId, b: HostId) -> u64 {
         let narrow = [a, b].into_iter().filter_map(|host| self.hosts.get(host.index())?.bandwidth);
         narrow.chain([self.options.bandwidth]).min().unwrap_or(self.options.bandwidth)
@@ -333,7 +333,7 @@ impl Network {
         self.connections.keys().copied().collect()
     }
 
-    /// Give a parcel to the lane `from` → `to`: when it arrives and its number, or nothing if it is held for now.
+    /// Sends a parcel on the lane `from` → `to`. Returns its arrival time and sequence number; `None` if it is held.
     pub(crate) fn send(
         &mut self,
         now: Instant,
@@ -347,7 +347,7 @@ impl Network {
         self.forward(now, from, to, number, parcel)
     }
 
-    /// The same for a parcel that has its number already.
+    /// As `send`, for a parcel that already has a sequence number.
     pub(crate) fn forward(
         &mut self,
         now: Instant,
@@ -359,7 +359,7 @@ impl Network {
         let open = self.reaches(from, to);
         let mut delay = self.delay(from, to);
         while self.happens(self.options.loss_ppm) {
-            delay += self.rtt(from, to); // sent again
+            delay += self.rtt(from, to); // retransmission
         }
         let bandwidth = self.options.bandwidth.max(1);
         let (class, bytes) = (parcel.class(), parcel.bytes());
@@ -374,7 +374,8 @@ impl Network {
             lanes[class].held.insert(number, parcel);
             return None;
         }
-        // Begins when both cards and the link are done with this class and all lower ones, and takes the time of one of them.
+        // Starts when both cards and the link have finished this class and all lower ones; the transmission time counts
+        // once.
         let urgent = |free: &[Instant; CLASSES]| free[..=class].iter().max().copied().unwrap_or(now);
         let cards = [self.hosts[from.index()].card[0], self.hosts[to.index()].card[1]];
         let link = std::array::from_fn(|class| lanes[class].free_at);
@@ -390,14 +391,14 @@ impl Network {
         Some((lane.last_at, number, parcel))
     }
 
-    /// Hold a parcel that met a partition on its way.
+    /// Holds a parcel that reached a partition in flight.
     pub(crate) fn hold(&mut self, from: HostId, to: HostId, number: u64, parcel: Parcel) {
         if let Some(connection) = self.connections.get_mut(&pair(from, to)) {
             connection.lanes[usize::from(from > to)][parcel.class()].held.insert(number, parcel);
         }
     }
 
-    /// What both lanes of a pair hold, to be sent again: (from, to, parcel).
+    /// Takes all parcels held between a pair, to resend: (from, to, parcel).
     pub(crate) fn take_held(&mut self, pair: Pair) -> Vec<(HostId, HostId, Parcel)> {
         let Some(connection) = self.connections.get_mut(&pair) else { return Vec::new() };
         let ends = [(pair.0, pair.1), (pair.1, pair.0)];
@@ -413,13 +414,13 @@ pub fn pair(a: HostId, b: HostId) -> Pair {
     (a.min(b), a.max(b))
 }
 
-/// Classes of parcels.
+/// Number of parcel classes.
 const CLASSES: usize = 4;
 /// The last class: weights.
 const WEIGHTS: usize = CLASSES - 1;
-/// A queue before a bottleneck drops datagrams that would wait longer than this.
+/// A bottleneck queue drops datagrams that would wait longer than this.
 const BUFFER_MAX: Duration = Duration::from_millis(500);
-/// What the transport puts before a payload.
+/// Size of the transport's frame header.
 const FRAME_HEADER_BYTES: u64 = 64;
-/// A request for weights, or what stands around an answer.
+/// Size of a weight request, and the overhead of a response.
 const REQUEST_BYTES: u64 = 64;

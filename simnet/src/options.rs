@@ -1,54 +1,54 @@
-//! What kind of world it is: every figure that chance is allowed to use, printed with the seed of a failing run.
+//! Parameters of a simulated world: link quality, disk and driver times. They are printed with the seed of a failing run.
 use crate::units;
 use node_core::time::Duration;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
-/// A world's figures. In a scenario those that are left out are a quiet local network's.
+/// World parameters. Keys that a scenario omits are those of a quiet local network.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Options {
-    /// Root of all chance.
+    /// Seed of all random streams.
     #[serde(skip)]
     pub seed: u64,
     /// One-way delay within a region.
     #[serde(with = "units")]
     pub latency: Duration,
-    /// More of it for each region between two hosts.
+    /// Additional one-way delay for each region between two hosts.
     #[serde(with = "units")]
     pub latency_per_region: Duration,
-    /// Most that chance adds to one delay (mean: a quarter of it).
+    /// Jitter: adds up to 3/4 of this to a delay, a quarter of it on average.
     #[serde(with = "units")]
     pub jitter: Duration,
-    /// Datagrams lost, parts per million. On reliable channels each loss costs a round trip instead.
+    /// Lost datagrams, parts per million. On connections each loss costs a round trip instead.
     pub loss_ppm: u32,
-    /// Datagrams that arrive twice.
+    /// Duplicated datagrams, parts per million.
     pub duplicate_ppm: u32,
-    /// Datagrams that are overtaken by later ones.
+    /// Reordered datagrams, parts per million: later ones overtake them.
     pub reorder_ppm: u32,
     /// Bytes per second of one directed link.
     pub bandwidth: u64,
     /// Silence after which a connection breaks.
     #[serde(with = "units")]
     pub idle_timeout: Duration,
-    /// How long an attempt to connect may take.
+    /// Timeout of a connection attempt.
     #[serde(with = "units")]
     pub connect_timeout: Duration,
-    /// Time from `Remember` until it is on disk.
+    /// Time from a write until it is synced.
     #[serde(with = "units")]
     pub sync: Duration,
-    /// Of the writes that wait for their sync when a host dies, this share is lost.
+    /// Share of the unsynced writes that a crash loses.
     pub unsynced_lost_percent: u32,
-    /// And of this share a part is on the disk. The rest is there as a whole.
+    /// Share of the unsynced writes that a crash tears. The rest is kept.
     pub unsynced_torn_percent: u32,
-    /// Time that a node's driver takes for one input.
+    /// Driver time per input.
     #[serde(with = "units")]
     pub handling: Duration,
-    /// Time of one signature or verification.
+    /// Time per signature or verification.
     #[serde(with = "units")]
     pub signature: Duration,
-    /// Time of one plan.
+    /// Time per plan.
     #[serde(with = "units")]
     pub plan: Duration,
 }
@@ -82,7 +82,7 @@ impl Options {
         }
     }
 
-    /// A local network in some bad mood, drawn from the seed: each trouble is on or off, and has a strength.
+    /// A degraded local network drawn from the seed (swarm testing): each impairment is on or off, with a random strength.
     pub fn swarm(seed: u64) -> Self {
         let mut rng = chance(seed, "options");
         let mut some = |most: u32| if rng.random_bool(0.5) { rng.random_range(0..=most) } else { 0 };
@@ -97,7 +97,7 @@ impl Options {
     }
 }
 
-/// The stream of chance for one purpose: another purpose more or less does not shift it.
+/// The random stream for one purpose. Streams are independent: another purpose does not shift them.
 pub fn chance(seed: u64, purpose: &str) -> ChaCha8Rng {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let hash = blake3::hash(purpose.as_bytes());

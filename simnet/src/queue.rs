@@ -1,9 +1,9 @@
-//! What happens next: events by virtual time, and in the order they were thought of when times are equal.
+//! Event queue ordered by virtual time, ties broken by insertion order.
 use node_core::time::Instant;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// A heap of events ordered by (time, sequence), so that no tie is broken by chance.
+/// A heap of events ordered by (time, sequence), so that ties are deterministic.
 #[derive(Debug)]
 pub struct Queue<E> {
     heap: BinaryHeap<Reverse<Entry<E>>>,
@@ -18,18 +18,18 @@ struct Entry<E> {
 }
 
 impl<E> Queue<E> {
-    /// Nothing is going to happen.
+    /// An empty queue.
     pub fn new() -> Self {
         Queue { heap: BinaryHeap::new(), sequence: 0 }
     }
 
-    /// Let this happen at that time.
+    /// Schedules an event.
     pub fn push(&mut self, at: Instant, event: E) {
         self.sequence += 1;
         self.heap.push(Reverse(Entry { at, sequence: self.sequence, event }));
     }
 
-    /// The next event if it is due by `until`.
+    /// The next event, if it is due by `until`.
     pub fn pop_until(&mut self, until: Instant) -> Option<(Instant, E)> {
         if self.heap.peek().is_none_or(|Reverse(entry)| entry.at > until) {
             return None;
@@ -37,7 +37,7 @@ impl<E> Queue<E> {
         self.heap.pop().map(|Reverse(entry)| (entry.at, entry.event))
     }
 
-    /// Takes out every event for which `which` holds, with its time, in the order in which they would have happened.
+    /// Removes every event for which `which` holds, and returns them with their times, in order.
     pub fn extract(&mut self, which: impl Fn(&E) -> bool) -> Vec<(Instant, E)> {
         let all = std::mem::take(&mut self.heap).into_vec();
         let (mut taken, kept): (Vec<_>, Vec<_>) = all.into_iter().partition(|Reverse(entry)| which(&entry.event));
@@ -46,12 +46,12 @@ impl<E> Queue<E> {
         taken.into_iter().map(|Reverse(entry)| (entry.at, entry.event)).collect()
     }
 
-    /// Events waiting.
+    /// Number of queued events.
     pub fn len(&self) -> usize {
         self.heap.len()
     }
 
-    /// Whether none waits.
+    /// Whether no event is queued.
     pub fn is_empty(&self) -> bool {
         self.heap.is_empty()
     }
@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_taken_out_keeps_its_order() {
+    fn extracted_events_keep_their_order() {
         let mut queue = Queue::new();
         for (at, name) in [(5, 'c'), (3, 'a'), (5, 'd'), (4, 'b')] {
             queue.push(Instant(at), name);

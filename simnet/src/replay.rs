@@ -1,5 +1,4 @@
-//! What a node lived through, once more: feeds a recording of `meshnode up --record` to the same code and tells what it
-//! decides.
+//! Replays a recording of `meshnode up --record` through the node core, and prints what the node decides.
 use crate::timeline::{Line, describe};
 use node_core::Node;
 use node_core::id::{Epoch, NodeId};
@@ -10,25 +9,25 @@ use node_core::time::Instant;
 use node_core::work::{JobSpec, Order, PartWork};
 use partitioner::explain::{bytes, layers};
 
-/// What a recording came to.
+/// The result of a replay.
 pub struct Replayed {
-    /// With what the node began.
+    /// The header of the recording.
     pub header: Header,
-    /// Inputs that it handled.
+    /// Number of inputs.
     pub inputs: u64,
-    /// Outputs that it made.
+    /// Number of outputs.
     pub outputs: u64,
     /// From the first to the last input, nanoseconds.
     pub lasted_ns: u64,
-    /// Hash of all outputs, in order: two programs that decide alike have the same.
+    /// Hash of all outputs, in order: equal for programs that decide alike.
     pub hash: String,
-    /// Inputs and outputs worth telling, since the first input.
+    /// Relevant inputs and outputs, timed from the first input.
     pub timeline: Vec<Line>,
-    /// Why it ends early, if it does: everything before was replayed.
+    /// Why the recording ends early, if it does: everything before that was replayed.
     pub cut: Option<RecordError>,
 }
 
-/// Runs it.
+/// Replays a recording.
 pub fn replay(bytes: &[u8]) -> Result<Replayed, RecordError> {
     let (header, reader) = Reader::open(bytes)?;
     let mut node = Node::new(header.config.clone(), header.seed);
@@ -43,14 +42,14 @@ pub fn replay(bytes: &[u8]) -> Result<Replayed, RecordError> {
                 let began = *first.get_or_insert(now);
                 replayed.inputs += 1;
                 replayed.lasted_ns = now.0 - began.0;
-                replayed.tell(worth_input(&input, &|id| name(&node, id)));
+                replayed.log(worth_input(&input, &|id| name(&node, id)));
                 node.handle(at, input);
             }
             Ok(Entry::Polled) => {
                 while let Some(output) = node.poll() {
                     replayed.outputs += 1;
                     digest.add(&output);
-                    replayed.tell(worth_output(&output, &|id| name(&node, id)));
+                    replayed.log(worth_output(&output, &|id| name(&node, id)));
                 }
             }
             Err(error) => replayed.cut = Some(error),
@@ -61,7 +60,7 @@ pub fn replay(bytes: &[u8]) -> Result<Replayed, RecordError> {
 }
 
 impl Replayed {
-    fn tell(&mut self, what: Option<String>) {
+    fn log(&mut self, what: Option<String>) {
         if let Some(what) = what
             && self.timeline.len() < LINES_MAX
         {
@@ -77,7 +76,7 @@ pub struct Digest {
 }
 
 impl Digest {
-    /// One more.
+    /// Adds an output.
     pub fn add(&mut self, output: &Output) {
         let text = format!("{output:?}");
         self.hasher.update(&(text.len() as u64).to_le_bytes());
@@ -90,7 +89,7 @@ impl Digest {
     }
 }
 
-/// Inputs that people follow; the rest is chatter.
+/// A line for an input of interest; `None` for routine traffic.
 fn worth_input(input: &Input, name: &dyn Fn(NodeId) -> String) -> Option<String> {
     match input {
         Input::Wakeup
@@ -129,7 +128,7 @@ fn worth_input(input: &Input, name: &dyn Fn(NodeId) -> String) -> Option<String>
         Input::Leave => Some("> leave".into()),
         Input::Banned(nodes) => {
             let nodes: Vec<String> = nodes.iter().map(|node| name(*node)).collect();
-            Some(format!("> banned: {}", if nodes.is_empty() { "nobody".into() } else { nodes.join(", ") }))
+            Some(format!("> banned: {}", if nodes.is_empty() { "none".into() } else { nodes.join(", ") }))
         }
         Input::Drain(draining) => Some(format!("> drain {}", if *draining { "on" } else { "off" })),
         Input::Cancel { call } => Some(format!("> cancel call {}", call.0)),
@@ -189,12 +188,12 @@ fn about(what: &str, order: &Order, epoch: Epoch) -> String {
     }
 }
 
-/// What a member calls itself; its id, where its advert has not come.
+/// The name of a member; its id, if its advert has not arrived.
 fn name(node: &Node, id: NodeId) -> String {
     let own = node.membership().own();
     let advert = node.members().find(|member| member.node == id).and_then(|member| member.advert);
     advert.or((own.node == id).then_some(own)).map_or_else(|| id.to_string(), |advert| advert.name.clone())
 }
 
-/// A timeline longer than this is read by nobody.
+/// Bounds the timeline.
 const LINES_MAX: usize = 100_000;

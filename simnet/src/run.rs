@@ -1,4 +1,4 @@
-//! Runs one case: serve and submit, let things go wrong, mend, and look whether everything ends well. All checkers watch.
+//! Runs one case with all checkers attached: serve and submit, inject faults, heal them, and check that everything settles.
 mod callers;
 
 use crate::case::{Ask, Case};
@@ -26,53 +26,53 @@ use node_core::time::{Duration, Instant};
 use node_core::work::serve::DoneReason;
 use std::collections::BTreeMap;
 
-/// What became of a case.
+/// The result of a case.
 #[derive(Clone, Debug, Default, serde::Serialize)]
 pub struct Outcome {
     /// Its seed.
     pub seed: u64,
-    /// The run's fingerprint: the same case has the same.
+    /// The trace hash of the run; equal cases have equal hashes.
     pub trace: String,
-    /// Events that reached nodes.
+    /// Number of inputs and faults.
     pub events: u64,
-    /// Virtual milliseconds in all.
+    /// Virtual milliseconds in total.
     pub virtual_ms: u64,
-    /// What must not be; empty if all is well.
+    /// Violated invariants; empty if all hold.
     pub violations: Vec<String>,
-    /// Ends of requests, by kind.
+    /// Number of requests by kind of end.
     pub ends: BTreeMap<String, u32>,
-    /// Ends of simulations, by kind.
+    /// Number of simulations by kind of end.
     pub simulations: BTreeMap<String, u32>,
-    /// Simulations that a successor took over, or that were submitted again from a checkpoint.
+    /// Number of times that a successor took a simulation over, or that one was submitted again from a checkpoint.
     pub successions: u32,
     /// Longest wait between two tokens of a request.
     pub pause_ms_max: u64,
-    /// Losses after which requests and simulations must go on within a second.
+    /// Losses after which requests and simulations must continue within a second.
     pub losses: u32,
-    /// Longest wait of a request for its next token, or of a simulation for its next step, after one of them.
+    /// Longest wait of a request for its next token, or of a simulation for its next step, after such a loss.
     pub loss_ms_max: u64,
-    /// Longest wait of a request for its next token, or its end, after everything was mended.
+    /// Longest wait of a request for its next token, or its end, after all faults were healed.
     pub stall_ms_max: u64,
-    /// From everything mended to everything at rest.
+    /// From healing all faults to the end of the run.
     pub settled_ms: u64,
-    /// The highest epoch any head reached.
+    /// The highest epoch of any coordinator.
     pub epochs: u32,
-    /// What happened, for people.
+    /// The human-readable log.
     #[serde(skip)]
     pub timeline: Vec<Line>,
 }
 
-/// Runs it.
+/// Runs a case.
 pub fn run(case: &Case) -> Outcome {
     run_telling(case, Timeline::default())
 }
 
-/// Runs it with a timeline of the caller's choice.
+/// Runs a case with the caller's timeline.
 pub fn run_telling(case: &Case, timeline: Timeline) -> Outcome {
     let mut run = Run::new(case, timeline);
     if run.serve() {
-        run.go_wrong();
-        run.end_well();
+        run.inject_faults();
+        run.heal_and_settle();
     }
     run.outcome()
 }
@@ -80,7 +80,7 @@ pub fn run_telling(case: &Case, timeline: Timeline) -> Outcome {
 struct Run<'a> {
     case: &'a Case,
     world: World,
-    /// Of each entry node.
+    /// The callers of each entry node.
     callers: Vec<Callers>,
     submissions: Submissions,
     checks: Checks,
@@ -115,7 +115,7 @@ impl Checks {
         world.observe(Box::new(self.pauses.clone()));
     }
 
-    /// `full`: replay rings may be full in this world.
+    /// `full`: replay rings may be full in this case.
     fn violations(&self, full: bool) -> Vec<String> {
         let all = [
             self.epochs.violations(),
@@ -140,7 +140,7 @@ impl<'a> Run<'a> {
         spec.capacity.memory_total = case.mesh.memory_mib << 20;
         spec.capacity.memory_free = case.mesh.memory_mib << 20;
         if !case.simulations.is_empty() {
-            // Slow enough that a small grid is worth sharing.
+            // Slow enough that distributing a small grid pays off.
             (spec.capacity.copy_bytes_per_second, spec.cell_ns) = (COPY_BYTES_PER_SECOND, CASE_CELL_NS);
         }
         for index in 0..case.mesh.hosts as usize {
@@ -166,7 +166,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// All hosts meet, and the models are served for the first time, one after the other.
+    /// All hosts join, and the models are served for the first time, one after the other.
     fn serve(&mut self) -> bool {
         let met = self.world.run_while_not(SETUP_MAX, LOOK, |world| membership::informed(world, &[]));
         if !met {
@@ -174,7 +174,7 @@ impl<'a> Run<'a> {
                 .push(format!("hosts do not find each other: {:?}", membership::divergences(&self.world, &[])));
             return false;
         }
-        self.world.run_for(Duration::from_millis(500)); // connections stand
+        self.world.run_for(Duration::from_millis(500)); // connections are established
         self.world.observe(Box::new(self.timeline.clone()));
         for callers in &mut self.callers {
             let head = callers.work.head;
@@ -189,8 +189,8 @@ impl<'a> Run<'a> {
         true
     }
 
-    /// Faults strike while requests and simulations come and go.
-    fn go_wrong(&mut self) {
+    /// Injects the faults while requests and simulations run.
+    fn inject_faults(&mut self) {
         let since = self.origin.since(Instant(0));
         let later = |timed: &Timed| Timed { at: timed.at + since, fault: timed.fault.clone() };
         self.world.schedule(self.case.faults.iter().map(later).collect());
@@ -200,23 +200,23 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Everything works again, so everything ends.
-    fn end_well(&mut self) {
+    /// Heals all faults; then everything must end.
+    fn heal_and_settle(&mut self) {
         self.world.strike(Fault::Mend);
         let mended = self.world.now();
         self.mended = Some(mended);
-        // The mending ends the process of a host that was leaving: callers see that before they ask anything else.
+        // Healing ends the process of a host that was leaving: callers notice that before they send anything else.
         self.step(mended + LOOK);
         self.callers.iter().for_each(|callers| callers.restore_model(&mut self.world));
         let computing = self.submissions.all.iter().map(|submission| settle_max(&submission.simulation)).max();
         let limit = mended + SETTLE_MAX + computing.unwrap_or_default();
         let served = |run: &Run<'_>| run.callers.iter().all(|callers| callers.all_ended() && callers.is_served());
         let over = |run: &Run<'_>| served(run) && run.submissions.all_ended();
-        // Many requests on a slow mesh take longer, and that is no fault while they go on.
+        // Many requests on a slow mesh take longer. That is allowed while they make progress.
         let last = limit + SETTLE_MAX * 4;
         while !self.until((self.world.now() + SETTLE_MAX).max(limit).min(last), over) {
-            if self.world.now() >= last || self.told_last() + GOES_ON < self.world.now() {
-                self.tell_open(self.world.now().since(mended));
+            if self.world.now() >= last || self.last_token() + GOES_ON < self.world.now() {
+                self.report_open(self.world.now().since(mended));
                 return;
             }
         }
@@ -227,52 +227,55 @@ impl<'a> Run<'a> {
         for index in 0..self.callers.len() {
             let mut last = self.last_request(index, limit);
             let broken = |run: &Self, last: CallId| run.callers[index].work.calls[&last].is_broken();
-            // A successor ends what was not used for long: its callers have the model served once more.
+            // A successor ends a job that is unused for long: its callers have the model served again.
             if broken(self, last) {
                 self.until(limit, |run| run.callers[index].is_served() && run.callers[index].all_ended());
                 last = self.last_request(index, limit);
             }
             let end = self.callers[index].work.calls[&last].ends.first().map(|(_, reason)| reason);
             if !matches!(end, Some(DoneReason::Length | DoneReason::Stop)) {
-                self.violations.push(format!("a request after everything was mended ends with {end:?}"));
+                self.violations.push(format!("a request after all faults were healed ends with {end:?}"));
             }
         }
         if !self.until(limit, |run| membership::informed(&run.world, &[])) {
             let wrong = membership::divergences(&self.world, &[]);
-            self.violations.push(format!("{} after the mending: {wrong:?}", units::text(limit.since(mended))));
+            self.violations.push(format!(
+                "{} after all faults were healed, views differ: {wrong:?}",
+                units::text(limit.since(mended))
+            ));
         }
         self.until(limit, |run| leaks(&run.world).is_empty() && rest::orphans(&run.world).is_empty());
         self.violations.extend(leaks(&self.world));
         self.violations.extend(rest::orphans(&self.world));
     }
 
-    /// When a caller had a token last.
-    fn told_last(&self) -> Instant {
+    /// When a caller last received a token.
+    fn last_token(&self) -> Instant {
         self.calls().filter_map(|call| call.tokens.last().map(|(at, ..)| *at)).max().unwrap_or(Instant(0))
     }
 
-    /// What has not ended long after everything was mended.
-    fn tell_open(&mut self, after: Duration) {
+    /// Reports what has not ended long after all faults were healed.
+    fn report_open(&mut self, after: Duration) {
         let after = units::text(after);
         for callers in self.callers.iter().filter(|callers| !(callers.all_ended() && callers.is_served())) {
-            self.violations.push(format!("{after} after everything was mended {}", callers.open()));
+            self.violations.push(format!("{after} after all faults were healed: {}", callers.open()));
         }
         for submission in self.submissions.all.iter().filter(|submission| submission.end.is_none()) {
             let (name, last) = (submission.name(), submission.progress.last());
             self.violations.push(format!(
-                "{name} has not ended {after} after everything was mended, progress {last:?}, submitted {:?}",
+                "{name} has not ended {after} after all faults were healed, last progress {last:?}, submitted {:?}",
                 submission.submitted
             ));
         }
     }
 
-    /// Stages without standbys, though hosts have room.
+    /// Stages without standbys although hosts have memory for them.
     fn missing(&self) -> Vec<String> {
         self.callers.iter().flat_map(|callers| standbys::missing(&self.world, &callers.work)).collect()
     }
 
-    /// Sends one more request, which standbys have to follow, and waits for its end. It may be over while a device still loads
-    /// something: then another is sent.
+    /// Sends one more request, which the standbys must follow, and waits for its end. Sends another one if it ends while a
+    /// device is still loading.
     fn last_request(&mut self, index: usize, limit: Instant) -> CallId {
         let mut tries = 1;
         loop {
@@ -287,7 +290,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// The request, and the standbys that did not follow.
+    /// One such request, and the standbys that did not follow it.
     fn try_last_request(&mut self, index: usize, limit: Instant) -> (CallId, Vec<(u16, NodeId)>) {
         let work = &self.callers[index].work;
         let (current, epoch) = (standbys::current(&self.world, work), work.epoch);
@@ -329,7 +332,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Lets a little time pass, and does what callers and submitters do.
+    /// Advances the time by one check interval, then runs callers, submitters and checks.
     fn step(&mut self, end: Instant) {
         self.world.run_until((self.world.now() + LOOK).min(end));
         let told = self.world.take_told();
@@ -338,13 +341,13 @@ impl<'a> Run<'a> {
         self.judge();
         let heads: Vec<HostId> = self.callers.iter().map(|callers| callers.work.head).collect();
         for callers in &mut self.callers {
-            callers.look_after_head(&mut self.world, self.case.mesh.hosts, &heads, &self.timeline);
+            callers.fail_over(&mut self.world, self.case.mesh.hosts, &heads, &self.timeline);
             callers.step(&mut self.world, self.origin, self.case.seed);
         }
         self.submissions.step(&mut self.world, self.origin, is_usable);
     }
 
-    /// Checks what depends on the present state of the world.
+    /// Runs the checks that depend on the current state of the world.
     fn judge(&mut self) {
         let models: u64 = self.callers.iter().map(Callers::model_bytes).sum();
         let hosts = self.case.mesh.hosts.into();
@@ -358,7 +361,7 @@ impl<'a> Run<'a> {
         self.checks.tile_standbys.look(&self.world, &self.submissions, &self.checks.survival);
     }
 
-    /// The longest time after the mending in which a request that was running got no further.
+    /// The longest time after healing in which a running request made no progress.
     fn stall(&self) -> Duration {
         let Some(mended) = self.mended else { return Duration::ZERO };
         let longest = |call: &Call| {
@@ -375,7 +378,7 @@ impl<'a> Run<'a> {
     }
 
     fn outcome(mut self) -> Outcome {
-        // A full ring may lack the rows that a standby needs: they are computed again, which takes longer.
+        // A full ring may lack rows that a standby needs: they are recomputed, which takes longer.
         let full = self.case.mesh.width > WIDTH;
         self.violations.extend(self.checks.violations(full));
         let losses = self.checks.pauses.losses(|host| self.world.host(host).node_id);
@@ -417,7 +420,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// How a request ended, in a word.
+/// The kind of a request's end.
 fn kind_of_end(call: &Call) -> String {
     let kind = match call.ends.first() {
         None => "none",
@@ -430,7 +433,7 @@ fn kind_of_end(call: &Call) -> String {
     kind.to_string()
 }
 
-/// How a simulation ended, in a word.
+/// The kind of a simulation's end.
 fn kind_of(end: Option<&End>) -> String {
     match end {
         None => "none".into(),
@@ -446,21 +449,21 @@ fn failed(reason: &str) -> String {
     format!("failed ({reason})")
 }
 
-/// What hosts of cases with simulations copy in a second.
+/// Copy rate of hosts in cases with simulations, bytes per second.
 const COPY_BYTES_PER_SECOND: u64 = 100_000_000;
-/// Hosts meet and the model is served within this time, or something is wrong.
+/// Hosts join and the model is served within this time.
 const SETUP_MAX: Duration = Duration::from_secs(20);
-/// Everything that had gone wrong is over within this time after all is mended: a job whose hosts are suspected waits for
-/// them, and a stage without a head is kept for ten seconds.
+/// Everything settles within this time after healing: a job waits for hosts that are suspected, and a stage without a
+/// coordinator is kept for ten seconds.
 const SETTLE_MAX: Duration = Duration::from_secs(60);
-/// Requests go on while one of them had a token in this time.
+/// Requests make progress while one of them has received a token within this time.
 const GOES_ON: Duration = Duration::from_secs(5);
-/// How often callers look. What was told has its own time.
+/// Check interval. Events carry their own times.
 const LOOK: Duration = Duration::from_millis(20);
-/// Requests of which standbys have to follow one.
+/// Final requests of which the standbys must follow one.
 const LAST_TRIES: u32 = 4;
-/// Tokens of the last request, and the number after which a standby that receives no rows has fallen behind.
+/// Tokens of a final request, and the number after which a standby that receives no rows has fallen behind.
 const LAST_TOKENS: u32 = 200;
 const FOLLOWED: u32 = 100;
-/// How often hosts find each other.
+/// Discovery interval.
 const DISCOVERY: Duration = Duration::from_secs(5);

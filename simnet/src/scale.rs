@@ -1,4 +1,4 @@
-//! How a large mesh lives and dies, and how fast the simulator is at it: many nodes join, some die, all others know.
+//! Membership at scale: many nodes join, some crash. Measures convergence in virtual time and the speed of the simulator.
 use crate::checker::membership::divergences;
 use crate::faults::Fault;
 use crate::host::{HostId, HostSpec};
@@ -7,35 +7,35 @@ use crate::world::World;
 use node_core::output::Event;
 use node_core::time::{Duration, Instant};
 
-/// What came of it.
+/// Results of a run.
 #[derive(Clone, Debug, Default, serde::Serialize)]
 pub struct Scale {
     /// Nodes.
     pub nodes: u32,
-    /// From the first start until every view is whole, virtual milliseconds.
+    /// From the first start until all views have converged, virtual milliseconds.
     pub joined_ms: u64,
-    /// Real seconds that took.
+    /// The same in real seconds.
     pub joining_real_s: f64,
-    /// Nodes that died at once.
+    /// Nodes that crashed at the same time.
     pub deaths: u32,
-    /// Until somebody told of the first of them, virtual milliseconds.
+    /// From the crash to the first report of one of them, virtual milliseconds.
     pub first_told_ms: u64,
-    /// Until all live nodes knew all of them, virtual milliseconds.
+    /// From the crash to the last report of one of them by a live node, virtual milliseconds.
     pub all_know_ms: u64,
-    /// Nodes that somebody took for dead though they lived.
+    /// False positives: reports that a live node is down.
     pub false_deaths: usize,
-    /// Views that were not the truth at the end.
+    /// Views that differ from the set of live nodes at the end.
     pub wrong_views: usize,
-    /// Virtual seconds watched, from before the deaths.
+    /// Virtual seconds observed, starting before the crash.
     pub virtual_s: u64,
-    /// Real seconds that took, on one core.
+    /// Real seconds of that period, on one core.
     pub real_s: f64,
-    /// Inputs that nodes handled meanwhile.
+    /// Inputs that nodes handled in that period.
     pub events: u64,
 }
 
-/// `nodes` join through a few of them; then `deaths` die within `watched`. How far it is goes to `progress`, about every
-/// second of real time.
+/// `nodes` join through a few seed nodes; then `deaths` of them crash within the observed time `watched`. Calls `progress`
+/// about once per second of real time.
 pub fn scale(seed: u64, nodes: u32, deaths: u32, watched: Duration, progress: impl Fn(&str)) -> Scale {
     let mut reported = std::time::Instant::now();
     let mut report = |text: &dyn Fn() -> String| {
@@ -50,7 +50,7 @@ pub fn scale(seed: u64, nodes: u32, deaths: u32, watched: Duration, progress: im
     for (index, &host) in hosts.iter().enumerate() {
         world.start(host);
         if index > 0 {
-            // A ticket names the machine that wrote it: not all the same one.
+            // A ticket names the machine that issued it; joiners use different ones.
             world.introduce(host, hosts[index / 8]);
         }
         if index % 16 == 15 {
@@ -60,7 +60,9 @@ pub fn scale(seed: u64, nodes: u32, deaths: u32, watched: Duration, progress: im
     }
     let joined = world.run_while_not(JOIN_MAX, Duration::from_millis(500), |world| {
         let wrong = divergences(world, &[]).len();
-        report(&|| format!("{} virtual ms: {wrong} views differ from the truth", world.now().0 / 1_000_000));
+        report(&|| {
+            format!("{} virtual ms: {wrong} views differ from the set of live nodes", world.now().0 / 1_000_000)
+        });
         wrong == 0
     });
     let mut scale = Scale { nodes, deaths: deaths.min(nodes.saturating_sub(1)), ..Scale::default() };
@@ -100,12 +102,12 @@ pub fn scale(seed: u64, nodes: u32, deaths: u32, watched: Duration, progress: im
     scale
 }
 
-/// Between two lines of progress.
+/// Interval between two lines of progress.
 const PROGRESS: std::time::Duration = std::time::Duration::from_secs(1);
 
 fn ms(at: Instant, since: Instant) -> u64 {
     at.since(since).as_millis() as u64
 }
 
-/// Longer than any mesh should take to meet.
+/// A mesh must join within this time.
 const JOIN_MAX: Duration = Duration::from_secs(120);

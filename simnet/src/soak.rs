@@ -1,4 +1,4 @@
-//! Many bad times, each drawn from its seed and run on any free core. Next: `minimize.rs`.
+//! Many random cases, one per seed, run on all cores. Next: `minimize.rs`.
 use crate::case::{Ask, Case, Entry, Guarded, Mesh, Simulation};
 use crate::faults::{self, Ground};
 use crate::options::{Options, chance};
@@ -12,12 +12,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc;
 
-/// How large the worlds are.
+/// Size of the cases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Size {
-    /// Hosts of each.
+    /// Hosts of each case.
     pub hosts: u32,
-    /// Virtual time of each, setting up and settling included.
+    /// Virtual time of each case, including setup and settling.
     pub time: Duration,
 }
 
@@ -27,10 +27,10 @@ impl Default for Size {
     }
 }
 
-/// The bad time of a seed: options, requests and faults, all drawn.
+/// The random case of a seed: options, requests and faults.
 pub fn draw(seed: u64, size: Size) -> Case {
     let mut rng = chance(seed, "case");
-    let lasts = size.time * 11 / 20; // the rest is for setting up and for settling
+    let lasts = size.time * 11 / 20; // the rest is for setup and settling
     let span_us = u64::try_from(lasts.as_micros()).unwrap_or(u64::MAX).max(1);
     let mut network = Options { seed: 0, ..Options::swarm(seed) };
     let mut regions = Vec::new();
@@ -38,7 +38,7 @@ pub fn draw(seed: u64, size: Size) -> Case {
         network.latency_per_region = Duration::from_micros(rng.random_range(500..15_000));
         regions = (0..size.hosts).map(|_| rng.random_range(0..3)).collect();
     }
-    // Drawn from a stream of its own: seeds keep the figures that were drawn before.
+    // A stream of its own, so that seeds keep their earlier draws.
     let mut more = chance(seed, "more");
     let calm = more.random_bool(0.25);
     let mixed = more.random_bool(0.3);
@@ -95,7 +95,7 @@ pub fn draw(seed: u64, size: Size) -> Case {
     }
 }
 
-/// In a third of the worlds a simulation, in some two. Streams of chance of their own: seeds keep what was drawn before.
+/// A simulation in a third of the cases, two in some. A stream of its own, so that seeds keep their earlier draws.
 fn draw_simulations(seed: u64, size: Size, span_us: u64) -> Vec<Simulation> {
     let mut rng = chance(seed, "simulations");
     let count = if rng.random_bool(0.35) { 1 + usize::from(rng.random_bool(0.15)) } else { 0 };
@@ -128,8 +128,8 @@ fn draw_simulations(seed: u64, size: Size, span_us: u64) -> Vec<Simulation> {
     (0..count).map(one).collect()
 }
 
-/// In a fifth of the worlds a second entry node, to which a part of the requests goes. It serves the same model where hosts have
-/// memory for it twice, else a smaller one.
+/// A second entry node in a fifth of the cases, which receives a part of the requests. It serves the same model if hosts
+/// have memory for it twice, else a smaller one.
 fn draw_entries(seed: u64, size: Size, memory_mib: u64, requests: &mut [Ask]) -> Vec<Entry> {
     let mut rng = chance(seed, "second entry node");
     if size.hosts < 4 || !rng.random_bool(0.2) {
@@ -143,32 +143,32 @@ fn draw_entries(seed: u64, size: Size, memory_mib: u64, requests: &mut [Ask]) ->
     vec![Entry { host: rng.random_range(1..size.hosts), layers }]
 }
 
-/// With this much each of eight hosts, two models of twelve layers and their standbys fit.
+/// With this much memory on each of eight hosts, two models of twelve layers and their standbys fit.
 const TWICE_MIB: u64 = 576;
-/// Rows so wide that a stage keeps 256 of them.
+/// Rows so wide that a stage's replay ring holds 256 of them.
 const WIDE: u32 = 65_536;
-/// A network that carries them: 100 Gbit/s.
+/// The bandwidth for wide rows: 100 Gbit/s.
 const FAST_BYTES_PER_SECOND: u64 = 12_500_000_000;
 
-/// Runs a case; a panic of the code under test is a violation like any other.
+/// Runs a case; a panic of the code under test is a violation.
 pub fn run_caught(case: &Case) -> Outcome {
     match catch_unwind(AssertUnwindSafe(|| run(case))) {
         Ok(outcome) => outcome,
         Err(panic) => Outcome {
             seed: case.seed,
-            violations: vec![format!("panicked: {}", words(panic.as_ref()))],
+            violations: vec![format!("panicked: {}", panic_text(panic.as_ref()))],
             ..Outcome::default()
         },
     }
 }
 
-fn words(panic: &(dyn Any + Send)) -> String {
+fn panic_text(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().cloned();
-    text.or_else(|| panic.downcast_ref::<&str>().map(|text| text.to_string())).unwrap_or_else(|| "no words".into())
+    text.or_else(|| panic.downcast_ref::<&str>().map(|text| text.to_string())).unwrap_or_else(|| "no message".into())
 }
 
-/// Runs all seeds on so many threads, telling each outcome as it comes (not in order).
-pub fn soak(seeds: Range<u64>, size: Size, jobs: usize, mut told: impl FnMut(Outcome)) {
+/// Runs all seeds on `jobs` threads, and calls `report` with each outcome as it completes (not in order).
+pub fn soak(seeds: Range<u64>, size: Size, jobs: usize, mut report: impl FnMut(Outcome)) {
     let next = AtomicU64::new(seeds.start);
     let (sender, outcomes) = mpsc::channel();
     std::thread::scope(|scope| {
@@ -184,11 +184,11 @@ pub fn soak(seeds: Range<u64>, size: Size, jobs: usize, mut told: impl FnMut(Out
             });
         }
         drop(sender);
-        outcomes.into_iter().for_each(&mut told);
+        outcomes.into_iter().for_each(&mut report);
     });
 }
 
-/// Threads that this machine runs at once.
+/// Number of hardware threads.
 pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }

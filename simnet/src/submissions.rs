@@ -1,7 +1,8 @@
-//! What submitters ask of a mesh: simulations, from their submission over all coordinators to their end, and what was reported.
+//! Simulations as submitters see them: submission, cancellation, resubmission after the loss of a coordinator, and reported
+//! results.
 //!
-//! A submitter speaks through `Input`s and `Event`s only. Where a simulation ends with its coordinator, its submitter takes it up
-//! again from the coordinator's last checkpoint, as `submit --resume` does. Next: `checker/reports.rs`.
+//! A submitter uses `Input`s and `Event`s only. If a simulation is lost with its coordinator, its submitter resumes it from
+//! that coordinator's last checkpoint, as `submit --resume` does. Next: `checker/reports.rs`.
 use crate::case::{Case, Simulation};
 use crate::compute::mix;
 use crate::host::{Host, HostId};
@@ -17,77 +18,77 @@ use std::collections::BTreeMap;
 /// How a simulation ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum End {
-    /// All steps are made.
+    /// All steps are completed.
     Done,
-    /// Its submitter ended it.
+    /// Its submitter cancelled it.
     Cancelled,
-    /// A coordinator said why.
+    /// It failed, with the coordinator's reason.
     Failed(String),
-    /// The coordinator was lost, no successor continued it, and there is no checkpoint to take it up from.
+    /// Lost with its coordinator: no successor continued it, and there is no checkpoint to resume from.
     Broken,
 }
 
-/// A report as a coordinator told it.
+/// A report of a coordinator.
 #[derive(Clone, Debug)]
 pub struct Reported {
-    /// When.
+    /// When it was reported.
     pub at: Instant,
-    /// By which coordinator.
+    /// The coordinator.
     pub host: HostId,
-    /// In which of its lives.
+    /// The life of the coordinator's host.
     pub life: u32,
-    /// Under which of its epochs.
+    /// The epoch that the coordinator ran it under.
     pub epoch: Option<Epoch>,
-    /// After this step.
+    /// The step that it describes.
     pub step: u32,
-    /// What.
+    /// Sums and hash of that step.
     pub report: Report,
 }
 
-/// One simulation and everything reported of it.
+/// One simulation and everything reported about it.
 #[derive(Clone, Debug)]
 pub struct Submission {
-    /// What was asked for.
+    /// The request.
     pub simulation: Simulation,
-    /// Its first state.
+    /// Seed of the initial state.
     pub seed: u64,
-    /// Its jobs: the first, and one for each time that it was taken up from a checkpoint.
+    /// Its jobs: the first, then one for each resumption from a checkpoint.
     pub jobs: Vec<JobId>,
-    /// When the present job was submitted.
+    /// When the current job was submitted.
     pub submitted: Option<Instant>,
     /// The last known coordinator.
     pub coordinator: HostId,
-    /// When its submitter ended it.
+    /// When its submitter cancelled it.
     pub cancelled: Option<Instant>,
-    /// All reports, in the order in which they were told.
+    /// All reports, in order of arrival.
     pub reports: Vec<Reported>,
-    /// Steps of checkpoints on disk, as coordinators told them: of which job, and after which step.
+    /// Checkpoints that coordinators reported as written: (job, step).
     pub checkpoints: Vec<(JobId, u32)>,
-    /// Every step that was reported, of each coordinator: when, by whom, which.
+    /// All reported progress: (time, coordinator, step).
     pub progress: Vec<(Instant, HostId, u32)>,
-    /// Its end.
+    /// When and how it ended.
     pub end: Option<(Instant, End)>,
-    /// Ends that a coordinator told while another one continued: when, by whom, why.
+    /// Failures that a coordinator reported while another one continued: (time, host, reason).
     pub others: Vec<(Instant, HostId, String)>,
-    /// Times that it was taken over, and that it was submitted again.
+    /// Number of takeovers by a successor and of resubmissions.
     pub successions: u32,
-    /// From which step the last placement of each coordinator goes on.
+    /// The start step of each coordinator's last placement.
     placed: BTreeMap<HostId, u32>,
-    /// Under which epoch each coordinator runs it: for a while there may be two.
+    /// The epoch of each coordinator's run; two coordinators may overlap for a while.
     runs: BTreeMap<HostId, Epoch>,
-    /// Its coordinator is lost with it: it is submitted again from the checkpoint of this step once that host runs.
+    /// Lost with its coordinator: it is resubmitted from the checkpoint of this step once that host runs.
     resume: Option<u32>,
 }
 
 /// All simulations of a case.
 #[derive(Clone, Debug, Default)]
 pub struct Submissions {
-    /// Each of them.
+    /// In the order of the case.
     pub all: Vec<Submission>,
 }
 
 impl Submissions {
-    /// None submitted yet.
+    /// The simulations of a case, none submitted yet.
     pub fn of(case: &Case) -> Self {
         let of = |(simulation, index): (&Simulation, u64)| Submission {
             simulation: simulation.clone(),
@@ -109,7 +110,7 @@ impl Submissions {
         Submissions { all: case.simulations.iter().zip(0..).map(of).collect() }
     }
 
-    /// Takes in what nodes told.
+    /// Processes events that nodes reported.
     pub fn hear(&mut self, world: &World, told: &[Told]) {
         for told in told {
             for submission in &mut self.all {
@@ -118,7 +119,7 @@ impl Submissions {
         }
     }
 
-    /// Submits, cancels and takes up again what is due. `usable`: whether a person could ask a host's node for something.
+    /// Submits, cancels and resumes simulations that are due. `usable`: whether the node of a host accepts requests.
     pub fn step(&mut self, world: &mut World, origin: Instant, usable: impl Fn(&World, HostId) -> bool) {
         for submission in &mut self.all {
             submission.step(world, origin, &usable);
@@ -130,7 +131,7 @@ impl Submissions {
         self.all.iter().all(|submission| submission.end.is_some())
     }
 
-    /// Bytes of the grids that have not ended: cells and what a tile takes besides, as if there were one on each of `hosts`.
+    /// Memory of all simulations that have not ended: cells, and the scratch memory of one tile on each of `hosts`.
     pub fn bytes(&self, hosts: u64) -> u64 {
         let open = self.all.iter().filter(|submission| submission.end.is_none());
         open.map(|submission| submission.bytes(hosts)).sum()
@@ -138,22 +139,22 @@ impl Submissions {
 }
 
 impl Submission {
-    /// The present job.
+    /// The current job.
     pub fn job(&self) -> JobId {
         self.jobs[self.jobs.len() - 1]
     }
 
-    /// Whether its coordinator was lost with it, and it has not been submitted again.
+    /// Whether it was lost with its coordinator and is not resubmitted yet.
     pub fn is_lost(&self) -> bool {
         self.resume.is_some() || matches!(self.end, Some((_, End::Broken)))
     }
 
-    /// How people name it.
+    /// Its name in violations.
     pub fn name(&self) -> String {
         format!("simulation {:016x}", self.job().0)
     }
 
-    /// Bytes of its grid and its standbys', as if there were a tile on each of `hosts`.
+    /// Memory of its grid and its standbys, with one tile on each of `hosts`.
     pub fn bytes(&self, hosts: u64) -> u64 {
         let work = self.simulation.work();
         2 * (self.simulation.cells() * work.state_bits / 8 * HALO_TIMES + hosts * work.scratch_bytes)
@@ -179,11 +180,11 @@ impl Submission {
             self.cancelled = Some(now);
             world.inject(self.coordinator, Input::End { job: self.job() });
         }
-        self.look_whether_lost(world);
+        self.detect_loss(world);
         if let Some(step) = self.resume
             && usable(world, self.coordinator)
         {
-            self.take_up(world, step);
+            self.resubmit(world, step);
         }
     }
 
@@ -196,8 +197,9 @@ impl Submission {
         world.inject(host, Input::Start { call, job: Box::new(JobSpec::Steps(spec)) });
     }
 
-    /// Its coordinator is dead and it is held nowhere: it is over, or goes on from the coordinator's checkpoint.
-    fn look_whether_lost(&mut self, world: &World) {
+    /// Detects a lost simulation: no running node coordinates it or holds a tile. Ends it, or schedules its resumption from
+    /// the coordinator's checkpoint.
+    fn detect_loss(&mut self, world: &World) {
         let job = self.job();
         let begun = self.submitted.is_some_and(|submitted| submitted < world.now());
         let paused = world.host(self.coordinator).paused_until.is_some();
@@ -213,7 +215,7 @@ impl Submission {
         }
     }
 
-    fn take_up(&mut self, world: &mut World, step: u32) {
+    fn resubmit(&mut self, world: &mut World, step: u32) {
         let before = self.job();
         self.jobs.push(JobId(mix(before.0, u64::from(step))));
         self.successions += 1;
@@ -222,7 +224,7 @@ impl Submission {
         self.submit(world, host, resume);
     }
 
-    #[expect(clippy::wildcard_enum_match_arm, reason = "a submitter hears of few of many things")]
+    #[expect(clippy::wildcard_enum_match_arm, reason = "a submitter handles few of many events")]
     fn hear(&mut self, world: &World, at: Instant, host: HostId, event: &Event) {
         let job = self.job();
         match event {
@@ -240,12 +242,12 @@ impl Submission {
                 self.progress.push((at, host, self.placed.get(&host).copied().unwrap_or(0)));
             }
             Event::JobEnded { job: of, ending, .. } if *of == job => self.ended(world, at, host, ending),
-            Event::Steps { job: of, event } if *of == job => self.hear_of_steps(world, at, host, event),
+            Event::Steps { job: of, event } if *of == job => self.handle_steps(world, at, host, event),
             _ => {}
         }
     }
 
-    fn hear_of_steps(&mut self, world: &World, at: Instant, host: HostId, event: &StepsEvent) {
+    fn handle_steps(&mut self, world: &World, at: Instant, host: HostId, event: &StepsEvent) {
         match event {
             StepsEvent::Progress { step } => self.progress.push((at, host, *step)),
             StepsEvent::Report { step, report } => {
@@ -262,7 +264,7 @@ impl Submission {
         let end = match ending {
             Ending::Completed => End::Done,
             Ending::Cancelled if self.cancelled.is_some() => End::Cancelled,
-            Ending::Cancelled => End::Failed("it was cancelled, though its submitter did not ask for it".into()),
+            Ending::Cancelled => End::Failed("cancelled, though its submitter did not ask for it".into()),
             Ending::Moved(_) => {
                 let goes_on = |other: &&Host| other.id != host && coordinates(other.node.as_ref(), self.job());
                 if host == self.coordinator {
@@ -292,14 +294,14 @@ fn is_known(world: &World, job: JobId) -> bool {
     nodes().any(|node| coordinates(Some(node), job)) || nodes().any(|node| node.parts().any(|held| held.job == job))
 }
 
-/// Tells the names of simulations from those of other things drawn from a seed.
+/// Separates the job ids of simulations from other values drawn from a seed.
 const JOBS: u64 = 0x51D0_1A71_0000_0000;
-/// Tiles with halos take at most this many times the bytes of their cells.
+/// Upper bound: a tile with its halos takes at most this many times the bytes of its cells.
 const HALO_TIMES: u64 = 4;
-/// All steps of a simulation on one host, and a part of them again, take at most this long once everything was mended.
+/// Upper bound for one host to compute all steps, and to replay a part of them, after all faults are healed.
 pub fn settle_max(simulation: &Simulation) -> Duration {
     Duration::from_nanos(u64::from(simulation.steps) * simulation.cells() * CASE_CELL_NS * 3)
 }
 
-/// Nanoseconds that a cell of a case's simulations takes a host for a step.
+/// Nanoseconds per cell and step on a host of a case with simulations.
 pub const CASE_CELL_NS: u64 = 400_000;

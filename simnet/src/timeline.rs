@@ -1,4 +1,4 @@
-//! What happened, for people: one line an event, in virtual time.
+//! The human-readable timeline of a run: one line per event, in virtual time.
 use crate::faults::Fault;
 use crate::host::HostId;
 use crate::workload::{Call, Workload};
@@ -22,9 +22,9 @@ use std::rc::Rc;
 pub struct Line {
     /// Virtual microseconds since the model was first served; negative before.
     pub at_us: i64,
-    /// Which host told it, if one did.
+    /// The host that reported it, if one did.
     pub host: Option<u32>,
-    /// What.
+    /// The text.
     pub what: String,
 }
 
@@ -35,7 +35,7 @@ impl std::fmt::Display for Line {
     }
 }
 
-/// Collects what is worth telling. Clones share what they saw.
+/// Collects events for the timeline. Clones share what they saw.
 #[derive(Clone, Default)]
 pub struct Timeline {
     seen: Rc<RefCell<Seen>>,
@@ -44,9 +44,9 @@ pub struct Timeline {
 #[derive(Default)]
 struct Seen {
     events: Vec<(Instant, Option<HostId>, What)>,
-    /// Members that somebody told down and nobody up since: the first word counts.
+    /// Members that a node reported down and none reported up since: only the first report counts.
     down: BTreeSet<NodeId>,
-    /// Control messages and frames too.
+    /// Also log control messages and frames.
     messages: bool,
 }
 
@@ -59,14 +59,15 @@ enum What {
 }
 
 impl Timeline {
-    /// With every control message of jobs and every frame, as they are sent, and with whom each node misses and sees again.
+    /// Also logs every control message of jobs and every frame when it is sent, and every membership change that a node
+    /// reports.
     pub fn with_messages() -> Self {
         let timeline = Timeline::default();
         timeline.seen.borrow_mut().messages = true;
         timeline
     }
 
-    /// Something that no host tells.
+    /// Adds a line that belongs to no host.
     pub fn note(&self, at: Instant, what: String) {
         self.seen.borrow_mut().events.push((at, None, What::Note(what)));
     }
@@ -82,7 +83,7 @@ impl Timeline {
                 let what = match what {
                     What::Fault(Fault::Mend) => "** all faults healed".into(),
                     What::Fault(fault) => format!("** {fault}"),
-                    What::Died => "its process is gone".into(),
+                    What::Died => "its process has died".into(),
                     What::Note(note) => note.clone(),
                     What::Event(event) => describe(event, &|node| host_name(world, node), &name)?,
                     What::Message(to, text) => {
@@ -98,7 +99,7 @@ impl Timeline {
             lines.extend(pauses.map(|(at, position, pause)| Line {
                 at_us: at_us(at),
                 host: None,
-                what: format!("call {} goes on at position {position} after {} ms", name(*id), pause.as_millis()),
+                what: format!("call {} continues at position {position} after {} ms", name(*id), pause.as_millis()),
             }));
         }
         lines.sort_by_key(|line| line.at_us);
@@ -150,8 +151,8 @@ impl Observer for Timeline {
     }
 }
 
-/// What is sent about jobs, shortened.
-#[expect(clippy::wildcard_enum_match_arm, reason = "all but a few are told as they are")]
+/// A short text of a message or frame of a job.
+#[expect(clippy::wildcard_enum_match_arm, reason = "all but a few are printed as they are")]
 fn message(output: &Output) -> Option<(NodeId, String)> {
     if let Output::SendFrame { to, header, .. } = output {
         let FrameHeader { epoch, part, channel, cursor, count, last, .. } = header;
@@ -175,12 +176,12 @@ fn message(output: &Output) -> Option<(NodeId, String)> {
     }
 }
 
-/// Waits between two tokens of a call: when it went on, at which position, how long it had waited.
+/// Waits between two tokens of a call: time and position of the second token, and the length of the wait.
 pub fn pauses(call: &Call) -> impl Iterator<Item = (Instant, u32, Duration)> + '_ {
     call.tokens.windows(2).map(|pair| (pair[1].0, pair[1].1, pair[1].0.since(pair[0].0)))
 }
 
-/// How people name a call: counted from 1.
+/// The number of a call in messages, from 1.
 pub fn name(call: CallId) -> u64 {
     call.0.saturating_sub(crate::workload::DEPLOY)
 }
@@ -189,7 +190,7 @@ fn host_name(world: &World, node: NodeId) -> String {
     world.host_of(node).map_or_else(|| node.to_string(), |host| format!("host {}", host.0))
 }
 
-/// An event in words, with nodes as `host` and calls as `name` names them; none where it is not worth a line.
+/// The text of an event, with nodes and calls named by `host` and `name`; `None` if it is not worth a line.
 pub(crate) fn describe(event: &Event, host: &dyn Fn(NodeId) -> String, name: &dyn Fn(CallId) -> u64) -> Option<String> {
     Some(match event {
         Event::PeerUp { node } => format!("sees {} again", host(*node)),
@@ -202,16 +203,20 @@ pub(crate) fn describe(event: &Event, host: &dyn Fn(NodeId) -> String, name: &dy
             }
             Placement::Tiles { tiles, depth, step } => {
                 let tiles: Vec<String> = tiles.iter().map(|(node, _)| host(*node)).collect();
-                format!("cuts epoch {} from step {step}, depth {depth}: {}", epoch.counter, tiles.join(", "))
+                format!(
+                    "places the tiles of epoch {} from step {step}, halo depth {depth}: {}",
+                    epoch.counter,
+                    tiles.join(", ")
+                )
             }
         },
-        Event::JobInherited { from, .. } => format!("takes the job over from {}", host(*from)),
+        Event::JobInherited { from, .. } => format!("takes over the job from {}", host(*from)),
         Event::JobReady { epoch, .. } => format!("epoch {} is ready", epoch.counter),
         Event::JobDegraded { reason, .. } => format!("cannot run now: {reason}"),
         Event::JobEnded { ending, .. } => match ending {
             Ending::Completed => "the job is complete".into(),
             Ending::Cancelled => "the job was ended".into(),
-            Ending::Moved(reason) => format!("leaves the job to another node: {reason}"),
+            Ending::Moved(reason) => format!("hands the job over to another node: {reason}"),
             Ending::Failed(reason) => format!("the job failed: {reason}"),
         },
         Event::Lost { node, silent_ms, .. } => format!("lost {}, silent for {silent_ms} ms", host(*node)),
@@ -223,22 +228,22 @@ pub(crate) fn describe(event: &Event, host: &dyn Fn(NodeId) -> String, name: &dy
             format!("promotes {} to part {part} under epoch {}", host(*node), epoch.counter)
         }
         Event::JobMoves { change, .. } => format!(
-            "moves the job: {} of weights, {:.2} ms per token or step become {:.2}",
+            "moves the job: {} of weights to transfer, {:.2} ms per token or step before, {:.2} ms after",
             bytes(change.bytes),
             change.before_ns as f64 / 1e6,
             change.after_ns as f64 / 1e6
         ),
-        Event::Measured { node, percent } => format!("{} takes {percent} % of the time it says", host(*node)),
+        Event::Measured { node, percent } => format!("{} takes {percent} % of its advertised time", host(*node)),
         Event::Done { call, reason } => match reason {
             DoneReason::Stop | DoneReason::Length => format!("call {} is done", name(*call)),
             DoneReason::Cancelled => format!("call {} was cancelled", name(*call)),
-            DoneReason::Busy => format!("call {} is refused: busy", name(*call)),
-            DoneReason::Invalid(reason) => format!("call {} is refused: {reason}", name(*call)),
+            DoneReason::Busy => format!("call {} is rejected: busy", name(*call)),
+            DoneReason::Invalid(reason) => format!("call {} is rejected: {reason}", name(*call)),
             DoneReason::Failed(reason) => format!("call {} failed: {reason}", name(*call)),
         },
         Event::Refused { from, what } => match from {
-            Some(from) => format!("refused from {}: {what}", host(*from)),
-            None => format!("refused: {what}"),
+            Some(from) => format!("rejected, from {}: {what}", host(*from)),
+            None => format!("rejected: {what}"),
         },
         Event::Steps { job, event } => format!("simulation {:04x}: {}", job.0 >> 48, describe_steps(event)),
         Event::PlanReady { .. } | Event::Fleet { .. } | Event::GridPlan { .. } | Event::Token { .. } => return None,
@@ -249,15 +254,15 @@ fn describe_steps(event: &StepsEvent) -> String {
     match event {
         StepsEvent::Runs { step } => format!("runs from step {step}"),
         StepsEvent::Progress { step } => format!("all tiles completed step {step}"),
-        StepsEvent::Report { step, .. } => format!("has the sums of step {step}"),
+        StepsEvent::Report { step, .. } => format!("reports the sums of step {step}"),
         StepsEvent::Checkpoint { step } => format!("has a checkpoint of step {step} on disk"),
         StepsEvent::Waiting { reason } => format!("waits: {reason}"),
     }
 }
 
-/// Of a message's text.
+/// Longest text of a message.
 const MESSAGE_CHARS: usize = 200;
-/// A shorter pause is not worth a line.
+/// Shorter pauses get no line.
 const PAUSE_TOLD: Duration = Duration::from_millis(250);
-/// A storm of events is told by its beginning.
+/// Bounds the number of events.
 const EVENTS_MAX: usize = 20_000;

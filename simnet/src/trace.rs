@@ -1,9 +1,9 @@
-//! The fingerprint of a run: a rolling hash over everything that happened to every host, in order.
+//! The trace hash of a run: a rolling hash over all inputs of all hosts and all faults, in order.
 use crate::host::HostId;
 use node_core::input::Input;
 use node_core::time::Instant;
 
-/// A rolling hash. Two runs with equal hashes had the same inputs at the same times.
+/// A rolling hash. Equal hashes mean the same inputs at the same times.
 #[derive(Clone, Debug, Default)]
 pub struct Trace {
     hasher: blake3::Hasher,
@@ -11,9 +11,9 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// An input reaches a host.
+    /// Adds an input of a host.
     pub fn input(&mut self, at: Instant, host: HostId, input: &Input) {
-        self.head(at, host, kind(input));
+        self.header(at, host, kind(input));
         match input {
             Input::Datagram { from, bytes, .. } | Input::Message { from, bytes } => {
                 self.hasher.update(&from.0);
@@ -71,7 +71,7 @@ impl Trace {
         }
     }
 
-    /// A fault strikes.
+    /// Adds a fault.
     pub fn fault(&mut self, at: Instant, fault: &crate::Fault) {
         self.events += 1;
         self.numbers(&[at.0]);
@@ -83,18 +83,18 @@ impl Trace {
         self.hasher.finalize().to_hex()[..16].to_string()
     }
 
-    /// Events so far.
+    /// Number of events so far.
     pub fn events(&self) -> u64 {
         self.events
     }
 
-    fn head(&mut self, at: Instant, host: HostId, kind: u8) {
+    fn header(&mut self, at: Instant, host: HostId, kind: u8) {
         self.events += 1;
-        let mut head = [0; 13];
-        head[..8].copy_from_slice(&at.0.to_le_bytes());
-        head[8..12].copy_from_slice(&host.0.to_le_bytes());
-        head[12] = kind;
-        self.hasher.update(&head);
+        let mut header = [0; 13];
+        header[..8].copy_from_slice(&at.0.to_le_bytes());
+        header[8..12].copy_from_slice(&host.0.to_le_bytes());
+        header[12] = kind;
+        self.hasher.update(&header);
     }
 
     fn numbers(&mut self, numbers: &[u64]) {

@@ -1,8 +1,8 @@
-//! Times as people write them ("300ms", "1.5s"), so that a schedule can be printed, edited and read again.
+//! Durations as text ("300ms", "1.5s"), so that a schedule can be printed, edited and parsed.
 use node_core::time::{Duration, Instant};
 use serde::{Deserialize, Deserializer, Serializer};
 
-/// The shortest exact way to write a time.
+/// The shortest exact text of a duration.
 pub fn text(time: Duration) -> String {
     let ns = time.as_nanos();
     for (unit, size) in UNITS {
@@ -18,7 +18,7 @@ pub fn count(number: usize, what: &str) -> String {
     format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }
 
-/// Reads "250us", "300ms", "1.5s" or "2m".
+/// Parses "250us", "300ms", "1.5s" or "2m".
 pub fn parse(text: &str) -> Result<Duration, String> {
     let trimmed = text.trim();
     let wrong = || format!("expected a time such as \"300ms\", \"1.5s\" or \"2m\", found {text:?}");
@@ -35,18 +35,18 @@ pub fn parse(text: &str) -> Result<Duration, String> {
     Ok(Duration::from_nanos(ns.round() as u64))
 }
 
-/// Writes a `Duration` field.
+/// Serialises a `Duration` field.
 pub(crate) fn serialize<S: Serializer>(time: &Duration, to: S) -> Result<S::Ok, S::Error> {
     to.serialize_str(&text(*time))
 }
 
-/// Reads one.
+/// Deserialises a `Duration` field.
 pub(crate) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Duration, D::Error> {
     let text = String::deserialize(from)?;
     parse(&text).map_err(serde::de::Error::custom)
 }
 
-/// The same for moments: time since the world's beginning.
+/// The same for instants: the time since the start of the world.
 pub(crate) mod moment {
     use super::{Deserializer, Duration, Instant, Serializer};
 
@@ -59,7 +59,7 @@ pub(crate) mod moment {
     }
 }
 
-/// The same for times that need not be there.
+/// The same for optional durations.
 pub(crate) mod optional {
     use super::{Deserialize, Deserializer, Duration, Serializer};
 
@@ -78,7 +78,7 @@ pub(crate) mod optional {
 
 /// Largest first.
 const UNITS: [(&str, u128); 4] = [("m", 60_000_000_000), ("s", 1_000_000_000), ("ms", 1_000_000), ("us", 1_000)];
-/// A year: nothing here lasts longer.
+/// Upper bound: a year.
 const MOST_NS: f64 = 366.0 * 86_400.0 * 1e9;
 
 #[cfg(test)]
@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read() {
+    fn durations_round_trip_through_text() {
         for ns in [0, 1, 1_500, 2_000_000, 1_500_000_000, 3_000_000_000, 120_000_000_000] {
             let time = Duration::from_nanos(ns);
             assert_eq!(parse(&text(time)), Ok(time), "{}", text(time));

@@ -1,6 +1,6 @@
-//! What people ask of a mesh: a symbolic model served by one host, requests and cancellations, and what came back.
+//! Callers of a mesh: a symbolic model served by one host, requests and cancellations, and their results.
 //!
-//! A workload only speaks through `Input`s and `Event`s, as the HTTP API does. Next: `checker/requests.rs`.
+//! A workload uses `Input`s and `Event`s only, as the HTTP API does. Next: `checker/requests.rs`.
 use crate::host::HostId;
 use crate::world::{Told, World};
 use node_core::id::{CallId, ContentId, Epoch, JobId};
@@ -45,28 +45,28 @@ pub fn wide_model(layers: u32, layer_bytes: u64, width: u32) -> ModelSpec {
     }
 }
 
-/// One request and everything told about it.
+/// One request and all events about it.
 #[derive(Clone, Debug)]
 pub struct Call {
-    /// What was asked.
+    /// The request.
     pub request: Request,
-    /// When.
+    /// When it was sent.
     pub submitted: Instant,
-    /// Every token told: when, position, token, in the order told.
+    /// All tokens in order of arrival: (time, position, token).
     pub tokens: Vec<(Instant, u32, u32)>,
-    /// Every end told: the checker wants one.
+    /// All ends; the checker requires exactly one.
     pub ends: Vec<(Instant, DoneReason)>,
-    /// The caller went away.
+    /// The caller disconnected.
     pub cancelled: bool,
 }
 
 impl Call {
-    /// Its caller's connection to the host broke, or was closed: nothing that comes after that reaches the caller.
+    /// Whether its caller's connection to the host broke or was closed: no later event reaches the caller.
     pub fn is_broken(&self) -> bool {
         matches!(self.ends.first(), Some((_, DoneReason::Failed(why))) if why == HEAD_DIED)
     }
 
-    /// The longest the caller waited between two tokens (or for the first).
+    /// The caller's longest wait for a token, the first one included.
     pub fn longest_pause(&self) -> Duration {
         let times = std::iter::once(self.submitted).chain(self.tokens.iter().map(|(at, ..)| *at));
         let next = self.tokens.iter().map(|(at, ..)| *at);
@@ -76,27 +76,27 @@ impl Call {
 
 /// One served model and its callers.
 pub struct Workload {
-    /// The host whose API is used.
+    /// The entry node.
     pub head: HostId,
-    /// What is served.
+    /// The model.
     pub model: ModelSpec,
     /// The job, once it was ready.
     pub job: Option<JobId>,
-    /// Its epoch as last told ready.
+    /// The epoch that was last reported ready.
     pub epoch: Option<Epoch>,
     /// Requests by call.
     pub calls: BTreeMap<CallId, Call>,
-    /// Everything else that the head told, for messages of failing tests.
+    /// All other events of the entry node, for the messages of failing tests.
     pub notes: Vec<Told>,
     /// The call that asked for the model last.
     deploy: CallId,
-    /// The job that this call waits for, where that cannot be served at once.
+    /// The job that this call waits for, if it cannot be served yet.
     waits_for: Option<JobId>,
     next: u64,
 }
 
 impl Workload {
-    /// Ask a host to serve the model.
+    /// Asks a host to serve the model.
     pub fn deploy(world: &mut World, head: HostId, model: ModelSpec) -> Self {
         let mut workload = Workload::of(head, model);
         workload.turn_to(world, head);
@@ -108,20 +108,19 @@ impl Workload {
         Workload::of_entry(0, head, model)
     }
 
-    /// The same, of one of several entry nodes: their calls have different numbers.
+    /// The same for one of several entry nodes: their calls have different numbers.
     pub fn of_entry(entry: u32, head: HostId, model: ModelSpec) -> Self {
         let next = DEPLOY - 1 + u64::from(entry) * CALLS_OF_ENTRY;
         let (calls, notes) = (BTreeMap::new(), Vec::new());
         Workload { head, model, job: None, epoch: None, calls, notes, deploy: CallId(next), waits_for: None, next }
     }
 
-    /// Run until the model is served; `false` if that takes longer than `limit`.
+    /// Runs until the model is served; `false` if that takes longer than `limit`.
     pub fn run_until_ready(&mut self, world: &mut World, limit: Duration) -> bool {
         self.run(world, limit, |workload, _| workload.job.is_some())
     }
 
-    /// The host whose API was used died, or its callers turn away from it: their connections are closed. What it had not answered
-    /// is over.
+    /// The entry node died, or its callers fail over: their connections are closed. Ends and returns all open calls.
     pub fn head_died(&mut self, at: Instant) -> Vec<CallId> {
         (self.job, self.epoch, self.waits_for) = (None, None, None);
         let open = self.calls.iter_mut().filter(|(_, call)| call.ends.is_empty());
@@ -132,29 +131,29 @@ impl Workload {
         .collect()
     }
 
-    /// Use the job at the host that coordinates it now.
+    /// Uses the job at the host that coordinates it now.
     pub fn follow(&mut self, head: HostId, job: JobId, epoch: Epoch) {
         (self.head, self.job, self.epoch, self.waits_for) = (head, Some(job), Some(epoch), None);
     }
 
-    /// Ask another host (or the same in a new life) to serve the model from now on.
+    /// Asks another host (or the same in a new life) to serve the model from now on.
     pub fn turn_to(&mut self, world: &mut World, head: HostId) {
         self.next += 1;
         self.head = head;
         self.deploy = CallId(self.next);
-        // A host serves models whose files it has.
+        // A host serves only models whose files it has.
         world.give_model(head, self.model.content, self.model.work.layers.len() as u32);
         let (call, model) = (CallId(self.next), self.model.clone());
         world.inject(head, Input::Start { call, job: Box::new(JobSpec::Serve(model)) });
     }
 
-    /// A request, now, under a key of its own.
+    /// Sends a request under a new key.
     pub fn submit(&mut self, world: &mut World, request: Request) -> CallId {
         let key = RequestKey(u128::from(self.next + 1).to_be_bytes());
         self.submit_again(world, Request { key, ..request })
     }
 
-    /// A request that was sent before, under its key: what goes on with it answers.
+    /// Sends a request again under its key: if it is still running, its result answers this call.
     pub fn submit_again(&mut self, world: &mut World, request: Request) -> CallId {
         self.next += 1;
         let call = CallId(self.next);
@@ -166,7 +165,7 @@ impl Workload {
         call
     }
 
-    /// The caller goes away.
+    /// The caller disconnects.
     pub fn cancel(&mut self, world: &mut World, call: CallId) {
         if let Some(record) = self.calls.get_mut(&call) {
             record.cancelled = true;
@@ -174,7 +173,7 @@ impl Workload {
         world.inject(self.head, Input::Cancel { call });
     }
 
-    /// Run, looking often, until `done`; `false` if that takes longer than `limit`.
+    /// Runs until `done`, checked each millisecond; `false` if that takes longer than `limit`.
     pub fn run(&mut self, world: &mut World, limit: Duration, mut done: impl FnMut(&Workload, &World) -> bool) -> bool {
         let end = world.now() + limit;
         loop {
@@ -189,24 +188,24 @@ impl Workload {
         }
     }
 
-    /// Run until every request has ended.
+    /// Runs until every request has ended.
     pub fn run_until_done(&mut self, world: &mut World, limit: Duration) -> bool {
         self.run(world, limit, |workload, _| workload.calls.values().all(|call| !call.ends.is_empty()))
     }
 
-    /// Where the stages are now, first to last.
+    /// The hosts of the stages, first to last.
     pub fn stages(&self, world: &World) -> Vec<HostId> {
         let node = world.host(self.head).node.as_ref();
         let view = node.and_then(|node| node.jobs().find(|view| Some(view.job) == self.job));
         view.iter().flat_map(|view| &view.parts).filter_map(|part| world.host_of(part.owner)).collect()
     }
 
-    /// Takes in what nodes told.
+    /// Processes the events that nodes reported.
     pub fn absorb(&mut self, world: &mut World) {
         self.hear(world.take_told());
     }
 
-    /// Takes in what nodes told, where several workloads share a world.
+    /// Processes reported events, where several workloads share a world.
     pub fn hear(&mut self, told: impl IntoIterator<Item = Told>) {
         for told in told {
             if told.host != self.head {
@@ -267,13 +266,13 @@ pub fn request(seed: u64, prompt: u32, max_tokens: u32) -> Request {
     Request { prompt: prompt.collect(), max_tokens, sampling: Sampling::GREEDY, ignore_eos: false, key }
 }
 
-/// Why a call ended whose host died.
+/// The reason of calls that ended with their host.
 pub const HEAD_DIED: &str = "the node that took the request died";
-/// Model width of symbolic models: rows as large on the wire as a small model's.
+/// Row width of symbolic models: rows as large on the wire as a small model's.
 pub const WIDTH: u32 = 576;
-/// The call of `deploy`; requests count on from it.
+/// The call of `deploy`; requests are numbered from it.
 pub(crate) const DEPLOY: u64 = 1000;
 /// Numbers for the calls of one entry node.
 const CALLS_OF_ENTRY: u64 = 10_000;
-/// How often a workload looks at what was told.
+/// Check interval.
 const LOOK: Duration = Duration::from_millis(1);

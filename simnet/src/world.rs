@@ -1,7 +1,7 @@
-//! The virtual world: hosts in a queue of events, with the same loop around each node that the real driver has.
+//! The simulated world: hosts driven by an event queue, with the real driver's loop around each node.
 //!
-//! The loop is `world/driver.rs`: feed what has come, carry out outputs until there are none, arm the next wakeup.
-//! Next: `network.rs`.
+//! The loop is `world/driver.rs`: handle the inputs that have arrived, carry out outputs until there are none, arm the next
+//! wakeup. Next: `network.rs`.
 mod connections;
 mod driver;
 mod faults;
@@ -34,26 +34,26 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use weights::{Purpose, Transfers};
 
-/// Something a node told to whoever listens.
+/// An event that a node reported to its user.
 #[derive(Clone, Debug)]
 pub struct Told {
     /// When.
     pub at: Instant,
-    /// By whom.
+    /// The host of the node.
     pub host: HostId,
-    /// What.
+    /// The event.
     pub event: Notice,
 }
 
-/// Watches everything that goes into and out of nodes, for checkers.
+/// Observes all inputs and outputs of nodes, for checkers.
 pub trait Observer {
     /// An input is about to be handled.
     fn input(&mut self, _at: Instant, _host: HostId, _input: &Input) {}
-    /// A message or frame that a lying member made up is about to be handled.
+    /// A forged message or frame is about to be handled.
     fn forged(&mut self, _at: Instant, _host: HostId, _input: &Input) {}
     /// An output is about to be carried out.
     fn output(&mut self, _at: Instant, _host: HostId, _output: &Output) {}
-    /// All outputs of the inputs before have been carried out.
+    /// All outputs of the preceding inputs have been carried out.
     fn polled(&mut self, _at: Instant, _host: HostId) {}
     /// A fault is about to strike.
     fn fault(&mut self, _at: Instant, _fault: &Fault) {}
@@ -61,7 +61,7 @@ pub trait Observer {
     fn died(&mut self, _at: Instant, _host: HostId) {}
 }
 
-/// A world: its clock, its hosts, and what is going to happen.
+/// A world: its clock, its hosts, its network and its event queue.
 pub struct World {
     options: Options,
     now: Instant,
@@ -76,24 +76,24 @@ pub struct World {
     ambushes: Vec<Ambush>,
     transfers: Transfers,
     links: Links,
-    /// For liars, and what they decide by.
+    /// What misreporting members forge messages from, and their random stream.
     known: Known,
     lie_chance: ChaCha8Rng,
-    /// Decides what a crash makes of writes that are not synced.
+    /// Random stream for the fate of unsynced writes in a crash.
     disk_chance: ChaCha8Rng,
-    /// What came for the shell of a host that is paused.
+    /// Events for the shells of paused hosts, delivered when they resume.
     stopped: Vec<(HostId, Happening)>,
     /// Banned nodes.
     banned: BTreeSet<NodeId>,
-    /// Counts `Fault::Mend`: what was to go wrong or to end before does not any more.
+    /// Number of `Fault::Mend`s. Faults, and ends of faults, scheduled in an earlier era are dropped.
     era: u32,
-    /// How often discovery tells hosts of each other, if it does.
+    /// The discovery interval, if discovery is enabled.
     discovery: Option<Duration>,
     /// Reused, so that a step allocates nothing.
     outputs: Vec<Output>,
 }
 
-/// Something in the queue. What is large is behind a pointer: the heap moves these about.
+/// A queued event. Large payloads are boxed: the heap moves entries.
 #[derive(Debug)]
 enum Happening {
     Wake {
@@ -104,12 +104,12 @@ enum Happening {
         host: HostId,
         life: u32,
     },
-    /// Time for a host's driver to look at what has come.
+    /// A host's driver drains its inbox.
     Turn {
         host: HostId,
         life: u32,
     },
-    /// Something this life of the host asked for.
+    /// The answer to a request of this life of the host.
     Answer {
         host: HostId,
         life: u32,
@@ -131,7 +131,7 @@ enum Happening {
         number: u64,
         parcel: Box<Parcel>,
     },
-    /// Time to see whether a connection is broken.
+    /// Idle timeout: checks whether a connection is broken.
     Idle {
         pair: Pair,
         id: u64,
@@ -140,45 +140,45 @@ enum Happening {
         host: HostId,
         life: u32,
     },
-    /// A saved state of a simulation has come.
+    /// A saved tile state arrives.
     Collect {
         host: HostId,
         life: u32,
         from: NodeId,
         state: (JobId, PartId, u32, SaveKind),
     },
-    /// A checkpoint of a simulation has come from another coordinator.
+    /// A checkpoint arrives from another coordinator.
     Mirror {
         host: HostId,
         life: u32,
         from: NodeId,
         name: (JobId, u32),
     },
-    /// Time to look after a transfer of weights.
+    /// Periodic check of a weight transfer.
     Transfer {
         id: u64,
     },
-    /// Time to see whether links are to be measured.
+    /// Periodic check whether link measurements are due.
     Glance,
-    /// A measurement of a link is over.
+    /// A link measurement ends.
     Measured {
         host: HostId,
         life: u32,
         other: HostId,
         connection: u64,
     },
-    /// A liar says something.
+    /// A misreporting member forges a message.
     Lie {
         era: u32,
         host: HostId,
     },
-    /// What a liar said arrives.
+    /// A forged message arrives.
     Forged {
         host: HostId,
         life: u32,
         input: Box<Input>,
     },
-    /// Only in its era, if it has one.
+    /// Dropped if it has an era and that is over.
     Fault {
         era: Option<u32>,
         fault: Box<Fault>,
@@ -222,7 +222,7 @@ impl World {
 
     // ---- building
 
-    /// A machine, not started yet.
+    /// Adds a machine, not started yet.
     pub fn add_host(&mut self, spec: HostSpec) -> HostId {
         let id = HostId(u32::try_from(self.hosts.len()).expect("fewer than 2^32 hosts"));
         self.network.add_host(spec.region);
@@ -233,12 +233,12 @@ impl World {
         id
     }
 
-    /// `n` machines of one kind.
+    /// Adds `n` machines of one kind.
     pub fn add_hosts(&mut self, n: usize, spec: &HostSpec) -> Vec<HostId> {
         (0..n).map(|_| self.add_host(spec.clone())).collect()
     }
 
-    /// Start a host's process, with what its disk remembers.
+    /// Starts a host's process, with the peers stored on its disk.
     pub fn start(&mut self, id: HostId) {
         let seed = self.options.seed ^ (u64::from(id.0) << 32 | u64::from(self.hosts[id.index()].life) << 16);
         let now = self.now;
@@ -247,7 +247,7 @@ impl World {
             return;
         }
         if host.disk.full {
-            // Its generation cannot be written, so it must not speak; its service manager tries again.
+            // The generation cannot be made durable, so the node must not send anything; the service manager retries.
             return self.later(START_AGAIN, Fault::Restart { host: id, keep_disk: true });
         }
         host.life += 1;
@@ -274,7 +274,7 @@ impl World {
         self.inject(id, Input::Wakeup);
     }
 
-    /// Tell a host of another, as a ticket or discovery does.
+    /// Makes a host find another one, as a ticket or discovery does.
     pub fn introduce(&mut self, id: HostId, to: HostId) {
         let other = &self.hosts[to.index()];
         let input = Input::PeerFound {
@@ -287,12 +287,12 @@ impl World {
         self.inject(id, input);
     }
 
-    /// Write down what happens to a host's node, from its next start on, as `meshnode up --record` does.
+    /// Records a host's inputs from its next start on, as `meshnode up --record` does.
     pub fn record(&mut self, id: HostId) {
         self.hosts[id.index()].recording = Some(Vec::new());
     }
 
-    /// From now on hosts find each other again and again, as multicast and tickets do: nobody stays alone for long.
+    /// Enables periodic discovery, as multicast and tickets provide it: no host stays isolated for long.
     pub fn discover(&mut self, every: Duration) {
         if self.discovery.replace(every).is_none() {
             self.queue.push(self.now + every, Happening::Discovery);
@@ -302,7 +302,7 @@ impl World {
     fn find_each_other(&mut self) {
         let Some(every) = self.discovery else { return };
         for index in 1..self.hosts.len() {
-            // Each in turn is told of another one, so that two groups that forgot each other meet.
+            // Each host finds another one in rotation, so that two groups that forgot each other rejoin.
             let (a, b) = (HostId(index as u32), HostId((self.now.0 / 1_000_000_000 % index as u64) as u32));
             let both = self.hosts[a.index()].runs() && self.hosts[b.index()].runs();
             if both && self.reaches(b, a) && self.reaches(a, b) {
@@ -313,36 +313,36 @@ impl World {
         self.queue.push(self.now + every, Happening::Discovery);
     }
 
-    /// Watch everything from now on.
+    /// Attaches an observer.
     pub fn observe(&mut self, observer: Box<dyn Observer>) {
         self.observers.push(observer);
     }
 
-    /// Let this go wrong later.
+    /// Schedules faults.
     pub fn schedule(&mut self, schedule: Schedule) {
         for timed in schedule {
             self.queue.push(timed.at.max(self.now), Happening::Fault { era: None, fault: Box::new(timed.fault) });
         }
     }
 
-    /// Let this go wrong now.
+    /// Injects a fault now.
     pub fn strike(&mut self, fault: Fault) {
         self.queue.push(self.now, Happening::Fault { era: None, fault: Box::new(fault) });
     }
 
-    /// Let this input reach a host now, if it runs.
+    /// Delivers an input to a host now, if it runs.
     pub fn inject(&mut self, id: HostId, input: Input) {
         self.answer(id, Duration::ZERO, input);
     }
 
-    // ---- looking
+    // ---- accessors
 
     /// The virtual clock.
     pub fn now(&self) -> Instant {
         self.now
     }
 
-    /// The world's figures.
+    /// The world's parameters.
     pub fn options(&self) -> &Options {
         &self.options
     }
@@ -357,7 +357,7 @@ impl World {
         self.hosts.iter()
     }
 
-    /// A host's executor, for faults of devices.
+    /// One host, for device faults.
     pub fn host_mut(&mut self, id: HostId) -> &mut Host {
         &mut self.hosts[id.index()]
     }
@@ -367,29 +367,29 @@ impl World {
         self.by_node.get(&node).copied()
     }
 
-    /// Whether bytes get from one host to another now.
+    /// Whether traffic from one host to another gets through now.
     pub fn reaches(&self, from: HostId, to: HostId) -> bool {
         self.network.reaches(from, to)
     }
 
-    /// What nodes told since the last call.
+    /// Takes the events that nodes reported since the last call.
     pub fn take_told(&mut self) -> Vec<Told> {
         std::mem::take(&mut self.told)
     }
 
-    /// The run's fingerprint.
+    /// The trace of the run.
     pub fn trace(&self) -> &Trace {
         &self.trace
     }
 
     // ---- running
 
-    /// Let everything happen that is due within this time.
+    /// Runs the world for this time.
     pub fn run_for(&mut self, time: Duration) {
         self.run_until(self.now + time);
     }
 
-    /// Let everything happen up to this time.
+    /// Runs the world up to this time.
     pub fn run_until(&mut self, until: Instant) {
         while let Some((at, happening)) = self.queue.pop_until(until) {
             self.now = at;
@@ -398,7 +398,7 @@ impl World {
         self.now = self.now.max(until);
     }
 
-    /// Run until `done` says so, looking every `step`; `false` if `limit` passed first.
+    /// Runs until `done` holds, checked every `step`; `false` if `limit` passes first.
     pub fn run_while_not(&mut self, limit: Duration, step: Duration, mut done: impl FnMut(&World) -> bool) -> bool {
         let end = self.now + limit;
         while self.now < end {
@@ -466,7 +466,7 @@ impl World {
         }
     }
 
-    /// An answer to something that this life of the host asked for.
+    /// Queues the answer to a request of the host's current life.
     fn answer(&mut self, id: HostId, after: Duration, input: Input) {
         let life = self.hosts[id.index()].life;
         self.queue.push(self.now + after, Happening::Answer { host: id, life, input: Box::new(input) });
@@ -550,7 +550,7 @@ impl World {
                 self.mirror_checkpoint(id, from, (job, step), bytes);
             }
             Output::Remember { peers } => {
-                // Nothing waits for the disk: what it does not take is gone.
+                // Best effort: the core does not wait for this write.
                 let _ = self.write(id, Record::Peers(peers));
             }
             Output::Notify(event) => self.told.push(Told { at: now, host: id, event }),
@@ -570,7 +570,7 @@ impl World {
                 let Some(times) = self.hosts[id.index()].executor.run_tile(now, &run, &steps) else { return };
                 let sizes = times.sizes;
                 if !sizes.is_empty() {
-                    self.answer(id, times.strips.since(now), Input::Halos { job, part, work, sizes });
+                    self.answer(id, times.halos_ready.since(now), Input::Halos { job, part, work, sizes });
                 }
                 self.answer(id, times.ends.since(now), times.done);
             }
@@ -585,7 +585,7 @@ impl World {
         Ok(())
     }
 
-    /// The shell notices a while later what its device has left.
+    /// The shell reports the free memory of its device after a delay.
     fn measure_memory(&mut self, id: HostId) {
         let host = &self.hosts[id.index()];
         let memory_free = host.executor.memory_free();
@@ -607,12 +607,13 @@ impl World {
     }
 }
 
-/// A peer remembered on disk is found again at start.
+/// A restarted node finds the peers on its disk.
 fn found_again(Contact { node, peer_id, gossip, data }: Contact) -> Input {
     Input::PeerFound { node, peer_id, gossip, data, remembered: true }
 }
 
-/// A signature that only fits its key and its bytes. Nobody in this world forges; tests that do change a byte.
+/// A signature that fits only its key and its bytes. No simulated member forges one; tests that need an invalid one change
+/// a byte.
 fn sign(peer_id: &[u8], bytes: &[u8]) -> Vec<u8> {
     let mut hasher = blake3::Hasher::new_derive_key("simnet signature");
     hasher.update(peer_id);
@@ -620,7 +621,7 @@ fn sign(peer_id: &[u8], bytes: &[u8]) -> Vec<u8> {
     hasher.finalize().as_bytes().to_vec()
 }
 
-/// A process that could not start is started again after this.
+/// Restart delay of a process that could not start.
 const START_AGAIN: Duration = Duration::from_secs(1);
-/// Time until a change of free memory is noticed.
+/// Delay until a change of free memory is noticed.
 const MEASURE: Duration = Duration::from_millis(10);

@@ -1,5 +1,5 @@
-//! Disks that are full, fail, or lose and tear what was not synced: work goes on elsewhere, and what was acknowledged stays.
-#![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many events")]
+//! Disks that are full, fail, or lose and tear unsynced writes: work moves to other hosts, and acknowledged writes survive.
+#![expect(clippy::wildcard_enum_match_arm, reason = "a test handles few of many events")]
 use node_core::id::{CallId, JobId};
 use node_core::input::Input;
 use node_core::output::Event;
@@ -15,7 +15,7 @@ use simnet::workload::{request, symbolic_model};
 use simnet::{Fault, HostId, HostSpec, Options, Workload, World};
 use std::collections::BTreeSet;
 
-const HEAD: HostId = HostId(0);
+const COORDINATOR: HostId = HostId(0);
 const JOB: JobId = JobId(0x6172);
 const SIZE: [u64; 3] = [24, 40, 1];
 const STEPS: u32 = 300;
@@ -24,13 +24,13 @@ fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// Hosts that know each other, with disks that keep, lose and tear what is not synced.
+/// Hosts that have joined, with disks that keep, lose and tear unsynced writes.
 fn mesh(seed: u64, n: usize, spec: &HostSpec) -> World {
     let options = Options { unsynced_lost_percent: 40, unsynced_torn_percent: 30, ..Options::lan(seed) };
     let mut world = World::new(options);
     let hosts = world.add_hosts(n, spec);
     hosts.iter().for_each(|&host| world.start(host));
-    hosts[1..].iter().for_each(|&host| world.introduce(host, HEAD));
+    hosts[1..].iter().for_each(|&host| world.introduce(host, COORDINATOR));
     world.discover(ms(5_000));
     assert!(world.run_while_not(ms(20_000), ms(50), |world| informed(world, &[])), "hosts find each other");
     world.run_for(ms(500));
@@ -38,14 +38,14 @@ fn mesh(seed: u64, n: usize, spec: &HostSpec) -> World {
 }
 
 #[test]
-fn a_host_whose_disk_is_full_holds_no_stage_and_the_model_is_served_by_others() {
+fn a_host_whose_disk_is_full_holds_no_stage_and_others_serve_the_model() {
     let mut spec = HostSpec::default();
     (spec.capacity.memory_total, spec.capacity.memory_free) = (297 << 20, 297 << 20);
     let mut world = mesh(1, 6, &spec);
     for host in [1, 2] {
         world.strike(Fault::DiskFull { host: HostId(host), lasts: ms(60_000) });
     }
-    let mut work = Workload::deploy(&mut world, HEAD, symbolic_model(12, 20 << 20));
+    let mut work = Workload::deploy(&mut world, COORDINATOR, symbolic_model(12, 20 << 20));
     assert!(work.run_until_ready(&mut world, ms(20_000)), "{:?}", work.notes);
     let stages = work.stages(&world);
     assert!(!stages.contains(&HostId(1)) && !stages.contains(&HostId(2)), "{stages:?}");
@@ -57,25 +57,25 @@ fn a_host_whose_disk_is_full_holds_no_stage_and_the_model_is_served_by_others() 
     assert!(work.notes.iter().any(told), "the reason is reported: {:?}", work.notes);
 }
 
-/// A coordinator whose disk takes nothing for a while goes on without new checkpoints, or waits; one that dies has a successor
-/// with a checkpoint that was acknowledged.
+/// A coordinator whose disk rejects writes for a while continues without new checkpoints, or waits; the successor of one
+/// that dies has a checkpoint that was acknowledged.
 #[test]
-fn a_simulation_survives_disks_that_take_nothing_and_crashes_that_tear_writes() {
+fn a_simulation_survives_full_disks_and_crashes_that_tear_writes() {
     let mut resumed = BTreeSet::new();
     for seed in 0..12 {
         let mut spec = HostSpec::default();
         spec.capacity.copy_bytes_per_second = 100_000_000;
         let mut world = mesh(seed, 4, &spec);
-        world.inject(HEAD, Input::Start { call: CallId(1), job: Box::new(JobSpec::Steps(grid(seed))) });
+        world.inject(COORDINATOR, Input::Start { call: CallId(1), job: Box::new(JobSpec::Steps(grid(seed))) });
         world.run_for(ms(250 + 40 * seed));
         world.strike(match seed % 3 {
-            0 => Fault::DiskFull { host: HEAD, lasts: ms(400) },
-            1 => Fault::DiskFails { host: HEAD, writes: 3 },
+            0 => Fault::DiskFull { host: COORDINATOR, lasts: ms(400) },
+            1 => Fault::DiskFails { host: COORDINATOR, writes: 3 },
             _ => Fault::DiskFails { host: HostId(1), writes: 2 },
         });
         if seed % 2 == 0 {
             world.run_for(ms(137 + 31 * seed));
-            world.strike(Fault::Crash(HEAD));
+            world.strike(Fault::Crash(COORDINATOR));
         }
         world.run_for(ms(60_000));
         let (mut hash, mut ended) = (None, false);
@@ -94,7 +94,7 @@ fn a_simulation_survives_disks_that_take_nothing_and_crashes_that_tear_writes() 
         assert!(ended, "seed {seed}: it ends");
         assert_eq!(hash, Some(solo(seed, SIZE, [true, false, false], STEPS)), "seed {seed}");
     }
-    assert!(resumed.len() > 1, "some go on from a checkpoint: {resumed:?}");
+    assert!(resumed.len() > 1, "some resume from a checkpoint: {resumed:?}");
 }
 
 fn grid(seed: u64) -> GridSpec {
@@ -122,7 +122,7 @@ fn grid(seed: u64) -> GridSpec {
             outputs: vec![25],
             looks: None,
         },
-        // Without standbys a loss costs the steps since the checkpoint.
+        // Without standbys a loss replays the steps since the checkpoint.
         tier: if seed % 4 < 2 { Tier::Warm } else { Tier::None },
         resume: None,
     }

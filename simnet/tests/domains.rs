@@ -1,7 +1,7 @@
-//! Failure domains: whole zones that die, an owner together with its standby, owners that are standbys of other stages, and a
-//! coordinator together with its first successor. Such a loss costs a replay, never a request or a run.
-#![expect(clippy::print_stdout, reason = "figures for people")]
-#![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many events")]
+//! Failure domains: the loss of whole zones, of an owner together with its standby, of owners that are standbys of other
+//! stages, and of a coordinator together with its first successor. Such a loss costs a replay, never a request or a run.
+#![expect(clippy::print_stdout, reason = "the test prints its measurements")]
+#![expect(clippy::wildcard_enum_match_arm, reason = "a test handles few of many events")]
 use node_core::id::{CallId, JobId, NodeId};
 use node_core::input::Input;
 use node_core::job::{JobView, PartView};
@@ -16,20 +16,20 @@ use simnet::grids::{simulation, solo};
 use simnet::workload::{request, symbolic_model};
 use simnet::{Fault, HostId, HostSpec, Options, Workload, World};
 
-const HEAD: HostId = HostId(0);
+const COORDINATOR: HostId = HostId(0);
 
 fn ms(millis: u64) -> Duration {
     Duration::from_millis(millis)
 }
 
-/// Hosts that know each other.
+/// Hosts that have joined.
 fn mesh(options: Options, specs: Vec<HostSpec>) -> World {
     let mut world = World::new(options);
     for spec in specs {
         let id = world.add_host(spec);
         world.start(id);
-        if id != HEAD {
-            world.introduce(id, HEAD);
+        if id != COORDINATOR {
+            world.introduce(id, COORDINATOR);
         }
     }
     let settled = world.run_while_not(ms(20_000), ms(50), |world| membership::informed(world, &[]));
@@ -58,32 +58,32 @@ impl Served {
     fn of(options: Options, specs: Vec<HostSpec>) -> Served {
         let mut world = mesh(options, specs);
         let model = symbolic_model(12, 20 << 20);
-        // Weights are not what is tried here.
+        // All hosts have the weights: transfers are not tested here.
         let hosts: Vec<HostId> = world.hosts().map(|host| host.id).collect();
         hosts.into_iter().for_each(|host| world.give_model(host, model.content, 12));
-        let mut work = Workload::deploy(&mut world, HEAD, model);
+        let mut work = Workload::deploy(&mut world, COORDINATOR, model);
         assert!(work.run_until_ready(&mut world, ms(10_000)), "the model is served: {:?}", work.notes);
         Served { world, work }
     }
 
     fn view(&self) -> JobView {
-        self.world.host(HEAD).node.as_ref().and_then(|node| node.jobs().next()).expect("the job")
+        self.world.host(COORDINATOR).node.as_ref().and_then(|node| node.jobs().next()).expect("the job")
     }
 
     fn host(&self, node: NodeId) -> HostId {
         self.world.host_of(node).expect("a host")
     }
 
-    /// Runs until each stage but the coordinator's, and this host's, has a standby that has what it needs.
+    /// Runs until each stage, except those of the coordinator and of `but`, has a resident standby that is not cold.
     fn settle(&mut self, but: HostId) {
-        let without = [HEAD, but].map(|host| self.world.host(host).node_id);
+        let without = [COORDINATOR, but].map(|host| self.world.host(host).node_id);
         let ready = |part: &PartView| {
             let standby = part.standby.as_ref();
             without.contains(&part.owner)
                 || standby.is_some_and(|s| s.node.is_some() && s.resident && s.tier != Tier::Cold)
         };
         let settled = self.work.run(&mut self.world, ms(15_000), |_, world| {
-            let job = world.host(HEAD).node.as_ref().and_then(|node| node.jobs().next());
+            let job = world.host(COORDINATOR).node.as_ref().and_then(|node| node.jobs().next());
             job.is_some_and(|job| job.parts.iter().all(ready))
         });
         assert!(settled, "all stages have standbys: {:#?}", self.view().parts);
@@ -94,7 +94,7 @@ impl Served {
         self.work.run(&mut self.world, time, |_, _| false);
     }
 
-    /// All requests end as they would have on one host. The longest wait for a token.
+    /// Asserts that all requests end as on one host. Returns the longest wait for a token.
     fn check(&mut self, what: &str) -> Duration {
         assert!(self.work.run_until_done(&mut self.world, ms(120_000)), "{what}: {:#?}", self.work.notes);
         assert_eq!(requests::violations(&self.work), Vec::<String>::new(), "{what}");
@@ -102,10 +102,10 @@ impl Served {
     }
 }
 
-/// A host with room for this number of layers.
+/// A host with memory for this number of layers.
 fn with_room(layers: u64, zone: &str) -> HostSpec {
     let mut spec = HostSpec::default();
-    // 8 requests of 4096 positions, 8 bytes each and layer, and what ends of the model take.
+    // Weights, caches of 8 requests of 4096 positions, and the embedding and output head.
     let bytes = layers * (20 << 20) + layers * (8 * 4096 * position_bytes()) + (24 << 20);
     (spec.capacity.memory_total, spec.capacity.memory_free) = (bytes, bytes);
     spec.capacity.zone = zone.into();
@@ -117,16 +117,16 @@ fn position_bytes() -> u64 {
 }
 
 #[test]
-fn the_stages_of_a_lost_zone_go_on_at_standbys_in_another_one() {
+fn standbys_in_another_zone_take_over_the_stages_of_a_lost_zone() {
     let mut pauses = Vec::new();
     for seed in 0..5 {
         let zones = ["attic", "attic", "cellar", "attic", "cellar", "cellar", "attic", "cellar"];
         let specs = zones.map(|zone| with_room(5, zone)).to_vec();
         let mut served = Served::of(Options::lan(seed), specs);
         served.work.submit(&mut served.world, request(seed, 300, 1500));
-        served.settle(HEAD);
+        served.settle(COORDINATOR);
         let view = served.view();
-        for part in view.parts.iter().filter(|part| served.host(part.owner) != HEAD) {
+        for part in view.parts.iter().filter(|part| served.host(part.owner) != COORDINATOR) {
             let standby = part.standby.as_ref().and_then(|standby| standby.node).expect("a standby");
             assert_ne!(zone_of(&served.world, part.owner), zone_of(&served.world, standby), "{:#?}", view.parts);
         }
@@ -141,11 +141,11 @@ fn the_stages_of_a_lost_zone_go_on_at_standbys_in_another_one() {
     println!("a zone dies: stages lost and longest pause in ms {pauses:?}");
 }
 
-/// Two fast hosts hold five layers each and a slow one the rest, with memory to spare: it is the standby of both, beside its own
-/// stage. Whichever is lost, and if both are lost at once, it owns several stages, next to each other or not.
+/// Two fast hosts hold five layers each, and a slow one with spare memory the rest: besides its own stage it is the standby
+/// of both. If one of them is lost, or both, it owns several stages, adjacent or not.
 #[test]
-fn the_owner_of_a_stage_takes_another_one_over_and_holds_both() {
-    let mut told = Vec::new();
+fn the_owner_of_a_stage_takes_over_another_one_and_holds_both() {
+    let mut results = Vec::new();
     for (slow, seed) in [(1, 1), (2, 2), (3, 3)] {
         for (victims, apart) in [(1, 0), (2, 0), (2, 20), (2, 300)] {
             for at in 0..2 {
@@ -180,11 +180,11 @@ fn the_owner_of_a_stage_takes_another_one_over_and_holds_both() {
                 let what = format!("{gone:?} die {apart} ms apart");
                 let pause = served.check(&what);
                 assert!(pause <= ms(3000), "{what}: {pause:?}: {:#?}", served.work.notes);
-                told.push((victims, apart, tiers, pause.as_millis()));
+                results.push((victims, apart, tiers, pause.as_millis()));
             }
         }
     }
-    println!("fast owners die, a slow owner takes over: victims, ms apart, tiers, longest pause in ms {told:?}");
+    println!("fast owners die, a slow owner takes over: victims, ms apart, tiers, longest pause in ms {results:?}");
 }
 
 #[test]
@@ -195,9 +195,9 @@ fn an_owner_and_its_standby_lost_at_once_cost_a_replay() {
         for call in 0..3 {
             served.work.submit(&mut served.world, request(seed * 10 + call, 300, 600));
         }
-        served.settle(HEAD);
+        served.settle(COORDINATOR);
         let view = served.view();
-        let part = view.parts.iter().find(|part| served.host(part.owner) != HEAD).expect("a stage");
+        let part = view.parts.iter().find(|part| served.host(part.owner) != COORDINATOR).expect("a stage");
         let standby = part.standby.as_ref().and_then(|standby| standby.node).expect("a standby");
         let gone = [served.host(part.owner), served.host(standby)];
         kill(&mut served.world, &gone);
@@ -208,15 +208,15 @@ fn an_owner_and_its_standby_lost_at_once_cost_a_replay() {
     println!("an owner and its standby die at once: longest pauses {pauses:?} ms");
 }
 
-/// One host holds ten layers of twelve, and no other one has room for these: two of them are the standby of a half each.
+/// One host holds ten of twelve layers, and no other one has memory for ten: two hosts are the standbys of one half each.
 #[test]
-fn a_stage_too_large_for_any_one_spare_goes_on_at_two() {
+fn two_standbys_take_over_a_stage_too_large_for_one() {
     let mut pauses = Vec::new();
     for seed in 0..5 {
         let specs = [2, 11, 6, 6].map(|layers| with_room(layers, "")).to_vec();
         let mut served = Served::of(Options::lan(seed), specs);
         served.work.submit(&mut served.world, request(seed, 300, 1000));
-        served.settle(HEAD);
+        served.settle(COORDINATOR);
         let view = served.view();
         let large = served.world.host(HostId(1)).node_id;
         let halves: Vec<&PartView> = view.parts.iter().filter(|part| part.owner == large).collect();
@@ -277,10 +277,10 @@ impl Stepped {
             Schedule { steps: STEPS, report_every: 50, checkpoint_every: checkpoint, outputs: Vec::new(), looks: None };
         let (name, simulation) = ("mixing".into(), simulation(seed));
         let spec = GridSpec { job: JOB, name, simulation, work, depth: Some(2), schedule, tier, resume: None };
-        world.inject(HEAD, Input::Start { call: CallId(1), job: Box::new(JobSpec::Steps(spec)) });
+        world.inject(COORDINATOR, Input::Start { call: CallId(1), job: Box::new(JobSpec::Steps(spec)) });
         let (progress, notes) = (Vec::new(), Vec::new());
         let (report, ended) = (None, None);
-        Stepped { world, coordinator: HEAD, seed, standbys: 0, progress, report, ended, notes }
+        Stepped { world, coordinator: COORDINATOR, seed, standbys: 0, progress, report, ended, notes }
     }
 
     fn step(&self) -> u32 {
@@ -332,13 +332,13 @@ impl Stepped {
         false
     }
 
-    /// Runs until all tiles have current standbys, and this number of steps is made.
+    /// Runs until all tiles have current standbys and have completed this step.
     fn reach(&mut self, standbys: usize, step: u32) {
         let reached = self.run(ms(60_000), |run| run.standbys >= standbys && run.step() >= step);
         assert!(reached && self.ended.is_none(), "{}: {:#?}", self.step(), self.notes);
     }
 
-    /// It ends, with the hash of a run in one piece.
+    /// Runs to the end, and checks the hash.
     fn finishes(&mut self, what: &str) {
         let ended = self.run(ms(120_000), |run| run.ended.is_some());
         assert!(ended, "{what}: at step {}: {:#?}", self.step(), self.notes);
@@ -346,7 +346,7 @@ impl Stepped {
         assert_eq!(self.report, Some(solo(self.seed, SIZE, PERIODIC, STEPS)), "{what}: {:#?}", self.notes);
     }
 
-    /// The least step that was reported after `from`.
+    /// The lowest step that was reported after `from`.
     fn back_to(&self, from: Instant) -> u32 {
         self.progress.iter().filter(|(at, _)| *at > from).map(|(_, step)| *step).min().unwrap_or(STEPS)
     }
@@ -366,10 +366,10 @@ impl Stepped {
     }
 }
 
-/// The coordinator is in the attic. Where that dies, the more are left in the cellar to agree.
+/// The coordinator is in the attic. If that zone is lost, a majority remains in the cellar to vote.
 #[test]
-fn a_simulation_goes_on_when_a_zone_dies() {
-    let mut told = Vec::new();
+fn a_simulation_survives_the_loss_of_a_zone() {
+    let mut results = Vec::new();
     for (zones, dies) in [
         (["attic", "cellar", "attic", "cellar", "cellar"], "attic"),
         (["attic", "attic", "cellar", "cellar", "cellar"], "attic"),
@@ -385,25 +385,25 @@ fn a_simulation_goes_on_when_a_zone_dies() {
             let struck = run.world.now();
             kill(&mut run.world, &gone);
             run.finishes(&format!("the {dies} of {zones:?} dies, seed {seed}"));
-            assert_eq!(run.coordinator != HEAD, dies == "attic");
+            assert_eq!(run.coordinator != COORDINATOR, dies == "attic");
             assert_ne!(zones[run.coordinator.index()], dies);
             let pause = run.longest_pause(struck);
             assert!(run.back_to(struck) >= 50 && pause < ms(1500), "{pause:?}: {:#?}", run.notes);
-            told.push((dies, gone.len(), pause.as_millis()));
+            results.push((dies, gone.len(), pause.as_millis()));
         }
     }
-    println!("a zone dies under a simulation: zone, hosts lost, longest pause in ms {told:?}");
+    println!("a zone dies under a simulation: zone, hosts lost, longest pause in ms {results:?}");
 }
 
 #[test]
-fn two_tiles_lost_within_a_lease_of_each_other_go_on_at_their_standbys() {
-    let mut told = Vec::new();
+fn standbys_take_over_two_tiles_lost_within_a_lease() {
+    let mut results = Vec::new();
     for apart in [0, 5, 50, 150, 300] {
         for seed in 0..3 {
             let mut run = Stepped::of(&[""; 6], Options::lan(seed), (Tier::Hot, None, seed));
             run.reach(6, 40);
             let pairs = run.pairs();
-            let others = || pairs.iter().filter(|(owner, _)| *owner != HEAD);
+            let others = || pairs.iter().filter(|(owner, _)| *owner != COORDINATOR);
             let two = others().find_map(|&(first, standby)| {
                 let second = others().find(|(owner, by)| *owner != first && *owner != standby && *by != first)?;
                 Some([first, second.0])
@@ -417,20 +417,22 @@ fn two_tiles_lost_within_a_lease_of_each_other_go_on_at_their_standbys() {
             run.finishes(&what);
             let pause = run.longest_pause(struck);
             assert!(run.back_to(struck) >= 30 && pause < ms(1500), "{what}: {:#?}", run.notes);
-            told.push((apart, pause.as_millis()));
+            results.push((apart, pause.as_millis()));
         }
     }
-    println!("two owners of tiles die: ms apart, longest pause in ms {told:?}");
+    println!("two owners of tiles die: ms apart, longest pause in ms {results:?}");
 }
 
 #[test]
-fn a_tile_lost_with_its_standby_goes_back_to_the_last_checkpoint() {
+fn a_tile_lost_with_its_standby_rolls_back_to_the_last_checkpoint() {
     for seed in 0..3 {
         let mut run = Stepped::of(&[""; 5], Options::lan(seed), (Tier::Hot, Some(40), seed));
         run.reach(5, 110);
         let pairs = run.pairs();
-        let (owner, standby) =
-            *pairs.iter().find(|(owner, standby)| *owner != HEAD && *standby != HEAD).expect("both elsewhere");
+        let (owner, standby) = *pairs
+            .iter()
+            .find(|(owner, standby)| *owner != COORDINATOR && *standby != COORDINATOR)
+            .expect("both on other hosts");
         let struck = run.world.now();
         kill(&mut run.world, &[owner, standby]);
         run.finishes(&format!("an owner and its standby, seed {seed}"));
@@ -438,18 +440,18 @@ fn a_tile_lost_with_its_standby_goes_back_to_the_last_checkpoint() {
     }
 }
 
-/// The second successor has a copy of the checkpoint, too.
+/// The second successor also has a copy of the checkpoint.
 #[test]
-fn a_coordinator_and_its_first_successor_lost_at_once_cost_the_steps_since_a_checkpoint() {
+fn a_coordinator_and_its_first_successor_lost_at_once_cost_a_replay_since_a_checkpoint() {
     for (zones, seed) in [([""; 5], 1), ([""; 5], 2), (["a", "a", "a", "b", "b"], 3), (["a", "b", "a", "b", "c"], 4)] {
         let mut run = Stepped::of(&zones, Options::lan(seed), (Tier::None, Some(100), seed));
         run.reach(0, 250);
         let mut owners: Vec<HostId> = run.view().parts.iter().map(|part| run.host(part.owner)).collect();
-        owners.retain(|owner| *owner != HEAD);
+        owners.retain(|owner| *owner != COORDINATOR);
         // As the coordinator orders them: those in another zone first.
         owners.sort_by_key(|owner| zones[owner.index()] == zones[0]);
         let struck = run.world.now();
-        kill(&mut run.world, &[HEAD, owners[0]]);
+        kill(&mut run.world, &[COORDINATOR, owners[0]]);
         run.finishes(&format!("{zones:?}, seed {seed}"));
         assert_eq!(run.coordinator, owners[1], "{:#?}", run.notes);
         assert!(run.back_to(struck) >= 100, "{:#?}", run.notes);

@@ -1,5 +1,5 @@
-//! Simulations in the virtual world: whatever happens to the nodes, the state hash is that of a run in one piece.
-#![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many outputs")]
+//! Simulations under faults: the state hash always equals that of a run in one piece.
+#![expect(clippy::wildcard_enum_match_arm, reason = "a test handles few of many outputs")]
 use node_core::codec;
 use node_core::id::{CallId, Epoch, JobId, NodeId, PartId};
 use node_core::input::Input;
@@ -25,15 +25,15 @@ const PERIODIC: [bool; 3] = [true, false, false];
 
 struct Room {
     world: World,
-    /// The submitter, or who succeeded it.
+    /// The submitter, or its successor.
     coordinator: HostId,
     seed: u64,
     report: Option<u128>,
     ended: Option<Result<(), String>>,
-    /// When steps were told, and how many.
+    /// Reported progress: when, and which step.
     progress: Vec<(Instant, u32)>,
     owners: Vec<HostId>,
-    /// The step from which the present placement goes on.
+    /// The start step of the current placement.
     from: u32,
     checkpoints: Vec<u32>,
     standbys: usize,
@@ -93,7 +93,7 @@ fn add(world: &mut World) {
 }
 
 impl Room {
-    /// Hosts slow enough that a small grid is worth sharing.
+    /// Hosts slow enough that distributing a small grid pays off.
     fn of(hosts: usize, options: Options, seed: u64) -> Room {
         let mut world = World::new(options);
         (0..hosts).for_each(|_| add(&mut world));
@@ -130,9 +130,9 @@ impl Room {
                 self.notes.push(format!("{:?} {:?} inherits from {from}", told.at, told.host));
                 self.coordinator = told.host;
             }
-            // Of two that go on with it for a while, one may come to the end before it learns of the other.
+            // Two coordinators may overlap for a while: one of them may finish before it learns of the other.
             if told.host != self.coordinator {
-                self.elsewhere(told.event);
+                self.hear_other(told.event);
                 continue;
             }
             if let Event::Standby { current: true, .. } = told.event {
@@ -161,7 +161,7 @@ impl Room {
         }
     }
 
-    fn elsewhere(&mut self, event: Event) {
+    fn hear_other(&mut self, event: Event) {
         if let Event::JobEnded { ending: Ending::Completed, .. } = event {
             self.ended = Some(Ok(()));
         } else if let Event::Steps { event: StepsEvent::Report { report, .. }, .. } = event {
@@ -185,16 +185,16 @@ impl Room {
         self.progress.last().map_or(0, |(_, step)| *step)
     }
 
-    /// It ends, with the hash of a run in one piece.
+    /// Runs to the end, and checks the hash.
     fn finishes(&mut self, limit: Duration) {
         let ended = self.run(limit, |room| room.ended.is_some());
         let told = || self.notes[self.notes.len().saturating_sub(25)..].join("\n");
-        assert!(ended, "it ends: at step {}, owners {:?}\n{}", self.step(), self.owners, told());
+        assert!(ended, "it has not ended: step {}, owners {:?}\n{}", self.step(), self.owners, told());
         assert_eq!(self.ended, Some(Ok(())), "{}", told());
         assert_eq!(self.report, Some(solo(self.seed, SIZE, PERIODIC, STEPS)), "{}", told());
     }
 
-    /// The longest time in which no step was told, after `from`.
+    /// The longest time without reported progress after `from`.
     fn longest_pause(&self, from: Instant) -> Duration {
         let later = self.progress.windows(2).filter(|pair| pair[1].0 >= from);
         later.map(|pair| pair[1].0.since(pair[0].0)).max().unwrap_or_default()
@@ -202,7 +202,7 @@ impl Room {
 }
 
 #[test]
-fn any_number_of_nodes_and_any_depth_make_the_same() {
+fn any_number_of_nodes_and_any_halo_depth_give_the_same_hash() {
     for (hosts, depth) in [(1, None), (2, Some(1)), (3, Some(4)), (5, Some(3)), (5, None)] {
         let mut room = Room::of(hosts, Options::lan(3), 7);
         room.submit(spec(Tier::None, depth, Some(100), 7));
@@ -213,8 +213,8 @@ fn any_number_of_nodes_and_any_depth_make_the_same() {
 }
 
 #[test]
-fn a_node_that_turns_out_to_be_slow_gets_less_to_do() {
-    // Without checkpoints all begin anew, early on; with them nobody goes further back than the last.
+fn a_slow_node_gets_fewer_cells_after_a_rebalance() {
+    // Without checkpoints a rebalance restarts the run, early on; with them it rolls back to the last one.
     for checkpoint in [None, Some(200)] {
         let mut room = Room::of(3, Options::lan(5), 7);
         room.world.strike(Fault::Slow { host: HostId(2), percent: 400, lasts: ms(10_000_000) });
@@ -248,7 +248,7 @@ fn a_node_that_turns_out_to_be_slow_gets_less_to_do() {
 }
 
 #[test]
-fn a_node_that_only_holds_the_others_up_is_let_go() {
+fn a_node_too_slow_to_help_loses_its_tile() {
     let mut room = Room::of(3, Options::lan(8), 7);
     room.world.strike(Fault::Slow { host: HostId(2), percent: 5_000, lasts: ms(10_000_000) });
     let mut spec = spec(Tier::None, Some(1), None, 7);
@@ -258,13 +258,13 @@ fn a_node_that_only_holds_the_others_up_is_let_go() {
     assert!(room.run(ms(120_000), |room| room.owners.len() == 2), "{:?}", room.notes);
     room.world.run_for(ms(2000));
     let held = room.world.host(HostId(2)).node.as_ref().map(|node| node.parts().count());
-    assert_eq!(held, Some(0), "it keeps no memory for it");
+    assert_eq!(held, Some(0), "it holds no tile");
     assert!(room.run(ms(600_000), |room| room.ended.is_some()));
     assert_eq!((room.ended, room.report), (Some(Ok(())), Some(solo(7, SIZE, PERIODIC, 2000))));
 }
 
 #[test]
-fn the_submitter_may_die_while_a_simulation_is_cut_anew() {
+fn the_submitter_may_die_during_a_rebalance() {
     let steps = 2000;
     let submitted = |checkpoint: Option<u32>| {
         let mut room = Room::of(4, Options::lan(5), 7);
@@ -294,7 +294,7 @@ fn the_submitter_may_die_while_a_simulation_is_cut_anew() {
 }
 
 #[test]
-fn nodes_that_join_get_their_share() {
+fn nodes_that_join_get_tiles() {
     let mut room = Room::of(1, Options::lan(6), 7);
     let steps = 6000;
     let mut spec = spec(Tier::None, Some(2), Some(100), 7);
@@ -306,7 +306,7 @@ fn nodes_that_join_get_their_share() {
         room.join();
     }
     assert!(room.run(ms(60_000), |room| room.owners.len() == 3), "{:?}", room.notes);
-    // One of them goes again, and what it was given goes to the others.
+    // One of them dies, and the remaining nodes take over its cells.
     let victim = *room.owners.iter().find(|owner| **owner != SUBMITTER).expect("others take part");
     room.world.strike(Fault::Crash(victim));
     assert!(room.run(ms(60_000), |room| room.owners.len() == 2), "{:?}", room.notes);
@@ -316,8 +316,8 @@ fn nodes_that_join_get_their_share() {
 }
 
 #[test]
-fn the_step_at_which_a_field_breaks_is_found() {
-    // Looked at every 50 steps, and at checkpoints.
+fn the_first_step_with_a_nan_is_found() {
+    // Fields are checked every 50 steps, and at checkpoints.
     let cases = [(123, None), (123, Some(40)), (101, Some(70)), (50, None), (1, None), (160, Some(80)), (110, None)];
     for (depth, (after, checkpoint)) in [1, 3, 8].into_iter().flat_map(|depth| cases.map(|case| (depth, case))) {
         let mut room = Room::of(3, Options::lan(4), 7);
@@ -325,13 +325,13 @@ fn the_step_at_which_a_field_breaks_is_found() {
         spec.simulation = unstable(7, after);
         room.submit(spec);
         assert!(room.run(ms(120_000), |room| room.ended.is_some()), "{after}: {:?}", room.notes);
-        let Some(Err(reason)) = &room.ended else { panic!("{after}: it ended well") };
+        let Some(Err(reason)) = &room.ended else { panic!("{after}: it ended without an error") };
         let [x, y, z] = UNSTABLE;
         let expected = format!("after step {after}, not before, field 0 of the cell {x}, {y}, {z} (tile ");
         assert!(reason.starts_with(&expected), "{after}: {reason}");
         assert!(room.checkpoints.iter().all(|step| *step < after), "{:?}", room.checkpoints);
     }
-    // Somebody is lost after it began and before it was seen.
+    // A node is lost after the NaN appeared and before it was detected.
     let mut room = Room::of(4, Options::lan(4), 7);
     let mut spec = spec(Tier::Hot, Some(2), None, 7);
     (spec.simulation, spec.schedule.report_every) = (unstable(7, 120), 200);
@@ -340,7 +340,7 @@ fn the_step_at_which_a_field_breaks_is_found() {
     let victim = *room.owners.iter().find(|owner| **owner != SUBMITTER).expect("others take part");
     room.world.strike(Fault::Crash(victim));
     assert!(room.run(ms(120_000), |room| room.ended.is_some()), "{:?}", room.notes);
-    let Some(Err(reason)) = &room.ended else { panic!("it ended well") };
+    let Some(Err(reason)) = &room.ended else { panic!("it ended without an error") };
     assert!(reason.starts_with("after step 120, not before, field 0 of the cell 5, 20, 0 "), "{reason}");
 }
 
@@ -350,7 +350,7 @@ fn a_hot_standby_takes_over_within_a_second_and_a_half() {
         let mut room = Room::of(4, Options::lan(at.into()), 1);
         room.submit(spec(Tier::Hot, Some(2), None, 1));
         assert!(room.run(ms(60_000), |room| room.standbys >= 4 && room.step() >= at || room.ended.is_some()));
-        assert!(room.ended.is_none(), "it was too fast for this test");
+        assert!(room.ended.is_none(), "it ended too early for this test");
         let victim = *room.owners.iter().find(|owner| **owner != SUBMITTER).expect("others take part");
         let struck = room.world.now();
         room.world.strike(Fault::Crash(victim));
@@ -361,7 +361,7 @@ fn a_hot_standby_takes_over_within_a_second_and_a_half() {
 }
 
 #[test]
-fn a_warm_standby_computes_again_what_followed_its_snapshot() {
+fn a_warm_standby_replays_the_steps_since_its_snapshot() {
     let mut room = Room::of(4, Options::lan(2), 5);
     room.submit(spec(Tier::Warm, Some(2), None, 5));
     assert!(room.run(ms(60_000), |room| room.standbys >= 4 && room.step() >= 120));
@@ -372,7 +372,7 @@ fn a_warm_standby_computes_again_what_followed_its_snapshot() {
 }
 
 #[test]
-fn without_standbys_all_go_back_to_the_last_checkpoint_or_to_the_beginning() {
+fn without_standbys_all_tiles_roll_back_to_a_checkpoint_or_the_start() {
     for checkpoint in [Some(60), None] {
         let mut room = Room::of(3, Options::lan(9), 2);
         room.submit(spec(Tier::None, Some(3), checkpoint, 2));
@@ -386,13 +386,13 @@ fn without_standbys_all_go_back_to_the_last_checkpoint_or_to_the_beginning() {
 }
 
 #[test]
-fn the_submitter_may_die_and_the_others_go_on() {
+fn a_successor_continues_when_the_submitter_dies() {
     for (tier, at) in [(Tier::Hot, 20), (Tier::Hot, 290), (Tier::Warm, 150), (Tier::None, 150)] {
         let mut room = Room::of(4, Options::lan(at.into()), 3);
         room.submit(spec(tier, Some(2), Some(60), 3));
         let standbys = if tier == Tier::None { 0 } else { 4 };
         assert!(room.run(ms(60_000), |room| room.standbys >= standbys && room.step() >= at || room.ended.is_some()));
-        assert!(room.ended.is_none(), "it was too fast for this test");
+        assert!(room.ended.is_none(), "it ended too early for this test");
         let struck = room.world.now();
         room.world.strike(Fault::Crash(SUBMITTER));
         room.finishes(ms(120_000));
@@ -400,7 +400,7 @@ fn the_submitter_may_die_and_the_others_go_on() {
         let pause = room.longest_pause(struck);
         assert!(tier != Tier::Hot || pause < ms(1500), "{pause:?}: {:?}", room.notes);
         if tier == Tier::None {
-            // From a checkpoint of which the successor has a copy: the last one may still have been on its way.
+            // From a checkpoint that the successor has a copy of: the last one may still have been in transfer.
             let resumed = |note: &String| note.ends_with("from 120") || note.ends_with("from 60");
             assert!(room.notes.iter().any(resumed), "{:?}", room.notes);
         }
@@ -408,18 +408,18 @@ fn the_submitter_may_die_and_the_others_go_on() {
 }
 
 #[test]
-fn successors_come_in_order_and_a_minority_waits() {
-    // Both the submitter and who would succeed it: three of five agree.
+fn successors_take_over_in_order_and_a_minority_does_not() {
+    // The submitter and its first successor die: three of five remain to vote.
     let mut room = Room::of(5, Options::lan(11), 4);
     room.submit(spec(Tier::None, Some(2), Some(50), 4));
     assert!(room.run(ms(60_000), |room| room.step() >= 120));
-    let heir = room.owners.iter().copied().find(|owner| *owner != SUBMITTER).expect("others take part");
+    let successor = room.owners.iter().copied().find(|owner| *owner != SUBMITTER).expect("others take part");
     room.world.strike(Fault::Crash(SUBMITTER));
-    room.world.strike(Fault::Crash(heir));
+    room.world.strike(Fault::Crash(successor));
     room.finishes(ms(120_000));
-    assert!(room.coordinator != SUBMITTER && room.coordinator != heir);
+    assert!(room.coordinator != SUBMITTER && room.coordinator != successor);
 
-    // One of two is no majority: nobody goes on, and what was held is let go.
+    // One of two is no majority: the run does not continue, and its tiles are freed.
     let mut room = Room::of(2, Options::lan(12), 4);
     room.submit(spec(Tier::None, Some(2), None, 4));
     assert!(room.run(ms(60_000), |room| room.step() >= 120));
@@ -442,9 +442,9 @@ fn a_submitter_that_leaves_hands_its_simulations_over() {
     assert!(room.longest_pause(struck) < ms(1500), "{:?}", room.notes);
 }
 
-/// What a node that drains has made is not made again: its standby is where it is.
+/// A drain replays no step: the standby has the same step as the owner.
 #[test]
-fn a_node_that_drains_hands_its_tiles_over_and_no_step_is_made_again() {
+fn a_node_that_drains_hands_its_tiles_over_without_replaying_steps() {
     let mut room = Room::of(5, Options::lan(23), 6);
     let mut spec = spec(Tier::Hot, Some(2), None, 6);
     spec.schedule.steps = 1000;
@@ -457,7 +457,7 @@ fn a_node_that_drains_hands_its_tiles_over_and_no_step_is_made_again() {
     assert!(room.run(ms(120_000), |room| room.ended.is_some()));
     assert_eq!((room.ended.clone(), room.report), (Some(Ok(())), Some(solo(6, SIZE, PERIODIC, 1000))));
     let back = room.progress.windows(2).find(|pair| pair[1].1 < pair[0].1);
-    assert_eq!(back, None, "no tile goes back: {:?}", room.notes);
+    assert_eq!(back, None, "no tile rolls back: {:?}", room.notes);
     assert!(room.longest_pause(struck) < ms(1000), "{:?}", room.longest_pause(struck));
 }
 
@@ -471,12 +471,12 @@ fn a_submitter_that_was_only_paused_stands_down() {
     assert_ne!(room.coordinator, SUBMITTER);
     room.world.run_for(ms(3000));
     let grids = room.world.host(SUBMITTER).node.as_ref().map(|node| node.jobs().count());
-    assert_eq!(grids, Some(0), "its job is the successor's now");
+    assert_eq!(grids, Some(0), "the successor has its job");
 }
 
-/// Two that are cut off from each other both go on, until one of them asks the other's node to take part.
+/// Coordinators on the two sides of a partition both continue, until one of them orders a tile from the other's node.
 #[test]
-fn a_coordinator_whose_node_takes_part_under_another_one_stands_down() {
+fn a_coordinator_whose_node_gets_a_tile_of_another_one_stands_down() {
     for lasts in [1500, 3000] {
         let mut room = Room::of(5, Options::lan(22), 6);
         let mut spec = spec(Tier::Hot, Some(2), Some(50), 6);
@@ -495,8 +495,9 @@ fn a_coordinator_whose_node_takes_part_under_another_one_stands_down() {
     }
 }
 
-/// A member claims epochs that nobody minted: to the coordinator as a stranger to the job and as the owner of a tile, to the
-/// owners as a successor. A stranger moves nothing; an owner may cost the job steps, but not its end.
+/// A member claims epochs that no coordinator issued: to the coordinator as a non-participant and as the owner of a tile,
+/// to the owners as a successor. A non-participant changes nothing; an owner may cause a rollback, but not the end of the
+/// job.
 #[test]
 fn claimed_epochs_end_no_simulation() {
     let mut room = Room::of(4, Options::lan(41), 9);
@@ -509,11 +510,11 @@ fn claimed_epochs_end_no_simulation() {
     let owner = room.owners.iter().copied().find(|owner| *owner != SUBMITTER).expect("others take part");
     let (owner, stranger) = (node(&room, owner), NodeId([0xEE; 16]));
     let last = Epoch { counter: u32::MAX, issuer: coordinator };
-    let counter = orders.0.borrow().as_ref().map(|(epoch, _)| epoch.counter).expect("tiles were asked for");
+    let counter = orders.0.borrow().as_ref().map(|(epoch, _)| epoch.counter).expect("tiles were ordered");
     let next = Epoch { counter: counter + 1, issuer: coordinator };
     let epoch = |room: &Room| {
         let grid = room.world.host(SUBMITTER).node.as_ref().and_then(|node| node.jobs().next());
-        grid.expect("it is coordinated still").epoch
+        grid.expect("it still has a coordinator").epoch
     };
     let before = epoch(&room);
     let claims = [
@@ -530,7 +531,7 @@ fn claimed_epochs_end_no_simulation() {
         room.run(ms(20), |_| false);
         assert_eq!(epoch(&room), before, "{from} claims {mine:?}");
     }
-    // A successor takes the job over under the last epoch there is, so that none is left to the next.
+    // A false successor takes over the job under the highest epoch there is, so that none is left for the next one.
     let stolen = Epoch { counter: u32::MAX, issuer: owner };
     let (_, order) = orders.0.borrow().clone().unwrap();
     for host in room.owners.clone() {
@@ -543,18 +544,18 @@ fn claimed_epochs_end_no_simulation() {
         room.world.inject(host, Input::Message { from: owner, bytes });
     }
     room.run(ms(100), |_| false);
-    assert_eq!(epoch(&room), before, "nobody follows");
-    // One epoch ahead may be a forgotten one: the tiles are asked for again, and the run goes on.
+    assert_eq!(epoch(&room), before, "no owner follows");
+    // One epoch ahead may be one that was forgotten: the tiles are ordered again, and the run continues.
     let bytes = codec::encode_message(&Message::Stale { job: JOB, mine: next }).unwrap();
     room.world.inject(SUBMITTER, Input::Message { from: owner, bytes });
     room.finishes(ms(120_000));
 }
 
-/// The last order that a coordinator gave.
+/// The last order that a coordinator sent.
 #[derive(Clone, Default)]
 struct Orders(Rc<RefCell<Option<Ordered>>>);
 
-/// An order, and under which epoch it came.
+/// An order and its epoch.
 type Ordered = (Epoch, Box<Order>);
 
 impl Observer for Orders {
@@ -568,7 +569,7 @@ impl Observer for Orders {
     }
 }
 
-/// Small numbers that look random.
+/// Small pseudo-random numbers.
 fn dice(seed: u64) -> impl FnMut(u64) -> u64 {
     let mut chance = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     move |below| {
@@ -587,7 +588,7 @@ fn seeds(usual: u64) -> std::ops::Range<u64> {
 }
 
 #[test]
-fn whatever_strikes_the_submitter_the_hash_is_the_same() {
+fn faults_of_the_submitter_do_not_change_the_hash() {
     for seed in seeds(12) {
         let mut draw = dice(seed + 1000);
         let hosts = 4 + draw(3) as usize;
@@ -597,7 +598,7 @@ fn whatever_strikes_the_submitter_the_hash_is_the_same() {
         let mut room = Room::of(hosts, Options::lan(seed), seed);
         room.submit(spec(tier, depth, checkpoint, seed));
         room.run(ms(draw(6000)), |room| room.ended.is_some());
-        // Others falter too, but are there to agree.
+        // Others have transient faults too, but remain to vote.
         for _ in 0..draw(3) {
             let (host, lasts) = (HostId(1 + draw(hosts as u64 - 1) as u32), ms(50 + draw(2000)));
             let fault = match draw(3) {
@@ -609,11 +610,11 @@ fn whatever_strikes_the_submitter_the_hash_is_the_same() {
             room.world.strike(fault);
             room.run(ms(draw(1500)), |room| room.ended.is_some());
         }
-        // Two of three must be left to agree.
+        // Two of three must remain to vote.
         let enough = room.owners.len() >= 3;
         let fault = match draw(4) {
             0 => Fault::Pause { host: SUBMITTER, lasts: ms(400 + draw(6000)) },
-            // Before there is anybody to succeed it, nothing is promised.
+            // Without a possible successor the run may be lost.
             _ if !enough => Fault::Pause { host: SUBMITTER, lasts: ms(100) },
             1 => Fault::Outage { hosts: vec![SUBMITTER], lasts: ms(200 + draw(4000)), keep_disk: draw(2) == 0 },
             _ => Fault::Crash(SUBMITTER),
@@ -628,7 +629,7 @@ fn whatever_strikes_the_submitter_the_hash_is_the_same() {
 }
 
 #[test]
-fn whatever_strikes_the_hash_is_the_same() {
+fn random_faults_do_not_change_the_hash() {
     for seed in seeds(24) {
         let mut draw = dice(seed);
         let hosts = 2 + draw(4) as usize;

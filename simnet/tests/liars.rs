@@ -1,7 +1,7 @@
-//! A certified member that sends forged messages in the names of others gets nowhere: jobs stay where they are, requests go on as
-//! fast as before, and every token is right.
-#![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many events")]
-#![expect(clippy::print_stdout, reason = "figures for people")]
+//! A certified member that forges messages in the names of others (a Byzantine member): jobs stay where they are, requests
+//! are as fast as before, and every token is right.
+#![expect(clippy::wildcard_enum_match_arm, reason = "a test handles few of many events")]
+#![expect(clippy::print_stdout, reason = "the test prints its measurements")]
 use node_core::id::{CallId, JobId};
 use node_core::input::Input;
 use node_core::output::Event;
@@ -24,9 +24,9 @@ use std::collections::BTreeSet;
 
 const LAYERS: u32 = 12;
 const LAYER_BYTES: u64 = 20 << 20;
-/// Room for five of the twelve layers.
+/// Memory for five of the twelve layers.
 const MEMORY: u64 = 297 << 20;
-const HEAD: HostId = HostId(0);
+const COORDINATOR: HostId = HostId(0);
 const JOB: JobId = JobId(0x6172);
 const SIZE: [u64; 3] = [24, 40, 1];
 const STEPS: u32 = 300;
@@ -45,14 +45,14 @@ struct Room {
 }
 
 impl Room {
-    /// A model that is served and whose stages have standbys.
+    /// A model that is served, and whose stages have standbys.
     fn serving(seed: u64) -> Room {
         let mut world = World::new(Options::lan(seed));
         let mut spec = HostSpec::default();
         (spec.capacity.memory_total, spec.capacity.memory_free) = (MEMORY, MEMORY);
         let hosts = world.add_hosts(8, &spec);
         hosts.iter().for_each(|&host| world.start(host));
-        hosts[1..].iter().for_each(|&host| world.introduce(host, HEAD));
+        hosts[1..].iter().for_each(|&host| world.introduce(host, COORDINATOR));
         world.discover(ms(5_000));
         assert!(world.run_while_not(ms(20_000), ms(50), |world| informed(world, &[])), "hosts find each other");
         world.run_for(ms(1_000));
@@ -62,7 +62,7 @@ impl Room {
         world.observe(Box::new(frames.clone()));
         world.observe(Box::new(owners.clone()));
         world.observe(Box::new(bounds.clone()));
-        let mut work = Workload::deploy(&mut world, HEAD, symbolic_model(LAYERS, LAYER_BYTES));
+        let mut work = Workload::deploy(&mut world, COORDINATOR, symbolic_model(LAYERS, LAYER_BYTES));
         assert!(work.run_until_ready(&mut world, ms(20_000)), "{:?}", work.notes);
         work.run(&mut world, ms(5_000), |_, _| false);
         Room { world, work, epochs, frames, owners, bounds }
@@ -70,15 +70,15 @@ impl Room {
 
     /// Owners of stages, then their standbys.
     fn holders(&self) -> BTreeSet<HostId> {
-        let view = self.world.host(HEAD).node.as_ref().and_then(|node| node.jobs().next()).expect("a job");
+        let view = self.world.host(COORDINATOR).node.as_ref().and_then(|node| node.jobs().next()).expect("a job");
         let standbys = view.parts.iter().filter_map(|part| part.standby.as_ref()?.node);
         let nodes = view.parts.iter().map(|part| part.owner).chain(standbys);
         nodes.filter_map(|node| self.world.host_of(node)).collect()
     }
 
-    /// Requests come and go while the liar speaks. Returns the longest pause of a request.
-    fn lie(&mut self, seed: u64, liar: HostId, messages: u32) -> Duration {
-        self.world.strike(Fault::Lies { host: liar, messages, lasts: ms(20_000) });
+    /// Sends requests while a member forges messages. Returns the longest pause of a request.
+    fn lie(&mut self, seed: u64, forger: HostId, messages: u32) -> Duration {
+        self.world.strike(Fault::Lies { host: forger, messages, lasts: ms(20_000) });
         for number in 0..20 {
             self.work.submit(&mut self.world, request(seed * 100 + number, 30 + 20 * number as u32, 150));
             self.work.run(&mut self.world, ms(1_000), |_, _| false);
@@ -109,43 +109,48 @@ impl Room {
 }
 
 #[test]
-fn a_bystander_that_speaks_for_others_changes_nothing() {
+fn forged_messages_of_a_non_participant_change_nothing() {
     let mut longest = Duration::ZERO;
     for seed in 0..12 {
         let mut room = Room::serving(seed);
         let (holders, epoch) = (room.holders(), room.work.epoch);
-        let liar = (1..8).map(HostId).find(|host| !holders.contains(host)).expect("a host without a stage");
-        let pause = room.lie(seed, liar, 600);
+        let forger = (1..8).map(HostId).find(|host| !holders.contains(host)).expect("a host without a stage");
+        let pause = room.lie(seed, forger, 600);
         assert!(room.work.epoch == epoch && room.moves().is_empty(), "seed {seed}: {:?}", room.moves());
-        let honest = Room::serving(seed).lie(seed, liar, 0);
-        assert!(pause < honest + ms(20), "seed {seed}: {pause:?}, without lies {honest:?}");
+        let honest = Room::serving(seed).lie(seed, forger, 0);
+        assert!(pause < honest + ms(20), "seed {seed}: {pause:?}, without forged messages {honest:?}");
         longest = longest.max(pause);
     }
-    println!("12 bystanders, 600 lies each: longest pause {longest:?}");
+    println!("12 non-participants, 600 forged messages each: longest pause {longest:?}");
 }
 
 #[test]
-fn a_participant_that_speaks_for_others_costs_no_request_and_no_token() {
+fn forged_messages_of_a_participant_cost_no_request_and_no_token() {
     let mut longest = Duration::ZERO;
     for seed in 0..12 {
         let mut room = Room::serving(100 + seed);
-        let liar = room.work.stages(&room.world).into_iter().find(|host| *host != HEAD).expect("a stage elsewhere");
-        let pause = room.lie(seed, liar, 300);
-        // What it says of a neighbour is believed once; then it goes itself. Each is a loss and a placement.
+        let forger = room
+            .work
+            .stages(&room.world)
+            .into_iter()
+            .find(|host| *host != COORDINATOR)
+            .expect("a stage on another host");
+        let pause = room.lie(seed, forger, 300);
+        // Its report about a neighbour is trusted once; then it is excluded itself. Each costs a loss and a placement.
         assert!(room.moves().len() <= 4, "seed {seed}: {:?}", room.moves());
         longest = longest.max(pause);
     }
-    println!("12 participants, 300 lies each: longest pause {longest:?}");
+    println!("12 participants, 300 forged messages each: longest pause {longest:?}");
     assert!(longest < ms(750), "{longest:?}");
 }
 
-/// A simulation with standbys: the hash is right, nothing is placed again, and nothing is lost that was saved.
+/// A simulation with standbys: the hash is right, no tile is placed again, and no saved state is lost.
 #[test]
-fn a_bystander_that_speaks_for_others_changes_no_simulation() {
+fn forged_messages_of_a_non_participant_change_no_simulation() {
     for seed in 0..6 {
         let (honest, _) = simulate(seed, 0);
         let (lied, notes) = simulate(seed, 800);
-        assert!(lied < honest + ms(300), "seed {seed}: {lied:?}, without lies {honest:?}: {notes:#?}");
+        assert!(lied < honest + ms(300), "seed {seed}: {lied:?}, without forged messages {honest:?}: {notes:#?}");
     }
 }
 
@@ -156,19 +161,19 @@ fn simulate(seed: u64, lies: u32) -> (Duration, Vec<String>) {
     spec.capacity.copy_bytes_per_second = 100_000_000;
     let hosts = world.add_hosts(4, &spec);
     hosts.iter().for_each(|&host| world.start(host));
-    hosts[1..].iter().for_each(|&host| world.introduce(host, HEAD));
+    hosts[1..].iter().for_each(|&host| world.introduce(host, COORDINATOR));
     assert!(world.run_while_not(ms(20_000), ms(50), |world| informed(world, &[])), "hosts find each other");
     world.run_for(ms(1_000));
-    // A member that takes no work is a bystander.
-    let liar = world.add_hosts(1, &spec)[0];
-    world.start(liar);
-    world.introduce(liar, HEAD);
-    world.inject(liar, Input::Drain(true));
+    // A member that drains takes no work: it is a non-participant.
+    let forger = world.add_hosts(1, &spec)[0];
+    world.start(forger);
+    world.introduce(forger, COORDINATOR);
+    world.inject(forger, Input::Drain(true));
     world.run_for(ms(3_000));
     let began = world.now();
-    world.inject(HEAD, Input::Start { call: CallId(1), job: Box::new(JobSpec::Steps(grid(seed))) });
+    world.inject(COORDINATOR, Input::Start { call: CallId(1), job: Box::new(JobSpec::Steps(grid(seed))) });
     world.run_for(ms(200));
-    world.strike(Fault::Lies { host: liar, messages: lies, lasts: ms(1_500) });
+    world.strike(Fault::Lies { host: forger, messages: lies, lasts: ms(1_500) });
     let (mut hash, mut ended, mut notes) = (None, None, Vec::new());
     world.run_for(ms(15_000));
     let mut checkpoints = Vec::new();
@@ -185,7 +190,7 @@ fn simulate(seed: u64, lies: u32) -> (Duration, Vec<String>) {
     assert_eq!(checkpoints, [60, 120, 180, 240, 300], "seed {seed}: {notes:#?}");
     let placed = notes.iter().filter(|note| note.contains("JobPlaced")).count();
     assert_eq!(placed, 1, "seed {seed}: {notes:#?}");
-    (ended.unwrap_or_else(|| panic!("seed {seed}: it ends: {notes:#?}")), notes)
+    (ended.unwrap_or_else(|| panic!("seed {seed}: it has not ended: {notes:#?}")), notes)
 }
 
 fn grid(seed: u64) -> GridSpec {

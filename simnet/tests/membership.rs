@@ -1,6 +1,6 @@
-//! Membership at scale: joining, dying, partitions that heal, and runs that repeat themselves.
-#![expect(clippy::print_stdout, reason = "figures for people")]
-#![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many events")]
+//! Membership at scale: joins, crashes, partitions that heal, and reproducible runs.
+#![expect(clippy::print_stdout, reason = "the test prints its measurements")]
+#![expect(clippy::wildcard_enum_match_arm, reason = "a test handles few of many events")]
 use node_core::codec;
 use node_core::output::{Event, Output};
 use node_core::time::{Duration, Instant};
@@ -59,15 +59,15 @@ fn a_hundred_join_and_ten_die() {
     );
 }
 
-/// 200 nodes in every run; the full figure: `MESHNODE_NODES=1000 cargo test --release -p simnet --test membership thousand
-/// -- --nocapture`.
+/// 200 nodes by default; the full size: `MESHNODE_NODES=1000 cargo test --release -p simnet --test membership thousand --
+/// --nocapture`.
 #[test]
-fn a_thousand_nodes_miss_ten_deaths_faster_than_real_time() {
+fn a_thousand_nodes_detect_ten_deaths_faster_than_real_time() {
     let n: usize = std::env::var("MESHNODE_NODES").ok().and_then(|n| n.parse().ok()).unwrap_or(200);
     let began = std::time::Instant::now();
     let (mut world, hosts) = mesh(Options::lan(6), n);
     let joined = converge(&mut world, 60, &[], "all join");
-    world.run_for(Duration::from_secs(20)); // adverts and push-pulls of the beginning
+    world.run_for(Duration::from_secs(20)); // initial adverts and push-pulls
     let bootstrapped = began.elapsed();
     let (began, from, events) = (std::time::Instant::now(), world.now(), world.trace().events());
     let tenth = n / 11;
@@ -87,7 +87,7 @@ fn a_thousand_nodes_miss_ten_deaths_faster_than_real_time() {
     );
 }
 
-/// Bytes and suspicions that hosts send, as a network card sees them: with the seal and the headers of UDP and IP.
+/// Bytes that hosts send, with the seal and the UDP and IP headers, and the number of suspicions.
 #[derive(Clone, Default)]
 struct Traffic(Rc<RefCell<(u64, u64)>>);
 
@@ -123,7 +123,7 @@ fn regions(round_trip_ms: u64, near: usize, far: usize) -> (World, Vec<HostId>) 
     (world, hosts)
 }
 
-/// When the first host and when all living ones know that this one is dead.
+/// Crashes a host. Returns when the first live host, and when all of them, have detected it.
 fn death(world: &mut World, host: HostId) -> (Duration, Duration) {
     world.take_told();
     let died = world.now();
@@ -137,7 +137,7 @@ fn death(world: &mut World, host: HostId) -> (Duration, Duration) {
 }
 
 #[test]
-fn distant_regions_are_as_quiet_as_one_room() {
+fn distant_regions_cause_no_suspicions() {
     for round_trip_ms in [0, 100, 200, 300] {
         let (mut world, hosts) = regions(round_trip_ms, 16, 16);
         let traffic = Traffic::default();
@@ -148,25 +148,25 @@ fn distant_regions_are_as_quiet_as_one_room() {
         let bytes_per_second = bytes / 30 / hosts.len() as u64;
         let (first, all) = death(&mut world, hosts[20]);
         println!(
-            "32 nodes, two regions, round trip {round_trip_ms} ms: {bytes_per_second} B/s a node, {suspicions} suspicions in \
-             30 s; a death is known to the first after {first:?}, to all after {all:?}"
+            "32 nodes, two regions, round trip {round_trip_ms} ms: {bytes_per_second} B/s per node, {suspicions} suspicions in \
+             30 s; a death is detected first after {first:?}, by all after {all:?}"
         );
-        assert_eq!(suspicions, 0, "round trip {round_trip_ms} ms: nobody has to refute anything");
-        assert!(bytes_per_second <= 6000, "round trip {round_trip_ms} ms: {bytes_per_second} B/s a node");
-        // Machines beside it notice as in one room; the news takes half a round trip.
+        assert_eq!(suspicions, 0, "round trip {round_trip_ms} ms: no false suspicion");
+        assert!(bytes_per_second <= 6000, "round trip {round_trip_ms} ms: {bytes_per_second} B/s per node");
+        // Hosts in its region detect it as fast as in one region; the news takes half a round trip.
         assert!(first <= Duration::from_millis(1000), "round trip {round_trip_ms} ms: {first:?}");
         let bound = Duration::from_millis(1500 + round_trip_ms);
         assert!(all <= bound, "round trip {round_trip_ms} ms: {all:?}, expected within {bound:?}");
     }
 }
 
-/// A member that only distant ones can miss: an answer, one by way of others and a refutation take two round trips each.
+/// A member that only distant ones can probe: a direct answer, an indirect one and a refutation take two round trips each.
 #[test]
-fn a_lonely_distant_member_is_missed_within_six_round_trips_and_a_second() {
+fn a_single_distant_member_is_detected_within_six_round_trips_and_a_second() {
     for round_trip_ms in [100, 200, 300] {
         let (mut world, hosts) = regions(round_trip_ms, 8, 1);
         let (first, all) = death(&mut world, hosts[8]);
-        println!("one node {round_trip_ms} ms away from eight: missed after {first:?}, by all after {all:?}");
+        println!("one node {round_trip_ms} ms away from eight: detected after {first:?}, by all after {all:?}");
         let bound = Duration::from_millis(1000 + 6 * round_trip_ms);
         assert!(first <= bound, "round trip {round_trip_ms} ms: {first:?}, expected within {bound:?}");
     }
@@ -209,7 +209,7 @@ fn the_same_seed_runs_the_same() {
 }
 
 #[test]
-fn a_restarted_node_comes_back_without_a_ghost() {
+fn a_restarted_node_rejoins_without_a_ghost_member() {
     for keep_disk in [true, false] {
         let (mut world, hosts) = mesh(Options::lan(3), 8);
         converge(&mut world, 20, &[], "8 join");
@@ -227,9 +227,10 @@ fn a_restarted_node_comes_back_without_a_ghost() {
     }
 }
 
-/// SIGSTOP, a laptop's lid: for longer than it takes to be given up, and for longer than it takes to be forgotten.
+/// A pause (SIGSTOP, a laptop lid) longer than the failure timeout, and longer than the time after which dead members are
+/// forgotten.
 #[test]
-fn a_node_that_slept_comes_back_by_itself() {
+fn a_paused_node_rejoins_by_itself() {
     for seconds in [2, 90, 20 * 60] {
         let (mut world, hosts) = mesh(Options::lan(7), 8);
         converge(&mut world, 20, &[], "8 join");
@@ -245,14 +246,14 @@ fn a_node_that_slept_comes_back_by_itself() {
             node_core::output::Event::PeerDown { node, .. } => node != sleeper,
             _ => false,
         });
-        assert_eq!(wrong.count(), 0, "it took nobody with it");
-        println!("8 nodes, one asleep for {seconds} s: one view {:?} after it woke", woke.since(Instant(0)));
+        assert_eq!(wrong.count(), 0, "no other node is reported down");
+        println!("8 nodes, one paused for {seconds} s: views are equal {:?} after it resumed", woke.since(Instant(0)));
     }
 }
 
-/// Both halves have forgotten each other as members, not where they were.
+/// Both halves have forgotten each other as members, but not their addresses.
 #[test]
-fn halves_that_forgot_each_other_meet_again() {
+fn halves_that_forgot_each_other_rejoin() {
     let (mut world, hosts) = mesh(Options::lan(8), 12);
     converge(&mut world, 20, &[], "12 join");
     world.run_for(Duration::from_secs(5));
@@ -263,7 +264,7 @@ fn halves_that_forgot_each_other_meet_again() {
     assert_eq!(
         (members(left[1], &world), members(right[1], &world)),
         (Some(4), Some(6)),
-        "nothing is left of the others"
+        "the other half is forgotten"
     );
     world.strike(Fault::Heal);
     let healed = world.now();
@@ -273,7 +274,7 @@ fn halves_that_forgot_each_other_meet_again() {
 }
 
 #[test]
-fn leaving_is_known_at_once() {
+fn a_leave_spreads_at_once() {
     let (mut world, hosts) = mesh(Options::lan(4), 30);
     converge(&mut world, 20, &[], "30 join");
     world.run_for(Duration::from_secs(5));
@@ -284,13 +285,13 @@ fn leaving_is_known_at_once() {
     let left = world.take_told().into_iter().filter(|told| {
         matches!(told.event, node_core::output::Event::PeerDown { reason: node_core::work::DownReason::Left, .. })
     });
-    // A member that hears of it from another one first cannot tell a goodbye from a death.
-    let told = left.count();
-    assert!((27..=29).contains(&told), "{told} of 29 know that it left of its own will");
+    // A member that learns of it from another one first cannot distinguish a leave from a crash.
+    let aware = left.count();
+    assert!((27..=29).contains(&aware), "{aware} of 29 know that it left");
 }
 
 #[test]
-fn short_stalls_kill_nobody() {
+fn short_stalls_cause_no_false_deaths() {
     let (mut world, hosts) = mesh(Options::lan(5), 16);
     converge(&mut world, 20, &[], "16 join");
     world.run_for(Duration::from_secs(2));
@@ -307,10 +308,10 @@ fn short_stalls_kill_nobody() {
     assert!(downs.is_empty(), "a stall of 250 ms is no death: {:?}", downs.first());
 }
 
-/// Safety is checked by nobody panicking; liveness by one truth after the last fault.
+/// Safety: no panic. Liveness: all views are equal after the last fault.
 #[test]
-fn any_bad_time_ends_in_one_view() {
-    // More at will: `MESHNODE_SEEDS=2000 cargo test --release -p simnet any_bad_time`.
+fn random_faults_end_in_one_view() {
+    // More seeds: `MESHNODE_SEEDS=2000 cargo test --release -p simnet random_faults_end`.
     let seeds = std::env::var("MESHNODE_SEEDS").ok().and_then(|n| n.parse().ok()).unwrap_or(40);
     let mut slowest = (Duration::ZERO, 0);
     for seed in 0..seeds {
@@ -322,7 +323,7 @@ fn any_bad_time_ends_in_one_view() {
         world.schedule(faults::mend(&hosts, world.now()));
         world.run_for(Duration::from_millis(1));
         for &host in &hosts[1..] {
-            world.introduce(host, hosts[0]); // discovery goes on finding the first host, whatever else is forgotten
+            world.introduce(host, hosts[0]); // discovery always finds the first host
         }
         let mended = world.now();
         let reached =
@@ -331,5 +332,8 @@ fn any_bad_time_ends_in_one_view() {
         assert!(reached, "seed {seed}: {:?}\n{:?}\n{schedule:#?}", world.options(), wrong);
         slowest = slowest.max((world.now().since(mended), seed));
     }
-    println!("{seeds} bad times, all views one at most {:?} after the last fault (seed {})", slowest.0, slowest.1);
+    println!(
+        "{seeds} random schedules, all views equal at most {:?} after the last fault (seed {})",
+        slowest.0, slowest.1
+    );
 }

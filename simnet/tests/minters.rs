@@ -1,8 +1,8 @@
-//! Two heads that serve the same request on the two sides of a cut, and stages of an epoch that went on without their head:
-//! once the network heals each caller has had each token once, both have had the same ones, and of the work that was
-//! superseded nothing is told and nothing is left.
-#![expect(clippy::print_stdout, reason = "figures for people")]
-#![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many messages")]
+//! Two coordinators that serve the same request on the two sides of a partition, and stages that continue under an epoch
+//! without their coordinator: once the network heals each caller has each token once, both have the same ones, and
+//! superseded work reports nothing and leaves nothing.
+#![expect(clippy::print_stdout, reason = "the test prints its measurements")]
+#![expect(clippy::wildcard_enum_match_arm, reason = "a test handles few of many messages")]
 use node_core::codec;
 use node_core::id::{CallId, Epoch, JobId};
 use node_core::input::Input;
@@ -27,14 +27,14 @@ use std::rc::Rc;
 
 const LAYERS: u32 = 12;
 const LAYER_BYTES: u64 = 20 << 20;
-/// Room for five of the twelve layers.
+/// Memory for five of the twelve layers.
 const MEMORY: u64 = 297 << 20;
 
 fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// Hosts that know each other, and everything that watches them.
+/// Hosts that have joined, and the checkers that observe them.
 struct Room {
     world: World,
     hosts: Vec<HostId>,
@@ -57,7 +57,7 @@ impl Room {
         world.discover(ms(5_000));
         let settled = world.run_while_not(ms(20_000), ms(50), |world| membership::informed(world, &[]));
         assert!(settled, "{n} hosts find each other: {:?}", membership::divergences(&world, &[]));
-        world.run_for(ms(1_000)); // connections stand
+        world.run_for(ms(1_000)); // connections are established
         let room = Room {
             world,
             hosts,
@@ -81,7 +81,7 @@ impl Room {
         self
     }
 
-    /// Lets time pass for all callers, until `done`.
+    /// Runs until `done` holds for the callers; `false` if that takes longer than `limit`.
     fn run(&mut self, callers: &mut [Workload], limit: Duration, done: impl Fn(&[Workload], &World) -> bool) -> bool {
         let end = self.world.now() + limit;
         loop {
@@ -97,7 +97,7 @@ impl Room {
         }
     }
 
-    /// Nothing that must not be was seen, or is left.
+    /// Asserts that no checker has a violation and nothing leaks.
     fn assert_sound(&mut self, callers: &[Workload], what: &str) {
         let rested = |world: &World| leaks(world).is_empty() && rest::orphans(world).is_empty();
         self.world.run_while_not(ms(30_000), ms(50), rested);
@@ -117,7 +117,7 @@ impl Room {
     }
 }
 
-/// Watches answers of superseded epochs: how many reach a head, and that it tells nobody.
+/// Watches answers of superseded epochs: how many reach a coordinator, and that it passes none to a caller.
 #[derive(Clone, Default)]
 struct Late {
     seen: Rc<RefCell<Seen>>,
@@ -126,7 +126,7 @@ struct Late {
 #[derive(Default)]
 struct Seen {
     placed: BTreeMap<(HostId, JobId), Epoch>,
-    /// The answer that is being handled is of a lower epoch than the one placed.
+    /// The epoch of the answer that is being handled, if it is lower than the one placed.
     handled: BTreeMap<HostId, Epoch>,
     count: usize,
     violations: Vec<String>,
@@ -167,7 +167,7 @@ impl Observer for Late {
             Output::Notify(event @ (Event::Token { .. } | Event::Done { .. })) => {
                 let Some(epoch) = seen.handled.get(&host).copied() else { return };
                 seen.violations.push(format!(
-                    "{} ms, host {}: {event:?} told under {epoch:?}",
+                    "{} ms, host {}: {event:?} reported under {epoch:?}",
                     at.0 / 1_000_000,
                     host.0
                 ));
@@ -177,13 +177,13 @@ impl Observer for Late {
     }
 }
 
-/// A client that lost its connection asks another node under the same key: both heads serve the same request with the same
-/// seed, each with a job and epochs of its own, and want the same nodes when the network heals.
+/// A client that lost its connection sends its request to another node under the same key: both coordinators serve it with
+/// the same seed, each with a job and epochs of its own, and need the same nodes when the network heals.
 #[test]
-fn two_heads_of_one_request_tell_their_callers_the_same_tokens_once() {
+fn two_coordinators_of_one_request_report_the_same_tokens_once() {
     let (mut both, mut waited) = (0, 0);
     for seed in 0..40 {
-        let what = format!("two heads, seed {seed}");
+        let what = format!("two coordinators, seed {seed}");
         let mut draw = chance(seed, "two heads");
         let memory = if draw.random_bool(0.5) { MEMORY } else { 2 * MEMORY };
         let mut room = Room::new(Options::swarm(seed), 8, memory);
@@ -196,7 +196,7 @@ fn two_heads_of_one_request_tell_their_callers_the_same_tokens_once() {
         asked.sampling = Sampling { temperature_e6: 800_000, seed: draw.random(), ..Sampling::GREEDY };
         callers[0].submit(&mut room.world, asked.clone());
         room.run(&mut callers, ms(draw.random_range(0..1_500)), |_, _| false);
-        // Some of the others stay with the first head: perhaps all its stages, so that it goes on; perhaps none.
+        // Some of the other hosts stay with the first coordinator: perhaps all its stages, so that it continues; perhaps none.
         let stages = callers[0].stages(&room.world);
         let keeps = draw.random_range(0..3);
         let stays = |host: &&HostId| match keeps {
@@ -246,22 +246,22 @@ fn two_heads_of_one_request_tell_their_callers_the_same_tokens_once() {
         }
         room.assert_sound(&callers, &what);
     }
-    println!("two heads of one request: {both} times both answered, {waited} times only the second");
+    println!("two coordinators of one request: {both} times both answered, {waited} times only the second");
     assert!(both > 0);
 }
 
-/// The head is cut off from some or all of its stages, which still hear each other: they work on under their epoch until it
-/// is superseded, and what they answer then is nobody's.
+/// The coordinator is cut off from some or all of its stages, which still reach each other: they continue under their epoch
+/// until it is superseded, and their answers after that are dropped.
 #[test]
-fn stages_that_went_on_without_their_head_answer_nobody_when_it_is_back() {
+fn answers_of_a_superseded_epoch_reach_no_caller() {
     let mut late = 0;
     for seed in 0..40 {
-        let what = format!("stages without a head, seed {seed}");
+        let what = format!("stages without a coordinator, seed {seed}");
         let mut draw = chance(seed, "stages without a head");
         let mut room = Room::new(Options { latency: ms(draw.random_range(0..30)), ..Options::swarm(seed) }, 8, MEMORY);
-        let head = room.hosts[0];
-        let mut callers = [Workload::of(head, symbolic_model(LAYERS, LAYER_BYTES))];
-        callers[0].turn_to(&mut room.world, head);
+        let coordinator = room.hosts[0];
+        let mut callers = [Workload::of(coordinator, symbolic_model(LAYERS, LAYER_BYTES))];
+        callers[0].turn_to(&mut room.world, coordinator);
         assert!(room.run(&mut callers, ms(20_000), |callers, _| callers[0].job.is_some()), "{what}: served");
         let calls: Vec<CallId> = (0..4)
             .map(|n| {
@@ -271,12 +271,12 @@ fn stages_that_went_on_without_their_head_answer_nobody_when_it_is_back() {
             .collect();
         room.run(&mut callers, Duration::from_micros(draw.random_range(100_000..2_500_000)), |_, _| false);
         let mut stages = callers[0].stages(&room.world);
-        stages.retain(|host| *host != head);
+        stages.retain(|host| *host != coordinator);
         if draw.random_bool(0.5) {
-            stages.truncate(1); // the last one is heard all the time
+            stages.truncate(1); // the last one stays connected
         }
         let rest: Vec<HostId> = room.hosts.iter().filter(|host| !stages.contains(host)).copied().collect();
-        // One way only: what the head says arrives or does not, while the stages' answers wait for the healing.
+        // In one direction only: the coordinator's messages arrive, while the stages' answers wait until the network heals.
         let both = draw.random_bool(0.5);
         room.world.strike(Fault::Partition { from: stages, to: rest, both });
         room.run(&mut callers, ms(draw.random_range(350..3_000)), |_, _| false);
@@ -290,6 +290,6 @@ fn stages_that_went_on_without_their_head_answer_nobody_when_it_is_back() {
         room.assert_sound(&callers, &what);
         late += room.late.count();
     }
-    println!("stages without a head: {late} answers of superseded epochs reached it, and nobody was told");
-    assert!(late > 0, "the test is to see some");
+    println!("stages without a coordinator: {late} answers of superseded epochs reached it, none reached a caller");
+    assert!(late > 0, "expected some late answers");
 }

@@ -1,15 +1,15 @@
 //! The simulator finds planted bugs.
 //!
-//! `.ci/run` runs the seeds that found them. If a change alters what seeds draw, search for new ones:
+//! `.ci/run` runs the seeds that found them. If a change alters the random draws, search for new seeds:
 //! `cargo test --release -p simnet --features planted --test planted -- --ignored --nocapture`
 #![cfg(feature = "planted")]
-#![expect(clippy::print_stdout, reason = "figures for people")]
+#![expect(clippy::print_stdout, reason = "the test prints its measurements")]
 use node_core::planted::{Planted, plant};
 use simnet::run::Outcome;
 use simnet::soak::{Size, cores, draw, run_caught, soak};
 use std::sync::Mutex;
 
-/// Each bug, a seed that finds it, and a part of the violation.
+/// Each bug, a seed that finds it, and a part of the violation's text.
 const BUGS: [(Planted, u64, &str); 20] = [
     (Planted::EpochCheckLeftOut, 75, "a frame of"),
     (Planted::RingTrimmedEarly, 3, "keeps request"),
@@ -33,7 +33,7 @@ const BUGS: [(Planted, u64, &str); 20] = [
     (Planted::CheckpointIncomplete, 1, "a wrong checkpoint"),
 ];
 
-/// A planted bug affects the whole process: one test at a time.
+/// A planted bug affects the whole process, so tests run one at a time.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 fn planted<T>(bug: Planted, work: impl FnOnce() -> T) -> T {
@@ -43,7 +43,7 @@ fn planted<T>(bug: Planted, work: impl FnOnce() -> T) -> T {
     result
 }
 
-fn said<'o>(outcome: &'o Outcome, word: &str) -> Option<&'o String> {
+fn violation_with<'o>(outcome: &'o Outcome, word: &str) -> Option<&'o String> {
     outcome.violations.iter().find(|violation| violation.contains(word))
 }
 
@@ -53,7 +53,7 @@ fn recorded_seeds_find_their_bugs() {
     for (bug, seed, word) in BUGS {
         let case = draw(seed, Size::default());
         let outcome = planted(bug, || run_caught(&case));
-        assert!(said(&outcome, word).is_some(), "{bug:?}, seed {seed}: {:?}", outcome.violations);
+        assert!(violation_with(&outcome, word).is_some(), "{bug:?}, seed {seed}: {:?}", outcome.violations);
         let without = run_caught(&case);
         assert!(without.violations.is_empty(), "seed {seed} without {bug:?}: {:?}", without.violations);
     }
@@ -79,7 +79,7 @@ fn first_seed(word: &str) -> Option<(u64, String)> {
     let mut first: Option<(u64, String)> = None;
     for from in (0..SEEDS_MAX).step_by(TOGETHER as usize) {
         soak(from..from + TOGETHER, Size::default(), cores(), |outcome| {
-            if let Some(what) = said(&outcome, word)
+            if let Some(what) = violation_with(&outcome, word)
                 && first.as_ref().is_none_or(|(seed, _)| outcome.seed < *seed)
             {
                 first = Some((outcome.seed, what.clone()));
@@ -92,7 +92,7 @@ fn first_seed(word: &str) -> Option<(u64, String)> {
     first
 }
 
-/// Seeds a bug may hide from.
+/// Number of seeds to search for a bug.
 const SEEDS_MAX: u64 = 2000;
-/// Seeds run before looking.
+/// Seeds per round of the search.
 const TOGETHER: u64 = 20;

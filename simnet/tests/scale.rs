@@ -1,7 +1,7 @@
-//! Large meshes: everybody who lives knows who died, and the simulator keeps up.
+//! Large meshes: all live nodes detect all crashes, and the simulator is fast enough.
 //!
-//! The large one: `SIMNET_NODES=1000 cargo test --release -p simnet --test scale -- --nocapture`
-#![expect(clippy::print_stdout, reason = "figures for people")]
+//! The full size: `SIMNET_NODES=1000 cargo test --release -p simnet --test scale -- --nocapture`
+#![expect(clippy::print_stdout, reason = "the test prints its measurements")]
 use node_core::time::Duration;
 use simnet::scale::scale;
 

@@ -1,10 +1,10 @@
-//! Every scenario that people are given runs, and ends well.
-#![expect(clippy::print_stdout, reason = "figures for people")]
+//! Every scenario in `scenarios/` runs without violations.
+#![expect(clippy::print_stdout, reason = "the test prints its measurements")]
 use simnet::{Case, run};
 use std::path::Path;
 
 #[test]
-fn every_scenario_ends_well() {
+fn every_scenario_runs_without_violations() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("scenarios");
     let mut names = Vec::new();
     for entry in std::fs::read_dir(&folder).expect("the folder of scenarios") {
@@ -13,9 +13,12 @@ fn every_scenario_ends_well() {
         let outcome = run(&case);
         let timeline: Vec<String> = outcome.timeline.iter().map(ToString::to_string).collect();
         assert!(outcome.violations.is_empty(), "{path:?}: {:#?}\n{}", outcome.violations, timeline.join("\n"));
-        assert!(!case.about.is_empty() && !case.faults.is_empty() && !case.requests.is_empty(), "{path:?} says little");
+        assert!(
+            !case.about.is_empty() && !case.faults.is_empty() && !case.requests.is_empty(),
+            "{path:?} needs a description, faults and requests"
+        );
         let faults = outcome.timeline.iter().filter(|line| line.what.starts_with("**")).count();
-        assert!(faults > case.faults.len(), "{path:?}: all its faults strike, then all is mended");
+        assert!(faults > case.faults.len(), "{path:?}: all its faults strike, then all are healed");
         println!("{:<28} {:?}, pause {} ms", path.file_name().unwrap().display(), outcome.ends, outcome.pause_ms_max);
         names.push(path);
     }
@@ -23,7 +26,7 @@ fn every_scenario_ends_well() {
 }
 
 #[test]
-fn a_case_that_is_written_is_read_as_it_was() {
+fn a_case_round_trips_through_toml() {
     let case = simnet::soak::draw(5, simnet::soak::Size::default());
     let written = case.to_toml();
     let path = std::env::temp_dir().join(format!("simnet-case-{}.toml", std::process::id()));
@@ -35,7 +38,7 @@ fn a_case_that_is_written_is_read_as_it_was() {
 }
 
 #[test]
-fn what_is_wrong_with_a_file_is_said() {
+fn errors_in_a_scenario_are_described() {
     for (text, expected) in [
         ("lasts = \"five\"", "expected a time"),
         ("[mesh]\nhosts = 3\n[[fault]]\nat = \"1s\"\ncrash = 3", "names host 3"),

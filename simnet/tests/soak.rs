@@ -1,7 +1,7 @@
-//! Many bad times, a seed each: nothing that must not be, in any of them, and the same seed is the same run.
+//! Many random worlds, one per seed: no invariant is violated, and the same seed gives the same run.
 //!
-//! More at will: `SIMNET_SEEDS=20000 cargo test --release -p simnet --test soak -- --nocapture`, from `SIMNET_FROM` on.
-#![expect(clippy::print_stdout, reason = "figures for people")]
+//! More seeds: `SIMNET_SEEDS=20000 cargo test --release -p simnet --test soak -- --nocapture`, from `SIMNET_FROM` on.
+#![expect(clippy::print_stdout, reason = "the test prints its measurements")]
 use simnet::minimize::minimize;
 use simnet::run;
 use simnet::soak::{Size, cores, draw, run_caught, soak};
@@ -12,7 +12,7 @@ fn read(name: &str, usual: u64) -> u64 {
 }
 
 #[test]
-fn no_bad_time_breaks_a_promise() {
+fn no_random_world_violates_an_invariant() {
     let (from, seeds, size) = (read("SIMNET_FROM", 0), read("SIMNET_SEEDS", 300), Size::default());
     let began = std::time::Instant::now();
     let mut failed = BTreeMap::new();
@@ -28,7 +28,7 @@ fn no_bad_time_breaks_a_promise() {
     let least = minimize(&draw(*seed, size), outcome, 100);
     let faults: Vec<String> = least.case.faults.iter().map(|timed| format!("{:?} {}", timed.at, timed.fault)).collect();
     panic!(
-        "seeds {:?} fail; seed {seed}: {:#?}\nfewest faults: {faults:#?}\nagain: cargo run --release -p simnet -- soak \
+        "seeds {:?} fail; seed {seed}: {:#?}\nfewest faults: {faults:#?}\nrerun: cargo run --release -p simnet -- soak \
          --seeds 1 --from {seed}",
         failed.keys(),
         outcome.violations,
@@ -36,7 +36,7 @@ fn no_bad_time_breaks_a_promise() {
 }
 
 #[test]
-fn the_same_seed_is_the_same_run() {
+fn the_same_seed_gives_the_same_run() {
     for seed in 0..12 {
         let case = draw(seed, Size::default());
         let (one, other) = (run(&case), run(&case));
@@ -47,9 +47,9 @@ fn the_same_seed_is_the_same_run() {
     assert_ne!(one.trace, other.trace);
 }
 
-/// Seeds that once found something, here or in the checkers.
+/// Seeds that once found a bug, in the core or in the checkers.
 #[test]
-fn what_once_failed_does_not_fail_again() {
+fn regression_seeds_pass() {
     for seed in
         [3751, 4762, 5884, 7945, 8527, 9448, 10818, 10829, 12287, 173, 224, 693, 1345, 1583, 1881, 1949, 1960, 2209]
     {
@@ -59,7 +59,7 @@ fn what_once_failed_does_not_fail_again() {
 }
 
 #[test]
-fn no_seeds_are_a_usage_error() {
+fn zero_seeds_are_a_usage_error() {
     let output = std::process::Command::new(env!("CARGO_BIN_EXE_simnet")).args(["soak", "--seeds", "0"]).output();
     let output = output.expect("simnet runs");
     assert_eq!(output.status.code(), Some(2), "{output:?}");

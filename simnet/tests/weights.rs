@@ -1,4 +1,4 @@
-//! Weights take time and come from somewhere: sources that die are replaced, what arrived stays, and no frame waits for them.
+//! Weight transfers: lost sources are replaced, received pieces are kept, and no frame waits for a transfer.
 use node_core::input::Input;
 use node_core::output::{Event, Output};
 use node_core::time::{Duration, Instant};
@@ -11,19 +11,19 @@ use std::rc::Rc;
 
 const LAYERS: u32 = 12;
 const LAYER_BYTES: u64 = 20 << 20;
-/// Room for five of the twelve layers.
+/// Memory for five of the twelve layers.
 const MEMORY: u64 = 297 << 20;
-const HEAD: HostId = HostId(0);
+const COORDINATOR: HostId = HostId(0);
 
 fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// What hosts were asked to load, and what came of it.
+/// The load orders of hosts, and their results.
 #[derive(Clone, Default)]
 struct Loads(Rc<RefCell<Vec<Seen>>>);
 
-/// When, on which host, and the answer; none for the order.
+/// When, on which host, and the result; `None` for the order.
 type Seen = (Instant, HostId, Option<Result<u64, String>>);
 
 impl Observer for Loads {
@@ -47,10 +47,10 @@ fn mesh(seed: u64, n: usize) -> (World, Loads) {
     (spec.capacity.memory_total, spec.capacity.memory_free) = (MEMORY, MEMORY);
     let hosts = world.add_hosts(n, &spec);
     hosts.iter().for_each(|&host| world.start(host));
-    hosts[1..].iter().for_each(|&host| world.introduce(host, HEAD));
+    hosts[1..].iter().for_each(|&host| world.introduce(host, COORDINATOR));
     world.discover(ms(5_000));
     assert!(world.run_while_not(ms(20_000), ms(50), |world| informed(world, &[])), "hosts find each other");
-    world.run_for(ms(500)); // connections stand
+    world.run_for(ms(500)); // connections are established
     let loads = Loads::default();
     world.observe(Box::new(loads.clone()));
     (world, loads)
@@ -64,10 +64,10 @@ fn stored(world: &World, host: HostId, work: &Workload) -> usize {
 #[test]
 fn a_first_placement_takes_as_long_as_the_network_card_of_the_only_source() {
     let (mut world, loads) = mesh(1, 4);
-    let mut work = Workload::deploy(&mut world, HEAD, symbolic_model(LAYERS, LAYER_BYTES));
+    let mut work = Workload::deploy(&mut world, COORDINATOR, symbolic_model(LAYERS, LAYER_BYTES));
     let began = world.now();
     assert!(work.run_until_ready(&mut world, ms(20_000)), "{:?}", work.notes);
-    let others: Vec<HostId> = work.stages(&world).into_iter().filter(|host| *host != HEAD).collect();
+    let others: Vec<HostId> = work.stages(&world).into_iter().filter(|host| *host != COORDINATOR).collect();
     let bytes: u64 =
         others.iter().flat_map(|host| world.host(*host).disk.pieces(work.model.content)).map(|p| p.bytes).sum();
     let least = Duration::from_nanos(bytes * 1_000_000_000 / world.options().bandwidth);
@@ -76,21 +76,21 @@ fn a_first_placement_takes_as_long_as_the_network_card_of_the_only_source() {
 }
 
 #[test]
-fn a_source_that_dies_amid_a_transfer_is_replaced_and_what_arrived_stays() {
+fn a_source_that_dies_during_a_transfer_is_replaced_and_received_pieces_are_kept() {
     let (mut world, _) = mesh(2, 6);
     let model = symbolic_model(LAYERS, LAYER_BYTES);
-    // All but one have the model: its stage has several sources.
+    // All hosts but one have the model, so a stage of that one has several sources.
     let poor = HostId(1);
     world.hosts().map(|host| host.id).filter(|host| *host != poor).collect::<Vec<_>>().into_iter().for_each(|host| {
         world.give_model(host, model.content, LAYERS);
     });
-    world.run_for(ms(1_000)); // their adverts say so
-    let mut work = Workload::deploy(&mut world, HEAD, model);
+    world.run_for(ms(1_000)); // adverts spread
+    let mut work = Workload::deploy(&mut world, COORDINATOR, model);
     assert!(work.run_until_ready(&mut world, ms(20_000)));
     let mut before = stored(&world, poor, &work);
     if before == 0 {
-        // It is no owner: a loss makes it load.
-        let owner = work.stages(&world).into_iter().find(|host| *host != HEAD).expect("a stage elsewhere");
+        // It owns no stage: a loss makes it load one.
+        let owner = work.stages(&world).into_iter().find(|host| *host != COORDINATOR).expect("a stage on another host");
         world.strike(Fault::Outage { hosts: vec![owner], lasts: ms(60_000), keep_disk: true });
     }
     assert!(
@@ -100,21 +100,22 @@ fn a_source_that_dies_amid_a_transfer_is_replaced_and_what_arrived_stays() {
     before = stored(&world, poor, &work);
     let victim = (2..6).map(HostId).find(|host| world.host(*host).runs()).expect("a source");
     world.strike(Fault::Crash(victim));
-    assert!(work.run(&mut world, ms(20_000), |work, world| stored(world, poor, work) >= before + 10), "it goes on");
+    assert!(work.run(&mut world, ms(20_000), |work, world| stored(world, poor, work) >= before + 10), "it continues");
     let held = stored(&world, poor, &work);
     world.strike(Fault::Outage { hosts: vec![poor], lasts: ms(1_000), keep_disk: true });
     work.run(&mut world, ms(500), |_, _| false);
-    assert!(stored(&world, poor, &work) + 4 >= held, "all but what was not synced stays on the disk");
+    assert!(stored(&world, poor, &work) + 4 >= held, "only unsynced pieces are lost");
 }
 
 #[test]
-fn a_load_without_a_source_fails_soon_and_says_why() {
+fn a_load_without_a_source_fails_soon_and_reports_why() {
     let (mut world, loads) = mesh(3, 5);
-    let mut work = Workload::deploy(&mut world, HEAD, symbolic_model(LAYERS, LAYER_BYTES));
-    assert!(work.run(&mut world, ms(5_000), |_, _| loads.0.borrow().iter().any(|(_, host, _)| *host != HEAD)));
-    let loader = loads.0.borrow().iter().map(|(_, host, _)| *host).find(|host| *host != HEAD).expect("just seen");
+    let mut work = Workload::deploy(&mut world, COORDINATOR, symbolic_model(LAYERS, LAYER_BYTES));
+    assert!(work.run(&mut world, ms(5_000), |_, _| loads.0.borrow().iter().any(|(_, host, _)| *host != COORDINATOR)));
+    let loader =
+        loads.0.borrow().iter().map(|(_, host, _)| *host).find(|host| *host != COORDINATOR).expect("just seen");
     // The loader and the only source do not reach each other any more.
-    world.strike(Fault::Cut { from: vec![HEAD], to: vec![loader], both: true, lasts: ms(30_000) });
+    world.strike(Fault::Cut { from: vec![COORDINATOR], to: vec![loader], both: true, lasts: ms(30_000) });
     let cut = world.now();
     let failed = |loads: &Loads| {
         let loads = loads.0.borrow();
@@ -130,13 +131,13 @@ fn a_load_without_a_source_fails_soon_and_says_why() {
 }
 
 #[test]
-fn weights_on_their_way_delay_no_token() {
+fn weight_transfers_delay_no_token() {
     let (mut world, _) = mesh(4, 8);
-    let mut work = Workload::deploy(&mut world, HEAD, symbolic_model(LAYERS, LAYER_BYTES));
+    let mut work = Workload::deploy(&mut world, COORDINATOR, symbolic_model(LAYERS, LAYER_BYTES));
     assert!(work.run_until_ready(&mut world, ms(20_000)));
     let call = work.submit(&mut world, request(1, 50, 3000));
     let pieces_all = pieces(&(0..LAYERS), LAYERS).count();
-    // Standbys fetch their stages now, from the cards over which the rows travel.
+    // Standbys now fetch their stages, over the network cards that also carry the rows.
     let fetched = |world: &World, work: &Workload| (1..8).map(|host| stored(world, HostId(host), work)).sum::<usize>();
     let owners = fetched(&world, &work);
     let began = world.now();
@@ -146,7 +147,7 @@ fn weights_on_their_way_delay_no_token() {
     assert!(ready && ended.since(began) > ms(300), "standbys fetch for some time: {:?}", ended.since(began));
     work.run(&mut world, ended.since(began) + ms(3_000), |_, _| false);
     let times: Vec<Instant> = work.calls[&call].tokens.iter().map(|(at, ..)| *at).collect();
-    let paces = |from: Instant, to: Instant| {
+    let median_gap = |from: Instant, to: Instant| {
         let mut gaps: Vec<Duration> = times
             .windows(2)
             .filter(|pair| pair[0] >= from && pair[1] <= to)
@@ -155,6 +156,6 @@ fn weights_on_their_way_delay_no_token() {
         gaps.sort();
         gaps[gaps.len() / 2]
     };
-    let (during, after) = (paces(began, ended), paces(ended + ms(2_000), world.now()));
-    assert!(during < after * 11 / 10, "a token takes {during:?} while weights travel, {after:?} afterwards");
+    let (during, after) = (median_gap(began, ended), median_gap(ended + ms(2_000), world.now()));
+    assert!(during < after * 11 / 10, "a token takes {during:?} during transfers, {after:?} afterwards");
 }

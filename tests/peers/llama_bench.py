@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Prints how fast meshnode computes a model beside llama.cpp, on this machine, in the same minutes.
+"""Compares the speed of meshnode and llama.cpp for a model, on this machine, within the same minutes.
 
-Runs `meshnode bench decode` and whatever `llama-bench` is on the PATH by turns, and prints the ratio of each pair's medians. Pairs in
-which llama.cpp is more than a tenth below its own best are left out: something else used the machine then.
+Alternates `meshnode bench decode` with the `llama-bench` on the PATH, and prints the median ratio over the pairs. Pairs in
+which llama.cpp is more than 10 % below its own best are dropped: another program used the machine then.
 
     cargo build --release
     tests/peers/llama_bench.py ~/.cache/meshnode/models/SmolLM2-135M-Instruct.Q4_1.gguf --threads 1
@@ -27,7 +27,7 @@ def main():
     if peer is None:
         sys.exit("llama-bench is not on the PATH: build llama.cpp and add its bin folder")
     if not os.access(program, os.X_OK):
-        sys.exit(f"{program} is no program: run `cargo build --release`, or name it with --meshnode")
+        sys.exit(f"{program} is not an executable: run `cargo build --release`, or name it with --meshnode")
     rounds = []
     for number in range(args.rounds):
         ours, theirs = run_ours(program, args), run_theirs(peer, args)
@@ -35,20 +35,20 @@ def main():
         print(f"round {number + 1}: " + "; ".join(describe(name, ours[name], theirs[name]) for name in ("prefill", "decode")))
     for name in ("prefill", "decode"):
         best = max(theirs[name] for _, theirs in rounds)
-        kept = [(o, t) for o, t in rounds if t[name] >= SHARE_OF_BEST * best]
-        ratio = statistics.median(o[name] / t[name] for o, t in kept)
+        valid = [(o, t) for o, t in rounds if t[name] >= SHARE_OF_BEST * best]
+        ratio = statistics.median(o[name] / t[name] for o, t in valid)
         print(
-            f"{name}: {ratio:.2f} times llama.cpp (medians {statistics.median(o[name] for o, _ in kept):.1f} and "
-            f"{statistics.median(t[name] for _, t in kept):.1f} tok/s, {len(kept)} of {len(rounds)} rounds)"
+            f"{name}: {ratio:.2f} times llama.cpp (medians {statistics.median(o[name] for o, _ in valid):.1f} and "
+            f"{statistics.median(t[name] for _, t in valid):.1f} tok/s, {len(valid)} of {len(rounds)} rounds)"
         )
     tokens = args.prompt + args.tokens
     ours, theirs = (statistics.median(side["cpu_s"] for side in sides) for sides in zip(*rounds))
-    print(f"user CPU of a whole run, loading included: {ours:.2f} s and {theirs:.2f} s ({tokens} tokens a repetition)")
+    print(f"user CPU of a whole run, loading included: {ours:.2f} s and {theirs:.2f} s ({tokens} tokens per repetition)")
 
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a GGUF file that both read")
+    parser.add_argument("model", help="a GGUF file that both programs can read")
     parser.add_argument("--meshnode", help="the program [default: on the PATH, else target/release/meshnode]")
     parser.add_argument("--device", default="cpu", help="cpu, cuda[:i] or vulkan[:i]")
     parser.add_argument("--threads", type=int, default=1)
@@ -59,7 +59,7 @@ def arguments():
 
 
 def timed(command):
-    """Standard output of a command, and the user CPU seconds that it took."""
+    """Runs a command; returns its standard output and its user CPU seconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:

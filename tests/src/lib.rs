@@ -1,4 +1,4 @@
-//! What the system tests share. Next: `relay.rs` (a network that can be hurt), `system/main.rs`.
+//! Shared code of the system tests. Next: `relay.rs` (a network with injected faults), `system/main.rs`.
 use std::path::{Path, PathBuf};
 
 pub mod relay;

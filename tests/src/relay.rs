@@ -1,9 +1,9 @@
-//! A network between nodes of one machine that does on command what networks do by themselves: delay, lose, carry
-//! little, be cut. Seeded, and counting what passes.
+//! A fault-injecting network between the nodes of one machine: latency, loss, bandwidth limits and partitions on
+//! command. Seeded, with traffic counters.
 //!
-//! Every node has a *front*: two ports (gossip P, data P + 1) that it advertises instead of its own. What another node
-//! sends to a front is passed on from the sender's front. So each node sees every other at the one address that it
-//! advertises, answers come back through the relay, and the sender's own address says which direction a datagram takes.
+//! Every node has a *front*: two ports (gossip P, data P + 1) that it advertises instead of its own. The relay forwards
+//! a datagram sent to a front from the sender's front. So each node sees every other node at its advertised address,
+//! answers pass through the relay, and the source address identifies the direction of a datagram.
 use path::{Fate, Path};
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::io;
@@ -16,7 +16,7 @@ pub use path::{Link, Passed, Random};
 
 mod path;
 
-/// Which of a node's two ports.
+/// One of a node's two ports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Plane {
     /// P.
@@ -27,10 +27,10 @@ pub enum Plane {
 
 const PLANES: [Plane; 2] = [Plane::Gossip, Plane::Data];
 
-/// A node's place in the relay, in the order they were added.
+/// Index of a node in the relay, in the order of `add`.
 pub type Place = usize;
 
-/// The relay. Dropping it ends its threads.
+/// The relay. Dropping it stops its threads.
 pub struct Relay {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
@@ -38,7 +38,7 @@ pub struct Relay {
 
 struct Shared {
     state: Mutex<State>,
-    /// Something is due sooner than before, or the relay ends.
+    /// Signals that a datagram is due earlier than before, or that the relay stops.
     sooner: Condvar,
 }
 
@@ -47,16 +47,16 @@ struct State {
     nodes: Vec<Node>,
     /// By sender and receiver.
     paths: BTreeMap<(Place, Place), Direction>,
-    /// Cut off from everybody.
+    /// Nodes disconnected from all others.
     isolated: BTreeSet<Place>,
     waiting: BinaryHeap<Parcel>,
-    /// Parcels ever made to wait: breaks ties of the heap in order.
+    /// Parcels ever queued; a parcel's number breaks ties in the heap.
     parcels: u64,
     stopped: bool,
 }
 
 struct Node {
-    /// P of the process itself.
+    /// Gossip port P of the process.
     port: u16,
     front: [Arc<UdpSocket>; 2],
 }
@@ -65,11 +65,11 @@ struct Direction {
     path: Path,
     /// By plane.
     passed: [Passed; 2],
-    /// Parcels of it in the heap: while there are some, nothing goes past them.
+    /// Parcels of this direction in the heap: while there are any, no datagram may overtake them.
     waiting: usize,
 }
 
-/// A datagram on its way.
+/// A delayed datagram.
 struct Parcel {
     due: Instant,
     number: u64,
@@ -80,7 +80,7 @@ struct Parcel {
 }
 
 impl Relay {
-    /// A relay without nodes; `seed` decides which datagrams are lost.
+    /// A relay without nodes; `seed` determines which datagrams are lost.
     ///
     /// # Errors
     /// No thread can be started.
@@ -100,11 +100,11 @@ impl Relay {
         Ok(Self { shared, threads: vec![thread] })
     }
 
-    /// Takes in a node that listens on 127.0.0.1, UDP `port` and `port + 1`, before it starts: it joins through the relay.
-    /// Returns its place and the address it is to advertise.
+    /// Adds a node that will listen on 127.0.0.1, UDP `port` and `port + 1`. Call it before the node starts, because
+    /// the node joins through the relay. Returns its index and the address to advertise.
     ///
     /// # Errors
-    /// No ports are left, or no thread can be started.
+    /// No free ports, or no thread can be started.
     pub fn add(&mut self, port: u16) -> io::Result<(Place, SocketAddr)> {
         let (gossip, data) = front()?;
         let addr = gossip.local_addr()?;
@@ -132,22 +132,22 @@ impl Relay {
         Ok((place, addr))
     }
 
-    /// How datagrams from one node to another fare from now on.
+    /// Sets the link from one node to another.
     pub fn link(&self, from: Place, to: Place, link: Link) {
         self.shared.with_path(from, to, |path| path.link = link);
     }
 
-    /// How all datagrams fare from now on.
+    /// Sets the links of all directions.
     pub fn links(&self, link: Link) {
         self.shared.lock().paths.values_mut().for_each(|d| d.path.link = link);
     }
 
-    /// Nothing passes from one node to another, or it does again.
+    /// Cuts or restores the direction from one node to another.
     pub fn cut(&self, from: Place, to: Place, cut: bool) {
         self.shared.with_path(from, to, |path| path.cut = cut);
     }
 
-    /// Nothing passes to or from a node, or it does again.
+    /// Cuts or restores all traffic to and from a node.
     pub fn isolate(&self, node: Place, cut: bool) {
         let mut state = self.shared.lock();
         let State { isolated, .. } = &mut *state;
@@ -158,12 +158,12 @@ impl Relay {
         };
     }
 
-    /// What passed from one node to another on one plane.
+    /// Traffic from one node to another on one plane.
     pub fn passed(&self, from: Place, to: Place, plane: Plane) -> Passed {
         self.shared.lock().paths.get(&(from, to)).map(|d| d.passed[plane as usize]).unwrap_or_default()
     }
 
-    /// What passed between all nodes on one plane.
+    /// Traffic between all nodes on one plane.
     pub fn passed_in_all(&self, plane: Plane) -> Passed {
         self.shared.lock().paths.values().map(|d| d.passed[plane as usize]).fold(Passed::default(), |a, b| a + b)
     }
@@ -179,13 +179,13 @@ impl Drop for Relay {
     }
 }
 
-/// How often a thread looks whether it should end.
+/// How often a thread checks whether to stop.
 const STOP_CHECK: Duration = Duration::from_millis(100);
 /// Larger than any datagram.
 const DATAGRAM_BYTES_MAX: usize = 64 << 10;
 
 impl Shared {
-    /// Takes what others send to the front of `to`.
+    /// Receives the datagrams that other nodes send to the front of `to`.
     fn receive(&self, to: Place, plane: Plane, socket: &UdpSocket) {
         let mut buffer = vec![0; DATAGRAM_BYTES_MAX];
         loop {
@@ -194,7 +194,7 @@ impl Shared {
             if state.stopped {
                 return;
             }
-            // A timeout, or the answer of a port that nobody listens on any more.
+            // A timeout, or the ICMP error of a closed port.
             let Ok((length, source)) = received else { continue };
             let Some(ready) = state.take(to, plane, source, &buffer[..length]) else { continue };
             match ready {
@@ -208,7 +208,7 @@ impl Shared {
         }
     }
 
-    /// Passes on what is due, until the relay ends.
+    /// Forwards datagrams that are due, until the relay stops.
     fn deliver(&self) {
         let mut state = self.lock();
         while !state.stopped {
@@ -216,7 +216,7 @@ impl Shared {
             let wait = match state.waiting.peek() {
                 Some(parcel) if parcel.due <= now => {
                     if let Some(parcel) = state.waiting.pop() {
-                        // Within the lock: nothing of this direction goes past it.
+                        // Under the lock, so that no datagram of this direction overtakes it.
                         let _ = parcel.socket.send_to(&parcel.bytes, parcel.to);
                         if let Some(direction) = state.paths.get_mut(&parcel.direction) {
                             direction.waiting -= 1;
@@ -241,16 +241,16 @@ impl Shared {
     }
 }
 
-/// A datagram that was taken.
+/// A datagram that is not dropped.
 enum Ready {
-    /// To be sent at once.
+    /// To be sent immediately.
     Now(Arc<UdpSocket>, SocketAddr),
-    /// In the heap; whether it is the first there.
+    /// Queued in the heap; `first`: it is due before all others.
     Later { first: bool },
 }
 
 impl State {
-    /// `None` if the datagram vanishes.
+    /// `None` if the datagram is dropped.
     fn take(&mut self, to: Place, plane: Plane, source: SocketAddr, bytes: &[u8]) -> Option<Ready> {
         let port = |node: &Node| node.port + plane as u16;
         let from = self.nodes.iter().position(|node| port(node) == source.port())?;
@@ -285,7 +285,7 @@ fn note(counter: &mut u64) -> Option<Ready> {
     None
 }
 
-/// Two free ports side by side.
+/// Two free consecutive ports.
 fn front() -> io::Result<(UdpSocket, UdpSocket)> {
     for _ in 0..100 {
         let gossip = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))?;
@@ -297,7 +297,7 @@ fn front() -> io::Result<(UdpSocket, UdpSocket)> {
     Err(io::Error::other("no free ports on 127.0.0.1"))
 }
 
-/// The heap's greatest is the one due first.
+/// Reversed, so that the heap's maximum is the parcel due first.
 impl Ord for Parcel {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         (other.due, other.number).cmp(&(self.due, self.number))

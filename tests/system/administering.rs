@@ -1,4 +1,5 @@
-//! Who administers a node: its user, by the key in the data directory, and nobody else on the machine.
+//! Administration of a node: allowed to its user, by the key in the data directory, and to no other user of the
+//! machine.
 use crate::harness::{Mesh, meshnode};
 use meshnode::cluster::LocalNode;
 use serde_json::{Value, json};
@@ -13,7 +14,7 @@ fn mode(path: &Path) -> u32 {
     std::fs::metadata(path).unwrap_or_else(|e| panic!("{}: {e}", path.display())).permissions().mode() & 0o777
 }
 
-/// As a user that has nothing of the node's: another home.
+/// Runs the program as a user without access to the node's files: another home.
 fn stranger(home: &Path, arguments: &[&str]) -> Output {
     let mut command = Command::new(meshnode());
     command.args(arguments).stdin(Stdio::null()).env("HOME", home);
@@ -31,7 +32,7 @@ fn said(output: &Output) -> String {
     format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
 
-/// A request of a program that has no key.
+/// A request without the API key.
 fn without_key(node: &LocalNode, path: &str, body: &Value) -> (u16, String) {
     let agent: ureq::Agent = ureq::Agent::config_builder().http_status_as_error(false).build().into();
     let answer = agent.post(format!("http://{}{path}", node.api)).send_json(body).expect("an answer");
@@ -76,14 +77,14 @@ fn another_user_of_the_machine_cannot_administer_a_node_nor_read_its_secrets() {
     let invited = stranger(home.path(), &with_file.iter().map(String::as_str).collect::<Vec<_>>());
     assert!(invited.status.success() && said(&invited).contains("mesh1"), "{}", said(&invited));
 
-    // The node's user needs no flag, whichever of its nodes it means.
+    // The node's user needs no flag, whichever of several nodes is addressed.
     let invited = owner(&["invite", "--api", &api]);
     assert!(invited.status.success() && said(&invited).contains("mesh1"), "{}", said(&invited));
     let link = owner(&["open", "--api", &api]);
     assert!(link.status.success() && said(&link).contains(&format!("http://{api}/#token=")), "{}", said(&link));
 }
 
-/// Submits without proof of who asks, and with the key: what any program with the key could do.
+/// Submits over the API with the key, but without proof of the caller's access to the output folder.
 fn submit_raw(node: &LocalNode, simulation: &str, out: &Path) -> Result<Value, String> {
     node.post("/api/v1/grids", &json!({"simulation": simulation, "out": out})).map_err(|e| e.to_string())
 }
@@ -101,13 +102,14 @@ fn outputs_go_below_the_nodes_folders_or_into_the_callers_own() {
 
     let precious = dir.path().join("precious");
     std::fs::create_dir_all(precious.join("checkpoints/step-7")).expect("a folder");
-    let refused = submit_raw(node, &simulation, &precious).expect_err("it is not the node's folder");
+    let refused = submit_raw(node, &simulation, &precious).expect_err("the folder is not the node's");
     assert!(
         refused.contains("400") && refused.contains("--output-dir") && refused.contains("\"param\":\"out\""),
         "{refused}"
     );
     assert!(precious.join("checkpoints/step-7").is_dir());
-    let outside = submit_raw(node, &simulation, Path::new("../outside")).expect_err("it leads out");
+    let outside =
+        submit_raw(node, &simulation, Path::new("../outside")).expect_err("the path leaves the output folder");
     assert!(outside.contains("without `..`"), "{outside}");
     submit_raw(node, &simulation, Path::new("below/run")).expect("below the data directory");
     assert!(node.data_dir.join("outputs/below/run").is_dir());
@@ -130,12 +132,12 @@ fn leave_returns_when_the_process_has_ended() {
     let left = owner(&["leave", "--api", &mesh.nodes[0].api.to_string()]);
     assert!(left.status.success() && said(&left).contains("process has ended"), "{}", said(&left));
     assert!(!mesh.nodes[0].alive(), "{}", mesh.nodes[0].log());
-    // Nothing waits for its data directory or its port.
+    // Its data directory and its port are free for a restart.
     mesh.restart(0);
 }
 
 #[test]
-fn the_configuration_file_holds_for_every_command() {
+fn the_configuration_file_applies_to_every_command() {
     let mut mesh = Mesh::new();
     mesh.start("mine", None);
     let dir = tempfile::tempdir().expect("a folder");
@@ -174,9 +176,9 @@ fn the_configuration_file_holds_for_every_command() {
         let output = with(command);
         assert!(output.status.success(), "{command:?}: {}", said(&output));
     }
-    // A flag comes before the file.
+    // A flag overrides the file.
     assert_eq!(with(&["status", "--api", "127.0.0.1:1"]).status.code(), Some(3));
-    // A file in the current folder changes nothing.
+    // A file in the current folder is ignored.
     std::fs::write(path("meshnode.toml"), format!("api = \"{}\"\nopen = true\n", mesh.nodes[0].api)).expect("a file");
     let mut here = Command::new(meshnode());
     here.arg("status").current_dir(dir.path()).env("HOME", dir.path()).env_remove("MESHNODE_API");

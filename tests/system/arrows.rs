@@ -1,5 +1,5 @@
-//! The walls of the house: who may depend on whom, what is pure, where each third-party crate lives.
-//! A failure here means that a change crosses a wall; ARCHITECTURE.md says why the wall is there.
+//! Architecture rules: allowed dependencies between packages, purity, and the one home of each third-party crate. A
+//! failure here means that a change breaks a rule; ARCHITECTURE.md gives the reason for it.
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use std::process::Command;
 use std::{env, fs};
 use system_tests::repository;
 
-/// Which of our packages each may name, for building and for testing alike.
+/// The workspace packages that each package may depend on, for builds and tests alike.
 const ARROWS: &[(&str, &[&str])] = &[
     ("partitioner", &[]),
     ("node-core", &["partitioner"]),
@@ -20,7 +20,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("system-tests", &["partitioner", "node-core", "transport", "kernels", "kernels-gpu", "meshnode", "simnet"]),
 ];
 
-/// All that the deciding crates may build on: nothing that has a clock, a file, a socket or a thread.
+/// Third-party crates that the pure crates may use: none with access to a clock, file, socket or thread.
 const PURE: &[(&str, &str, &[&str])] = &[
     ("partitioner", "partitioner/src/lib.rs", &["serde", "thiserror"]),
     (
@@ -30,7 +30,7 @@ const PURE: &[(&str, &str, &[&str])] = &[
     ),
 ];
 
-/// Third-party crates with one home: who depends on it, and where in the tree its name may appear.
+/// Third-party crates with one home: the package that depends on each, and the paths in which its name may appear.
 const HOMES: &[(&str, &str, &[&str])] = &[
     ("libp2p", "transport", &["transport/src/discovery"]),
     ("quinn", "transport", &["transport/src/quic"]),
@@ -79,10 +79,10 @@ fn deciding_crates_are_pure() {
     }
 }
 
-/// Bugs on purpose are for the simulator's tests. `meshnode` asserts at compile time that it has none; this asserts that
-/// nobody else turns them on, by default or through a dependency.
+/// Planted bugs are for the simulator's tests. `meshnode` asserts at compile time that it has none. This test asserts
+/// that no other package turns them on, by default or through a dependency.
 #[test]
-fn nobody_but_the_simulator_plants_bugs() {
+fn only_the_simulator_plants_bugs() {
     for package in array(&metadata()["packages"]) {
         let name = string(&package["name"]);
         let features = package["features"].as_object().expect("features in cargo's metadata");
@@ -98,7 +98,7 @@ fn nobody_but_the_simulator_plants_bugs() {
     let shell = read(&repository().join("node/src/lib.rs"));
     assert!(
         shell.contains("assert!(!node_core::PLANTED"),
-        "node/src/lib.rs asserts that its core has no bugs on purpose"
+        "node/src/lib.rs must assert that its core has no planted bugs"
     );
 }
 
@@ -138,13 +138,13 @@ fn every_file_begins_with_why_it_exists() {
 }
 
 #[test]
-fn naming_a_crate_is_told_from_mentioning_it() {
+fn naming_a_crate_differs_from_mentioning_it() {
     let text = "use ledger::Db;\n// ledger::Db is gone\nlet a = my_ledger::open();\nlet b = ::ledger::open(); // x\nlet c = \"ledger\";\n\
                 use ledger as store;\nlet ledger_dir = 1;\nledger::open(\"http://x\")\n//! [`ledger::Db`]\npub use ledger;\n";
     assert_eq!(lines_naming(text, "ledger"), [1, 4, 6, 8, 10]);
 }
 
-/// Our packages with all their dependencies (normal, build, test) by name.
+/// The workspace packages with all their dependencies (normal, build, test), by name.
 fn packages() -> BTreeMap<String, BTreeSet<String>> {
     let dependencies = |package: &Value| {
         array(&package["dependencies"]).iter().map(|dependency| string(&dependency["name"])).collect()
@@ -152,7 +152,7 @@ fn packages() -> BTreeMap<String, BTreeSet<String>> {
     array(&metadata()["packages"]).iter().map(|package| (string(&package["name"]), dependencies(package))).collect()
 }
 
-/// A package's dependencies but those of its tests.
+/// A package's dependencies except dev-dependencies.
 fn normal_dependencies(name: &str) -> BTreeSet<String> {
     let metadata = metadata();
     let package = array(&metadata["packages"]).iter().find(|package| package["name"] == name);
@@ -180,7 +180,7 @@ fn string(value: &Value) -> String {
     value.as_str().expect("a string in cargo's metadata").to_string()
 }
 
-/// Every Rust file of the repository, by its path from the root.
+/// All Rust files of the repository, by path from the root.
 fn sources() -> Vec<(String, String)> {
     let root = repository();
     let mut found = Vec::new();
@@ -210,7 +210,8 @@ fn read(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// Lines (from 1) whose code, comments aside, names a crate: `name::…`, `use name…`, `extern crate name`.
+/// Line numbers (from 1) of lines whose code, without comments, names a crate: `name::…`, `use name…`, `extern crate
+/// name`.
 fn lines_naming(text: &str, name: &str) -> Vec<usize> {
     let names = |line: &str| {
         let code = line.split_once("//").map_or(line, |(code, _)| code);
@@ -226,7 +227,7 @@ fn lines_naming(text: &str, name: &str) -> Vec<usize> {
     text.lines().enumerate().filter(|(_, line)| names(line)).map(|(index, _)| index + 1).collect()
 }
 
-/// Whether a `::` at the end begins a path (`::sled`) rather than continuing one (`crate::sled`).
+/// Whether a trailing `::` begins a path (`::sled`) rather than continuing one (`crate::sled`).
 fn starts_path(before: &str) -> bool {
     !before.trim_end_matches("::").ends_with(|c: char| is_word(c) || c == '>')
 }

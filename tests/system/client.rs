@@ -1,4 +1,4 @@
-//! One generation as its client saw it: which tokens, each once, and how long it waited for them.
+//! A generation as the client sees it: the tokens, each exactly once, and the delays between them.
 use crate::harness::{CONTEXT, Mesh, Turn, deploy, greedy, model, require};
 use meshnode::cluster::LocalNode;
 use serde_json::Value;
@@ -9,19 +9,19 @@ use std::sync::OnceLock;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-/// A client that hears nothing for this long takes it that the mesh hangs.
+/// A client that receives nothing for this long considers the mesh stalled.
 const HANG: Duration = Duration::from_secs(60);
 
-/// What an undisturbed node says.
+/// The reference answer of an undisturbed node.
 pub(crate) struct Solo {
     pub(crate) model: PathBuf,
-    /// What the model takes on one node.
+    /// Memory of the model on one node, in bytes.
     pub(crate) bytes: u64,
-    /// The longest answer that is asked for.
+    /// The tokens of the longest answer.
     tokens: Vec<u64>,
 }
 
-/// Tokens of the longest answer: prompt and answer fit the context.
+/// Tokens of the longest answer: prompt and answer together fit the context.
 const TOKENS_MAX: u32 = 200;
 const _: () = assert!(TOKENS_MAX + 64 < CONTEXT);
 
@@ -31,17 +31,17 @@ impl Solo {
         &self.tokens[..count as usize]
     }
 
-    /// Memory of a node that holds this share of the model. Two stages both hold the shared embedding: of nodes with eight
-    /// tenths one is too little, two are enough.
+    /// Memory of a node that fits this share of the model. Both of two stages hold the shared embedding: with 0.8, one
+    /// node is too small and two are enough.
     pub(crate) fn memory(&self, share: f64) -> u64 {
         (self.bytes as f64 * share) as u64
     }
 }
 
-/// The reference, generated once for all tests of this binary; `None` (or a failure) if there is no model.
+/// The reference, generated once for all tests of this binary. `None` (or a failure, if required) without the model.
 pub(crate) fn solo() -> Option<&'static Solo> {
     static SOLO: OnceLock<Option<Solo>> = OnceLock::new();
-    // Before the cell: a test that has the turn may be waiting for it.
+    // Taken before the cell, to keep the lock order: a test that holds the turn may be waiting for the cell.
     let _turn = Turn::take();
     let solo = SOLO.get_or_init(|| {
         let model = require(model())?;
@@ -56,24 +56,24 @@ pub(crate) fn solo() -> Option<&'static Solo> {
     solo.as_ref()
 }
 
-/// What a client saw.
+/// A generation as its client observed it.
 pub(crate) struct View {
     pub(crate) tokens: Vec<u64>,
     first: Duration,
-    /// Between one token and the next.
+    /// Times between consecutive tokens.
     pauses: Vec<Duration>,
 }
 
 impl View {
-    /// The longest time between one token and the next.
+    /// The longest time between two consecutive tokens.
     pub(crate) fn longest_pause(&self) -> Duration {
         self.pauses.iter().max().copied().unwrap_or_default()
     }
 }
 
-/// Asks for a greedy answer and reads it to its end, each token once and in order; `told` is called after each token with
-/// the number so far.
-pub(crate) fn watch(node: &LocalNode, model: &Path, tokens: u32, mut told: impl FnMut(usize)) -> View {
+/// Requests a greedy answer and reads it to the end, each token exactly once and in order. Calls `on_token` after each
+/// token with the count so far.
+pub(crate) fn watch(node: &LocalNode, model: &Path, tokens: u32, mut on_token: impl FnMut(usize)) -> View {
     let (request, start) = (greedy(model, tokens), Instant::now());
     let arrived = listen(node.post_lines("/api/v1/generate", &request).expect("a stream"));
     let mut view = View { tokens: Vec::new(), first: Duration::ZERO, pauses: Vec::new() };
@@ -83,7 +83,7 @@ pub(crate) fn watch(node: &LocalNode, model: &Path, tokens: u32, mut told: impl 
             let (so_far, name) = (view.tokens.len(), &node.name);
             panic!("{why} after {so_far} tokens and {HANG:?}; the log of `{name}`:\n{}", node.log())
         });
-        let event: Value = serde_json::from_str(&line.expect("the stream goes on")).expect("JSON lines");
+        let event: Value = serde_json::from_str(&line.expect("the stream is intact")).expect("JSON lines");
         assert!(event["error"].is_null(), "the request is lost after {} tokens: {event}", view.tokens.len());
         if event["done"].is_string() {
             assert_eq!(view.tokens.len(), tokens as usize, "all tokens of the answer: {event}");
@@ -98,11 +98,11 @@ pub(crate) fn watch(node: &LocalNode, model: &Path, tokens: u32, mut told: impl 
         }
         last = at;
         view.tokens.push(token);
-        told(view.tokens.len());
+        on_token(view.tokens.len());
     }
 }
 
-/// Lines and when they came, read on a thread of their own, so that waiting for one can have an end.
+/// Reads lines on a separate thread, with their arrival times, so that the reader can wait with a timeout.
 pub(crate) fn listen(
     lines: impl Iterator<Item = io::Result<String>> + Send + 'static,
 ) -> mpsc::Receiver<(Instant, io::Result<String>)> {
@@ -132,7 +132,7 @@ impl fmt::Display for View {
     }
 }
 
-/// The seed of a test's random choices: `MESHNODE_TEST_SEED`, or a fresh one. Printed, so that a failure can be repeated.
+/// Seed of a test's random choices: `MESHNODE_TEST_SEED`, or a new one. Printed, so that a failure can be reproduced.
 pub(crate) fn seed(test: &str) -> u64 {
     use std::hash::{BuildHasher, RandomState};
     let given = std::env::var("MESHNODE_TEST_SEED").ok();

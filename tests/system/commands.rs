@@ -1,4 +1,4 @@
-//! The commands as a person or a script uses them: stdout, stderr and exit codes.
+//! The commands as a user or a script runs them: stdout, stderr and exit codes.
 use crate::harness::{Mesh, Turn, meshnode, model, require};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Write};
@@ -6,7 +6,7 @@ use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 use system_tests::repository;
 
-/// The program with no node of the user's in reach.
+/// The program, with no running node at its default API address.
 fn command(arguments: &[&str]) -> Command {
     let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("an address");
     let mut command = Command::new(meshnode());
@@ -29,7 +29,7 @@ fn json(output: &Output) -> Value {
     serde_json::from_str(&text).expect("JSON")
 }
 
-/// One node alone, strict arithmetic: the tokens of the oracle, as far as its margins bind.
+/// One node, strict arithmetic: the tokens of the oracle, as far as its margins are decisive.
 #[test]
 fn a_prompt_on_one_node_gives_the_oracles_tokens() {
     let Some(model) = require(model()) else { return };
@@ -40,7 +40,7 @@ fn a_prompt_on_one_node_gives_the_oracles_tokens() {
     let text = prompt["text"].as_str().expect("a prompt");
     let flags = ["--raw", "--activations", "f32", "--greedy", "--ignore-eos", "--max-tokens", "24", "--json"];
     let output = run(&[&["run", &model, "--prompt", text][..], &flags].concat());
-    assert!(String::from_utf8_lossy(&output.stderr).contains("starting one in this process"), "it says so");
+    assert!(String::from_utf8_lossy(&output.stderr).contains("starting one in this process"), "stderr announces it");
     let answer = json(&output);
     assert_eq!(answer["prompt_token_ids"], prompt["ids"]);
     let margins = prompt["numpy_f32"]["margins"].as_array().expect("margins");
@@ -52,7 +52,7 @@ fn a_prompt_on_one_node_gives_the_oracles_tokens() {
     assert!(answer["tokens_per_s"].as_f64().is_some_and(|speed| speed > 0.0), "{answer}");
 }
 
-/// Text on stdout is the answer and nothing else; the prompt may come from stdin; a seed repeats it.
+/// Stdout contains the answer only; the prompt may come from stdin; the same seed gives the same answer.
 #[test]
 fn a_prompt_on_stdin_is_answered_on_stdout() {
     let Some(model) = require(model()) else { return };
@@ -102,7 +102,7 @@ fn mistakes_are_usage_errors() {
 }
 
 #[test]
-fn a_damaged_model_is_refused_with_its_name() {
+fn a_damaged_model_is_rejected_with_its_name() {
     let dir = tempfile::tempdir().expect("a folder");
     let path = dir.path().join("broken.gguf");
     std::fs::write(&path, b"GGUF\x03\0\0\0\xff\xff\xff\xff\xff\xff\xff\xff").expect("a file");
@@ -121,7 +121,7 @@ fn a_model_larger_than_the_mesh_says_how_much_is_missing() {
     assert!(said.contains("missing"), "{said}");
 }
 
-/// The context that an error proposes is one with which the command works.
+/// The context that an error proposes makes the command work.
 #[test]
 fn a_shortage_of_memory_proposes_a_context_that_fits() {
     let Some(model) = require(model()) else { return };
@@ -150,9 +150,9 @@ fn plans_and_doctor_answer() {
     assert!(table.contains("LAYERS") && table.contains("0-29"), "{table}");
 }
 
-/// Where a node runs, `serve` deploys there and `run` asks there; `leave` ends it.
+/// With a running node, `serve` deploys on it, `run` sends it requests, and `leave` ends it.
 #[test]
-fn commands_use_the_node_that_runs() {
+fn commands_use_the_running_node() {
     let Some(model) = require(model()) else { return };
     let mut mesh = Mesh::new();
     mesh.start("solo", None);
@@ -169,7 +169,7 @@ fn commands_use_the_node_that_runs() {
     assert!(status.contains("solo") && status.contains("this node"), "{status}");
     let jobs = stdout(&at(&["jobs"]));
     assert!(jobs.contains("ready"), "{jobs}");
-    // Under its name, wherever its file is; and as it is served.
+    // Also under the file's name, from another path; and with the options it is served with.
     let dir = tempfile::tempdir().expect("a folder");
     let elsewhere = dir.path().join("elsewhere.gguf");
     std::os::unix::fs::symlink(&*model, &elsewhere).expect("a link");
@@ -177,14 +177,14 @@ fn commands_use_the_node_that_runs() {
     let answer = json(&at(&["run", "elsewhere", "--greedy", "--max-tokens", "4", "--json", "--prompt", "Hi"]));
     assert_eq!(answer["tokens"], 4);
     let state = mesh.nodes[0].get("/api/v1/state").expect("a state");
-    assert_eq!(state["jobs"].as_array().map(Vec::len), Some(1), "the one served otherwise has ended: {state}");
+    assert_eq!(state["jobs"].as_array().map(Vec::len), Some(1), "the job with the other options has ended: {state}");
     stdout(&at(&["leave"]));
     assert!(mesh.nodes[0].wait(Duration::from_secs(15)).is_some_and(|s| s.success()), "{}", mesh.nodes[0].log());
 }
 
-/// Three processes share the model, one is killed while they speak: the same text, and nothing lost.
+/// Three processes share the model and one is killed while it answers: the text is unchanged and no request is lost.
 #[test]
-fn the_demo_shows_what_it_promises() {
+fn the_demo_survives_a_killed_stage() {
     if require(model()).is_none() {
         return;
     }
@@ -193,8 +193,8 @@ fn the_demo_shows_what_it_promises() {
     let text = stdout(&output);
     let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).expect("JSON lines")).collect();
     let killed = lines.iter().position(|line| line["event"] == "kill").expect("a stage was killed");
-    let told = lines.iter().position(|line| line["text"].as_str().is_some_and(|text| text.contains("sky")));
-    assert!(told.is_some_and(|told| told > killed), "the text goes on after the kill: {text}");
+    let found = lines.iter().position(|line| line["text"].as_str().is_some_and(|text| text.contains("sky")));
+    assert!(found.is_some_and(|found| found > killed), "the text continues after the kill: {text}");
     let summary = lines.last().expect("a summary");
     assert_eq!((&summary["nodes"], &summary["requests_lost"]), (&Value::from(3), &Value::from(0)), "{summary}");
     assert_eq!(summary["tokens_equal_solo"], true, "{summary}");
@@ -203,7 +203,7 @@ fn the_demo_shows_what_it_promises() {
     }
 }
 
-/// Stages killed at random tokens: every answer is that of one undisturbed node, and none is lost.
+/// Stages are killed at random tokens: every answer equals that of one undisturbed node, and none is lost.
 #[test]
 fn five_kills_lose_no_request_and_no_token() {
     if require(model()).is_none() {
@@ -222,7 +222,7 @@ fn five_kills_lose_no_request_and_no_token() {
     assert!(summary["coordinator_pause_ms_max"].as_f64().is_some_and(|ms| ms < 20_000.0), "{summary}");
 }
 
-/// `serve` without a node is one, until it is told to end.
+/// `serve` without a node starts one, which runs until a signal.
 #[test]
 fn serve_alone_serves_until_a_signal() {
     let Some(model) = require(model()) else { return };

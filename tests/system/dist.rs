@@ -1,4 +1,5 @@
-//! What `dist/` ships: the release script makes what it says, the unit and the image agree with the program.
+//! The contents of `dist/`: the release script's output, and the agreement of unit, image and sample configuration with
+//! the program.
 use crate::harness::meshnode;
 use std::path::Path;
 use std::process::{Command, Output};
@@ -29,9 +30,9 @@ fn build(out: &Path) {
     ran(Command::new("bash").arg(script).arg("--out").arg(out).arg("--binary").arg(meshnode()));
 }
 
-/// Stripped, runnable, complete, with checksums that hold; and the same bytes when it is made again.
+/// The release is stripped, runnable and complete, its checksums verify, and a second build is identical.
 #[test]
-fn a_release_is_stripped_and_its_checksums_hold() {
+fn a_release_is_stripped_and_its_checksums_verify() {
     if !on_path("strip") {
         return;
     }
@@ -46,7 +47,7 @@ fn a_release_is_stripped_and_its_checksums_hold() {
     let version = ran(Command::new(&binary).arg("--version"));
     assert!(String::from_utf8_lossy(&version.stdout).starts_with("meshnode "), "{version:?}");
     let (stripped, whole) = (size(&binary), size(meshnode()));
-    assert!(stripped < whole / 2, "{stripped} of {whole} bytes are left: debug information is still there");
+    assert!(stripped < whole / 2, "{stripped} of {whole} bytes left: the binary still has debug information");
 
     let list = ran(Command::new("tar").arg("tzf").arg(one.join(names[1])));
     let list = String::from_utf8_lossy(&list.stdout);
@@ -59,7 +60,7 @@ fn a_release_is_stripped_and_its_checksums_hold() {
     build(&two);
     assert_eq!(sums, std::fs::read_to_string(two.join("SHA256SUMS")).expect("checksums"), "not reproducible");
     let left: Vec<_> = std::fs::read_dir(&one).expect("a folder").flatten().map(|e| e.file_name()).collect();
-    assert_eq!(left.len(), 3, "temporary files stay behind: {left:?}");
+    assert_eq!(left.len(), 3, "temporary files are left: {left:?}");
 }
 
 fn size(path: &Path) -> u64 {
@@ -67,7 +68,7 @@ fn size(path: &Path) -> u64 {
 }
 
 #[test]
-fn the_release_script_rejects_what_it_does_not_know() {
+fn the_release_script_rejects_unknown_arguments() {
     let script = repository().join("dist/build");
     let output = Command::new("bash").arg(&script).arg("--fast").output().expect("bash");
     assert_eq!(output.status.code(), Some(2));
@@ -77,13 +78,13 @@ fn the_release_script_rejects_what_it_does_not_know() {
     assert!(String::from_utf8_lossy(&output.stderr).contains("/nowhere"), "{output:?}");
 }
 
-/// The help of `up` and that of the options that every command takes, with their variables.
+/// The help texts of `up` and of the global options, with their environment variables.
 fn options_of_up() -> String {
     let help = |arguments: &[&str]| ran(Command::new(meshnode()).args(arguments)).stdout;
     String::from_utf8_lossy(&[help(&["--help"]), help(&["up", "--help"])].concat()).into_owned()
 }
 
-/// systemd takes the unit without a warning and rates its exposure; the program takes the command line in it.
+/// systemd accepts the unit without a warning and rates its exposure; the program accepts the unit's command line.
 #[test]
 fn the_systemd_unit_is_accepted_by_systemd_and_by_the_program() {
     let unit = text("dist/meshnode.service");
@@ -109,11 +110,11 @@ fn the_systemd_unit_is_accepted_by_systemd_and_by_the_program() {
     let said = String::from_utf8_lossy(&verified.stderr);
     let ours: Vec<&str> = said.lines().filter(|line| line.contains("meshnode.service")).collect();
     assert!(ours.is_empty(), "{ours:?}");
-    // 10 is a service without any protection, 0 one that can do nothing.
+    // 10 is a service without any protection, 0 a service without any permissions.
     ran(Command::new("systemd-analyze").args(["security", "--offline=yes", "--threshold=40"]).arg(&here));
 }
 
-/// Every key of the sample is one that the program reads, with a value that it accepts.
+/// The program reads every key of the sample and accepts its value.
 #[test]
 fn the_sample_configuration_is_accepted_with_every_key_turned_on() {
     let dir = tempfile::tempdir().expect("a folder");
@@ -123,12 +124,12 @@ fn the_sample_configuration_is_accepted_with_every_key_turned_on() {
     let on: Vec<String> = sample.lines().filter_map(keys).collect();
     assert!(on.len() >= 12, "{on:?}");
     std::fs::write(&path, on.join("\n")).expect("a file");
-    let (read, _) = meshnode::config::ConfigFile::load(Some(&path)).expect("the sample is sound");
+    let (read, _) = meshnode::config::ConfigFile::load(Some(&path)).expect("the sample is valid");
     assert_eq!((read.port, read.threads), (Some(meshnode::config::PORT_DEFAULT), Some(8)));
 }
 
-/// The image is built with the toolchain of the repository from files that are there, does not run as root, and publishes the ports
-/// that a node uses.
+/// The image is built with the repository's toolchain from existing files, does not run as root, and publishes the
+/// ports of a node.
 #[test]
 fn the_image_agrees_with_the_repository() {
     let file = text("dist/Dockerfile").replace("\\\n", " ");
@@ -154,9 +155,9 @@ fn the_image_agrees_with_the_repository() {
     }
     let toolchain = text("rust-toolchain.toml");
     let channel = toolchain.split('"').nth(1).expect("a channel");
-    assert!(file.contains(&format!("FROM rust:{channel}-")), "the image builds with another Rust than {channel}");
+    assert!(file.contains(&format!("FROM rust:{channel}-")), "the image's Rust version is not {channel}");
     let last = |wanted: &str| steps.iter().rposition(|(step, _)| *step == wanted).expect("the step");
-    assert!(steps[last("USER")].1 != "root" && last("USER") < last("ENTRYPOINT"), "it runs as root");
+    assert!(steps[last("USER")].1 != "root" && last("USER") < last("ENTRYPOINT"), "the image runs as root");
     let port = meshnode::config::PORT_DEFAULT;
     assert_eq!(steps[last("EXPOSE")].1, format!("{port}/tcp {port}/udp {}/udp", port + 1));
     for list in ["VOLUME", "ENTRYPOINT", "CMD"] {

@@ -1,4 +1,4 @@
-//! A GPU driver that does not work costs the GPU, not the node: it starts on the processor and says what is wrong.
+//! A broken GPU driver costs the GPU, not the node: the node starts on the CPU and reports what is wrong.
 use crate::harness::{Turn, meshnode};
 use meshnode::cluster::free_port;
 use serde_json::Value;
@@ -6,14 +6,14 @@ use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// A driver for CUDA that ends every process that starts it, in `folder`. `None` where there is no C compiler.
+/// Builds in `folder` a CUDA driver that aborts every process that initializes it. `None` without a C compiler.
 fn crashing_driver(folder: &Path) -> Option<()> {
     let source = folder.join("driver.c");
     let text = "#include <stdlib.h>\n\
                 int cuDriverGetVersion(int *version) { *version = 13000; return 0; }\n\
                 int cuInit(unsigned flags) { abort(); }\n";
     std::fs::write(&source, text).expect("a file");
-    // The second name is what a machine with a driver has elsewhere.
+    // A machine with a driver has the second name in another folder; the one built here takes precedence.
     for name in ["libcuda.so.1", "libcuda.so"] {
         let built = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(folder.join(name)).arg(&source).status();
         if !built.is_ok_and(|status| status.success()) {
@@ -24,7 +24,7 @@ fn crashing_driver(folder: &Path) -> Option<()> {
     Some(())
 }
 
-/// The program where CUDA's driver is the one in `folder`, and no other is.
+/// The program with the CUDA driver in `folder` and no Vulkan driver.
 fn with_driver(folder: &Path) -> Command {
     let mut command = Command::new(meshnode());
     command.env("LD_LIBRARY_PATH", folder).stdin(Stdio::null());
@@ -35,7 +35,7 @@ fn with_driver(folder: &Path) -> Command {
 }
 
 #[test]
-fn a_node_starts_on_the_processor_where_the_driver_crashes() {
+fn a_node_starts_on_the_cpu_if_the_driver_crashes() {
     let folder = tempfile::tempdir().expect("a folder");
     let Some(()) = crashing_driver(folder.path()) else { return };
     let _turn = Turn::take();
@@ -61,7 +61,7 @@ fn a_node_starts_on_the_processor_where_the_driver_crashes() {
         .spawn()
         .expect("the program runs");
     let mut ticket = String::new();
-    let _ = BufReader::new(node.stdout.take().expect("piped")).read_line(&mut ticket); // empty if it failed
+    let _ = BufReader::new(node.stdout.take().expect("piped")).read_line(&mut ticket); // empty if the node failed
     node.kill().expect("a process");
     node.wait().expect("its end");
     let log = std::fs::read_to_string(&log).expect("a log");

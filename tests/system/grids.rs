@@ -1,5 +1,5 @@
-//! Simulations on real processes: the state hash of a run does not depend on how many nodes compute it, on who of them dies,
-//! or on where it was taken up again.
+//! Grid simulations on real processes: the state hash of a run depends neither on the number of nodes, nor on lost
+//! nodes, nor on the checkpoint that it resumed from.
 use crate::harness::{JOIN_MAX, Mesh, meshnode};
 use meshnode::cluster::LocalNode;
 use serde_json::Value;
@@ -11,16 +11,16 @@ use std::time::{Duration, Instant};
 use system_tests::relay::Link;
 
 const RUN_MAX: Duration = Duration::from_secs(240);
-/// Too little for a grid of `SIZE` on one node (48 MiB of cells without standbys, and 16 MiB for each tile).
+/// Memory of a node that is too small for a grid of `SIZE` (48 MiB of cells without standbys, and 16 MiB per tile).
 const MEMORY: u64 = 64 << 20;
-/// The same with hot standbys, which take half as much again: 87 MiB on one node. However four such nodes share the grid, each
-/// tile's standby has room: a node holds two thirds of the cells in two tiles.
+/// The same with hot standbys, which need half as much again: 87 MiB on one node. However four such nodes share the
+/// grid, every tile's standby fits: a node has room for two thirds of the cells, in two tiles.
 const WITH_STANDBYS: u64 = 86 << 20;
-/// Nodes so small that the grid needs three of them.
+/// Memory of a node so small that the grid needs three nodes.
 const THIRD: u64 = 45 << 20;
 const SIZE: u32 = 832;
 
-/// A decaying vortex, long enough to be interrupted.
+/// A decaying vortex, long enough for a fault during the run.
 fn job(steps: u32, more: &str) -> String {
     format!(
         r#"name = "vortices"
@@ -51,7 +51,7 @@ struct Run {
     lines: std::sync::mpsc::Receiver<Value>,
 }
 
-/// `meshnode submit --wait --json`, at a node or (with none) alone.
+/// `meshnode submit --wait --json`, on a node or (with `None`) in the submitting process.
 fn submit(node: Option<&LocalNode>, file: &Path, out: &Path, flags: &[&str]) -> Run {
     let api = node.map_or_else(|| "127.0.0.1:1".to_owned(), |node| node.api.to_string());
     let mut child = Command::new(meshnode())
@@ -77,7 +77,7 @@ fn submit(node: Option<&LocalNode>, file: &Path, out: &Path, flags: &[&str]) -> 
 }
 
 impl Run {
-    /// The report at which something holds; the last one if that never comes.
+    /// The first report that satisfies `what`; the last report if the output ends before.
     fn until(&self, what: impl Fn(&Value) -> bool) -> Value {
         let end = Instant::now() + RUN_MAX;
         let mut last = Value::Null;
@@ -89,10 +89,10 @@ impl Run {
                 Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => return last,
             }
         }
-        panic!("it does not come to that: {last}");
+        panic!("no such report within {RUN_MAX:?}; the last one: {last}");
     }
 
-    /// The summary.
+    /// The final report.
     fn finish(mut self) -> Value {
         let report = self.until(|report| report["state"] == "done" || report["state"] == "failed");
         let status = self.child.wait().expect("it ends");
@@ -130,24 +130,24 @@ impl Folder {
     }
 }
 
-/// Names of owners whose tiles have standbys with cells.
-fn guarded(report: &Value) -> Vec<&str> {
+/// Owners of tiles that have a standby with cells.
+fn with_standby(report: &Value) -> Vec<&str> {
     let tiles = report["tiles"].as_array().into_iter().flatten();
     tiles.filter(|tile| tile["standby"]["step"].is_u64()).filter_map(|tile| tile["name"].as_str()).collect()
 }
 
-/// Whether a run goes on without its coordinator: its own tile has a standby with cells, and the others are more than half of
-/// those that compute it.
-fn outlives(report: &Value, coordinator: &str) -> bool {
+/// Whether a run survives the loss of its coordinator: a tile on the coordinator, if any, has a standby with cells, and
+/// the other participants are a majority.
+fn survives_loss_of(report: &Value, coordinator: &str) -> bool {
     let tiles = || report["tiles"].as_array().into_iter().flatten();
     let names = tiles().flat_map(|tile| [&tile["name"], &tile["standby"]["name"]]).filter_map(Value::as_str);
     let all: BTreeSet<&str> = names.collect();
     let others = all.iter().filter(|name| **name != coordinator).count();
     let owns = tiles().any(|tile| tile["name"] == coordinator);
-    2 * others > all.len() && (!owns || guarded(report).contains(&coordinator))
+    2 * others > all.len() && (!owns || with_standby(report).contains(&coordinator))
 }
 
-/// The hash of a run on one node with all the memory it wants.
+/// The report of a run on one node with unlimited memory.
 fn solo(folder: &Folder, steps: u32) -> Value {
     let mut mesh = Mesh::new();
     mesh.start("solo", None);
@@ -165,7 +165,7 @@ fn mesh(nodes: usize, memory: u64) -> Mesh {
     mesh
 }
 
-/// Pictures of a run, by name.
+/// The pictures of a run, with their names.
 fn pictures(out: &Path) -> Vec<(String, Vec<u8>)> {
     let mut found = Vec::new();
     let mut folders = vec![out.to_owned()];
@@ -185,9 +185,9 @@ fn pictures(out: &Path) -> Vec<(String, Vec<u8>)> {
 }
 
 #[test]
-fn a_run_survives_its_nodes_and_ends_with_the_hash_of_one_that_met_nothing() {
+fn a_run_survives_lost_nodes_with_the_hash_of_an_undisturbed_run() {
     let folder = Folder::new();
-    // More kills of longer runs, other tiers: to measure with.
+    // For measurements: more kills, longer runs, other standby tiers.
     let number = |name: &str, usual: u32| std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(usual);
     let (kills, steps) = (number("GRID_KILLS", 2), number("GRID_STEPS", 1200));
     let tier = std::env::var("GRID_STANDBY").unwrap_or_else(|_| "hot".into());
@@ -201,21 +201,21 @@ fn a_run_survives_its_nodes_and_ends_with_the_hash_of_one_that_met_nothing() {
         let plan: Value = serde_json::from_slice(&plan.expect("the program runs").stdout).expect("a plan");
         let out = folder.out(&format!("hot{kill}"));
         let run = submit(Some(&mesh.nodes[0]), &file, &out, &[]);
-        // Somewhere in the run, once standbys are there.
+        // In the middle of the run, once standbys are current.
         let at = u64::from(steps / 4 + kill * 37 * (steps / 600) % (steps / 2));
         let owns = |names: &[&str], node: &LocalNode| names.contains(&node.name.as_str());
-        // On a machine with much else to do they may come late, or nobody has the memory: then all begin anew.
+        // On a busy machine standbys may be late, or no node may have memory for them; then the run restarts.
         let late = u64::from(steps / 4 * 3);
         let report = run.until(|report| {
-            let (step, guarded) = (report["step"].as_u64(), guarded(report));
-            let beside = guarded.iter().any(|name| *name != "n0");
+            let (step, with_standby) = (report["step"].as_u64(), with_standby(report));
+            let beside = with_standby.iter().any(|name| *name != "n0");
             step >= Some(at) && beside || step >= Some(late) || report["state"] == "failed"
         });
         let all: Vec<&str> =
             report["tiles"].as_array().into_iter().flatten().filter_map(|tile| tile["name"].as_str()).collect();
         assert!(all.len() > 1, "two nodes are needed: {report}");
-        let guarded = guarded(&report);
-        let best = mesh.nodes.iter().skip(1).position(|node| owns(&guarded, node));
+        let with_standby = with_standby(&report);
+        let best = mesh.nodes.iter().skip(1).position(|node| owns(&with_standby, node));
         let any = mesh.nodes.iter().skip(1).position(|node| owns(&all, node));
         let victim = &mut mesh.nodes[1 + best.or(any).expect("an owner beside the submitter")];
         victim.kill();
@@ -223,19 +223,19 @@ fn a_run_survives_its_nodes_and_ends_with_the_hash_of_one_that_met_nothing() {
         let predicted = plan["standbys"].as_array().and_then(|all| all.iter().find(|standby| standby["tile"] == lost));
         let predicted = predicted.map_or(Value::Null, |standby| standby["stall_ms"].clone());
         if predicted.is_null() {
-            eprintln!("nobody was to stand by for it: {plan}");
+            eprintln!("no standby was planned for this tile: {plan}");
         }
         let report = run.finish();
         assert_eq!(hash(&report), hash(&alone), "{report}");
-        // More, where the machine stops for longer than a lease.
+        // More than one if the machine stalls for longer than a lease.
         assert!(report["losses"].as_u64() >= Some(1), "{report}");
         eprintln!("killed at step {at}: {} ms without a step, {predicted} predicted", report["longest_stall_ms"]);
-        assert_eq!(pictures(&out), pictures(&folder.out("solo")), "every picture is there, and the same");
+        assert_eq!(pictures(&out), pictures(&folder.out("solo")), "all pictures exist and are equal");
     }
 }
 
 #[test]
-fn a_run_is_taken_up_from_its_checkpoint_by_another_number_of_nodes() {
+fn a_run_resumes_from_its_checkpoint_on_another_number_of_nodes() {
     let folder = Folder::new();
     let alone = solo(&folder, 400);
     let out = folder.out("run");
@@ -244,7 +244,7 @@ fn a_run_is_taken_up_from_its_checkpoint_by_another_number_of_nodes() {
         let mesh = mesh(3, MEMORY);
         let run = submit(Some(&mesh.nodes[0]), &file, &out, &[]);
         run.until(|report| report["checkpoint"].as_u64() >= Some(100) || report["state"] == "failed");
-        // The mesh is gone with all its nodes, in the middle of it.
+        // All nodes of the mesh are killed in the middle of the run.
     }
     let mut other = Mesh::new();
     other.start("other", None);
@@ -253,10 +253,10 @@ fn a_run_is_taken_up_from_its_checkpoint_by_another_number_of_nodes() {
     assert_eq!(hash(&report), hash(&alone), "{report}");
     assert_eq!(pictures(&out), pictures(&folder.out("solo")));
 
-    // A checkpoint of another simulation, and one that is cut short, are refused by name.
+    // A checkpoint of another simulation is rejected by name.
     let text = job(400, "checkpoint_every = 100").replace("0.02", "0.03");
     let file = folder.job(&text);
-    let refused = |file: &Path| {
+    let rejected = |file: &Path| {
         let output = Command::new(meshnode())
             .args(["submit", "--wait", "--resume", "--api", &other.nodes[0].api.to_string(), "--out"])
             .arg(&out)
@@ -266,13 +266,13 @@ fn a_run_is_taken_up_from_its_checkpoint_by_another_number_of_nodes() {
         assert!(!output.status.success());
         String::from_utf8_lossy(&output.stderr).into_owned()
     };
-    assert!(refused(&file).contains("another simulation"), "{}", refused(&file));
+    assert!(rejected(&file).contains("another simulation"), "{}", rejected(&file));
 }
 
-/// Across an ocean of 1 Gbit/s and 20 ms, two nodes of a thread each are told beside one of two threads. `GRID_SIZE` says how
-/// large the grid is, to measure with: the hash has to be the same, how fast it is depends on the machine.
+/// Over a link of 1 Gbit/s and 20 ms round trip, compares two nodes of one thread each with one node of two threads.
+/// For measurements, `GRID_SIZE` sets the grid size: the hashes must agree, the speed depends on the machine.
 #[test]
-fn over_a_slow_link_halos_are_as_deep_as_it_takes() {
+fn over_a_slow_link_the_hash_is_the_same() {
     let folder = Folder::new();
     let size = std::env::var("GRID_SIZE").ok().and_then(|text| text.parse().ok()).unwrap_or(SIZE);
     let steps = if size == SIZE { 300 } else { 2000 };
@@ -287,18 +287,18 @@ fn over_a_slow_link_halos_are_as_deep_as_it_takes() {
         mesh.start(&format!("n{i}"), memory);
     }
     mesh.wait_members(2);
-    // Round trips are measured before anything is planned with them.
+    // The round trip is measured before it is used for planning.
     std::thread::sleep(Duration::from_secs(3));
     let report = submit(Some(&mesh.nodes[0]), &file, &folder.out("two"), &[]).finish();
     assert_eq!(report["tiles"].as_array().map(Vec::len), Some(2), "{report}");
     assert_eq!(hash(&report), hash(&alone), "{report}");
     let (two, one) = (report["mlups"].as_f64(), alone["mlups"].as_f64());
     let ratio = two.zip(one).map(|(two, one)| two / one);
-    eprintln!("{size}²: {one:?} MLUPS on one node, {two:?} on two, {ratio:?}, with halos of {} steps", report["depth"]);
+    eprintln!("{size}²: {one:?} MLUPS on one node, {two:?} on two, {ratio:?}, halo depth {} steps", report["depth"]);
 }
 
-/// A simulation as one of these nodes tells it, which goes on with it or did.
-fn inherited(nodes: &[LocalNode], limit: Duration, done: impl Fn(&Value) -> bool) -> Value {
+/// The report of a run's successor coordinator among `nodes`, once `done` holds.
+fn successor_report(nodes: &[LocalNode], limit: Duration, done: impl Fn(&Value) -> bool) -> Value {
     let end = Instant::now() + limit;
     let (mut last, mut lists) = (Value::Null, Vec::new());
     while Instant::now() < end {
@@ -306,7 +306,7 @@ fn inherited(nodes: &[LocalNode], limit: Duration, done: impl Fn(&Value) -> bool
         for node in nodes {
             let Ok(list) = node.get("/api/v1/grids") else { continue };
             let coordinated = |job: &&Value| job["role"] == "coordinator";
-            // Of two that went on with it for a moment, one ends it.
+            // Two nodes may coordinate it for a moment; one of them then ends its run.
             let goes_on = |job: &&Value| last.is_null() || job["state"] != "failed";
             if let Some(job) = list.as_array().and_then(|jobs| jobs.iter().find(coordinated)).filter(goes_on) {
                 last = job.clone();
@@ -318,25 +318,25 @@ fn inherited(nodes: &[LocalNode], limit: Duration, done: impl Fn(&Value) -> bool
         }
         std::thread::sleep(Duration::from_millis(100));
     }
-    panic!("it does not come to that: {last}; the nodes list {lists:?}");
+    panic!("no such report within {limit:?}; the last one: {last}; the nodes list {lists:?}");
 }
 
-/// Whether a node has a copy of another's checkpoint.
+/// Whether a node has a replica of another node's checkpoint.
 fn mirrors(node: &LocalNode) -> bool {
     let folders = |folder: PathBuf| std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
     let steps = folders(node.data_dir.join("simulations")).flat_map(|job| folders(job.join("checkpoints")));
     steps.into_iter().any(|step| step.join("manifest.json").is_file())
 }
 
-/// More steps than any test waits for: such a run ends because it is cancelled, however fast the machine is.
+/// More steps than any test waits for: such a run only ends by being cancelled, however fast the machine is.
 const ENDLESS: u32 = 1_000_000;
 
-/// A job that also writes its whole field: `fields` lists the files.
+/// A job that also writes its whole field, to files that [`fields`] lists.
 fn job_with_fields(steps: u32, more: &str) -> String {
     job(steps, more) + "\n[[output]]\nkind = \"vtk\"\nquantity = \"vorticity\"\nevery = 250\n"
 }
 
-/// The fields that a run wrote after a step, by step.
+/// The field files that a run wrote after a step, with their steps.
 fn fields(out: &Path, after: u64) -> Vec<(u64, PathBuf)> {
     let mut found = Vec::new();
     let mut folders = vec![out.to_owned()];
@@ -356,15 +356,15 @@ fn fields(out: &Path, after: u64) -> Vec<(u64, PathBuf)> {
 }
 
 #[test]
-fn a_run_survives_the_node_that_it_was_submitted_to() {
+fn a_run_survives_the_loss_of_its_coordinator() {
     let folder = Folder::new();
-    // A coordinator is replaced if more than half of the participants agree: of three tiles' owners two are left.
+    // A coordinator is replaced only if a majority of the participants agrees: of three tile owners two are left.
     for (standby, checkpoints, memory) in [("hot", "", WITH_STANDBYS), ("none", "checkpoint_every = 200", THIRD)] {
         let mut mesh = mesh(4, memory);
         let file = folder.job(&job_with_fields(ENDLESS, &format!("standby = {standby:?}\n{checkpoints}")));
         let run = submit(Some(&mesh.nodes[0]), &file, &folder.out(standby), &[]);
         let report = run.until(|report| {
-            let ready = standby == "none" || outlives(report, "n0");
+            let ready = standby == "none" || survives_loss_of(report, "n0");
             report["step"].as_u64() >= Some(200) && ready || report["state"] == "failed"
         });
         assert_eq!(report["state"], "running", "{report}");
@@ -375,14 +375,15 @@ fn a_run_survives_the_node_that_it_was_submitted_to() {
             std::thread::sleep(Duration::from_millis(5));
         }
         mesh.nodes[0].kill();
-        // The last file may still be growing: two are waited for, and the first is compared.
+        // The last file may be incomplete: wait for two files and compare the first.
         let written = |job: &Value| match (job["out"].as_str(), job["from_step"].as_u64()) {
             (Some(out), Some(from)) => fields(Path::new(out), from),
             _ => Vec::new(),
         };
-        let report = inherited(&mesh.nodes[1..], RUN_MAX, |job| written(job).len() >= 2 || job["state"] == "failed");
+        let report =
+            successor_report(&mesh.nodes[1..], RUN_MAX, |job| written(job).len() >= 2 || job["state"] == "failed");
         assert_eq!(report["state"], "running", "{report}");
-        assert!(report["from_step"].as_u64() >= Some(100), "{standby}: the run started again from step 0: {report}");
+        assert!(report["from_step"].as_u64() >= Some(100), "{standby}: the run restarted from step 0: {report}");
         let (step, field) = written(&report).swap_remove(0);
         let field = std::fs::read(field).expect("a field");
         drop(mesh);
@@ -397,11 +398,11 @@ fn a_run_survives_the_node_that_it_was_submitted_to() {
             field == std::fs::read(expected).expect("a field"),
             "step {step} differs from a run on one node: {report}"
         );
-        eprintln!("{standby}: from step {}, {} ms without one", report["from_step"], report["longest_stall_ms"]);
+        eprintln!("{standby}: from step {}, {} ms without a step", report["from_step"], report["longest_stall_ms"]);
     }
 }
 
-/// What a submission that ends at once says, and its exit code.
+/// The exit code and the stderr of a submission that ends immediately.
 fn answer(node: &LocalNode, file: &Path, out: &Path, flags: &[&str]) -> (Option<i32>, String) {
     let output = Command::new(meshnode())
         .args(["submit", "--wait", "--api", &node.api.to_string(), "--out"])
@@ -414,7 +415,7 @@ fn answer(node: &LocalNode, file: &Path, out: &Path, flags: &[&str]) -> (Option<
 }
 
 #[test]
-fn a_finished_run_is_not_replaced_unasked_and_comes_back_when_what_replaced_it_is_interrupted() {
+fn a_finished_run_is_replaced_only_on_request_and_restored_if_the_replacement_is_interrupted() {
     let folder = Folder::new();
     let mut mesh = Mesh::new();
     mesh.start("solo", None);
@@ -426,12 +427,12 @@ fn a_finished_run_is_not_replaced_unasked_and_comes_back_when_what_replaced_it_i
     assert_eq!(code, Some(2), "{said}");
     assert!(said.contains("a finished run of 200 steps (vortices)"), "{said}");
     assert!(said.contains("--resume") && said.contains("--overwrite"), "{said}");
-    // Nor by another client of the API.
+    // The rejected submission created no job.
     let listed = node.get("/api/v1/grids").expect("a list");
     assert_eq!(listed.as_array().map(Vec::len), Some(1), "{listed}");
     assert_eq!(pictures(&out), before);
 
-    // Ctrl-C before the new run's first checkpoint.
+    // Ctrl-C before the first checkpoint of the new run.
     let long = folder.job(&job(1_000_000, "checkpoint_every = 500000"));
     let mut run = submit(Some(node), &long, &out, &["--overwrite"]);
     run.until(|report| report["step"].as_u64() >= Some(100) || report["state"] == "failed");
@@ -443,31 +444,31 @@ fn a_finished_run_is_not_replaced_unasked_and_comes_back_when_what_replaced_it_i
     assert!(code == Some(2) && said.contains("the run that it was to replace: a finished run of 200 steps"), "{said}");
     let (code, said) = answer(node, &file, &out, &["--resume"]);
     assert!(code == Some(2) && said.contains("the checkpoint is of step 200, and 200 steps are wanted"), "{said}");
-    assert_eq!(pictures(&out), before, "all of it is back");
-    // And it can be gone on from.
+    assert_eq!(pictures(&out), before, "all pictures are restored");
+    // The restored run can be resumed.
     let more = folder.job(&job(300, "checkpoint_every = 100"));
     let report = submit(Some(node), &more, &out, &["--resume"]).finish();
     assert_eq!(report["from_step"], 200, "{report}");
     assert_eq!(pictures(&out).len(), before.len() + 1);
-    // Asked for, it is replaced.
+    // With `--overwrite` the run is replaced.
     submit(Some(node), &folder.job(&job(100, "")), &out, &["--overwrite"]).finish();
     assert_eq!(pictures(&out).len(), 2);
     assert!(!out.join("replaced.run").exists() && !out.join("checkpoints").exists());
 }
 
-/// The most memory that a process ever had, in MiB.
+/// Peak resident memory of a node process, in MiB.
 fn resident_peak(node: &LocalNode) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{}/status", node.pid())).expect("a process");
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("its peak");
     line.trim().trim_end_matches(" kB").trim().parse::<u64>().expect("a number") >> 10
 }
 
-/// `GRID_CHECKPOINT_MIB=512 cargo test --release -p system-tests within_its_memory` is the full size.
+/// `GRID_CHECKPOINT_MIB=512 cargo test --release -p system-tests within_its_memory` runs it at full size.
 #[test]
 fn a_coordinator_takes_checkpoints_of_a_grid_many_times_its_memory_within_its_memory() {
     let folder = Folder::new();
     let mib: u64 = std::env::var("GRID_CHECKPOINT_MIB").ok().and_then(|text| text.parse().ok()).unwrap_or(160);
-    // Nine floats a cell.
+    // Nine floats per cell.
     let side = (((mib << 20) / 36) as f64).sqrt() as u64 / 64 * 64;
     let text = |steps: u32| {
         let text =
@@ -476,7 +477,7 @@ fn a_coordinator_takes_checkpoints_of_a_grid_many_times_its_memory_within_its_me
     };
     let mut mesh = Mesh::new();
     mesh.start("n0", Some(100 << 20));
-    // Each of the two could compute all of it: two states of a step, and one that is saved.
+    // Each of the two nodes could compute the whole grid: two states of a step, and a saved one.
     for name in ["n1", "n2"] {
         mesh.start(name, Some(4 * (mib << 20) + (64 << 20)));
     }
@@ -486,7 +487,7 @@ fn a_coordinator_takes_checkpoints_of_a_grid_many_times_its_memory_within_its_me
     let report = run.until(|report| report["checkpoint"].as_u64() >= Some(4) || report["state"] == "failed");
     let owners: Vec<&str> =
         report["tiles"].as_array().into_iter().flatten().filter_map(|t| t["name"].as_str()).collect();
-    assert!(owners.iter().any(|name| *name != "n0"), "others compute most of it: {report}");
+    assert!(owners.iter().any(|name| *name != "n0"), "other nodes compute most of the grid: {report}");
     let lost = if owners.contains(&"n2") { 2 } else { 1 };
     mesh.nodes[lost].kill();
     let report = run.until(|report| {
@@ -498,7 +499,7 @@ fn a_coordinator_takes_checkpoints_of_a_grid_many_times_its_memory_within_its_me
     mesh.nodes[0].delete(&format!("/api/v1/grids/{id}")).expect("it is cancelled");
     run.until(|report| report["state"] == "cancelled");
     drop(run);
-    // Plans count with what members say they have free, and they say so once the tiles are dropped.
+    // Plans use the free memory that members advertise, which changes once the tiles are dropped.
     let free = |state: &Value| {
         let alive = state["peers"].as_array().into_iter().flatten().filter(|peer| peer["state"] == "alive");
         alive.into_iter().all(|peer| peer["memory_free"] == peer["memory_total"])
@@ -517,18 +518,19 @@ fn a_coordinator_takes_checkpoints_of_a_grid_many_times_its_memory_within_its_me
     let report = submit(Some(&mesh.nodes[0]), &folder.job(&text(from + 12)), &out, &["--resume"]).finish();
     let peak = resident_peak(&mesh.nodes[0]);
     eprintln!("a grid of {mib} MiB: the coordinator had {peak} MiB at most; {report}");
-    // An idle node that offers 100 MiB has had 82 MiB; with the whole grid it would have had 160 more.
+    // An idle node that offers 100 MiB has used 82 MiB; with the whole grid it would have used 160 MiB more.
     assert!(peak <= 220, "the coordinator may use 100 MiB for the grid and had {peak} MiB");
 }
 
 #[test]
-fn every_member_lists_what_it_computes_and_can_watch_it_and_a_restarted_submitter_knows_where_it_went() {
+fn members_list_and_show_a_run_and_a_restarted_submitter_finds_its_new_coordinator() {
     let folder = Folder::new();
     let mut mesh = mesh(4, WITH_STANDBYS);
     let file = folder.job(&job(ENDLESS, "standby = \"hot\""));
     let run = submit(Some(&mesh.nodes[0]), &file, &folder.out("run"), &[]);
-    let report = run
-        .until(|report| report["step"].as_u64() >= Some(100) && outlives(report, "n0") || report["state"] == "failed");
+    let report = run.until(|report| {
+        report["step"].as_u64() >= Some(100) && survives_loss_of(report, "n0") || report["state"] == "failed"
+    });
     let id = report["job"].as_str().expect("an id").to_owned();
     let part = |of: &Value, name: &str| {
         let tiles = of["tiles"].as_array().into_iter().flatten();
@@ -536,7 +538,7 @@ fn every_member_lists_what_it_computes_and_can_watch_it_and_a_restarted_submitte
     };
     let mut members = 0;
     for node in &mesh.nodes[1..] {
-        // Both change as the run is moved to faster nodes: asked for until they agree.
+        // Both change while the run is rebalanced to faster nodes: retry until they agree.
         let end = Instant::now() + Duration::from_secs(20);
         let known = loop {
             let report = mesh.nodes[0].get(&format!("/api/v1/grids/{id}")).expect("a report");
@@ -557,7 +559,7 @@ fn every_member_lists_what_it_computes_and_can_watch_it_and_a_restarted_submitte
             );
             members += 1;
         }
-        // Also from a node that has no part in it: what the coordinator says.
+        // A node that has no part in the run answers with the coordinator's report.
         let seen = node.get(&format!("/api/v1/grids/{}", &id[..8])).expect("a report");
         assert!(
             seen["role"] == "coordinator" && seen["coordinator"]["name"] == "n0" && seen["steps"] == ENDLESS,
@@ -568,7 +570,7 @@ fn every_member_lists_what_it_computes_and_can_watch_it_and_a_restarted_submitte
     }
     assert!(members >= 1, "{report}");
     mesh.nodes[0].kill();
-    let report = inherited(&mesh.nodes[1..], RUN_MAX, |job| job["state"] == "running");
+    let report = successor_report(&mesh.nodes[1..], RUN_MAX, |job| job["state"] == "running");
     let successor = report["coordinator"]["name"].as_str().expect("a name").to_owned();
     assert_ne!(successor, "n0", "{report}");
     mesh.restart(0);
@@ -579,11 +581,11 @@ fn every_member_lists_what_it_computes_and_can_watch_it_and_a_restarted_submitte
         if seen.as_ref().is_ok_and(|seen| seen["coordinator"]["name"] == successor.as_str()) {
             let listed = mesh.nodes[0].get("/api/v1/grids").expect("a list");
             let known = listed.as_array().into_iter().flatten().find(|job| job["job"] == id.as_str());
-            let known = known.unwrap_or_else(|| panic!("it does not list what was submitted to it: {listed}"));
+            let known = known.unwrap_or_else(|| panic!("the submitter does not list the run: {listed}"));
             assert_eq!(known["coordinator"]["name"], successor.as_str(), "{known}");
             break;
         }
-        assert!(Instant::now() < end, "it does not say where it went: {seen:?}");
+        assert!(Instant::now() < end, "the submitter does not report the new coordinator: {seen:?}");
         std::thread::sleep(Duration::from_millis(200));
     }
 }
@@ -591,7 +593,7 @@ fn every_member_lists_what_it_computes_and_can_watch_it_and_a_restarted_submitte
 #[test]
 fn a_job_of_many_megabytes_reaches_the_nodes_that_compute_it() {
     let folder = Folder::new();
-    // Cells that nothing compresses, as text: more than a control message may hold.
+    // Incompressible cells as text: larger than a control message may be.
     let mut text = String::from("x = 4096, y = 2048\n");
     let mut random = 7u64;
     for _ in 0..2048 {
@@ -614,11 +616,11 @@ fn a_job_of_many_megabytes_reaches_the_nodes_that_compute_it() {
     let shared = run.until(|report| {
         let names = report["tiles"].as_array().into_iter().flatten();
         let both = names.filter(|tile| tile["name"] == "n1").count() > 0;
-        both || !guarded(report).is_empty() || report["state"] == "done" || report["state"] == "failed"
+        both || !with_standby(report).is_empty() || report["state"] == "done" || report["state"] == "failed"
     });
     assert_ne!(shared["state"], "failed", "{shared}");
     let done = |report: &Value| report["state"] == "done" || report["state"] == "failed";
-    // The plan names n1 before n1 has the job: its text is still on the way.
+    // The plan may name n1 before n1 has received the job.
     let listed = |report: &Value| {
         let n1 = mesh.nodes[1].get("/api/v1/grids").expect("a list");
         n1.as_array().is_some_and(|jobs| !jobs.is_empty()) || done(report)

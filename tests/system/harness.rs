@@ -8,13 +8,13 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 use system_tests::relay::Relay;
 
-/// Longest wait for the members of a mesh to find each other, or for what they say of themselves to arrive, on a busy machine.
+/// Longest wait for the members of a mesh to find each other, or for their adverts to arrive, on a busy machine.
 pub(crate) const JOIN_MAX: Duration = Duration::from_secs(60);
-/// Context every test deploys with: small, so that weights decide what fits.
+/// Context of all deployments: small, so that the weights determine what fits.
 pub(crate) const CONTEXT: u32 = 512;
 
-/// The node program. `cargo test --workspace` builds it for the tests of its own package; `-p system-tests` alone takes
-/// the one that is there, or builds it with the features of the whole workspace, so that nothing is compiled twice.
+/// The node program. `cargo test --workspace` builds it for the tests of its own package. `-p system-tests` alone uses
+/// an existing one, or builds it with the features of the whole workspace, so that nothing is compiled twice.
 pub(crate) fn meshnode() -> &'static Path {
     static EXE: OnceLock<PathBuf> = OnceLock::new();
     EXE.get_or_init(|| {
@@ -35,7 +35,7 @@ pub(crate) fn meshnode() -> &'static Path {
     })
 }
 
-/// The model file, or why it cannot be had. Fetched once into the user's cache.
+/// The model file, or why it is not available. Downloaded once into the user's cache.
 pub(crate) fn model() -> Result<PathBuf, String> {
     static MODEL: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     MODEL
@@ -52,7 +52,7 @@ pub(crate) fn model() -> Result<PathBuf, String> {
         .clone()
 }
 
-/// The value, or a skip that `MESHNODE_REQUIRE=model` turns into a failure.
+/// The model file, or `None` after printing a skip, which `MESHNODE_REQUIRE=model` turns into a failure.
 pub(crate) fn require(model: Result<PathBuf, String>) -> Option<PathBuf> {
     match model {
         Ok(path) => Some(path),
@@ -65,7 +65,7 @@ pub(crate) fn require(model: Result<PathBuf, String>) -> Option<PathBuf> {
     }
 }
 
-/// A greedy request.
+/// A greedy generation request.
 pub(crate) fn greedy(model: &Path, tokens: u32) -> Value {
     json!({
         "model": model, "messages": [{"role": "user", "content": "Tell me about the sea."}],
@@ -73,28 +73,28 @@ pub(crate) fn greedy(model: &Path, tokens: u32) -> Value {
     })
 }
 
-/// A deployment.
+/// A deployment request.
 pub(crate) fn deploy(model: &Path) -> Value {
     json!({"model": model, "options": {"int8": true, "context": CONTEXT, "sequences": 1}})
 }
 
-/// All events of a request, to its end.
+/// All events of a request.
 pub(crate) fn generate(node: &LocalNode, request: &Value) -> Vec<Value> {
     let lines = node.post_lines("/api/v1/generate", request).expect("a stream");
-    lines.map(|l| serde_json::from_str(&l.expect("the stream goes on")).expect("JSON lines")).collect()
+    lines.map(|l| serde_json::from_str(&l.expect("the stream is intact")).expect("JSON lines")).collect()
 }
 
-/// The token ids among the events.
+/// The token ids of the events.
 pub(crate) fn tokens_of(events: &[Value]) -> Vec<u64> {
     events.iter().filter_map(|e| e["token"].as_u64()).collect()
 }
 
-/// The right to run nodes. One test has it at a time, as often as it likes: on two cores the nodes of two tests would keep each
-/// other waiting until leases run out.
+/// Permission to run nodes. One test holds it at a time, reentrantly: on two cores, the nodes of two tests would delay
+/// each other until leases expire.
 pub(crate) struct Turn(PhantomData<MutexGuard<'static, ()>>);
 
 thread_local! {
-    /// How many turns the test of this thread has, and what they hold.
+    /// The number of turns that this thread's test holds, and the lock behind them.
     static TURNS: RefCell<(usize, Option<MutexGuard<'static, ()>>)> = const { RefCell::new((0, None)) };
 }
 
@@ -103,7 +103,7 @@ impl Turn {
     pub(crate) fn take() -> Self {
         static RUNNING: Mutex<()> = Mutex::new(());
         TURNS.with_borrow_mut(|(count, held)| {
-            // A test that failed has killed its nodes all the same.
+            // A poisoned lock is usable: a failed test has killed its nodes, too.
             held.get_or_insert_with(|| RUNNING.lock().unwrap_or_else(PoisonError::into_inner));
             *count += 1;
         });
@@ -122,16 +122,16 @@ impl Drop for Turn {
     }
 }
 
-/// Nodes of one mesh under one folder.
+/// The nodes of one mesh, with their data under one folder.
 pub(crate) struct Mesh {
     /// In the order they were started.
     pub(crate) nodes: Vec<LocalNode>,
-    /// Where each listens, also when it starts again.
+    /// Options and port of each node, also for a restart.
     options: Vec<(LocalNodeOptions, u16)>,
-    /// Between all of them, with the same order of nodes.
+    /// The relay between the nodes, with the same indices.
     pub(crate) relay: Option<Relay>,
     dir: tempfile::TempDir,
-    /// Last: given back when the nodes have ended.
+    /// Last field: dropped when the nodes have ended.
     _turn: Turn,
 }
 
@@ -141,14 +141,14 @@ impl Mesh {
         Self { nodes, options, relay: None, dir: tempfile::tempdir().expect("a folder"), _turn: turn }
     }
 
-    /// Nodes that reach each other through a relay only; `seed` decides which datagrams it loses.
+    /// A mesh whose nodes reach each other only through a relay; `seed` determines which datagrams are lost.
     pub(crate) fn relayed(seed: u64) -> Self {
         let mut mesh = Self::new();
         mesh.relay = Some(Relay::start(seed).expect("a relay"));
         mesh
     }
 
-    /// Starts a node; every one but the first joins the first's mesh. Only the first sees the user's model cache.
+    /// Starts a node. All but the first join the first one's mesh. Only the first one uses the user's model cache.
     pub(crate) fn start(&mut self, name: &str, memory: Option<u64>) {
         let join = self.nodes.first().map(|first| {
             let answer = first.post("/api/v1/invite", &json!({"ttl_s": 600, "uses": 1})).expect("an invitation");
@@ -165,18 +165,18 @@ impl Mesh {
         });
     }
 
-    /// Where a node that is not the first keeps models and weights.
+    /// Cache folder (models and weights) of a node other than the first.
     pub(crate) fn cache_of(&self, name: &str) -> PathBuf {
         self.dir.path().join(name).join("cache")
     }
 
-    /// Starts the first node, of a mesh that admits its neighbours.
+    /// Starts the first node, of a mesh that admits neighbours without a ticket.
     pub(crate) fn open(&mut self, name: &str) {
         let flags = vec!["--open".to_owned()];
         self.spawn(LocalNodeOptions { name: name.to_owned(), threads: Some(1), flags, ..LocalNodeOptions::default() });
     }
 
-    /// Starts a node that joins by this ticket, or at this address.
+    /// Starts a node that joins with a ticket, or at an address.
     pub(crate) fn join(&mut self, name: &str, ticket: &str) {
         let options = LocalNodeOptions {
             name: name.to_owned(),
@@ -187,14 +187,14 @@ impl Mesh {
         self.spawn(options);
     }
 
-    /// One node with all the memory it wants and the model served.
+    /// Starts one node with unlimited memory and deploys the model on it.
     pub(crate) fn solo(&mut self, model: &Path) -> usize {
         self.start("solo", None);
         self.deploy(self.nodes.len() - 1, model);
         self.nodes.len() - 1
     }
 
-    /// What the model takes on one node.
+    /// Memory of the model on one node, in bytes.
     pub(crate) fn model_bytes(&mut self, model: &Path) -> u64 {
         let mut other = Mesh::new();
         other.start("measure", None);
@@ -208,28 +208,28 @@ impl Mesh {
 
     pub(crate) fn wait_members(&self, count: usize) {
         for node in &self.nodes {
-            node.wait_members(count, JOIN_MAX).expect("everybody sees everybody");
+            node.wait_members(count, JOIN_MAX).expect("every node sees all members");
         }
     }
 
-    /// Where the stages of the first job of `head` are that it does not compute itself.
-    pub(crate) fn stages_beside(&self, head: usize) -> Vec<usize> {
-        let state = self.nodes[head].get("/api/v1/state").expect("a state");
+    /// The nodes other than `coordinator` that hold a stage of the coordinator's first job.
+    pub(crate) fn remote_stages(&self, coordinator: usize) -> Vec<usize> {
+        let state = self.nodes[coordinator].get("/api/v1/state").expect("a state");
         let stages = state["jobs"][0]["stages"].as_array().cloned().unwrap_or_default();
-        let holds = |i: &usize| *i != head && stages.iter().any(|s| s["name"] == self.nodes[*i].name.as_str());
+        let holds = |i: &usize| *i != coordinator && stages.iter().any(|s| s["name"] == self.nodes[*i].name.as_str());
         let found: Vec<usize> = (0..self.nodes.len()).filter(holds).collect();
         assert!(!found.is_empty(), "no other node holds a stage: {state}");
         found
     }
 
-    /// SIGKILL to a living node that holds a stage of the first job of `head` and is not `head` itself.
-    pub(crate) fn kill_stage_of(&mut self, head: usize) {
-        let held = self.stages_beside(head);
+    /// Sends SIGKILL to a live node other than `coordinator` that holds a stage of the coordinator's first job.
+    pub(crate) fn kill_stage_of(&mut self, coordinator: usize) {
+        let held = self.remote_stages(coordinator);
         let victim = held.into_iter().find(|i| self.nodes[*i].alive());
-        self.nodes[victim.expect("a living node beside the head")].kill();
+        self.nodes[victim.expect("a live node other than the coordinator")].kill();
     }
 
-    /// Puts the model's file into the cache of a node that is still to be started.
+    /// Links the model's file into the cache of a node that is not started yet.
     pub(crate) fn give_model(&self, name: &str, model: &Path) {
         let models = self.dir.path().join(name).join("cache/models");
         std::fs::create_dir_all(&models).expect("a folder");
@@ -237,7 +237,7 @@ impl Mesh {
         std::os::unix::fs::symlink(model, file).expect("a link");
     }
 
-    /// Starts a killed node again with its old data directory.
+    /// Restarts a killed node with its data directory.
     pub(crate) fn restart(&mut self, index: usize) {
         let (options, port) = &self.options[index];
         let again = LocalNode::spawn_on(meshnode(), self.dir.path(), options, *port);

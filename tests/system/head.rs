@@ -1,5 +1,5 @@
-//! The loss of the one node that a request does not survive, the one its client is connected to: the client hears of it at
-//! once, and the same request with the same `Idempotency-Key` completes on another node, with the same text.
+//! The loss of a request's entry node, the one node whose loss the client sees: the connection breaks immediately, and
+//! the same request with the same `Idempotency-Key` completes on another node, with the same text.
 use crate::client::{listen, seed, solo};
 use crate::harness::{Mesh, deploy};
 use meshnode::cluster::LocalNode;
@@ -8,12 +8,12 @@ use std::io::{BufRead, BufReader};
 use std::time::{Duration, Instant};
 use system_tests::relay::Random;
 
-/// Longest wait of a client for anything.
+/// Longest wait of a client for any data.
 const HANG: Duration = Duration::from_secs(60);
-/// Longest wait for the error: the system closes a dead process's connections at once.
+/// Longest wait for the error: the operating system closes a dead process's connections immediately.
 const ERROR_MAX: Duration = Duration::from_secs(5);
 
-/// Sends a request under a key, and again while the node says that it may work in a moment, as OpenAI's clients do.
+/// Sends a request with a key; repeats it while the node answers that it may succeed later, as OpenAI's clients do.
 fn ask(node: &LocalNode, key: &str, body: &Value) -> ureq::http::Response<ureq::Body> {
     let agent: ureq::Agent = ureq::Agent::config_builder().http_status_as_error(false).build().into();
     let url = format!("http://{}/v1/chat/completions", node.api);
@@ -32,7 +32,7 @@ fn ask(node: &LocalNode, key: &str, body: &Value) -> ureq::http::Response<ureq::
     }
 }
 
-/// The text of a whole answer.
+/// The text of a complete response.
 fn text_of(answer: ureq::http::Response<ureq::Body>) -> String {
     let text = answer.into_body().read_to_string().expect("a body");
     let value: Value = serde_json::from_str(&text).expect("JSON");
@@ -40,21 +40,21 @@ fn text_of(answer: ureq::http::Response<ureq::Body>) -> String {
 }
 
 #[test]
-fn the_same_key_completes_elsewhere_when_the_head_is_killed() {
+fn the_same_key_completes_on_another_node_after_the_entry_node_is_killed() {
     let Some(solo) = solo() else { return };
-    let seed = seed("the_same_key_completes_elsewhere_when_the_head_is_killed");
+    let seed = seed("the_same_key_completes_on_another_node_after_the_entry_node_is_killed");
     let (key, mut random) = (format!("test-{seed}"), Random(seed));
 
     let mut alone = Mesh::new();
     alone.start("alone", None);
     let served = alone.nodes[0].post("/api/v1/deploy", &deploy(&solo.model)).expect("the model is served");
-    // Sampled without a seed: only the key makes two nodes choose alike.
+    // Sampled without a seed: only the key makes two nodes sample the same tokens.
     let mut body = json!({
         "model": served["model"], "messages": [{"role": "user", "content": "Tell me about the sea."}],
         "max_tokens": 64, "temperature": 0.9, "ignore_eos": true,
     });
     let expected = text_of(ask(&alone.nodes[0], &key, &body));
-    assert_ne!(expected, text_of(ask(&alone.nodes[0], "another-key", &body)), "it is sampled");
+    assert_ne!(expected, text_of(ask(&alone.nodes[0], "another-key", &body)), "the text is sampled");
     drop(alone);
 
     let mut mesh = Mesh::new();
@@ -64,7 +64,7 @@ fn the_same_key_completes_elsewhere_when_the_head_is_killed() {
     }
     mesh.wait_members(4);
     mesh.deploy(0, &solo.model);
-    let next = mesh.stages_beside(0)[0];
+    let next = mesh.remote_stages(0)[0];
 
     body["stream"] = json!(true);
     let moment = 4 + random.below(40);
@@ -72,25 +72,25 @@ fn the_same_key_completes_elsewhere_when_the_head_is_killed() {
     let (arrived, mut chunks, mut killed) = (listen(stream.lines()), 0, None);
     let ended = loop {
         match arrived.recv_timeout(HANG) {
-            Ok((_, Ok(line))) if line == "data: [DONE]" => panic!("it was over before the head was killed"),
+            Ok((_, Ok(line))) if line == "data: [DONE]" => panic!("the answer ended before the entry node was killed"),
             Ok((_, Ok(line))) => chunks += usize::from(line.starts_with("data:")),
             Ok((at, Err(_))) => break at,
             Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => break Instant::now(),
-            Err(std::sync::mpsc::RecvTimeoutError::Timeout) => panic!("the client of a dead node hears nothing"),
+            Err(std::sync::mpsc::RecvTimeoutError::Timeout) => panic!("the client of a killed node received no error"),
         }
         if chunks == moment && killed.is_none() {
             killed = Some(Instant::now());
             mesh.nodes[0].kill();
         }
     };
-    let heard = ended - killed.expect("the stream lasts until the head is killed");
-    eprintln!("SIGKILL of the head after {moment} chunks: its client hears of it after {:.0} ms", ms(heard));
-    assert!(heard < ERROR_MAX, "{heard:?}");
+    let delay = ended - killed.expect("the stream lasts until the entry node is killed");
+    eprintln!("SIGKILL of the entry node after {moment} chunks: its client sees the error after {:.0} ms", ms(delay));
+    assert!(delay < ERROR_MAX, "{delay:?}");
 
     body.as_object_mut().expect("an object").remove("stream");
     let start = Instant::now();
     let text = text_of(ask(&mesh.nodes[next], &key, &body));
-    eprintln!("n{next} answers the same request whole {:.0} ms after it was asked", ms(start.elapsed()));
+    eprintln!("n{next} answers the same request completely after {:.0} ms", ms(start.elapsed()));
     assert_eq!(text, expected);
 }
 

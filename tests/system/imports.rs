@@ -1,8 +1,8 @@
-//! Files of the core import each other in small circles only, so that one of them can be read, and tested, without many others.
+//! Import cycles between files of the core are small, so that a file can be read and tested without many others.
 //!
-//! File A imports file B if a path in A, in a `use` or elsewhere, names B's module or an item in it: `crate::b::X`, `super::X`
-//! (the parent's file), `b::X` where `mod b` is A's child. A re-export counts as an import in the file that re-exports, and a
-//! path through it ends there. `mod b;` alone is no import. Tests do not count.
+//! File A imports file B if a path in A, in a `use` or elsewhere, names B's module or an item in it: `crate::b::X`,
+//! `super::X` (the parent's file), `b::X` where `mod b` is A's child. A re-export counts as an import by the
+//! re-exporting file, and a path through it ends there. `mod b;` alone is not an import. Tests do not count.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use syn::parse::{ParseStream, Parser};
@@ -11,27 +11,28 @@ use syn::visit::{self, Visit};
 use syn::{Attribute, Expr, Item, ItemMod, ItemUse, Macro, Meta, Pat, Token, UseTree, Visibility};
 use system_tests::repository;
 
-/// Files in the largest circle of the core. A ratchet: a change may make it smaller. Six files are read in an hour.
-const CIRCLE_MAX: usize = 6;
+/// Files in the largest import cycle of the core. A ratchet: changes may only lower it. Six files can be read in an
+/// hour.
+const CYCLE_MAX: usize = 6;
 
 #[test]
-fn the_core_imports_in_small_circles() {
+fn import_cycles_in_the_core_are_small() {
     let sources = repository().join("node/core/src");
     let imports = imports(&|path| fs::read_to_string(sources.join(path)).ok());
     assert!(imports.len() > 40, "the walk found the core's files, not only {}", imports.len());
-    let circle = largest_circle(&imports);
-    eprintln!("{}", describe(&imports, &circle));
+    let cycle = largest_cycle(&imports);
+    eprintln!("{}", describe(&imports, &cycle));
     assert!(
-        circle.len() <= CIRCLE_MAX,
-        "at most {CIRCLE_MAX} files of node/core may import each other in a circle; move what they share into a file that \
+        cycle.len() <= CYCLE_MAX,
+        "at most {CYCLE_MAX} files of node/core may form an import cycle; move what they share into a file that \
          imports none of them.\n{}",
-        describe(&imports, &circle)
+        describe(&imports, &cycle)
     );
 }
 
-/// A circle through every form of path. Tests, visibilities and names of other things do not count.
+/// A cycle through every form of path. Tests, visibilities and other items' names do not count.
 #[test]
-fn a_planted_circle_is_found() {
+fn a_planted_cycle_is_found() {
     let files = [
         ("lib.rs", "pub mod a; mod b; mod leaf; pub use b::Wide;"),
         ("a.rs", "mod child; use crate::b::B; pub use child::Kept; pub struct A(B);"),
@@ -45,7 +46,7 @@ fn a_planted_circle_is_found() {
     let imports = imports(&|path| files.iter().find(|(name, _)| *name == path).map(|(_, text)| (*text).to_owned()));
     let found: BTreeMap<&str, Vec<&str>> =
         imports.iter().map(|(from, to)| (from.as_str(), to.iter().map(String::as_str).collect())).collect();
-    // `leaf::x` in `b.rs` names no module: nothing there imports `leaf`.
+    // `leaf::x` in `b.rs` does not name a module, so `b.rs` does not import `leaf`.
     let expected = [
         ("a.rs", vec!["a/child.rs", "b.rs"]),
         ("a/child.rs", vec!["a.rs", "leaf.rs"]),
@@ -54,19 +55,19 @@ fn a_planted_circle_is_found() {
         ("lib.rs", vec!["b.rs"]),
     ];
     assert_eq!(found, BTreeMap::from(expected));
-    let circle = largest_circle(&imports);
-    assert_eq!(circle, ["a.rs", "a/child.rs", "b.rs", "lib.rs"].map(String::from).into());
-    let words = describe(&imports, &circle);
+    let cycle = largest_cycle(&imports);
+    assert_eq!(cycle, ["a.rs", "a/child.rs", "b.rs", "lib.rs"].map(String::from).into());
+    let words = describe(&imports, &cycle);
     assert!(words.contains("4 files") && words.contains("a/child.rs → a.rs"), "{words}");
 }
 
 /// The files that each file imports.
 type Imports = BTreeMap<String, BTreeSet<String>>;
 
-/// The names of a module and of those around it, from the root: empty for the root.
+/// A module's path from the crate root; empty for the root.
 type Module = Vec<String>;
 
-/// Reads a crate from its `lib.rs` on.
+/// Reads a crate, starting with its `lib.rs`.
 fn imports(read: &dyn Fn(&str) -> Option<String>) -> Imports {
     let mut tree = Tree::default();
     tree.read_file(read, Vec::new(), "lib.rs".into());
@@ -81,15 +82,15 @@ fn imports(read: &dyn Fn(&str) -> Option<String>) -> Imports {
     imports
 }
 
-/// Files that reach each other along imports: the most of them, sorted.
-fn largest_circle(imports: &Imports) -> BTreeSet<String> {
+/// The largest set of files that reach each other along imports.
+fn largest_cycle(imports: &Imports) -> BTreeSet<String> {
     let reached: BTreeMap<&String, BTreeSet<&String>> =
         imports.keys().map(|file| (file, reach(imports, file))).collect();
-    let circles = imports.keys().map(|file| {
+    let cycles = imports.keys().map(|file| {
         let both = reached[file].iter().filter(|other| reached[**other].contains(file));
         both.map(|other| (*other).clone()).collect::<BTreeSet<String>>()
     });
-    circles.reduce(|best, next| if next.len() > best.len() { next } else { best }).unwrap_or_default()
+    cycles.reduce(|best, next| if next.len() > best.len() { next } else { best }).unwrap_or_default()
 }
 
 /// All files that a file imports, directly or through others.
@@ -104,20 +105,20 @@ fn reach<'a>(imports: &'a Imports, from: &String) -> BTreeSet<&'a String> {
     reached
 }
 
-fn describe(imports: &Imports, circle: &BTreeSet<String>) -> String {
-    let files: Vec<&str> = circle.iter().map(String::as_str).collect();
+fn describe(imports: &Imports, cycle: &BTreeSet<String>) -> String {
+    let files: Vec<&str> = cycle.iter().map(String::as_str).collect();
     let inside = |file: &String| {
-        let to: Vec<&str> = imports[file].intersection(circle).map(String::as_str).collect();
+        let to: Vec<&str> = imports[file].intersection(cycle).map(String::as_str).collect();
         format!("  {file} → {}", to.join(", "))
     };
-    let lines: Vec<String> = circle.iter().map(inside).collect();
-    format!("the largest circle has {} files: {}\n{}", files.len(), files.join(", "), lines.join("\n"))
+    let lines: Vec<String> = cycle.iter().map(inside).collect();
+    format!("the largest cycle has {} files: {}\n{}", files.len(), files.join(", "), lines.join("\n"))
 }
 
-/// The modules of a crate, without those of tests.
+/// The modules of a crate, except test modules.
 #[derive(Default)]
 struct Tree {
-    /// The file of each module; a module inside a file has that file.
+    /// The file of each module; an inline module has the file around it.
     modules: BTreeMap<Module, String>,
     /// Each file's module and text.
     texts: BTreeMap<String, (Module, syn::File)>,
@@ -150,18 +151,18 @@ impl Tree {
     }
 }
 
-/// Collects what the paths of one file name.
+/// Collects the modules that one file's paths name.
 struct Reader<'a> {
     tree: &'a Tree,
-    /// Where in the file.
+    /// The current module within the file.
     module: Module,
-    /// Modules that were imported under a name.
+    /// Modules imported under a name.
     aliases: BTreeMap<String, Module>,
     found: BTreeSet<String>,
 }
 
 impl Reader<'_> {
-    /// The deepest module that a path names; none if it begins outside the crate or with an item of this module.
+    /// The deepest module that a path names; `None` if it begins outside the crate or with an item of this module.
     fn resolve(&self, path: &[String]) -> Option<Module> {
         let (first, rest) = path.split_first()?;
         let mut module = match first.as_str() {
@@ -194,7 +195,7 @@ impl Reader<'_> {
         }
     }
 
-    /// One path of a `use`. Where it ends with a module, that has a name from here on.
+    /// Records one path of a `use`. If it ends with a module, its name becomes an alias.
     fn imports(&mut self, path: &[String], name: &str) {
         self.names(path);
         if let Some(module) = self.resolve(path).filter(|module| module.last() == path.last()) {
@@ -222,7 +223,7 @@ impl Reader<'_> {
 
 impl<'ast> Visit<'ast> for Reader<'_> {
     fn visit_file(&mut self, file: &'ast syn::File) {
-        // Imports may stand behind their use.
+        // A `use` may come after the code that relies on it.
         let uses = |item: &'ast Item| if let Item::Use(item) = item { Some(item) } else { None };
         file.items.iter().filter_map(uses).for_each(|item| self.visit_item_use(item));
         visit::visit_file(self, file);
@@ -257,7 +258,7 @@ impl<'ast> Visit<'ast> for Reader<'_> {
     }
 
     fn visit_path(&mut self, path: &'ast syn::Path) {
-        // One name alone is a variable, or an item that a `use` has brought.
+        // A single name is a variable, or an item imported by a `use`.
         if path.leading_colon.is_none() && path.segments.len() > 1 {
             let names: Vec<String> = path.segments.iter().map(|segment| segment.ident.to_string()).collect();
             self.names(&names);
@@ -265,10 +266,10 @@ impl<'ast> Visit<'ast> for Reader<'_> {
         visit::visit_path(self, path);
     }
 
-    /// `pub(in crate::job)` says who may see an item. It needs nothing of `job`.
+    /// `pub(in crate::job)` restricts visibility; it is not an import of `job`.
     fn visit_visibility(&mut self, _: &'ast Visibility) {}
 
-    /// The standard library's macros hold expressions, and `matches!` a pattern.
+    /// Parses the arguments of standard library macros: expressions, and the pattern of `matches!`.
     fn visit_macro(&mut self, item: &'ast Macro) {
         if item.path.is_ident("macro_rules") {
             return;
@@ -289,14 +290,14 @@ impl<'ast> Visit<'ast> for Reader<'_> {
     }
 }
 
-/// What `vec!` holds: `value; length`.
+/// Arguments of `vec!`: `value; length`.
 fn repeated(input: ParseStream<'_>) -> syn::Result<(Expr, Expr)> {
     let value = input.parse()?;
     input.parse::<Token![;]>()?;
     Ok((value, input.parse()?))
 }
 
-/// What `matches!` holds: `value, pattern if condition`.
+/// Arguments of `matches!`: `value, pattern if condition`.
 fn matching(input: ParseStream<'_>) -> syn::Result<(Expr, Pat, Option<Expr>)> {
     let value = input.parse()?;
     input.parse::<Token![,]>()?;

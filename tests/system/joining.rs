@@ -1,9 +1,9 @@
-//! Who gets in and who does not, told in words a person can act on.
+//! Admission to a mesh, and the error messages of rejected joins.
 use crate::harness::{JOIN_MAX, Mesh, meshnode};
 use std::process::Command;
 use std::time::Duration;
 
-/// Runs `meshnode join` with this ticket until it ends; its exit code and what it said.
+/// Runs `meshnode join` with this ticket to its end; returns its exit code and stderr.
 fn join(ticket: &str) -> (Option<i32>, String) {
     let dir = tempfile::tempdir().expect("a folder");
     let mut command = Command::new("timeout");
@@ -24,7 +24,7 @@ fn invite(mesh: &Mesh, ttl: &str, uses: &str) -> String {
 }
 
 #[test]
-fn tickets_that_do_not_hold_are_refused_with_the_reason() {
+fn invalid_tickets_are_rejected_with_the_reason() {
     let mut mesh = Mesh::new();
     mesh.start("inviter", None);
     let (code, said) = join("mesh1notaticket");
@@ -44,7 +44,7 @@ fn tickets_that_do_not_hold_are_refused_with_the_reason() {
     assert!(said.contains("used"), "{said}");
 }
 
-/// `--open` admits neighbours without a ticket, but nobody vouched for them: they may not let in others.
+/// `--open` admits neighbours without a ticket, but no member vouched for them: they may not invite others.
 #[test]
 fn an_open_mesh_admits_a_neighbour_that_may_not_invite() {
     let mut mesh = Mesh::new();
@@ -60,9 +60,9 @@ fn an_open_mesh_admits_a_neighbour_that_may_not_invite() {
     assert!(said.contains("without the right to invite"), "{said}");
 }
 
-/// A node of one mesh does not enter another by accident.
+/// A member of one mesh does not join another by accident.
 #[test]
-fn a_ticket_of_another_mesh_is_named() {
+fn a_ticket_of_another_mesh_is_reported() {
     let mut ours = Mesh::new();
     ours.start("ours", None);
     let mut theirs = Mesh::new();
@@ -84,7 +84,7 @@ fn a_ticket_of_another_mesh_is_named() {
 }
 
 #[test]
-fn a_port_in_use_is_named_with_the_flag() {
+fn a_port_in_use_is_reported_with_the_flag() {
     let mut mesh = Mesh::new();
     mesh.start("first", None);
     let port = mesh.nodes[0].port.to_string();
@@ -102,9 +102,9 @@ fn a_port_in_use_is_named_with_the_flag() {
     assert!(said.contains(&port) && said.contains("--port"), "{said}");
 }
 
-/// Killed nodes disappear from everybody's view; nodes that come back are the same node in a new life.
+/// Killed nodes disappear from every member's view; a restarted node is the same member in a new incarnation.
 #[test]
-fn the_dead_disappear_and_the_restarted_come_back() {
+fn killed_nodes_disappear_and_restarted_nodes_reappear() {
     let mut mesh = Mesh::new();
     for name in ["a", "b", "c"] {
         mesh.start(name, None);
@@ -118,7 +118,7 @@ fn the_dead_disappear_and_the_restarted_come_back() {
     mesh.wait_members(3);
 }
 
-/// A page in a browser must not reach the local API through the user's machine.
+/// A web page must not reach the local API through the user's browser.
 #[test]
 fn a_web_page_cannot_post_to_the_api() {
     let mut mesh = Mesh::new();

@@ -1,4 +1,4 @@
-//! The system tests, one module each: what only the whole repository, or real processes, can show.
+//! The system tests, one module each: they check properties of the whole repository, or of real processes.
 mod administering;
 mod arrows;
 mod bans;

@@ -1,9 +1,9 @@
-//! Several processes share one model by layers: same tokens as one, also when one of them dies.
+//! Several processes share one model by layers: the same tokens as on one node, also after the loss of a process.
 use crate::harness::{Mesh, generate, greedy, model, require, tokens_of};
 use serde_json::{Value, json};
 use std::time::Duration;
 
-/// One, two and three stages give the tokens of one node; so does a run whose stages die one after the other.
+/// One, two and three stages give the tokens of one node.
 #[test]
 fn any_number_of_nodes_gives_the_same_tokens() {
     let Some(model) = require(model()) else { return };
@@ -11,7 +11,7 @@ fn any_number_of_nodes_gives_the_same_tokens() {
     let solo = mesh.solo(&model);
     let reference = tokens_of(&generate(&mesh.nodes[solo], &greedy(&model, 40)));
     assert_eq!(reference.len(), 40);
-    // Two stages both hold the shared embedding: together they take about 1.35 times what one node takes.
+    // Both of two stages hold the shared embedding: together they need about 1.35 times the memory of one node.
     for (stages, share) in [(2, 0.8), (3, 0.62)] {
         let mut mesh = Mesh::new();
         let bytes = mesh.model_bytes(&model);
@@ -27,16 +27,16 @@ fn any_number_of_nodes_gives_the_same_tokens() {
     }
 }
 
-/// A stage is killed while the answer streams, then another; the client's stream goes on with the same tokens.
+/// A stage is killed while the answer streams, then another; the client's stream continues with the same tokens.
 #[test]
-fn a_stream_survives_the_death_of_every_other_node() {
+fn a_stream_survives_the_loss_of_two_stages_in_turn() {
     let Some(model) = require(model()) else { return };
     let mut mesh = Mesh::new();
     let solo = mesh.solo(&model);
     let reference = tokens_of(&generate(&mesh.nodes[solo], &greedy(&model, 90)));
     let mut mesh = Mesh::new();
     let bytes = mesh.model_bytes(&model);
-    // The head and any one other node suffice; two others may die one after the other.
+    // The coordinator and one other node suffice, so two of the other three may be lost in turn.
     for i in 0..4 {
         mesh.start(&format!("n{i}"), Some((bytes as f64 * 0.8) as u64));
     }
@@ -45,7 +45,7 @@ fn a_stream_survives_the_death_of_every_other_node() {
     let lines = mesh.nodes[0].post_lines("/api/v1/generate", &greedy(&model, 90)).expect("a stream");
     let mut events = Vec::new();
     for line in lines {
-        let event: Value = serde_json::from_str(&line.expect("the stream goes on")).expect("JSON lines");
+        let event: Value = serde_json::from_str(&line.expect("the stream is intact")).expect("JSON lines");
         events.push(event);
         if matches!(events.len(), 20 | 50) {
             mesh.kill_stage_of(0);
@@ -55,7 +55,7 @@ fn a_stream_survives_the_death_of_every_other_node() {
     assert!(events.last().is_some_and(|e| e["done"].is_string()), "{:?}", events.last());
 }
 
-/// A client that goes away stops its work: nothing runs a moment later, and the next request is served.
+/// When a client disconnects, its request stops soon, and the next request is served.
 #[test]
 fn a_client_that_disconnects_stops_its_work() {
     let Some(model) = require(model()) else { return };
@@ -66,14 +66,14 @@ fn a_client_that_disconnects_stops_its_work() {
     drop(lines);
     mesh.nodes[node]
         .wait_state(Duration::from_secs(5), |state| state["jobs"][0]["running"] == 0)
-        .expect("no request runs on");
+        .expect("no request is still running");
     let next = generate(&mesh.nodes[node], &greedy(&model, 3));
     assert_eq!(tokens_of(&next).len(), 3);
 }
 
-/// The request says what is wrong instead of doing half of it.
+/// The request is rejected with the reason instead of being served in part.
 #[test]
-fn a_prompt_longer_than_the_context_is_refused() {
+fn a_prompt_longer_than_the_context_is_rejected() {
     let Some(model) = require(model()) else { return };
     let mut mesh = Mesh::new();
     let node = mesh.solo(&model);
@@ -83,10 +83,10 @@ fn a_prompt_longer_than_the_context_is_refused() {
         Err(e) => e.to_string(),
         Ok(lines) => lines.map_while(Result::ok).collect::<Vec<_>>().join("\n"),
     };
-    assert!(text.contains("512") && text.contains("context"), "names both numbers: {text}");
+    assert!(text.contains("512") && text.contains("context"), "the error names the context limit: {text}");
 }
 
-/// A model larger than the whole mesh: the error names the missing bytes.
+/// A model larger than the whole mesh: the error reports the missing bytes.
 #[test]
 fn a_model_larger_than_the_mesh_says_what_is_missing() {
     let Some(model) = require(model()) else { return };

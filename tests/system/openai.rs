@@ -1,4 +1,4 @@
-//! The API as OpenAI's own Python client sees it.
+//! The API as used by OpenAI's own Python client.
 use crate::harness::{Mesh, deploy, model, require};
 use serde_json::Value;
 use std::process::Command;
@@ -17,9 +17,9 @@ fn openais_own_client_is_served() {
     }
     let mut mesh = Mesh::new();
     mesh.start("solo", None);
-    let mut wanted = deploy(&model);
-    wanted["options"]["sequences"] = 4.into();
-    let served = mesh.nodes[0].post("/api/v1/deploy", &wanted).expect("the model is served");
+    let mut request = deploy(&model);
+    request["options"]["sequences"] = 4.into();
+    let served = mesh.nodes[0].post("/api/v1/deploy", &request).expect("the model is served");
     let name = served["model"].as_str().expect("a name");
 
     let script = system_tests::repository().join("tests/system/openai_client.py");
@@ -29,7 +29,7 @@ fn openais_own_client_is_served() {
     assert!(output.status.success(), "{said}\n{}", String::from_utf8_lossy(&output.stderr));
     assert!(said.contains("all ok"), "{said}");
 
-    // The stream that the script abandoned has stopped its work.
+    // The request of the abandoned stream has stopped.
     let end = Instant::now() + Duration::from_secs(20);
     let busy = |jobs: &Value| jobs[0]["running"].as_u64() != Some(0) || jobs[0]["queued"].as_u64() != Some(0);
     while busy(&mesh.nodes[0].get("/api/v1/jobs").expect("jobs")) {

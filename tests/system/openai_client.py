@@ -1,6 +1,6 @@
-"""Drives a node with OpenAI's own client, as a user's program would. Usage: openai_client.py BASE_URL MODEL
+"""Tests a node with OpenAI's own client, as a user's program would use it. Usage: openai_client.py BASE_URL MODEL
 
-Prints one line for each thing checked; ends with an error at the first that is not as it should be.
+Prints one line per check; exits with an error at the first failed check.
 """
 
 import concurrent.futures
@@ -21,39 +21,39 @@ def check(name, condition, seen=""):
 
 models = client.models.list().data
 check("the model is listed", [m.id for m in models] == [model], [m.id for m in models])
-check("the model is found", client.models.retrieve(model).id == model)
+check("the model is retrieved", client.models.retrieve(model).id == model)
 
 whole = client.chat.completions.create(model=model, messages=question, max_tokens=24, temperature=0)
 text = whole.choices[0].message.content
-check("a chat answers", "Paris" in text, text)
+check("a chat completes", "Paris" in text, text)
 usage = whole.usage
 check("usage adds up", usage.total_tokens == usage.prompt_tokens + usage.completion_tokens > usage.prompt_tokens, usage)
-check("the reason is named", whole.choices[0].finish_reason in ("stop", "length"), whole.choices[0].finish_reason)
+check("the finish reason is set", whole.choices[0].finish_reason in ("stop", "length"), whole.choices[0].finish_reason)
 
 stream = client.chat.completions.create(
     model=model, messages=question, max_tokens=24, temperature=0, stream=True, stream_options={"include_usage": True}
 )
 chunks = list(stream)
 streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-check("a stream gives the same text", streamed == text, streamed)
+check("a stream has the same text", streamed == text, streamed)
 check("the role comes first", chunks[0].choices[0].delta.role == "assistant")
-check("the last chunk counts", chunks[-1].choices == [] and chunks[-1].usage == usage, chunks[-1].usage)
+check("the last chunk has the usage", chunks[-1].choices == [] and chunks[-1].usage == usage, chunks[-1].usage)
 
 parts = [{"role": "user", "content": [{"type": "text", "text": question[0]["content"]}]}]
 again = client.chat.completions.create(model=model, messages=parts, max_completion_tokens=24, temperature=0)
-check("content in parts is the same", again.choices[0].message.content == text)
+check("content in parts gives the same text", again.choices[0].message.content == text)
 
 word = text.split()[2]
 stopped = client.chat.completions.create(model=model, messages=question, max_tokens=24, temperature=0, stop=[word])
-check("a stop string ends it", stopped.choices[0].message.content == text[: text.index(word)], stopped.choices[0].message.content)
-check("a stop string is a stop", stopped.choices[0].finish_reason == "stop")
+check("a stop string ends the text", stopped.choices[0].message.content == text[: text.index(word)], stopped.choices[0].message.content)
+check("a stop string sets the finish reason", stopped.choices[0].finish_reason == "stop")
 
 plain = client.completions.create(model=model, prompt="The capital of France is", max_tokens=5, temperature=0)
-check("a completion goes on", plain.choices[0].text.strip() != "" and plain.usage.completion_tokens <= 5, plain.choices[0].text)
+check("a completion continues the prompt", plain.choices[0].text.strip() != "" and plain.usage.completion_tokens <= 5, plain.choices[0].text)
 short = client.completions.create(model=model, prompt="One two three four", max_tokens=2, temperature=0)
-check("max_tokens is kept", short.choices[0].finish_reason == "length" and short.usage.completion_tokens == 2, short.usage)
+check("max_tokens is respected", short.choices[0].finish_reason == "length" and short.usage.completion_tokens == 2, short.usage)
 pieces = client.completions.create(model=model, prompt="The capital of France is", max_tokens=5, temperature=0, stream=True)
-check("a completion streams the same", "".join(c.choices[0].text for c in pieces) == plain.choices[0].text)
+check("a streamed completion has the same text", "".join(c.choices[0].text for c in pieces) == plain.choices[0].text)
 
 seeded = [
     client.chat.completions.create(
@@ -61,31 +61,31 @@ seeded = [
     ).choices[0].message.content
     for seed in (7, 7, 8, 9, 10)
 ]
-check("a seed decides", seeded[0] == seeded[1], seeded)
+check("the same seed gives the same text", seeded[0] == seeded[1], seeded)
 check("other seeds differ", len(set(seeded)) > 1)
 
 with concurrent.futures.ThreadPoolExecutor(6) as pool:
     ask = lambda _: client.chat.completions.create(model=model, messages=question, max_tokens=24, temperature=0)
     answers = {a.choices[0].message.content for a in pool.map(ask, range(6))}
-check("six clients at once get the same", answers == {text}, answers)
+check("six concurrent clients get the same text", answers == {text}, answers)
 
 abandoned = client.chat.completions.create(model=model, messages=question, max_tokens=400, stream=True)
 next(abandoned)
 abandoned.close()
 
 
-def refused(name, error, **request):
+def rejected(name, error, **request):
     try:
         client.chat.completions.create(**{"model": model, "messages": question, "max_tokens": 4, **request})
     except error as e:
         check(name, "message" in (e.body or {}), e.body)
     else:
-        check(name, False, "it was taken")
+        check(name, False, "the request was accepted")
 
 
-refused("an unknown model", openai.NotFoundError, model="gpt-4o")
-refused("log probabilities", openai.BadRequestError, logprobs=True)
-refused("several choices", openai.BadRequestError, n=2)
-refused("a hot temperature", openai.BadRequestError, temperature=9)
-refused("a prompt beyond the context", openai.BadRequestError, messages=[{"role": "user", "content": "word " * 20000}])
+rejected("an unknown model", openai.NotFoundError, model="gpt-4o")
+rejected("log probabilities", openai.BadRequestError, logprobs=True)
+rejected("several choices", openai.BadRequestError, n=2)
+rejected("a hot temperature", openai.BadRequestError, temperature=9)
+rejected("a prompt beyond the context", openai.BadRequestError, messages=[{"role": "user", "content": "word " * 20000}])
 print("all ok")

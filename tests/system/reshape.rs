@@ -1,5 +1,5 @@
-//! A node that joins under load takes over from one that is far away: no request fails, no token differs, and what moves is
-//! what `plan` said would.
+//! Rebalance under load: a node that joins replaces a distant one. No request fails, no token differs, and the moved
+//! bytes are those that `plan` predicted.
 use crate::client::{Solo, solo, watch};
 use crate::harness::{JOIN_MAX, Mesh, deploy};
 use serde_json::Value;
@@ -7,25 +7,25 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use system_tests::relay::Link;
 
-/// Three looks at five seconds, and the time to fetch and load beside a generation.
+/// Three placement reviews at intervals of five seconds, and the time to fetch and load weights during a generation.
 const MOVE_MAX: Duration = Duration::from_secs(90);
 /// Tokens of each answer.
 const TOKENS: u32 = 24;
 
-/// A head and a node 30 ms away, which both are needed, serve the model.
+/// A coordinator and a node 30 ms away serve the model, which needs both.
 fn far(solo: &Solo) -> Mesh {
     let mut mesh = Mesh::relayed(7);
     let memory = Some(solo.memory(0.8));
-    mesh.start("head", memory);
+    mesh.start("coordinator", memory);
     mesh.start("far", memory);
     mesh.wait_members(2);
     let relay = mesh.relay.as_ref().expect("a relay");
     for (from, to) in [(0, 1), (1, 0)] {
         relay.link(from, to, Link { latency: Duration::from_millis(30), ..Link::PLAIN });
     }
-    // A connection is measured when it is made.
+    // A link is measured when its connection is established.
     mesh.nodes[1].kill();
-    mesh.nodes[0].wait_members(1, JOIN_MAX).expect("it is gone");
+    mesh.nodes[0].wait_members(1, JOIN_MAX).expect("the killed node is gone");
     mesh.restart(1);
     mesh.wait_members(2);
     let far =
@@ -36,10 +36,10 @@ fn far(solo: &Solo) -> Mesh {
 }
 
 #[test]
-fn a_node_that_joins_under_load_takes_over_from_one_that_is_far_away() {
+fn a_node_that_joins_under_load_replaces_a_distant_one() {
     let Some(solo) = solo() else { return };
     let mut mesh = far(solo);
-    assert_eq!(mesh.stages_beside(0), [1], "both are needed");
+    assert_eq!(mesh.remote_stages(0), [1], "both nodes are needed");
     let ended = AtomicBool::new(false);
     mesh.start("near", Some(solo.memory(0.8)));
     let (answers, planned, job) = std::thread::scope(|scope| {
@@ -55,7 +55,7 @@ fn a_node_that_joins_under_load_takes_over_from_one_that_is_far_away() {
         let start = Instant::now();
         let mut planned = Vec::new();
         let job = loop {
-            assert!(start.elapsed() < MOVE_MAX, "it has not moved:\n{}", mesh.nodes[0].log());
+            assert!(start.elapsed() < MOVE_MAX, "the stage has not moved:\n{}", mesh.nodes[0].log());
             let state = mesh.nodes[0].get("/api/v1/state").expect("a state");
             let job = state["jobs"][0].clone();
             if job["moved"].is_object() && job["state"] == "ready" {
@@ -69,18 +69,18 @@ fn a_node_that_joins_under_load_takes_over_from_one_that_is_far_away() {
         ended.store(true, Ordering::Relaxed);
         (answers.join().expect("no answer is wrong"), planned, job)
     });
-    assert_eq!(mesh.stages_beside(0), [2], "{job}");
+    assert_eq!(mesh.remote_stages(0), [2], "{job}");
     let moved = job["moved"]["moved_bytes"].as_u64().expect("bytes");
-    eprintln!("{answers} answers meanwhile; {job}");
-    assert!(answers >= 1, "it moved under load");
+    eprintln!("{answers} answers during the move; {job}");
+    assert!(answers >= 1, "the move happened under load");
     assert!(moved > 0 && planned.contains(&moved), "moved {moved}, planned {planned:?}");
 
-    // It may have had the weights already, because it stood by for the same layers; then they came then.
+    // The node may have fetched the weights before the move, as a standby for the same layers.
     let fetched = job["moved"]["fetched_bytes"].as_u64().expect("bytes");
     let state = mesh.nodes[2].get("/api/v1/state").expect("a state");
     let came: u64 =
         state["weights"]["peers"].as_array().into_iter().flatten().filter_map(|p| p["bytes"].as_u64()).sum();
-    eprintln!("{moved} bytes moved as planned, {fetched} of them came for the move, {came} came in all");
+    eprintln!("{moved} bytes moved as planned, {fetched} of them fetched for the move, {came} fetched in all");
     assert!(fetched <= moved && moved <= came, "{fetched} <= {moved} <= {came}");
     let view = watch(&mesh.nodes[0], &solo.model, TOKENS, |_| {});
     assert_eq!(view.tokens, solo.tokens(TOKENS));

@@ -1,4 +1,4 @@
-//! What is served, after a restart of the node that serves it, and asked for at a node that does not.
+//! Served models: after a restart of the node that serves them, and requested on a node that does not.
 use crate::harness::{JOIN_MAX, Mesh, model, require};
 use meshnode::cluster::LocalNode;
 use serde_json::{Value, json};
@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 /// Longest wait for a model to be placed again.
 const READY_MAX: Duration = Duration::from_secs(60);
 
-/// The model under this name in what a node lists for its clients.
+/// The model's entry in a node's model list.
 fn listed(node: &LocalNode, name: &str) -> Option<Value> {
     let list = node.get("/v1/models").expect("a list");
     list["data"].as_array()?.iter().find(|model| model["id"] == name).cloned()
 }
 
-/// Waits until the model's job is in this state, and returns it.
+/// Waits until the model's job has this state; returns the job.
 fn job_in(node: &LocalNode, name: &str, state: &str) -> Value {
     let end = Instant::now() + READY_MAX;
     loop {
@@ -47,13 +47,13 @@ fn serve(node: &LocalNode, model: &Path) -> String {
 }
 
 #[test]
-fn what_was_served_is_served_again_after_a_restart_with_its_options() {
+fn served_models_are_restored_with_their_options_after_a_restart() {
     let Some(model) = require(model()) else { return };
     let mut mesh = Mesh::new();
     mesh.start("n0", None);
     mesh.start("n1", None);
     mesh.wait_members(2);
-    // A file of its own: it is to vanish.
+    // A separate file, because the test moves it away.
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("parrot.gguf");
     std::fs::copy(&model, &file).expect("a copy");
@@ -64,7 +64,7 @@ fn what_was_served_is_served_again_after_a_restart_with_its_options() {
 
     mesh.nodes.iter_mut().for_each(LocalNode::kill);
     mesh.restart(0);
-    let entry = listed(&mesh.nodes[0], &name).expect("it is listed as soon as the API answers");
+    let entry = listed(&mesh.nodes[0], &name).expect("the model is listed as soon as the API answers");
     assert_eq!(entry["context_length"], 1024, "{entry}");
     mesh.restart(1);
     let job = job_in(&mesh.nodes[0], &name, "ready");
@@ -81,14 +81,14 @@ fn what_was_served_is_served_again_after_a_restart_with_its_options() {
     std::fs::rename(&aside, &file).expect("renamed");
     job_in(&mesh.nodes[0], &name, "ready");
 
-    mesh.nodes[0].delete(&format!("/api/v1/models/{name}")).expect("it is stopped");
+    mesh.nodes[0].delete(&format!("/api/v1/models/{name}")).expect("the model is stopped");
     mesh.nodes[0].kill();
     mesh.restart(0);
-    assert_eq!(listed(&mesh.nodes[0], &name), None, "what was stopped stays stopped");
+    assert_eq!(listed(&mesh.nodes[0], &name), None, "a stopped model is not restored");
 }
 
 #[test]
-fn a_node_passes_requests_on_to_the_member_that_serves_the_model() {
+fn a_node_forwards_requests_to_the_member_that_serves_the_model() {
     let Some(model) = require(model()) else { return };
     let mut mesh = Mesh::new();
     mesh.start("n0", None);
@@ -104,19 +104,19 @@ fn a_node_passes_requests_on_to_the_member_that_serves_the_model() {
     assert_eq!((there, status), (200, 200), "{answer}");
     assert_eq!(text(&answer), text(&expected));
     let jobs = mesh.nodes[1].get("/api/v1/jobs").expect("jobs");
-    assert!(jobs.as_array().is_some_and(|jobs| jobs.iter().all(|job| job["head"] == false)), "no second copy: {jobs}");
-    // Nobody serves this one.
+    assert!(jobs.as_array().is_some_and(|jobs| jobs.iter().all(|job| job["head"] == false)), "no second job: {jobs}");
+    // No member serves this model.
     let (status, answer) = ask(&mesh.nodes[1], "no-such-model");
     assert_eq!(status, 404, "{answer}");
     assert!(!answer.to_string().contains("n0"), "{answer}");
-    // A second copy is served, and said.
+    // A second deployment of the model is accepted and reported.
     let body = json!({"model": model, "options": {"int8": true, "context": 128, "sequences": 1}});
-    let served = mesh.nodes[1].post("/api/v1/deploy", &body).expect("a second copy");
+    let served = mesh.nodes[1].post("/api/v1/deploy", &body).expect("a second deployment");
     assert_eq!(served["also_served_by"], json!(["n0"]), "{served}");
 }
 
 #[test]
-fn a_model_that_was_loaded_for_one_run_is_unloaded_after_it() {
+fn a_model_loaded_for_one_run_is_unloaded_after_it() {
     let Some(model) = require(model()) else { return };
     let mut mesh = Mesh::new();
     mesh.start("n0", None);
@@ -134,11 +134,11 @@ fn a_model_that_was_loaded_for_one_run_is_unloaded_after_it() {
     let jobs = || node.get("/api/v1/jobs").expect("jobs").as_array().map_or(0, Vec::len);
     run(false);
     let unloaded = node.wait_state(JOIN_MAX, |state| state["jobs"] == json!([]));
-    unloaded.expect("nothing uses it any more");
+    unloaded.expect("the unused model is unloaded");
     run(true);
     std::thread::sleep(Duration::from_secs(6));
-    assert_eq!(jobs(), 1, "it was to be kept");
+    assert_eq!(jobs(), 1, "--keep keeps the model loaded");
     run(false);
     std::thread::sleep(Duration::from_secs(6));
-    assert_eq!(jobs(), 1, "a run does not end what is served");
+    assert_eq!(jobs(), 1, "a run does not unload a kept model");
 }

@@ -1,5 +1,5 @@
-//! A hot standby costs the running job nothing on the token path: it is sent a copy of what its stage is sent, and when it
-//! stands still or cannot be reached fast enough, the answer goes on without it and it catches up later.
+//! Hot standbys cost the running job nothing on the token path: a standby receives a copy of its stage's input. If it
+//! stalls or its link is too slow, the answer continues without it, and it catches up later.
 use crate::client::{Solo, seed, solo, watch};
 use crate::harness::{Mesh, deploy};
 use rustix::process::Signal;
@@ -8,14 +8,15 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 use system_tests::relay::{Link, Plane, Random};
 
-/// A standby fetches its share, loads it and catches up.
+/// Time for a standby to fetch its share, load it and catch up.
 const HOT_MAX: Duration = Duration::from_secs(180);
 const TOKENS: u32 = 64;
 const NODES: usize = 4;
-/// Numbers in a row of SmolLM2-135M, each as long as a token id.
+/// Elements in a hidden row of SmolLM2-135M; an element has the size of a token id.
 const WIDTH: u64 = 576;
 
-/// Four nodes behind a relay, of which any two hold the model: two stages, and two nodes to spare. The first serves it.
+/// Four nodes behind a relay. Any two of them fit the model: two stages, and two spare nodes. The first is the
+/// coordinator.
 fn formed(solo: &Solo, seed: u64) -> Mesh {
     let mut mesh = Mesh::relayed(seed);
     for i in 0..NODES {
@@ -26,11 +27,11 @@ fn formed(solo: &Solo, seed: u64) -> Mesh {
     mesh
 }
 
-/// A job with its standbys that are current, of which one at least is not the head. Nodes by their place in the mesh.
+/// A job with its current standbys, of which at least one is not on the coordinator. Nodes are indices into the mesh.
 #[derive(Debug, PartialEq, Eq)]
 struct Hot {
     epoch: u64,
-    /// Its last move by itself to where it runs better: that is no fault of a standby.
+    /// The job's last rebalance: a change of it is not caused by a standby.
     moved: Value,
     owners: Vec<usize>,
     /// By stage.
@@ -39,11 +40,11 @@ struct Hot {
 
 fn hot(mesh: &Mesh) -> Hot {
     let current = |standby: &Value| standby["state"] == "current";
-    // Where a node was measured while the machine stood still, a standby may be warm, or have no room.
+    // If a node's calibration coincided with a stall of the machine, a standby may be warm, or have no room.
     let ready = |job: &Value| {
         let standbys = || job["standbys"].as_array().into_iter().flatten();
         let loading = standbys().any(|standby| standby["state"] == "loading");
-        // Of a stage of another node than the coordinator's, and fed over the network.
+        // Its stage is not on the coordinator, and it is fed over the network.
         let name = |stage: usize| job["stages"][stage]["name"].clone();
         let beside = |standby: &Value| {
             let stage = standby["stage"].as_u64().and_then(|stage| usize::try_from(stage).ok()).unwrap_or_default();
@@ -70,33 +71,33 @@ fn hot(mesh: &Mesh) -> Hot {
 }
 
 impl Hot {
-    /// Who sends a stage its rows: the one before it, or the head.
+    /// The node that sends a stage its input: the previous stage's owner, or the coordinator.
     fn feeder(&self, stage: usize) -> usize {
         stage.checked_sub(1).map_or(0, |before| self.owners[before])
     }
 
-    /// A stage of another node than the coordinator's whose standby is fed over the network, and that standby.
-    fn beside_the_head(&self) -> (usize, usize) {
+    /// A stage that is not on the coordinator, with its standby, which is fed over the network.
+    fn remote_stage_with_standby(&self) -> (usize, usize) {
         let apart =
             |stage: usize, standby: usize| self.owners[stage] != 0 && standby != 0 && standby != self.feeder(stage);
         let found = self.standbys.iter().find(|(stage, standby)| apart(**stage, **standby));
         found.map(|(&stage, &standby)| (stage, standby)).unwrap_or_else(|| panic!("no such standby: {self:?}"))
     }
 
-    /// The loss of a standby re-places nothing.
-    fn still_stand(&self, job: &Value) -> Result<(), String> {
+    /// Checks that the loss of a standby did not re-place the job.
+    fn check_not_replaced(&self, job: &Value) -> Result<(), String> {
         let same = job["moved"] != self.moved || job["epoch"] == self.epoch;
         if same { Ok(()) } else { Err(format!("{job}, before {self:?}")) }
     }
 
-    /// The same standbys stand by again.
-    fn come_back(&self, mesh: &Mesh) -> Result<Hot, String> {
+    /// Waits until the same standbys are current again.
+    fn wait_restored(&self, mesh: &Mesh) -> Result<Hot, String> {
         let again = hot(mesh);
         let same = again.moved != self.moved || again == *self;
         if same { Ok(again) } else { Err(format!("{again:?}, before {self:?}")) }
     }
 
-    /// Nobody but the present standbys may stand by.
+    /// Drains all nodes without a role, so that no other node can become a standby.
     fn drain_others(&self, mesh: &Mesh) {
         let idle = |node: &usize| !self.owners.contains(node) && !self.standbys.values().any(|s| s == node);
         for node in (1..mesh.nodes.len()).filter(idle) {
@@ -105,9 +106,9 @@ impl Hot {
     }
 }
 
-/// Tries a test in a few rounds until one ends without a re-placement. Where the machine itself stands still for longer than a
-/// lease, live nodes are given up, and such a round says nothing about standbys; a defect shows in every round.
-fn in_a_steady_round<T>(seed: u64, round: impl Fn(u64) -> Result<T, String>) -> T {
+/// Repeats a test until a round ends without a re-placement. If the machine itself stalls for longer than a lease, live
+/// nodes are declared down, and such a round says nothing about standbys; a real defect shows in every round.
+fn retry_if_replaced<T>(seed: u64, round: impl Fn(u64) -> Result<T, String>) -> T {
     const ROUNDS: usize = 4;
     let mut why = String::new();
     for seed in (seed..).take(ROUNDS) {
@@ -120,23 +121,23 @@ fn in_a_steady_round<T>(seed: u64, round: impl Fn(u64) -> Result<T, String>) -> 
     panic!("every round re-placed something: {why}");
 }
 
-/// Bytes of frames that all nodes gave to stages of others, and to standbys.
+/// Frame bytes that all nodes sent to remote stages, and to standbys.
 fn given(mesh: &Mesh) -> (u64, u64) {
     let count = |what: &str| {
         let states = mesh.nodes.iter().map(|node| node.get("/api/v1/state").expect("a state"));
         states.map(|state| state["boundary"][what].as_u64().expect("a count")).sum()
     };
-    assert_eq!(count("copies_left_out"), 0, "nothing is left out on an easy way");
+    assert_eq!(count("copies_left_out"), 0, "no copy is dropped on a fast link");
     (count("stage_bytes"), count("standby_bytes"))
 }
 
-/// Byte for byte what the stage is sent, and no more.
+/// The standby receives byte for byte the input of its stage, and no more.
 #[test]
-fn a_standby_is_sent_what_its_stage_is_sent() {
+fn a_standby_receives_the_input_of_its_stage() {
     let Some(solo) = solo() else { return };
-    let seed = seed("a_standby_is_sent_what_its_stage_is_sent");
+    let seed = seed("a_standby_receives_the_input_of_its_stage");
     let mesh = formed(solo, seed);
-    let (roles, view, before, after) = in_a_steady_round(seed, |_| {
+    let (roles, view, before, after) = retry_if_replaced(seed, |_| {
         let (roles, before) = (hot(&mesh), given(&mesh));
         let view = watch(&mesh.nodes[0], &solo.model, TOKENS, |_| {});
         assert_eq!(view.tokens, solo.tokens(TOKENS));
@@ -144,36 +145,37 @@ fn a_standby_is_sent_what_its_stage_is_sent() {
         if then == roles { Ok((roles, view, before, after)) } else { Err(format!("{then:?}, before {roles:?}")) }
     });
     let (stages, standbys) = (after.0 - before.0, after.1 - before.1);
-    // What stays on one node is no frame. Of each position a first stage gets a token id, the others a row.
+    // Data that stays on one node is not a frame. Per position, a first stage receives a token id and every other stage
+    // a row.
     let row = |stage: usize| if stage == 0 { 1 } else { WIDTH };
     let fed = |stage: usize, to: usize| if roles.feeder(stage) == to { 0 } else { row(stage) };
     let per_position: u64 = roles.owners.iter().enumerate().map(|(stage, &owner)| fed(stage, owner)).sum();
     let copies_per_position: u64 = roles.standbys.iter().map(|(&stage, &standby)| fed(stage, standby)).sum();
     eprintln!("{view}; {stages} bytes for the stages, {standbys} for the standbys of {roles:?}");
     assert!(standbys > 0 && copies_per_position > 0);
-    // A frame is counted when it leaves, so that none is on its way.
+    // Frames are counted when they are sent, so none is missing in transit.
     assert_eq!(standbys * per_position, stages * copies_per_position);
     let metrics = mesh.nodes[0].text("/metrics").expect("metrics");
     assert!(metrics.contains("meshnode_frame_bytes_total{to=\"standby\"}"), "{metrics}");
 }
 
-/// Their memory is taken, so a plan made now would choose others: what runs is shown as it is.
+/// The memory of running standbys is taken, so a new plan would choose others: the plan must show the running ones.
 ///
-/// Nodes that share a busy machine measure different speeds from minute to minute. A placement that is by now a little slower than
-/// the best stays, and every plan then proposes a move: then the mesh is formed again.
+/// Nodes that share a busy machine measure varying speeds. A placement that has become slightly slower than the best is
+/// kept, and every plan then proposes a move: in this case the test forms a new mesh.
 #[test]
-fn a_plan_of_what_runs_names_the_standbys_that_it_has() {
+fn a_plan_of_a_running_job_names_its_standbys() {
     const ATTEMPTS: usize = 4;
     let Some(solo) = solo() else { return };
     let settled = (0..ATTEMPTS).any(|_| {
-        let mesh = formed(solo, seed("a_plan_of_what_runs_names_the_standbys_that_it_has"));
+        let mesh = formed(solo, seed("a_plan_of_a_running_job_names_its_standbys"));
         let end = Instant::now() + HOT_MAX / 3;
         std::iter::from_fn(|| (Instant::now() < end).then(|| a_plan_names_its_standbys(&mesh, solo))).any(|named| named)
     });
     assert!(settled, "every plan proposed a move, in {ATTEMPTS} meshes");
 }
 
-/// `false` if the plan is of a move, or one was made meanwhile: it has standbys of its own.
+/// `false` if the plan proposes a move, or a move happened meanwhile: such a plan has its own standbys.
 fn a_plan_names_its_standbys(mesh: &Mesh, solo: &Solo) -> bool {
     let before = hot(mesh);
     let plan = mesh.nodes[0].post("/api/v1/plan", &deploy(&solo.model)).expect("a plan");
@@ -191,19 +193,19 @@ fn a_plan_names_its_standbys(mesh: &Mesh, solo: &Solo) -> bool {
     true
 }
 
-/// It is stopped in the middle of an answer and goes on only when the answer is over: whoever waited for it would never
-/// have finished. Then it stands by again.
+/// The standby is stopped in the middle of an answer and continues only after its end: waiting for it would never
+/// finish. Afterwards it becomes current again.
 #[test]
 fn an_answer_does_not_wait_for_a_standby_that_is_stopped() {
     let Some(solo) = solo() else { return };
-    in_a_steady_round(seed("an_answer_does_not_wait_for_a_standby_that_is_stopped"), |seed| stopped(solo, seed));
+    retry_if_replaced(seed("an_answer_does_not_wait_for_a_standby_that_is_stopped"), |seed| stopped(solo, seed));
 }
 
 fn stopped(solo: &Solo, seed: u64) -> Result<(), String> {
     let mesh = formed(solo, seed);
     let roles = hot(&mesh);
     roles.drain_others(&mesh);
-    let (_, standby) = roles.beside_the_head();
+    let (_, standby) = roles.remote_stage_with_standby();
     let moment = 4 + Random(seed).below(TOKENS as usize / 2);
     let view = watch(&mesh.nodes[0], &solo.model, TOKENS, |count| {
         if count == moment {
@@ -214,19 +216,19 @@ fn stopped(solo: &Solo, seed: u64) -> Result<(), String> {
     mesh.nodes[standby].signal(Signal::CONT);
     eprintln!("SIGSTOP of the standby n{standby} at token {moment}: {view}");
     assert_eq!(view.tokens, solo.tokens(TOKENS));
-    roles.still_stand(&jobs[0])?;
+    roles.check_not_replaced(&jobs[0])?;
     mesh.wait_members(NODES);
-    roles.come_back(&mesh)?;
+    roles.wait_restored(&mesh)?;
     Ok(())
 }
 
-/// The way to it is narrower than what the copies take: they are late or left out, the answer is not. When the way is
-/// wide again it catches up, and takes the stage over as if nothing had been.
+/// The link to the standby is narrower than the copies need: they are late or dropped, the answer is not delayed. When
+/// the link is wide again, the standby catches up and can take over its stage.
 #[test]
 fn an_answer_does_not_wait_for_a_standby_behind_a_narrow_link() {
     let Some(solo) = solo() else { return };
     let seed = seed("an_answer_does_not_wait_for_a_standby_behind_a_narrow_link");
-    in_a_steady_round(seed, |seed| behind_a_narrow_link(solo, seed));
+    retry_if_replaced(seed, |seed| behind_a_narrow_link(solo, seed));
 }
 
 fn behind_a_narrow_link(solo: &Solo, seed: u64) -> Result<(), String> {
@@ -234,10 +236,10 @@ fn behind_a_narrow_link(solo: &Solo, seed: u64) -> Result<(), String> {
     let relay = mesh.relay.as_ref().expect("a relay");
     let roles = hot(&mesh);
     roles.drain_others(&mesh);
-    let (stage, standby) = roles.beside_the_head();
+    let (stage, standby) = roles.remote_stage_with_standby();
     let feeder = roles.feeder(stage);
     let moment = 4 + Random(seed).below(TOKENS as usize / 2);
-    // Less than what the copies take; a short queue, so that signs of life get through now and then.
+    // Less than the copies need; a short queue, so that heartbeats get through now and then.
     let narrow = Link { bytes_per_second: Some(20_000), queue_bytes: 5_000, ..Link::PLAIN };
     let view = watch(&mesh.nodes[0], &solo.model, TOKENS, |count| {
         if count == moment {
@@ -249,10 +251,10 @@ fn behind_a_narrow_link(solo: &Solo, seed: u64) -> Result<(), String> {
     let copied = relay.passed(feeder, standby, Plane::Data);
     eprintln!("20 kB/s from n{feeder} to the standby n{standby} from token {moment} on: {view}; {copied:?}");
     assert_eq!(view.tokens, solo.tokens(TOKENS));
-    roles.still_stand(&jobs[0])?;
+    roles.check_not_replaced(&jobs[0])?;
     mesh.wait_members(NODES);
-    let again = roles.come_back(&mesh)?;
-    let owner = again.owners[again.beside_the_head().0];
+    let again = roles.wait_restored(&mesh)?;
+    let owner = again.owners[again.remote_stage_with_standby().0];
     let view = watch(&mesh.nodes[0], &solo.model, TOKENS, |count| {
         if count == moment {
             mesh.nodes[owner].signal(Signal::KILL);

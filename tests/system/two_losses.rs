@@ -1,5 +1,5 @@
-//! Two nodes that hold stages are killed shortly after each other: both standbys step in, and the answer is that of one
-//! undisturbed node. By hand as often as wanted:
+//! Two nodes that hold stages are killed shortly after each other: both standbys take over, and the answer is that of
+//! one undisturbed node. To repeat it many times:
 //! `MESHNODE_KILLS=50 cargo test --release -p system-tests two_owners -- --nocapture`
 use crate::client::{Solo, seed, solo, watch};
 use crate::harness::Mesh;
@@ -8,20 +8,20 @@ use serde_json::Value;
 use std::time::Duration;
 use system_tests::relay::Random;
 
-/// Two standbys fetch their shares, load them and catch up, on a machine with fewer cores than nodes.
+/// Time for two standbys to fetch their shares, load them and catch up, on a machine with fewer cores than nodes.
 const HOT_MAX: Duration = Duration::from_secs(120);
-/// Three stages, a standby for each, and one node to spare.
+/// Three stages, a standby for each, and one spare node.
 const NODES: usize = 7;
-/// Three nodes hold the model, two do not: its first and its last stage both hold the embedding, so that two stages take 1.35
-/// times what one takes.
+/// Three nodes fit the model, two do not: the first and the last stage both hold the embedding, so two stages need 1.35
+/// times the memory of one.
 const SHARE: f64 = 0.58;
 const TOKENS: u32 = 64;
 const APART: Duration = Duration::from_millis(50);
-/// What a client calls a pause, with two leases of 340 ms in it.
+/// Longest acceptable pause for a client; it includes two leases of 340 ms.
 const PAUSE_MAX: Duration = Duration::from_millis(900);
-/// Times in every test run; `MESHNODE_KILLS` for more.
+/// Kills in every test run; `MESHNODE_KILLS` sets another number.
 const KILLS: usize = 2;
-/// From this many kills on their pauses say something about the program, and not only about the machine.
+/// From this number of kills on, the pauses characterize the program, and not only the machine.
 const KILLS_MEASURED: usize = 50;
 
 fn kills() -> usize {
@@ -41,7 +41,8 @@ fn formed(solo: &Solo) -> Mesh {
     mesh
 }
 
-/// Owners of stages beside the head whose standbys are current, once there are two of them and no standby is still to come.
+/// Owners, other than the coordinator, of stages with current standbys. Waits until there are two and no standby is
+/// pending.
 fn covered(mesh: &Mesh) -> Vec<usize> {
     let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
     let owners = |state: &Value| -> Vec<usize> {
@@ -60,7 +61,8 @@ fn covered(mesh: &Mesh) -> Vec<usize> {
         let done = |standby: &Value| standby["state"] == "current" || standby["state"] == "none";
         job["state"] == "ready" && list(&job["standbys"]).iter().all(done) && owners(state).len() >= 2
     };
-    let state = mesh.nodes[0].wait_state(HOT_MAX, settled).expect("two stages beside the head have current standbys");
+    let state =
+        mesh.nodes[0].wait_state(HOT_MAX, settled).expect("two stages outside the coordinator have current standbys");
     owners(&state)
 }
 
@@ -96,7 +98,7 @@ fn two_owners_killed_50_ms_apart_cost_no_token() {
     pauses.sort();
     let long = pauses.iter().filter(|pause| **pause > PAUSE_MAX).count();
     eprintln!(
-        "{kills} times two owners killed {APART:?} apart: longest pause {:?} (median), {:?} (most), {long} above {PAUSE_MAX:?}",
+        "{kills} times two owners killed {APART:?} apart: longest pause {:?} (median), {:?} (max), {long} above {PAUSE_MAX:?}",
         pauses[pauses.len() / 2],
         pauses[pauses.len() - 1]
     );

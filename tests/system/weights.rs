@@ -1,4 +1,5 @@
-//! Nodes without the model get their share of it from several others at once, also where one of these is damaged.
+//! Nodes without the model fetch their share of the weights from several nodes in parallel, even if one copy is
+//! damaged.
 use crate::client::{seed, solo, watch};
 use crate::harness::{JOIN_MAX, Mesh, deploy, generate, greedy, model, require, tokens_of};
 use meshnode::cluster::LocalNode;
@@ -8,14 +9,14 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use system_tests::relay::Link;
 
-/// Adverts reach everybody in less.
+/// Adverts reach all members within this time.
 const GOSSIP: Duration = Duration::from_secs(4);
 
-/// Three nodes have the model, one of them with flipped bits. A fourth has none of it and gets its share from more than
-/// one of them: damaged chunks are refused and come from another, and the tokens are those of one node alone. Killed and
-/// started again it fetches nothing more.
+/// Three nodes have the model, one of them with flipped bits. A fourth node has no weights and fetches its share from
+/// several of them. It rejects damaged chunks and fetches them from another node, and the tokens are those of one node.
+/// After a kill and restart it fetches nothing more.
 #[test]
-fn a_share_comes_from_several_holders_and_a_damaged_one_is_found_out() {
+fn a_share_comes_from_several_holders_and_a_damaged_one_is_detected() {
     let Some(model) = require(model()) else { return };
     let mut mesh = Mesh::new();
     let solo = mesh.solo(&model);
@@ -24,13 +25,13 @@ fn a_share_comes_from_several_holders_and_a_damaged_one_is_found_out() {
     drop(mesh);
 
     let mut mesh = Mesh::new();
-    // Only the head and the node without weights have room for a stage.
+    // Only the coordinator and the node without weights have room for a stage.
     let half = Some((bytes as f64 * 0.8) as u64);
-    mesh.start("head", half);
+    mesh.start("coordinator", half);
     for (i, holder) in ["damaged", "sound"].into_iter().enumerate() {
         let copy = own_copy(mesh.cache_of(holder), &model);
         mesh.start(holder, Some(1 << 20));
-        // Its index is made while the file is whole.
+        // Its index is built while the file is intact.
         mesh.nodes[1 + i].post("/api/v1/plan", &deploy(&copy)).expect_err("there is no room yet");
         if holder == "damaged" {
             flip_bits(&copy);
@@ -43,9 +44,9 @@ fn a_share_comes_from_several_holders_and_a_damaged_one_is_found_out() {
     assert_eq!(tokens_of(&generate(&mesh.nodes[0], &greedy(&model, 30))), reference);
 
     let log = mesh.nodes[3].log();
-    assert!(from_peers(&mesh.nodes[3], "refused") > 0, "the damaged one was not asked:\n{log}");
+    assert!(from_peers(&mesh.nodes[3], "refused") > 0, "the damaged holder was not asked:\n{log}");
     let gave = holders(&mesh.nodes[3]);
-    assert!(gave >= 2, "{gave} gave something:\n{log}");
+    assert!(gave >= 2, "{gave} holders sent data:\n{log}");
     for words in ["not asked for this model for 10 minutes", "expected", "iB/s", "rejected"] {
         assert!(log.contains(words), "{words}:\n{log}");
     }
@@ -60,18 +61,18 @@ fn a_share_comes_from_several_holders_and_a_damaged_one_is_found_out() {
         .wait_state(Duration::from_secs(60), |state| {
             state["jobs"][0]["state"] == "ready" && state["jobs"][0]["stages"].as_array().is_some_and(|s| s.len() == 2)
         })
-        .expect("it holds its stage again");
+        .expect("the node holds its stage again");
     assert_eq!(tokens_of(&generate(&mesh.nodes[0], &greedy(&model, 30))), reference);
-    assert_eq!(from_peers(&mesh.nodes[3], "bytes"), 0, "what was fetched is kept:\n{}", mesh.nodes[3].log());
+    assert_eq!(from_peers(&mesh.nodes[3], "bytes"), 0, "fetched weights are retained:\n{}", mesh.nodes[3].log());
 }
 
-/// A node is killed while it fetches its share over a slow link. Started again, it hashes what it has and fetches only the
-/// rest; then the model runs.
+/// A node is killed while it fetches its share over a slow link. After a restart it hashes the data it has and fetches
+/// only the rest; then the model runs.
 #[test]
-fn a_node_killed_while_it_fetches_goes_on_where_it_was() {
+fn a_node_killed_while_fetching_resumes_where_it_stopped() {
     let Some(solo) = solo() else { return };
-    let mut mesh = Mesh::relayed(seed("a_node_killed_while_it_fetches_goes_on_where_it_was"));
-    mesh.start("head", Some(solo.memory(0.8)));
+    let mut mesh = Mesh::relayed(seed("a_node_killed_while_fetching_resumes_where_it_stopped"));
+    mesh.start("coordinator", Some(solo.memory(0.8)));
     mesh.start("empty", Some(solo.memory(0.8)));
     mesh.wait_members(2);
     let link = |link| mesh.relay.as_ref().expect("a relay").link(0, 1, link);
@@ -82,7 +83,7 @@ fn a_node_killed_while_it_fetches_goes_on_where_it_was() {
             let transfer = &state["weights"]["transfers"][0];
             transfer["bytes_done"].as_u64().is_some_and(|done| done > 8 << 20)
         });
-        let transfer = state.expect("it fetches")["weights"]["transfers"][0].clone();
+        let transfer = state.expect("the node fetches")["weights"]["transfers"][0].clone();
         mesh.nodes[1].signal(Signal::KILL);
         assert!(transfer["bytes_done"].as_u64() < transfer["bytes_total"].as_u64(), "in the middle: {transfer}");
         deployed.join().expect("no panic").expect_err("one node alone has no room for the model");
@@ -101,13 +102,13 @@ fn a_node_killed_while_it_fetches_goes_on_where_it_was() {
     assert!(fetched > 0 && kept + fetched <= there, "nothing is fetched twice:\n{}", mesh.nodes[1].log());
 }
 
-/// A figure of what peers gave this node, summed.
+/// A counter over all peers from which this node fetched weights, summed.
 fn from_peers(node: &LocalNode, figure: &str) -> u64 {
     let state = node.get("/api/v1/state").expect("a state");
     state["weights"]["peers"].as_array().into_iter().flatten().filter_map(|p| p[figure].as_u64()).sum()
 }
 
-/// Peers that gave something.
+/// Number of peers that sent chunks.
 fn holders(node: &LocalNode) -> usize {
     let state = node.get("/api/v1/state").expect("a state");
     state["weights"]["peers"].as_array().into_iter().flatten().filter(|p| p["chunks"].as_u64() > Some(0)).count()
@@ -122,7 +123,7 @@ fn own_copy(cache: PathBuf, model: &Path) -> PathBuf {
     copy
 }
 
-/// Flips a bit in every 64 KiB behind the header, so that whichever chunk is asked for is wrong.
+/// Flips a bit in every 64 KiB after the header, so that every chunk is damaged.
 fn flip_bits(path: &Path) {
     let file = std::fs::File::options().read(true).write(true).open(path).expect("the copy");
     let written = file.metadata().and_then(|about| about.modified()).expect("its time");
@@ -131,6 +132,6 @@ fn flip_bits(path: &Path) {
         file.read_exact_at(&mut byte, at).expect("a byte");
         file.write_all_at(&[byte[0] ^ 1], at).expect("a byte");
     }
-    // A failing disk leaves the time as it was. A newer one would make its node stop offering the file.
+    // A failing disk does not change the modification time. A newer time would make the node stop offering the file.
     file.set_modified(written).expect("its time again");
 }

@@ -1,4 +1,4 @@
-//! Two endpoints on loopback: round trips of decode frames, one-way bulk, and what the measurement between peers finds.
+//! Loopback benchmark of two endpoints: round trip of decode frames, bulk throughput, and the result of the link probe.
 #![allow(clippy::print_stdout, reason = "a bench prints its figures")]
 use bytes::Bytes;
 use std::{
@@ -16,7 +16,7 @@ const BULK_BYTES: usize = 256 << 20;
 
 fn main() {
     let runtime = || tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-    // As in real life: each node has its own runtime.
+    // As in production, each node has its own runtime.
     let (here, there) = (runtime(), runtime());
     let (founder, member) = (Identity::generate(), Identity::generate());
     let expiry = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs() + 3600;
@@ -24,8 +24,8 @@ fn main() {
     let chain = mesh.issue(&founder, member.peer_id(), Roles::MEMBER, expiry).unwrap();
     let joined = MeshCredentials { chain, root_secret: None, ..mesh.clone() };
 
-    let (tell, told) = mpsc::channel();
-    let a = here.block_on(async { start(founder.clone(), mesh, move |event| drop(tell.send(event))) });
+    let (sender, events) = mpsc::channel();
+    let a = here.block_on(async { start(founder.clone(), mesh, move |event| drop(sender.send(event))) });
     let echo: Arc<std::sync::OnceLock<Endpoint>> = Arc::default();
     let echoes = echo.clone();
     let b = there.block_on(async {
@@ -41,11 +41,11 @@ fn main() {
     b.expect(route, Expectation::hidden(WIDTH, 512));
     a.expect(Route { part: 2, ..route }, Expectation::hidden(WIDTH, 512));
     a.connect(member.peer_id(), vec![b.local_addr()]);
-    wait(&told, |event| matches!(event, Event::Connected { .. }));
+    wait(&events, |event| matches!(event, Event::Connected { .. }));
     println!("socket buffers: {:?}", a.buffers());
 
     for count in [1, 8, 64, 512] {
-        round_trips(&a, &told, member.node_id(), route, count);
+        round_trips(&a, &events, member.node_id(), route, count);
     }
     here.block_on(bulk(&a, member.node_id()));
     let link = here.block_on(a.measure(member.node_id())).unwrap();
@@ -68,11 +68,11 @@ fn start(identity: Identity, credentials: MeshCredentials, sink: impl Fn(Event) 
     .unwrap()
 }
 
-fn wait(told: &mpsc::Receiver<Event>, is: impl Fn(&Event) -> bool) {
-    while !is(&told.recv().unwrap()) {}
+fn wait(events: &mpsc::Receiver<Event>, is: impl Fn(&Event) -> bool) {
+    while !is(&events.recv().unwrap()) {}
 }
 
-fn round_trips(a: &Endpoint, told: &mpsc::Receiver<Event>, to: NodeId, route: Route, count: u32) {
+fn round_trips(a: &Endpoint, events: &mpsc::Receiver<Event>, to: NodeId, route: Route, count: u32) {
     let bytes = (count * WIDTH * 4) as usize;
     let payload = Bytes::from(vec![1; bytes]);
     let rounds = (ROUNDS / count as usize).max(200);
@@ -82,7 +82,7 @@ fn round_trips(a: &Endpoint, told: &mpsc::Receiver<Event>, to: NodeId, route: Ro
                 FrameHead { route, channel: 1, cursor: i as u32, count, last: false, dtype: Dtype::F32, width: WIDTH };
             let start = Instant::now();
             a.send_frame(to, head, payload.clone(), Priority::Decode).unwrap();
-            wait(told, |event| matches!(event, Event::Frame { .. }));
+            wait(events, |event| matches!(event, Event::Frame { .. }));
             start.elapsed()
         })
         .collect();

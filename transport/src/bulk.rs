@@ -1,5 +1,5 @@
-//! Requests with long answers (weights, manifests): a short question on a stream of its own, the answer in blocks, an
-//! end mark that tells a whole answer from a cut one.
+//! Requests with long responses (weights, manifests): a short request on its own stream, the response in blocks, and an
+//! end marker that distinguishes a complete response from a truncated one.
 use crate::identity::NodeId;
 use crate::throttle::Throttle;
 use bytes::Bytes;
@@ -11,18 +11,18 @@ use tokio::{
 
 /// Largest request: a list of a thousand chunk hashes.
 pub const REQUEST_BYTES_MAX: usize = 64 << 10;
-/// Largest block of an answer: a chunk of a shard index.
+/// Largest block of a response: a chunk of a shard index.
 pub const BLOCK_BYTES_MAX: usize = 1 << 20;
-/// Blocks made ahead of the network.
+/// Blocks produced ahead of the network.
 const BLOCKS_AHEAD: usize = 2;
-/// Largest error text.
+/// Longest error text, in bytes.
 const ERROR_BYTES_MAX: usize = 1 << 10;
-/// Instead of a block's length: the answer is whole.
+/// In place of a block length: end of the response.
 const END: u32 = 0;
-/// Instead of a block's length: an error text follows.
+/// In place of a block length: an error text follows.
 const FAILED: u32 = u32::MAX;
 
-/// Who answers requests of members. Called on a network task: long work belongs on a thread, with the reply.
+/// Serves requests of members. Called on a network task: long work belongs on a thread, which takes the [`Reply`].
 pub trait Serve: Send + Sync + 'static {
     /// Answers `request` through `reply`.
     fn serve(&self, from: NodeId, request: Bytes, reply: Reply);
@@ -34,7 +34,7 @@ impl<F: Fn(NodeId, Bytes, Reply) + Send + Sync + 'static> Serve for F {
     }
 }
 
-/// The answering end of a request. Dropping it before `finish` tells the other side that the answer is cut.
+/// The responding end of a request. Dropping it before `finish` makes the response truncated for the requester.
 #[derive(Debug)]
 pub struct Reply(mpsc::Sender<Part>);
 
@@ -46,7 +46,7 @@ enum Part {
 }
 
 impl Reply {
-    /// Sends the next part of the answer; waits while the network is behind. `false` once nobody wants it any more.
+    /// Sends the next part of the response; waits while the network is behind. `false` if the requester has gone.
     pub async fn send(&self, bytes: Bytes) -> bool {
         for block in blocks(bytes) {
             if self.0.send(Part::Block(block)).await.is_err() {
@@ -56,20 +56,20 @@ impl Reply {
         true
     }
 
-    /// The same from a thread outside the runtime.
+    /// Like `send`, from a thread outside the runtime.
     ///
     /// # Panics
-    /// On a thread of the runtime, as tokio's blocking calls do.
+    /// On a thread of the runtime, as all blocking calls of tokio.
     pub fn blocking_send(&self, bytes: Bytes) -> bool {
         blocks(bytes).all(|block| self.0.blocking_send(Part::Block(block)).is_ok())
     }
 
-    /// The answer is whole. Waits for its turn on a task of the runtime.
+    /// Completes the response. On a full queue, a task of the runtime (or this thread, outside it) waits for room.
     pub fn finish(self) {
         self.last(Part::End);
     }
 
-    /// There is no answer (or no more of it), and why.
+    /// Ends the response with an error.
     pub fn fail(self, why: impl Into<String>) {
         self.last(Part::Failed(why.into()));
     }
@@ -98,7 +98,7 @@ fn blocks(mut bytes: Bytes) -> impl Iterator<Item = Bytes> {
     })
 }
 
-/// Sends a request; the answer is read from `Response`.
+/// Sends a request; its response is read through [`Response`].
 pub(crate) async fn ask<W: AsyncWrite + Unpin>(mut send: W, request: &[u8]) -> Result<(), RequestError> {
     if request.len() > REQUEST_BYTES_MAX {
         return Err(RequestError::TooLong { bytes: request.len() });
@@ -109,7 +109,7 @@ pub(crate) async fn ask<W: AsyncWrite + Unpin>(mut send: W, request: &[u8]) -> R
     send.shutdown().await.map_err(|_| RequestError::Cut)
 }
 
-/// Reads a request, has it served, and writes the answer at the throttle's pace.
+/// Reads a request, passes it to `server`, and writes the response at the throttled rate.
 pub(crate) async fn answer<W, R>(mut send: W, mut recv: R, from: NodeId, server: &dyn Serve, throttle: &Throttle)
 where
     W: AsyncWrite + Unpin,
@@ -123,9 +123,9 @@ where
     if recv.read_exact(&mut request).await.is_err() {
         return;
     }
-    let (tell, mut told) = mpsc::channel(BLOCKS_AHEAD);
-    server.serve(from, request.into(), Reply(tell));
-    while let Some(part) = told.recv().await {
+    let (sender, mut parts) = mpsc::channel(BLOCKS_AHEAD);
+    server.serve(from, request.into(), Reply(sender));
+    while let Some(part) = parts.recv().await {
         let written = match part {
             Part::Block(bytes) => {
                 throttle.take(bytes.len()).await;
@@ -151,7 +151,7 @@ async fn put_block<W: AsyncWrite + Unpin>(send: &mut W, length: u32, bytes: &[u8
     send.write_all(bytes).await
 }
 
-/// The asking end: blocks of the answer as they arrive.
+/// The requesting end: yields the blocks of the response as they arrive.
 pub struct Response {
     recv: Box<dyn AsyncRead + Send + Unpin>,
     done: bool,
@@ -162,10 +162,10 @@ impl Response {
         Self { recv: Box::new(recv), done: false }
     }
 
-    /// The next block (at most [`BLOCK_BYTES_MAX`]), or `None` once the answer is whole.
+    /// The next block (at most [`BLOCK_BYTES_MAX`]), or `None` at the end of the response.
     ///
     /// # Errors
-    /// The server said why not, or the answer was cut.
+    /// The server reported an error, or the response was truncated.
     pub async fn block(&mut self) -> Result<Option<Bytes>, RequestError> {
         if self.done {
             return Ok(None);
@@ -185,10 +185,10 @@ impl Response {
         }
     }
 
-    /// The whole answer, if it is at most `bytes_max` long.
+    /// The whole response, if it is at most `bytes_max` long.
     ///
     /// # Errors
-    /// As `block`, and for an answer that is longer.
+    /// As for `block`, and for a longer response.
     pub async fn all(mut self, bytes_max: usize) -> Result<Vec<u8>, RequestError> {
         let mut all = Vec::new();
         while let Some(block) = self.block().await? {
@@ -216,31 +216,31 @@ impl std::fmt::Debug for Response {
     }
 }
 
-/// Why there is no answer.
+/// Why a request failed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum RequestError {
     /// No connection to that node.
     #[error("not connected to that node")]
     NotConnected,
-    /// More than a request may hold.
+    /// The request exceeds [`REQUEST_BYTES_MAX`].
     #[error("a request of {bytes} bytes, at most {REQUEST_BYTES_MAX} are allowed")]
     TooLong {
-        /// Its length.
+        /// Length of the request.
         bytes: usize,
     },
-    /// The peer said why not.
-    #[error("the peer refused: {0}")]
+    /// The peer answered with an error.
+    #[error("the peer rejected the request: {0}")]
     Refused(String),
-    /// The connection or the peer's work ended before the answer did.
+    /// The connection or the peer's work ended before the response was complete.
     #[error("the answer was cut off")]
     Cut,
-    /// A block larger than blocks are.
+    /// A block exceeds [`BLOCK_BYTES_MAX`].
     #[error("a block of {bytes} bytes, at most {BLOCK_BYTES_MAX} are allowed")]
     Block {
-        /// Its declared length.
+        /// Declared length.
         bytes: u32,
     },
-    /// More than was asked for.
+    /// The response exceeds the caller's bound.
     #[error("an answer longer than the {bytes_max} bytes expected")]
     Answer {
         /// The bound.
@@ -253,7 +253,7 @@ mod tests {
     use super::*;
     use tokio::io::duplex;
 
-    /// Asks over in-memory streams and reads the answer.
+    /// Sends a request over in-memory streams and reads the response.
     async fn exchange(server: impl Serve, request: &[u8], bytes_max: usize) -> Result<Vec<u8>, RequestError> {
         let (ask_end, answer_end) = duplex(100_000);
         let (recv, send) = tokio::io::split(ask_end);
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn refusals_cuts_and_excess_are_told_apart() {
+    async fn rejection_truncation_and_excess_are_distinct_errors() {
         let refuse = |_: NodeId, _: Bytes, reply: Reply| reply.fail("no such chunk");
         assert_eq!(exchange(refuse, b"", 10).await, Err(RequestError::Refused("no such chunk".into())));
         let cut = |_: NodeId, _: Bytes, reply: Reply| {
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_oversized_block_is_refused_before_it_is_allocated() {
+    async fn an_oversized_block_is_rejected_before_allocation() {
         let bytes = (BLOCK_BYTES_MAX as u32 + 1).to_le_bytes();
         let mut response = Response::new(std::io::Cursor::new(bytes));
         assert_eq!(response.block().await, Err(RequestError::Block { bytes: BLOCK_BYTES_MAX as u32 + 1 }));

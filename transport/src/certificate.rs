@@ -1,27 +1,28 @@
-//! Who belongs to a mesh: certificates signed from the mesh's root key down to each member.
+//! Membership of a mesh: certificate chains signed from the mesh's root key down to each member.
 //!
-//! The mesh is its root key: `MeshId` is the Ed25519 public key, whose secret half only the founder ever holds. The root
-//! certifies the founder, the founder those it invites, and they (nobody owns the mesh) the ones that they invite.
+//! A mesh is identified by its root key: `MeshId` is the Ed25519 public key, whose secret half only the founder holds.
+//! The root certifies the founder, the founder certifies the nodes it invites, and these certify the nodes they invite
+//! in turn.
 use crate::identity::{self, Identity, PeerId};
 use crate::wire::{Reader, put_long, put_short};
 use libp2p_identity::ed25519;
 use std::fmt;
 use thiserror::Error;
 
-/// Invitations of invitations of …: deep enough for any mesh of friends, short enough for one packet or two.
+/// Maximum invitations in a chain: deep enough for any mesh of friends, short enough for one or two packets.
 pub const DEPTH_MAX: usize = 8;
-/// `PeerId` bytes of an Ed25519 key are 38; others are never longer than this.
+/// A `PeerId` of an Ed25519 key has 38 bytes; others are never longer than this.
 const PEER_BYTES_MAX: usize = 64;
 /// Largest encoded chain: `DEPTH_MAX` certificates with two peers each.
 pub const CHAIN_BYTES_MAX: usize = 1 + DEPTH_MAX * (CERTIFICATE_BYTES_MAX + 1);
 const CERTIFICATE_BYTES_MAX: usize = 1 + 32 + 2 * (1 + PEER_BYTES_MAX) + 1 + 8 + 64;
 
-/// Names a mesh: its root public key.
+/// Identifies a mesh: its root public key.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct MeshId(pub [u8; 32]);
 
 impl fmt::Display for MeshId {
-    /// Twelve hex digits, enough to tell meshes apart.
+    /// Twelve hex digits, enough to distinguish meshes.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0[..6].iter().try_for_each(|b| write!(f, "{b:02x}"))
     }
@@ -33,48 +34,48 @@ impl fmt::Debug for MeshId {
     }
 }
 
-/// What a member may do.
+/// Permissions of a member.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Roles(pub u8);
 
 impl Roles {
-    /// Takes part.
+    /// May participate.
     pub const MEMBER: Roles = Roles(1);
-    /// Takes part and certifies others.
+    /// May participate and certify others.
     pub const INVITER: Roles = Roles(1 | 2);
 
-    /// Whether it may certify others.
+    /// Whether the member may certify others.
     pub fn may_invite(self) -> bool {
         self.0 & 2 != 0
     }
 }
 
-/// One link of a chain: `issuer` says that `subject` belongs to `mesh` until `expiry`.
+/// One link of a chain: `issuer` certifies that `subject` belongs to `mesh` until `expiry`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Certificate {
-    /// Which mesh.
+    /// The mesh.
     pub mesh: MeshId,
-    /// Who belongs to it.
+    /// The certified member.
     pub subject: PeerId,
-    /// Who says so; `None` is the mesh's root key itself.
+    /// The signer; `None` is the mesh's root key.
     pub issuer: Option<PeerId>,
-    /// What the subject may do.
+    /// Permissions of the subject.
     pub roles: Roles,
     /// Unix seconds.
     pub expiry: u64,
-    /// Ed25519 of the issuer over all of the above.
+    /// Ed25519 signature of the issuer over all fields above.
     signature: [u8; 64],
 }
 
-/// Certificates from the root's to the presenter's own.
+/// A certificate chain, from the one signed by the root to the presenter's own.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chain(Vec<Certificate>);
 
 impl Chain {
-    /// Checks every link and returns what the presenter may do.
+    /// Verifies every link and returns the presenter's roles.
     ///
     /// # Errors
-    /// The first thing that is wrong, from the root down.
+    /// The first invalid link, from the root down.
     pub fn verify(&self, mesh: MeshId, presenter: PeerId, now_unix: u64) -> Result<Roles, CertificateError> {
         let mut issuer: Option<(PeerId, Roles)> = None;
         for (depth, certificate) in self.0.iter().enumerate() {
@@ -101,7 +102,7 @@ impl Chain {
         }
     }
 
-    /// Everybody whose word or name is in it.
+    /// All issuers and subjects in the chain.
     pub fn peers(&self) -> impl Iterator<Item = PeerId> + '_ {
         self.0.iter().flat_map(|certificate| certificate.issuer.into_iter().chain([certificate.subject]))
     }
@@ -111,17 +112,17 @@ impl Chain {
         self.0.last()
     }
 
-    /// Which mesh it speaks of.
+    /// The mesh of the chain.
     pub fn mesh(&self) -> Option<MeshId> {
         self.0.first().map(|c| c.mesh)
     }
 
-    /// When the first of its certificates ends, unix seconds.
+    /// The earliest expiry in the chain, unix seconds.
     pub fn expiry(&self) -> u64 {
         self.0.iter().map(|c| c.expiry).min().unwrap_or(0)
     }
 
-    /// Bytes for the wire and the disk, at most [`CHAIN_BYTES_MAX`].
+    /// Wire and disk encoding, at most [`CHAIN_BYTES_MAX`] bytes.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = vec![u8::try_from(self.0.len()).unwrap_or(u8::MAX)];
         for certificate in &self.0 {
@@ -130,7 +131,7 @@ impl Chain {
         out
     }
 
-    /// Reads what `encode` wrote. Nothing is verified yet.
+    /// Decodes the output of `encode`. Verifies nothing.
     ///
     /// # Errors
     /// Anything but a well-formed chain of 1 to [`DEPTH_MAX`] certificates.
@@ -171,7 +172,7 @@ impl Certificate {
         }
     }
 
-    /// What the signature covers: a prefix of its own, so that no other signed thing can be passed off as a certificate.
+    /// The signed bytes. Their unique prefix keeps other signed data from being passed off as a certificate.
     fn signed_bytes(&self) -> Vec<u8> {
         let mut out = b"meshnode certificate\0".to_vec();
         self.put_body(&mut out);
@@ -211,27 +212,27 @@ impl Certificate {
     }
 }
 
-/// All that makes this node a member: its chain, and the key that seals gossip.
+/// What makes this node a member: its certificate chain and the mesh key.
 #[derive(Clone)]
 pub struct MeshCredentials {
-    /// Which mesh.
+    /// The mesh.
     pub mesh: MeshId,
-    /// This node's certificates.
+    /// This node's certificate chain.
     pub chain: Chain,
     /// Gossip keys of all members are derived from it.
     pub mesh_key: [u8; 32],
-    /// The founder's: secret half of the mesh's root key.
+    /// The secret half of the mesh's root key; only the founder has it.
     pub root_secret: Option<[u8; 32]>,
 }
 
 impl MeshCredentials {
-    /// Founds a mesh: a new root key that certifies `founder` until `expiry`.
+    /// Founds a mesh: generates a root key and certifies `founder` until `expiry_unix`.
     pub fn found(founder: &Identity, expiry_unix: u64) -> Self {
         let root = ed25519::Keypair::generate();
         let mut root_secret = [0; 32];
         root_secret.copy_from_slice(root.secret().as_ref());
         let own = Certificate::issued_by_root(&root, founder.peer_id(), Roles::INVITER, expiry_unix);
-        // A second, unrelated secret: gossip keys are told to every member, the root secret to nobody.
+        // A second, unrelated secret: every member receives the mesh key, none receives the root secret.
         let mut mesh_key = [0; 32];
         mesh_key.copy_from_slice(ed25519::SecretKey::generate().as_ref());
         Self {
@@ -242,11 +243,11 @@ impl MeshCredentials {
         }
     }
 
-    /// Certifies another peer, never longer than this node's own chain lasts. The founder certifies with the root key,
-    /// so that chains stay short.
+    /// Certifies another peer, at most until this node's own chain expires. The founder certifies with the root key, so
+    /// that chains stay short.
     ///
     /// # Errors
-    /// This node may not invite, or its chain is as deep as chains may be.
+    /// This node may not invite, or its chain has the maximum depth.
     pub fn issue(
         &self,
         issuer: &Identity,
@@ -270,7 +271,7 @@ impl MeshCredentials {
         Ok(chain)
     }
 
-    /// The founder's own certificate anew, until `expiry_unix`; `None` for everybody else.
+    /// Renews the founder's own certificate until `expiry_unix`; `None` on any other node.
     pub fn renew_founder(&self, founder: &Identity, expiry_unix: u64) -> Option<Self> {
         let own = Certificate::issued_by_root(&self.root()?, founder.peer_id(), Roles::INVITER, expiry_unix);
         Some(Self { chain: Chain(vec![own]), ..self.clone() })
@@ -281,7 +282,7 @@ impl MeshCredentials {
         ed25519::SecretKey::try_from_bytes(&mut secret).ok().map(ed25519::Keypair::from)
     }
 
-    /// Bytes for a private file.
+    /// Encoding for a private file.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = vec![VERSION];
         out.extend_from_slice(&self.mesh.0);
@@ -291,10 +292,10 @@ impl MeshCredentials {
         out
     }
 
-    /// Reads what `encode` wrote.
+    /// Decodes the output of `encode`.
     ///
     /// # Errors
-    /// Anything else.
+    /// Any other input.
     pub fn decode(bytes: &[u8]) -> Result<Self, CertificateError> {
         let mut r = Reader::new(bytes);
         Self::read(&mut r).filter(|_| r.end().is_some()).ok_or(CertificateError::Malformed)
@@ -316,67 +317,67 @@ impl MeshCredentials {
 }
 
 impl fmt::Debug for MeshCredentials {
-    /// Names the mesh, never the secrets.
+    /// Prints the mesh, never the secrets.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "MeshCredentials({}, founder: {})", self.mesh, self.root_secret.is_some())
     }
 }
 
-/// Ed25519 signatures are 64 bytes; an empty one (see `Identity::sign`) becomes zeros, which verify nowhere.
+/// Ed25519 signatures are 64 bytes; an empty one (see `Identity::sign`) becomes zeros, which never verify.
 fn to_signature(bytes: &[u8]) -> [u8; 64] {
     bytes.try_into().unwrap_or([0; 64])
 }
 
-/// Format of certificates and credentials files.
+/// Format version of certificates and credential files.
 const VERSION: u8 = 1;
 
-/// What is wrong with a certificate chain.
+/// Why a certificate chain is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum CertificateError {
-    /// Not a chain at all.
+    /// Not a well-formed chain.
     #[error("the certificate chain is malformed")]
     Malformed,
-    /// It is about another mesh.
-    #[error("the certificate is of mesh {found}, expected mesh {expected}")]
+    /// The chain is for another mesh.
+    #[error("the certificate is for mesh {found}, expected mesh {expected}")]
     OtherMesh {
-        /// Ours.
+        /// This node's mesh.
         expected: MeshId,
-        /// Theirs.
+        /// The chain's mesh.
         found: MeshId,
     },
-    /// It is somebody else's.
+    /// The chain belongs to another peer.
     #[error("the certificate belongs to {found}, it was presented by {expected}")]
     OtherPeer {
-        /// Who presented it.
+        /// The peer that presented it.
         expected: Box<PeerId>,
-        /// Whose it is.
+        /// The peer it was issued to.
         found: Box<PeerId>,
     },
     /// A link does not follow from the one above it.
     #[error("the certificate at depth {depth} is forged: its signature or issuer does not fit the one above it")]
     Forged {
-        /// 0 is the root's.
+        /// 0 is the root's certificate.
         depth: usize,
     },
-    /// An issuer without the role.
+    /// The issuer lacks the inviter role.
     #[error("the issuer of the certificate at depth {depth} may not invite")]
     MayNotInvite {
-        /// 0 is the root's.
+        /// 0 is the root's certificate.
         depth: usize,
     },
-    /// It ended.
+    /// A certificate has expired.
     #[error("the certificate expired {seconds} s ago; join again with a new ticket")]
     Expired {
-        /// How long ago.
+        /// Seconds since the expiry.
         seconds: u64,
     },
-    /// Its presenter was banned, or one of those who certified it.
-    #[error("{peer} was banned from this mesh, and whoever it certified with it; ask another member for a ticket")]
+    /// The presenter, or a peer in its chain, was banned.
+    #[error("{peer} was banned from this mesh, and every peer it certified with it; ask another member for a ticket")]
     Banned {
-        /// Who was banned.
+        /// The banned peer.
         peer: Box<PeerId>,
     },
-    /// One more link would be too many.
+    /// One more link would exceed [`DEPTH_MAX`].
     #[error(
         "this node's own certificate is already {DEPTH_MAX} invitations from the founder; invite from another member"
     )]
@@ -423,10 +424,10 @@ mod tests {
     }
 
     #[test]
-    fn only_the_founder_lives_on_by_itself() {
+    fn only_the_founder_can_renew_its_own_certificate() {
         let (founder, a) = (Identity::generate(), Identity::generate());
         let mesh = MeshCredentials::found(&founder, NOW);
-        assert!(mesh.chain.verify(mesh.mesh, founder.peer_id(), NOW).is_err(), "over");
+        assert!(mesh.chain.verify(mesh.mesh, founder.peer_id(), NOW).is_err(), "expired");
         let renewed = mesh.renew_founder(&founder, LATER).unwrap();
         assert_eq!(renewed.chain.verify(mesh.mesh, founder.peer_id(), NOW), Ok(Roles::INVITER));
         assert_eq!((renewed.chain.expiry(), renewed.mesh_key), (LATER, mesh.mesh_key));
@@ -436,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_told() {
+    fn each_invalid_chain_has_its_own_error() {
         let (mesh, a, b, chain) = three();
         let stranger = Identity::generate();
         let verify = |c: &Chain, peer: PeerId, now| c.verify(mesh.mesh, peer, now);
@@ -462,9 +463,9 @@ mod tests {
             by_member.issue(&b, stranger.peer_id(), Roles::MEMBER, LATER),
             Err(CertificateError::MayNotInvite { .. })
         ));
-        let mut anyway = chain.clone();
-        anyway.0.push(Certificate::issued_by(&b, mesh.mesh, stranger.peer_id(), Roles::MEMBER, LATER));
-        assert_eq!(verify(&anyway, stranger.peer_id(), NOW), Err(CertificateError::MayNotInvite { depth: 3 }));
+        let mut unauthorized = chain.clone();
+        unauthorized.0.push(Certificate::issued_by(&b, mesh.mesh, stranger.peer_id(), Roles::MEMBER, LATER));
+        assert_eq!(verify(&unauthorized, stranger.peer_id(), NOW), Err(CertificateError::MayNotInvite { depth: 3 }));
     }
 
     #[test]
@@ -485,7 +486,7 @@ mod tests {
     }
 
     #[test]
-    fn credentials_survive_the_disk() {
+    fn credentials_round_trip() {
         let mesh = MeshCredentials::found(&Identity::generate(), LATER);
         let back = MeshCredentials::decode(&mesh.encode()).unwrap();
         assert_eq!((back.mesh, &back.chain, back.mesh_key), (mesh.mesh, &mesh.chain, mesh.mesh_key));
@@ -495,7 +496,7 @@ mod tests {
     }
 
     #[test]
-    fn any_flipped_bit_is_found() {
+    fn any_flipped_bit_is_detected() {
         let (mesh, _, b, chain) = three();
         let good = chain.encode();
         for bit in 0..good.len() * 8 {

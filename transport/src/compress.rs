@@ -1,12 +1,12 @@
-//! Lossless packing of payloads, and the choice whether to pack at all. The only user of zstd.
+//! Lossless payload compression, and the decision whether to compress. The only user of zstd.
 use crate::frame::{Codec, Dtype, FrameError};
 
-/// Smaller payloads are never packed: a decode row crosses any link faster than zstd starts.
+/// Smaller payloads are sent raw: a decode row crosses any link faster than zstd starts.
 pub const PACK_BYTES_MIN: usize = 64 << 10;
-/// Fastest level; higher ones gain little on shuffled floats and cost several times as much.
+/// Fastest zstd level. Higher ones gain little on shuffled floats and cost several times as much.
 const LEVEL: i32 = 1;
 
-/// Packs by `codec`; `None` if the result would not be smaller.
+/// Compresses with `codec`; `None` if the result would not be smaller.
 pub fn pack(codec: Codec, dtype: Dtype, raw: &[u8]) -> Option<Vec<u8>> {
     match codec {
         Codec::Raw => None,
@@ -23,10 +23,10 @@ pub fn pack(codec: Codec, dtype: Dtype, raw: &[u8]) -> Option<Vec<u8>> {
     }
 }
 
-/// Unpacks to exactly `raw_length` bytes, which is also all that is allocated (twice, for the shuffle).
+/// Decompresses to exactly `raw_length` bytes, which also bounds the allocation (twice that, for the shuffle).
 ///
 /// # Errors
-/// [`FrameError::Packed`] if the payload holds more, less, or nonsense.
+/// [`FrameError::Packed`] if the payload is corrupt or its length differs.
 pub fn unpack(codec: Codec, dtype: Dtype, packed: Vec<u8>, raw_length: usize) -> Result<Vec<u8>, FrameError> {
     let wrong = FrameError::Packed { raw: raw_length };
     match codec {
@@ -43,7 +43,7 @@ pub fn unpack(codec: Codec, dtype: Dtype, packed: Vec<u8>, raw_length: usize) ->
     }
 }
 
-/// All first bytes, then all second bytes, …: exponents stand beside exponents, which is what makes floats pack.
+/// Groups all first bytes, then all second bytes, …: exponents end up side by side, which makes floats compressible.
 fn shuffle(raw: &[u8], element: usize) -> Vec<u8> {
     match element {
         1 => raw.to_vec(),
@@ -60,7 +60,7 @@ fn unshuffle(shuffled: &[u8], element: usize) -> Vec<u8> {
     }
 }
 
-/// Bytes that make no whole element stay where they are, at the end.
+/// Trailing bytes that do not fill an element stay at the end.
 fn shuffle_elements<const N: usize>(raw: &[u8]) -> Vec<u8> {
     let (elements, rest) = raw.as_chunks::<N>();
     let mut out = Vec::with_capacity(raw.len());
@@ -79,25 +79,25 @@ fn unshuffle_elements<const N: usize>(shuffled: &[u8]) -> Vec<u8> {
     out
 }
 
-/// Chooses a codec from size, link and what packing was seen to bring.
+/// Chooses a codec from payload size, link rate and measured compression.
 #[derive(Clone, Copy, Debug)]
 pub struct Chooser {
-    /// Bytes per second that packing and unpacking take together, as measured.
+    /// Measured bytes per second of compressing and decompressing together.
     codec_speed: f64,
-    /// Packed over raw, as measured.
+    /// Measured compressed size over raw size.
     ratio: f64,
 }
 
 impl Default for Chooser {
-    /// A guess until the first measurement: half a gigabyte a second, and activations shrink by a tenth.
+    /// Initial guess before any measurement: 500 MB/s, and activations shrink by a tenth.
     fn default() -> Self {
         Self { codec_speed: 500e6, ratio: 0.9 }
     }
 }
 
 impl Chooser {
-    /// The codec that gets `raw_bytes` across soonest over a link of `bytes_per_second` (`None`: not measured yet, so
-    /// taken to be fast).
+    /// The codec that delivers `raw_bytes` soonest over a link of `bytes_per_second` (`None`: not measured yet, assumed
+    /// fast).
     pub fn choose(&self, raw_bytes: usize, bytes_per_second: Option<u64>) -> Codec {
         let Some(link) = bytes_per_second.filter(|_| raw_bytes >= PACK_BYTES_MIN) else { return Codec::Raw };
         let raw = raw_bytes as f64;
@@ -106,7 +106,7 @@ impl Chooser {
         if packed < plain { Codec::ShuffledZstd } else { Codec::Raw }
     }
 
-    /// Learns from one packing: `packed` bytes out of `raw` in `seconds`. Unpacking takes about a third of packing.
+    /// Records one compression: `raw` to `packed` bytes in `seconds`. Decompression takes about a third of that time.
     pub fn learn(&mut self, raw: usize, packed: usize, seconds: f64) {
         const WEIGHT: f64 = 0.2;
         let speed = raw as f64 / (seconds.max(1e-9) * 4.0 / 3.0);
@@ -143,14 +143,14 @@ mod tests {
     }
 
     #[test]
-    fn noise_is_sent_as_it_is() {
+    fn noise_is_sent_raw() {
         let raw = Noise::new(7).bytes(4096);
         assert_eq!(pack(Codec::ShuffledZstd, Dtype::F32, &raw), None);
         assert_eq!(pack(Codec::ShuffledZstd, Dtype::F32, &[]), None);
     }
 
     #[test]
-    fn bombs_and_cut_payloads_are_refused() {
+    fn zip_bombs_and_truncated_payloads_are_rejected() {
         let bomb = zstd::bulk::compress(&vec![0; 64 << 20], LEVEL).unwrap();
         assert!(bomb.len() < 10_000);
         let wrong = |raw| Err(FrameError::Packed { raw });
@@ -174,15 +174,15 @@ mod tests {
     }
 
     #[test]
-    fn packing_is_for_large_payloads_on_slow_links() {
+    fn only_large_payloads_on_slow_links_are_packed() {
         let chooser = Chooser::default();
         let (slow, fast) = (Some(10_000_000), Some(3_000_000_000));
         assert_eq!(chooser.choose(2304, slow), Codec::Raw);
         assert_eq!(chooser.choose(1 << 20, slow), Codec::ShuffledZstd);
         assert_eq!(chooser.choose(1 << 20, fast), Codec::Raw);
         assert_eq!(chooser.choose(1 << 20, None), Codec::Raw);
-        let mut bored = chooser;
-        (0..100).for_each(|_| bored.learn(1 << 20, 1 << 20, 0.002));
-        assert_eq!(bored.choose(1 << 20, slow), Codec::Raw, "packing brings nothing here");
+        let mut incompressible = chooser;
+        (0..100).for_each(|_| incompressible.learn(1 << 20, 1 << 20, 0.002));
+        assert_eq!(incompressible.choose(1 << 20, slow), Codec::Raw, "compression does not pay for this data");
     }
 }

@@ -1,8 +1,8 @@
-//! Finding peers: a libp2p swarm on TCP P with mDNS, identify and ping. It finds members of this mesh, it proves nothing: a
-//! peer that is found still has to show a certificate on the data plane. The only user of libp2p's swarm.
+//! Peer discovery: a libp2p swarm on TCP port P with mDNS, identify and ping. Discovery authenticates nothing: a
+//! discovered peer still has to present a certificate on the data plane. The only user of libp2p's swarm.
 //!
-//! A stranger's word is worth little here: of what identify says only the two ports are used, at the address that the
-//! connection really comes from, and only of peers that know this mesh.
+//! Data of unauthenticated peers is not trusted. Of the identify message only the two ports are used, at the observed
+//! address of the connection, and only from peers that present this mesh's hint.
 use crate::certificate::MeshId;
 use crate::identity::{Identity, NodeId, PeerId, node_id};
 use crate::socket::BindError;
@@ -31,60 +31,60 @@ pub use address::{AddressError, PeerAddress};
 
 mod address;
 
-/// mDNS asks this often, so that a peer whose first answer was lost is found in seconds (stock: 5 minutes).
+/// mDNS query interval: a peer whose first answer was lost is found within seconds (default: 5 minutes).
 const MDNS_QUERY: Duration = Duration::from_secs(5);
-/// mDNS records live this long without being repeated (stock: 6 minutes, during which a dead peer is still "found").
+/// Lifetime of an mDNS record without renewal (default: 6 minutes, during which a dead peer is still "found").
 const MDNS_TTL: Duration = Duration::from_secs(60);
-/// Peers that are connected or announced by mDNS are reported again at this interval, in case the first contact failed.
+/// Interval at which connected or announced peers are reported again, in case the first contact failed.
 const REPEAT: Duration = Duration::from_secs(10);
-/// After identify nothing more is said.
+/// Idle timeout of a connection: it is not needed after identify.
 const IDLE: Duration = Duration::from_secs(10);
-/// Peers remembered: members of a large mesh on one LAN.
+/// Maximum peers remembered: members of a large mesh on one LAN.
 const FOUND_MAX: usize = 1024;
-/// Announcements remembered: a few addresses of each. Strangers on the LAN can announce what they like.
+/// Maximum announcements remembered, a few addresses per peer. Any host on the LAN can announce anything.
 const ANNOUNCED_MAX: usize = 4096;
-/// Connections of strangers.
+/// Maximum connections with unauthenticated peers.
 const CONNECTIONS_MAX: u32 = 256;
-/// Connections being made to announced addresses.
+/// Maximum concurrent dials to announced addresses.
 const DIALS_MAX: u32 = 64;
-/// Hex digits of the hint in the agent string: few peers of other meshes pass by chance.
+/// Hex digits of the hint in the agent string: few peers of other meshes match by chance.
 const HINT_DIGITS: usize = 16;
 
-/// What discovery is made from.
+/// Settings of [`Discovery`].
 pub struct DiscoveryOptions {
     /// The node's key.
     pub identity: Identity,
     /// Only members of this mesh are reported.
     pub mesh: MeshId,
-    /// TCP P.
+    /// TCP P, where discovery listens.
     pub listen: SocketAddr,
-    /// UDP P, told to peers.
+    /// UDP P, announced to peers.
     pub gossip_port: u16,
-    /// UDP P + 1, told to peers.
+    /// UDP P + 1, announced to peers.
     pub data_port: u16,
-    /// Announce and listen on the LAN.
+    /// Whether to announce and listen on the LAN.
     pub mdns: bool,
 }
 
-/// What discovery tells.
+/// Events that discovery reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DiscoveryEvent {
-    /// A meshnode that knows this mesh. Reported again at intervals while it is connected or announced.
+    /// A meshnode peer with this mesh's hint. Reported again at intervals while it is connected or announced.
     PeerFound {
-        /// Its key.
+        /// Its public key.
         peer_id: PeerId,
         /// Its short name.
         node: NodeId,
-        /// Where its gossip may be reached.
+        /// Address of its gossip socket.
         gossip: SocketAddr,
-        /// Where its data plane may be reached.
+        /// Address of its data plane.
         data: SocketAddr,
     },
     /// A meshnode of another protocol version.
     OtherVersion {
-        /// Its key.
+        /// Its public key.
         peer_id: PeerId,
-        /// What it speaks, and which side to update.
+        /// The version it speaks, and which side to update.
         what: String,
     },
 }
@@ -97,17 +97,17 @@ pub struct Discovery {
 }
 
 impl Discovery {
-    /// Listens on TCP P and starts looking around, on the tokio runtime that it is called on.
+    /// Listens on TCP P and starts discovery on the current tokio runtime. `sink` is called on a network task.
     ///
     /// # Errors
     /// The port is taken, or the address is not one of this machine.
     pub async fn spawn(
         options: DiscoveryOptions,
-        told: impl Fn(DiscoveryEvent) + Send + Sync + 'static,
+        sink: impl Fn(DiscoveryEvent) + Send + Sync + 'static,
     ) -> Result<Self, BindError> {
         let listen = options.listen;
         let bind_error = |error: io::Error| BindError::new(listen, error);
-        // libp2p shares ports between processes (SO_REUSEPORT); a second node must hear that this one is taken.
+        // libp2p shares ports between processes (SO_REUSEPORT); a second node must get an error for a port in use.
         drop(std::net::TcpListener::bind(listen).map_err(bind_error)?);
         let mut swarm = build(&options).map_err(|e| bind_error(io::Error::other(e)))?;
         swarm.listen_on(multiaddr(listen)).map_err(|error| bind_error(io::Error::other(error.to_string())))?;
@@ -125,7 +125,7 @@ impl Discovery {
         };
         let finder = Finder {
             mesh: options.mesh,
-            told: Arc::new(told),
+            sink: Arc::new(sink),
             ips: BTreeMap::new(),
             announced: BTreeSet::new(),
             found: BTreeMap::new(),
@@ -134,12 +134,12 @@ impl Discovery {
         Ok(Self { task, local_addr })
     }
 
-    /// Its task, to see whether it runs.
+    /// The discovery task, for health checks.
     pub fn task(&self) -> tokio::task::AbortHandle {
         self.task.abort_handle()
     }
 
-    /// TCP P as bound.
+    /// TCP P, as bound.
     pub fn local_addr(&self) -> SocketAddr {
         self.local_addr
     }
@@ -171,7 +171,7 @@ fn build(options: &DiscoveryOptions) -> Result<Swarm<Behaviour>, String> {
     let mdns = options.mdns.then(|| {
         let config = mdns::Config { ttl: MDNS_TTL, query_interval: MDNS_QUERY, enable_ipv6: false };
         mdns::tokio::Behaviour::new(config, options.identity.peer_id())
-            .inspect_err(|error| tracing::warn!(%error, "no mDNS: peers on the LAN will not be found by themselves"))
+            .inspect_err(|error| tracing::warn!(%error, "no LAN discovery (mDNS): join with a ticket or an address"))
             .ok()
     });
     let limits = connection_limits::ConnectionLimits::default()
@@ -197,15 +197,15 @@ fn build(options: &DiscoveryOptions) -> Result<Swarm<Behaviour>, String> {
     Ok(swarm)
 }
 
-/// The task around the swarm.
+/// The task that drives the swarm.
 struct Finder {
     mesh: MeshId,
-    told: Arc<dyn Fn(DiscoveryEvent) + Send + Sync>,
-    /// Where each connection really goes.
+    sink: Arc<dyn Fn(DiscoveryEvent) + Send + Sync>,
+    /// Observed remote address of each connection.
     ips: BTreeMap<ConnectionId, IpAddr>,
-    /// What mDNS announces at present.
+    /// Current mDNS announcements.
     announced: BTreeSet<(PeerId, Multiaddr)>,
-    /// Peers that were reported, to be reported again while they are connected or announced.
+    /// Reported peers, to be reported again while they are connected or announced.
     found: BTreeMap<PeerId, Found>,
 }
 
@@ -220,7 +220,7 @@ impl Finder {
         loop {
             tokio::select! {
                 event = swarm.select_next_some() => self.swarm_event(&mut swarm, event),
-                _ = repeat.tick() => self.found.values().for_each(|found| (self.told)(found.event.clone())),
+                _ = repeat.tick() => self.found.values().for_each(|found| (self.sink)(found.event.clone())),
             }
         }
     }
@@ -250,7 +250,7 @@ impl Finder {
                     if self.announced.len() < ANNOUNCED_MAX {
                         self.announced.insert((peer, addr.clone()));
                     }
-                    // A dial that runs, or a connection that stands, will identify the peer.
+                    // A dial in progress, or an established connection, will identify the peer anyway.
                     let options = DialOpts::peer_id(peer)
                         .condition(PeerCondition::DisconnectedAndNotDialing)
                         .addresses(vec![addr])
@@ -272,7 +272,7 @@ impl Finder {
         if info.protocol_version != protocol() {
             if let Some(name) = info.protocol_version.strip_prefix('/').filter(|name| name.starts_with("meshnode/")) {
                 let what = Mismatch::with(&printable(name, 64)).here;
-                (self.told)(DiscoveryEvent::OtherVersion { peer_id, what });
+                (self.sink)(DiscoveryEvent::OtherVersion { peer_id, what });
             }
             return;
         }
@@ -289,7 +289,7 @@ impl Finder {
             let connections = connections.into_iter().chain([connection]).collect();
             self.found.insert(peer_id, Found { event: event.clone(), connections });
         }
-        (self.told)(event);
+        (self.sink)(event);
     }
 
     /// A peer that is neither connected nor announced is not reported again.
@@ -301,12 +301,12 @@ impl Finder {
     }
 }
 
-/// Sent in identify: only peers that send the same are reported.
+/// Protocol version in identify: only peers with the same one are reported.
 fn protocol() -> String {
     format!("/{PROTOCOL_NAME}")
 }
 
-/// What a node says of itself in identify's agent string.
+/// The fields of identify's agent string.
 struct Agent<'a> {
     gossip_port: u16,
     data_port: u16,
@@ -324,8 +324,8 @@ impl<'a> Agent<'a> {
     }
 }
 
-/// Tells members of one mesh from other nodes without naming the mesh: only who knows its id can make or read it, and each
-/// peer has its own.
+/// Identifies members of one mesh without disclosing the mesh: only a holder of the mesh id can compute or check it,
+/// and each peer has its own.
 fn hint(mesh: MeshId, peer_id: &PeerId) -> String {
     let key = blake3::derive_key("meshnode v1 discovery hint", &mesh.0);
     blake3::keyed_hash(&key, &peer_id.to_bytes()).to_hex()[..HINT_DIGITS].to_owned()
@@ -342,20 +342,20 @@ mod tests {
 
     const OURS: MeshId = MeshId([7; 32]);
 
-    type Told = mpsc::UnboundedReceiver<DiscoveryEvent>;
+    type Events = mpsc::UnboundedReceiver<DiscoveryEvent>;
 
     fn options(mesh: MeshId, gossip_port: u16) -> DiscoveryOptions {
         let listen = "127.0.0.1:0".parse().unwrap();
         DiscoveryOptions { identity: Identity::generate(), mesh, listen, gossip_port, data_port: 2222, mdns: false }
     }
 
-    async fn node() -> (Discovery, Told) {
-        let (tell, told) = mpsc::unbounded_channel();
-        let discovery = Discovery::spawn(options(OURS, 1), move |event| drop(tell.send(event))).await.unwrap();
-        (discovery, told)
+    async fn node() -> (Discovery, Events) {
+        let (sender, events) = mpsc::unbounded_channel();
+        let discovery = Discovery::spawn(options(OURS, 1), move |event| drop(sender.send(event))).await.unwrap();
+        (discovery, events)
     }
 
-    /// A swarm that dials the node and greets it with these options; the connection stands while the task runs.
+    /// A swarm that dials the node and identifies itself with these options; the connection lives as long as the task.
     fn caller(options: &DiscoveryOptions, node: &Discovery) -> JoinHandle<()> {
         let mut swarm = build(options).unwrap();
         swarm.add_external_address("/ip4/198.51.100.1/tcp/1".parse().unwrap());
@@ -367,63 +367,63 @@ mod tests {
         })
     }
 
-    /// How often the node tells within a time in which it repeats.
-    async fn tellings(told: &mut Told) -> usize {
+    /// Reports within a period that includes a repetition.
+    async fn reports(events: &mut Events) -> usize {
         let mut count = 0;
         let end = time::Instant::now() + REPEAT + Duration::from_secs(2);
-        while let Ok(Some(_)) = time::timeout_at(end, told.recv()).await {
+        while let Ok(Some(_)) = time::timeout_at(end, events.recv()).await {
             count += 1;
         }
         count
     }
 
     #[tokio::test]
-    async fn of_a_peer_only_the_observed_address_is_told() {
-        let (node, mut told) = node().await;
+    async fn a_peer_is_reported_at_its_observed_address_only() {
+        let (node, mut events) = node().await;
         let peer = options(OURS, 1111);
         let calling = caller(&peer, &node);
         let expected = DiscoveryEvent::PeerFound {
             peer_id: peer.identity.peer_id(),
             node: peer.identity.node_id(),
-            // Not the address that it says it has.
+            // Not the address that the peer claims.
             gossip: "127.0.0.1:1111".parse().unwrap(),
             data: "127.0.0.1:2222".parse().unwrap(),
         };
-        assert_eq!(told.recv().await.unwrap(), expected);
+        assert_eq!(events.recv().await.unwrap(), expected);
         calling.abort();
     }
 
     #[tokio::test]
-    async fn a_peer_that_does_not_know_the_mesh_is_not_told() {
-        let (node, mut told) = node().await;
+    async fn a_peer_outside_the_mesh_is_not_reported() {
+        let (node, mut events) = node().await;
         let stranger = caller(&options(MeshId([8; 32]), 1111), &node);
         assert_ne!(
             hint(OURS, &Identity::generate().peer_id()),
             hint(OURS, &Identity::generate().peer_id()),
-            "overheard"
+            "hints differ between peers"
         );
         time::sleep(Duration::from_millis(500)).await;
         let member = options(OURS, 3333);
         let member_calls = caller(&member, &node);
-        match told.recv().await.unwrap() {
+        match events.recv().await.unwrap() {
             DiscoveryEvent::PeerFound { peer_id, .. } => assert_eq!(peer_id, member.identity.peer_id()),
             other @ DiscoveryEvent::OtherVersion { .. } => panic!("{other:?}"),
         }
-        assert_eq!(told.try_recv().ok(), None);
+        assert_eq!(events.try_recv().ok(), None);
         [stranger, member_calls].iter().for_each(JoinHandle::abort);
     }
 
     #[tokio::test]
-    async fn one_hello_is_not_repeated_after_its_connection_is_gone() {
-        let (node, mut told) = node().await;
+    async fn a_peer_is_not_reported_again_after_its_connection_closes() {
+        let (node, mut events) = node().await;
         let calling = caller(&options(OURS, 1111), &node);
-        told.recv().await.unwrap();
+        events.recv().await.unwrap();
         calling.abort();
-        assert!(tellings(&mut told).await <= 1, "reported again although the peer is gone");
+        assert!(reports(&mut events).await <= 1, "reported again although the peer is gone");
     }
 
     #[tokio::test]
-    async fn a_taken_port_is_named_with_the_flag() {
+    async fn a_port_in_use_is_reported_with_the_flag() {
         let (a, _told) = node().await;
         let options = DiscoveryOptions { listen: a.local_addr(), ..options(OURS, 1) };
         let error = Discovery::spawn(options, |_| {}).await.unwrap_err().to_string();
@@ -431,8 +431,8 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_peer_of_another_version_is_named() {
-        let (node, mut told) = node().await;
+    async fn a_peer_of_another_version_is_reported() {
+        let (node, mut events) = node().await;
         let mut swarm = SwarmBuilder::with_new_identity()
             .with_tokio()
             .with_tcp(tcp::Config::default(), noise::Config::new, yamux::Config::default)
@@ -448,12 +448,12 @@ mod tests {
             }
         });
         let what = "speaks meshnode/1, this node meshnode/2: update meshnode there".to_owned();
-        assert_eq!(told.recv().await.unwrap(), DiscoveryEvent::OtherVersion { peer_id: peer, what });
+        assert_eq!(events.recv().await.unwrap(), DiscoveryEvent::OtherVersion { peer_id: peer, what });
         calling.abort();
     }
 
     #[test]
-    fn agents_tell_ports_and_mesh() {
+    fn the_agent_string_carries_ports_and_mesh() {
         let read = |agent| Agent::read(agent).map(|agent| (agent.gossip_port, agent.data_port, agent.hint));
         assert_eq!(read("meshnode/0.1.0 gossip=4470 data=4471 mesh=ab"), Some((4470, 4471, "ab")));
         assert_eq!(read("meshnode/0.1.0 gossip=4470 data=4471"), None);

@@ -1,4 +1,4 @@
-//! What the transport tells its node: one closed enum, handed to a callback on the task where it happened.
+//! Events that the transport reports to its node: one closed enum, passed to a callback on the task where it occurred.
 use crate::frame::{FrameHead, Route};
 use crate::identity::{NodeId, PeerId};
 use crate::join::JoinRequest;
@@ -8,9 +8,9 @@ use bytes::Bytes;
 use std::{net::SocketAddr, ops::Deref, time::Duration};
 use tokio::sync::OwnedSemaphorePermit;
 
-/// Where events go. It is called on network tasks, so it should hand over and return.
+/// Receives events. Called on network tasks, so it should hand the event over and return.
 pub trait Sink: Send + Sync + 'static {
-    /// Something happened.
+    /// Handles one event.
     fn event(&self, event: Event);
 }
 
@@ -20,67 +20,67 @@ impl<F: Fn(Event) + Send + Sync + 'static> Sink for F {
     }
 }
 
-/// Something happened.
+/// An event of the transport.
 #[derive(Debug)]
 pub enum Event {
-    /// A certified connection to a member stands. Told again when `connect` finds it standing already.
+    /// A certified connection to a member is established. Also reported when `connect` finds one already established.
     Connected {
-        /// Who.
+        /// The member.
         node: NodeId,
-        /// Its key.
+        /// Its public key.
         peer_id: PeerId,
-        /// Where.
+        /// Remote address.
         addr: SocketAddr,
-        /// Round trip as measured so far.
+        /// Current round-trip estimate.
         rtt: Duration,
     },
-    /// The connection is gone, or could not be made. What was on the way may be lost.
+    /// The connection has ended, or could not be established. Data in flight may be lost.
     Disconnected {
-        /// Who.
+        /// The member.
         node: NodeId,
-        /// Why.
+        /// The cause.
         reason: Disconnect,
     },
-    /// A control message of a certified member, in the order it was sent.
+    /// A control message of a certified member. Messages of one sender are in order.
     Message {
         /// Sender.
         from: NodeId,
         /// The message.
         bytes: Received,
     },
-    /// A frame that was expected; header, shape, length and checksum fit.
+    /// An expected frame; header, shape, length and checksum are valid.
     Frame {
         /// Sender.
         from: NodeId,
-        /// What it says.
+        /// Its header.
         head: FrameHead,
-        /// Its rows, unpacked.
+        /// Its rows, decompressed.
         payload: Received,
     },
-    /// The peer does not expect frames of this route and stopped reading them.
+    /// The peer does not expect frames of this route and stopped the stream.
     LaneRefused {
-        /// Who.
+        /// The peer.
         node: NodeId,
-        /// Which frames.
+        /// The route.
         route: Route,
     },
-    /// Somebody wants to join through this node.
+    /// A node asks to join through this node.
     Join(JoinRequest),
-    /// A member refused this node because it, or a member that its membership runs through, is banned: the revocation,
-    /// whose signatures hold.
+    /// A member rejected this node because it, or a member in its certificate chain, is banned. Carries the revocation,
+    /// whose signatures are valid.
     Banned(Box<Revocation>),
-    /// Something was refused: for the log, and for people who wonder why a peer does not come up.
+    /// A peer or its data was rejected: for the log, and for users who look for a missing peer.
     Refused {
-        /// Who, where known.
+        /// The peer, if known.
         from: Option<PeerId>,
-        /// From where.
+        /// Its address.
         addr: SocketAddr,
-        /// What, why, and what to do.
+        /// What was rejected, why, and what to do.
         why: String,
     },
 }
 
-/// Bytes that arrived, and the credit they hold: while a node keeps many of them, the peer that sends them has to wait.
+/// Received bytes and their flow-control credit: while the node holds many of them, the sender has to wait.
 #[derive(Debug)]
 pub struct Received {
     bytes: Bytes,
@@ -92,24 +92,24 @@ impl Received {
         Self { bytes: bytes.into(), credit }
     }
 
-    /// The bytes alone; gives the credit back now.
+    /// The bytes alone; releases the credit now.
     pub fn into_bytes(self) -> Bytes {
         drop(self.credit);
         self.bytes
     }
 
-    /// The bytes, and the credit to be kept until they have been used.
+    /// The bytes, and the credit to hold until they have been used.
     pub fn split(self) -> (Bytes, Credit) {
         (self.bytes, Credit { _permit: self.credit })
     }
 
-    /// The bytes alone, without a copy where nobody else holds them; gives the credit back now.
+    /// The bytes alone, without a copy if they have no other owner; releases the credit now.
     pub fn into_vec(self) -> Vec<u8> {
         self.into_bytes().into()
     }
 }
 
-/// The room that arrived bytes take among what their sender may have under way; dropping it gives the room back.
+/// Flow-control credit of received bytes; dropping it lets the sender send the same amount again.
 #[derive(Debug)]
 pub struct Credit {
     _permit: Option<OwnedSemaphorePermit>,

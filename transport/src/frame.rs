@@ -1,78 +1,78 @@
-//! A frame as it lies on the wire: a fixed little-endian header, then the payload. The header is checked against what
-//! was expected before a byte of payload is read or allocated.
+//! The wire format of a frame: a fixed little-endian header, then the payload. The header is validated against the
+//! expectation of its route before any payload byte is read or allocated.
 use crate::identity::NodeId;
 use crate::wire::Reader;
 use bytes::Bytes;
 use thiserror::Error;
 
-/// Bytes of a header.
+/// Size of the header in bytes.
 pub const HEADER_BYTES: usize = 68;
-/// Largest payload of any job: 512 positions of a model 16,384 wide in f32. Expectations may only be smaller.
+/// Largest payload of any job: 512 positions of a model of width 16,384 in f32. An [`Expectation`] can only lower it.
 pub const PAYLOAD_BYTES_MAX: usize = 32 << 20;
 
 /// One version of a job's placement: (counter, issuer), ordered lexicographically.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Epoch {
-    /// Grows with each re-plan.
+    /// Incremented by each re-plan.
     pub counter: u32,
-    /// Who minted it.
+    /// The node that issued the epoch.
     pub issuer: NodeId,
 }
 
-/// The stream a frame travels on: one per job, epoch and receiving part.
+/// The stream that carries a frame: one per job, epoch and receiving part.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Route {
-    /// Which job.
+    /// The job.
     pub job: u64,
-    /// Under which placement.
+    /// The epoch of its placement.
     pub epoch: Epoch,
-    /// Which part of the job receives it.
+    /// The receiving part of the job.
     pub part: u16,
 }
 
-/// What a frame says about itself. Lengths, codec and checksum are added on the way out and checked on the way in.
+/// The descriptive fields of a frame header. The encoder adds lengths, codec and checksum; the decoder checks them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct FrameHead {
-    /// Its stream.
+    /// The stream.
     pub route: Route,
-    /// Which of the part's inputs: a request of a stage, a link of a tile.
+    /// The input of the receiving part: a request of a stage, or a link of a tile.
     pub channel: u64,
-    /// Where in the channel: the first position, or the step.
+    /// Offset within the channel: the first position of a stage, or the step of a tile.
     pub cursor: u32,
-    /// Rows of a stage, one per position; elements of a tile's halo.
+    /// Rows of a stage, one per position; elements of a tile's halo strip.
     pub count: u32,
-    /// Its last row is the last of the channel that its source knows: a model's last stage samples from it.
+    /// Whether the last row is the channel's newest row at the source: the last stage of a model samples from it.
     pub last: bool,
-    /// Kind of element.
+    /// Element type.
     pub dtype: Dtype,
     /// Elements per row.
     pub width: u32,
 }
 
 impl FrameHead {
-    /// Bytes of the payload before any codec.
+    /// Payload bytes before compression.
     pub fn raw_bytes(&self) -> u64 {
         u64::from(self.count) * u64::from(self.width) * self.dtype.bytes()
     }
 }
 
-/// Kind of element.
+/// Element type.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum Dtype {
     /// Token ids.
     U32 = 0,
-    /// Hidden rows.
+    /// Hidden activations in 32-bit floats.
     F32 = 1,
-    /// Half precision.
+    /// IEEE half precision.
     F16 = 2,
-    /// Brain float.
+    /// bfloat16.
     Bf16 = 3,
-    /// Cells of a grid, 32 bits each.
+    /// Grid cells of 32 bits.
     Cells = 4,
-    /// Cells of a grid, a bit each, eight to an element.
+    /// Grid cells of one bit, eight per element.
     Bits = 5,
-    /// Cells of a grid, 16 bits each.
+    /// Grid cells of 16 bits.
     HalfCells = 6,
 }
 
@@ -93,13 +93,13 @@ impl Dtype {
     }
 }
 
-/// How a payload is packed. 2 and 3 are kept for the 8-bit and 4-bit block codecs.
+/// Payload compression. Values 2 and 3 are reserved for the 8-bit and 4-bit block codecs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum Codec {
-    /// As it is.
+    /// Uncompressed.
     Raw = 0,
-    /// Bytes of equal significance side by side, then zstd: lossless.
+    /// Byte shuffle (bytes of equal significance side by side), then zstd: lossless.
     ShuffledZstd = 1,
 }
 
@@ -109,59 +109,59 @@ impl Codec {
     }
 }
 
-/// What a job may send on a stream, told before the stream is read.
+/// The frames that a job may send on a stream. Registered before the stream is read.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Expectation {
     /// Elements per row.
     pub width: u32,
-    /// Most rows in one frame.
+    /// Maximum rows per frame.
     pub count_max: u32,
-    /// Kinds of element.
+    /// Allowed element types.
     pub dtypes: Vec<Dtype>,
-    /// Packings.
+    /// Allowed codecs.
     pub codecs: Vec<Codec>,
 }
 
 impl Expectation {
-    /// Hidden rows of a model `width` wide, lossless.
+    /// Hidden rows of a model of width `width`, lossless.
     pub fn hidden(width: u32, count_max: u32) -> Self {
         Self { width, count_max, dtypes: vec![Dtype::F32], codecs: vec![Codec::Raw, Codec::ShuffledZstd] }
     }
 
-    /// Token ids for a first stage.
+    /// Token ids for the first stage.
     pub fn tokens(count_max: u32) -> Self {
         Self { width: 1, count_max, dtypes: vec![Dtype::U32], codecs: vec![Codec::Raw, Codec::ShuffledZstd] }
     }
 
-    /// Strips of a grid, at most so many elements each.
+    /// Halo strips of a grid, of at most `elements_max` elements each.
     pub fn strips(dtype: Dtype, elements_max: u32) -> Self {
         Self { width: 1, count_max: elements_max, dtypes: vec![dtype], codecs: vec![Codec::Raw, Codec::ShuffledZstd] }
     }
 
-    /// Largest payload that fits it.
+    /// Largest payload in bytes that this expectation allows.
     pub fn bytes_max(&self) -> u64 {
         let element = self.dtypes.iter().map(|d| d.bytes()).max().unwrap_or(0);
         (u64::from(self.width) * u64::from(self.count_max)).saturating_mul(element).min(PAYLOAD_BYTES_MAX as u64)
     }
 }
 
-/// A checked header: what to read next.
+/// A validated header: what to read next.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Incoming {
-    /// The frame.
+    /// The header fields.
     pub head: FrameHead,
-    /// How its payload is packed.
+    /// Codec of the payload.
     pub codec: Codec,
     /// Payload bytes on the wire: at most `raw_length`.
     pub wire_length: usize,
-    /// Payload bytes unpacked: exactly what the shape says, at most what was expected.
+    /// Payload bytes after decompression: implied by the shape and bounded by the expectation.
     pub raw_length: usize,
     checksum: u32,
     seed: u32,
 }
 
 impl Incoming {
-    /// Whether these are the bytes that were sent.
+    /// Verifies the checksum of the received payload.
     ///
     /// # Errors
     /// [`FrameError::Checksum`].
@@ -171,7 +171,7 @@ impl Incoming {
     }
 }
 
-/// The header of a frame whose payload, already packed by `codec`, is `payload`.
+/// Encodes the header of a frame whose payload has already been compressed with `codec`.
 pub fn encode_header(head: &FrameHead, codec: Codec, payload: &[u8]) -> [u8; HEADER_BYTES] {
     let mut out = [0; HEADER_BYTES];
     out[0] = VERSION;
@@ -187,7 +187,7 @@ pub fn encode_header(head: &FrameHead, codec: Codec, payload: &[u8]) -> [u8; HEA
     out[40..48].copy_from_slice(&head.channel.to_le_bytes());
     out[48..52].copy_from_slice(&head.cursor.to_le_bytes());
     out[52..56].copy_from_slice(&head.width.to_le_bytes());
-    // Senders refuse payloads above PAYLOAD_BYTES_MAX, so that both lengths fit.
+    // Senders reject payloads above PAYLOAD_BYTES_MAX, so both lengths fit in 32 bits.
     out[56..60].copy_from_slice(&u32::try_from(head.raw_bytes()).unwrap_or(u32::MAX).to_le_bytes());
     out[60..64].copy_from_slice(&u32::try_from(payload.len()).unwrap_or(u32::MAX).to_le_bytes());
     let seed = crc32fast::hash(&out[..64]);
@@ -195,10 +195,10 @@ pub fn encode_header(head: &FrameHead, codec: Codec, payload: &[u8]) -> [u8; HEA
     out
 }
 
-/// A header as found, before anything is known about what it should be.
+/// A decoded header that has not been compared with an expectation yet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RawHeader {
-    /// What it says about itself.
+    /// The header fields.
     pub head: FrameHead,
     codec: Codec,
     raw_length: u32,
@@ -207,16 +207,16 @@ pub struct RawHeader {
     seed: u32,
 }
 
-/// Reads the fixed fields.
+/// Decodes the fixed fields.
 ///
 /// # Errors
-/// Another version, an unknown dtype or codec, reserved bits set.
+/// Unknown format version, dtype or codec, or reserved bits set.
 pub fn decode_header(bytes: &[u8; HEADER_BYTES]) -> Result<RawHeader, FrameError> {
     let mut r = Reader::new(bytes);
     read_header(&mut r, crc32fast::hash(&bytes[..64])).unwrap_or(Err(FrameError::Reserved))
 }
 
-/// `None` never happens: the array is long enough for every field.
+/// Never returns `None`: the array is long enough for every field.
 fn read_header(r: &mut Reader<'_>, seed: u32) -> Option<Result<RawHeader, FrameError>> {
     let (version, dtype, codec, flags) = (r.u8()?, r.u8()?, r.u8()?, r.u8()?);
     if version != VERSION {
@@ -237,10 +237,10 @@ fn read_header(r: &mut Reader<'_>, seed: u32) -> Option<Result<RawHeader, FrameE
 }
 
 impl RawHeader {
-    /// Compares with what the job may send. After this, allocating `raw_length` bytes is safe.
+    /// Compares the header with what the job may send. Afterwards it is safe to allocate `raw_length` bytes.
     ///
     /// # Errors
-    /// What differs.
+    /// The first field that differs.
     pub fn check(self, expected: &Expectation) -> Result<Incoming, FrameError> {
         let RawHeader { head, codec, raw_length, wire_length, checksum, seed } = self;
         if !expected.dtypes.contains(&head.dtype) {
@@ -259,7 +259,7 @@ impl RawHeader {
         let raw = head.raw_bytes();
         let wire_fits = match codec {
             Codec::Raw => u64::from(wire_length) == raw,
-            // A packed payload that is not smaller is sent raw.
+            // A payload that does not shrink is sent raw, so a compressed one must be smaller.
             Codec::ShuffledZstd => (1..raw).contains(&u64::from(wire_length)),
         };
         if u64::from(raw_length) != raw || !wire_fits || raw > expected.bytes_max() {
@@ -270,109 +270,109 @@ impl RawHeader {
     }
 }
 
-/// Covers the header (through `seed`) and the payload.
+/// CRC32 of the header (through `seed`) and the payload.
 fn checksum(seed: u32, payload: &[u8]) -> u32 {
     let mut hasher = crc32fast::Hasher::new_with_initial(seed);
     hasher.update(payload);
     hasher.finalize()
 }
 
-/// f32 values of a payload, whatever its alignment. Trailing bytes that make no value are dropped.
+/// Decodes f32 values from a payload of any alignment. Trailing bytes that do not fill a value are dropped.
 pub fn to_f32(payload: &[u8]) -> Vec<f32> {
     payload.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
 }
 
-/// u32 values of a payload, whatever its alignment. Trailing bytes that make no value are dropped.
+/// Decodes u32 values from a payload of any alignment. Trailing bytes that do not fill a value are dropped.
 pub fn to_u32(payload: &[u8]) -> Vec<u32> {
     payload.as_chunks().0.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect()
 }
 
-/// A payload of f32 values.
+/// Encodes f32 values as a payload.
 pub fn from_f32(values: &[f32]) -> Bytes {
     let mut out = vec![0; 4 * values.len()];
     out.as_chunks_mut().0.iter_mut().zip(values).for_each(|(bytes, value)| *bytes = value.to_le_bytes());
     out.into()
 }
 
-/// A payload of u32 values.
+/// Encodes u32 values as a payload.
 pub fn from_u32(values: &[u32]) -> Bytes {
     let mut out = vec![0; 4 * values.len()];
     out.as_chunks_mut().0.iter_mut().zip(values).for_each(|(bytes, value)| *bytes = value.to_le_bytes());
     out.into()
 }
 
-/// Frame format.
+/// Version of the frame format.
 const VERSION: u8 = 1;
 
-/// Why a frame is refused. The connection that brought it is closed: a member never sends such a frame.
+/// Why a frame is rejected. The receiver closes the connection, because a correct member never sends such a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum FrameError {
-    /// Another format.
+    /// Unknown format version.
     #[error("frame format {found}, expected {VERSION}")]
     Version {
-        /// Its format.
+        /// Version found.
         found: u8,
     },
-    /// A kind of element that the job does not send.
+    /// An element type that the job does not send.
     #[error("frame of dtype {found}, which its job does not send")]
     Dtype {
-        /// On the wire.
+        /// Code on the wire.
         found: u8,
     },
-    /// A packing that the job does not use.
+    /// A codec that the job does not use.
     #[error("frame of codec {found}, which its job does not use")]
     Codec {
-        /// On the wire.
+        /// Code on the wire.
         found: u8,
     },
-    /// Bits that mean nothing yet are set.
+    /// Reserved bits are set.
     #[error("frame with reserved bits set")]
     Reserved,
-    /// Rows that do not fit the job.
+    /// A shape outside the job's expectation.
     #[error("frame of {count} x {found}, expected 1 to {count_max} rows of width {width}")]
     Shape {
-        /// Rows.
+        /// Rows found.
         count: u32,
-        /// Its width.
+        /// Width found.
         found: u32,
-        /// Rows at most.
+        /// Maximum rows.
         count_max: u32,
-        /// The job's width.
+        /// Expected width.
         width: u32,
     },
-    /// Positions that wrap around.
-    #[error("a frame of {count} from cursor {cursor}: expected their sum within 32 bits")]
+    /// Cursor plus row count overflows 32 bits.
+    #[error("frame of {count} rows from cursor {cursor}: the end does not fit in 32 bits")]
     Cursor {
-        /// First.
+        /// First position.
         cursor: u32,
-        /// How many.
+        /// Rows.
         count: u32,
     },
-    /// Lengths that do not follow from the shape.
-    #[error("frame of {raw} bytes ({wire} on the wire), its shape has {expected}")]
+    /// Lengths that contradict the shape.
+    #[error("frame of {raw} bytes ({wire} on the wire), its shape implies {expected}")]
     Length {
-        /// From the shape.
+        /// Bytes implied by the shape.
         expected: u64,
-        /// As declared.
+        /// Declared uncompressed bytes.
         raw: u32,
-        /// As sent.
+        /// Declared bytes on the wire.
         wire: u32,
     },
-    /// The bytes are not those that were sent.
-    #[error("frame with checksum {found:08x}, its header says {expected:08x}")]
+    /// Checksum mismatch: the bytes were damaged in transit.
+    #[error("frame with checksum {found:08x}, its header declares {expected:08x}")]
     Checksum {
-        /// Declared.
+        /// Checksum in the header.
         expected: u32,
-        /// Of the bytes.
+        /// Checksum of the received bytes.
         found: u32,
     },
-    /// The packed payload does not unpack to exactly the declared length.
+    /// The payload does not decompress to exactly the declared length.
     #[error("frame whose payload does not unpack to its declared {raw} bytes")]
     Packed {
-        /// Declared.
+        /// Declared bytes.
         raw: usize,
     },
-    /// A frame on the stream of another route.
+    /// A frame whose route differs from that of its stream.
     #[error("frame of another job, epoch or part than its stream")]
     Route,
 }
@@ -395,7 +395,7 @@ mod tests {
         from_f32(&[1.0, -2.0, f32::NAN, 0.0, 1e-40, f32::INFINITY])
     }
 
-    /// Checks a header in which `change` was made, with a checksum that fits.
+    /// Applies `change` to a valid header, then decodes and checks it. The payload checksum is not verified here.
     fn checked(change: impl Fn(&mut [u8; HEADER_BYTES])) -> Result<Incoming, FrameError> {
         let mut bytes = encode_header(&head(), Codec::Raw, &payload());
         change(&mut bytes);
@@ -403,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_survives() {
+    fn a_frame_round_trips() {
         let payload = payload();
         let incoming = checked(|_| {}).unwrap();
         assert_eq!(incoming.head, head());
@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_told() {
+    fn each_mismatch_has_its_own_error() {
         assert_eq!(checked(|b| b[0] = 9), Err(FrameError::Version { found: 9 }));
         assert_eq!(checked(|b| b[1] = 77), Err(FrameError::Dtype { found: 77 }));
         assert_eq!(checked(|b| b[1] = Dtype::F16 as u8), Err(FrameError::Dtype { found: 2 }));
@@ -428,7 +428,7 @@ mod tests {
         assert!(matches!(checked(|b| b[48..52].fill(255)), Err(FrameError::Cursor { .. })));
         assert!(matches!(checked(|b| b[56] = 25), Err(FrameError::Length { raw: 25, .. })));
         assert!(matches!(checked(|b| b[60] = 23), Err(FrameError::Length { wire: 23, .. })));
-        // A packed payload as large as the raw one, or empty, is a lie too.
+        // A compressed payload must be smaller than the raw one, and not empty.
         assert!(matches!(checked(|b| b[2] = 1), Err(FrameError::Length { .. })));
         let empty = |b: &mut [u8; HEADER_BYTES]| {
             b[2] = 1;
@@ -467,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn noise_never_panics_nor_asks_for_memory() {
+    fn noise_never_panics_nor_exceeds_the_expected_size() {
         let good = encode_header(&head(), Codec::Raw, &payload());
         let mut noise = Noise::new(3);
         for _ in 0..50_000 {

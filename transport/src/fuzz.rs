@@ -1,6 +1,6 @@
-//! Deterministic noise for decoder tests: random bytes, and good bytes with random damage. Same seed, same bytes.
+//! Deterministic noise for decoder tests: random bytes, and valid bytes with random damage. Same seed, same bytes.
 
-/// A small counter-based source (splitmix64); good enough to damage inputs, used for nothing else.
+/// A small counter-based generator (splitmix64). Sufficient for damaging inputs; not used for anything else.
 pub(crate) struct Noise(u64);
 
 impl Noise {
@@ -24,7 +24,7 @@ impl Noise {
         (0..n).map(|_| self.next() as u8).collect()
     }
 
-    /// A quarter pure noise; else `good` with a few bytes changed, cut or inserted.
+    /// Pure noise in a quarter of the calls; otherwise `good` with a few bytes changed, cut or inserted.
     pub(crate) fn mangle(&mut self, good: &[u8]) -> Vec<u8> {
         if self.below(4) == 0 {
             let n = self.below(2 * good.len() + 2);

@@ -1,4 +1,4 @@
-//! Sealed datagrams between members, on a socket and a thread of their own, so that they never wait behind weights.
+//! Encrypted datagrams between members, on their own socket and thread, so that they never queue behind weights.
 use crate::identity::NodeId;
 use crate::socket::{self, BindError, Buffers};
 use std::{
@@ -20,7 +20,7 @@ mod seal;
 
 /// Largest packet on the wire: fits any path without fragmentation (IPv6's minimum of 1280 less its headers).
 pub const PACKET_BYTES_MAX: usize = 1200;
-/// Largest payload of one: the packet less what the seal adds.
+/// Largest payload of a packet: the packet less the encryption overhead.
 pub const PAYLOAD_BYTES_MAX: usize = PACKET_BYTES_MAX - seal::OVERHEAD;
 
 /// The gossip socket of a node. Dropping it stops its thread.
@@ -34,12 +34,12 @@ pub struct GossipSocket {
 struct Shared {
     socket: UdpSocket,
     sealer: RwLock<Sealer>,
-    /// Keys that this life sealed with before, by their hash, and how many nonces each has used.
+    /// Keys that this generation used for encryption before, by hash, with the number of nonces used of each.
     retired: Mutex<BTreeMap<[u8; 32], u64>>,
-    /// Whose life the seals are of.
+    /// Sender and generation of the seals.
     node: NodeId,
     generation: u64,
-    /// A key that the thread is to open with from now on.
+    /// The next decryption key, to be adopted by the thread.
     next_key: Mutex<Option<[u8; 32]>>,
     rekeyed: AtomicBool,
     stop: AtomicBool,
@@ -48,20 +48,20 @@ struct Shared {
     refused: AtomicU64,
 }
 
-/// What passed so far.
+/// Datagram counters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GossipStats {
     /// Datagrams sent.
     pub sent: u64,
-    /// Datagrams opened.
+    /// Datagrams decrypted.
     pub received: u64,
-    /// Datagrams that were not sealed by a member for us, or replayed.
+    /// Datagrams rejected: not encrypted by a member for this node, or replayed.
     pub refused: u64,
 }
 
 impl GossipSocket {
-    /// Binds `addr` and starts the thread that gives every opened datagram to `incoming` as (sender, address, payload).
-    /// `incoming` should hand over and return: while it runs, nothing is received.
+    /// Binds `addr` and starts the thread that passes every decrypted datagram to `incoming` as (sender, address,
+    /// payload). `incoming` should hand over and return: while it runs, nothing is received.
     ///
     /// # Errors
     /// The port is taken, or the address is not one of this machine.
@@ -75,7 +75,7 @@ impl GossipSocket {
         let (socket, buffers) = socket::bind_udp(addr)?;
         let io = |error| BindError::Io { addr, error };
         socket.set_read_timeout(Some(STOP_CHECK)).map_err(io)?;
-        // A full send buffer drops the datagram (gossip may be lost) instead of holding up the caller.
+        // A full send buffer drops the datagram (gossip tolerates loss) instead of blocking the caller.
         socket.set_write_timeout(Some(SEND_WAIT_MAX)).map_err(io)?;
         let local_addr = socket.local_addr().map_err(io)?;
         let sealer = Sealer::new(mesh_key, node, generation);
@@ -101,10 +101,10 @@ impl GossipSocket {
         Ok(Self { shared, thread: Some(thread), local_addr, buffers })
     }
 
-    /// Seals `payload` for `to` and sends it to `addr`. Never blocks for longer than a millisecond.
+    /// Encrypts `payload` for `to` and sends it to `addr`. Blocks for a millisecond at most.
     ///
     /// # Errors
-    /// The payload is too long, or the system refused the datagram.
+    /// The payload is too long, the nonces are used up, or the system rejected the datagram.
     pub fn send(&self, to: &NodeId, addr: SocketAddr, payload: &[u8]) -> Result<(), GossipError> {
         if payload.len() > PAYLOAD_BYTES_MAX {
             return Err(GossipError::TooLong { bytes: payload.len() });
@@ -116,14 +116,14 @@ impl GossipSocket {
         Ok(())
     }
 
-    /// Opens what is sealed with this key of the mesh from now on, and for [`OVERLAP`] still what is sealed with the last.
+    /// Sets the decryption key. Datagrams under the previous key are still accepted for [`OVERLAP`].
     pub fn open_with(&self, mesh_key: &[u8; 32]) {
         *self.shared.next_key.lock().unwrap_or_else(PoisonError::into_inner) = Some(*mesh_key);
         self.shared.rekeyed.store(true, Ordering::Release);
     }
 
-    /// Seals with this key of the mesh from now on: once the others can be expected to have it too.
-    /// A key that comes back goes on with its nonces, so that none seals twice.
+    /// Sets the encryption key; call it once the other members can be expected to have the key. A key that is used
+    /// again continues with its nonce counter, so that no nonce is used twice.
     pub fn seal_with(&self, mesh_key: &[u8; 32]) {
         let mut sealer = self.shared.sealer.write().unwrap_or_else(PoisonError::into_inner);
         let next = Sealer::new(mesh_key, self.shared.node, self.shared.generation);
@@ -146,22 +146,22 @@ impl GossipSocket {
         }
     }
 
-    /// Whether its thread still receives: it ends early only by a panic, also one of what it hands packets to.
+    /// Whether the receive thread is running. It ends early only by a panic, including one in `incoming`.
     pub fn runs(&self) -> bool {
         self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 
-    /// Where it listens.
+    /// The bound address.
     pub fn local_addr(&self) -> SocketAddr {
         self.local_addr
     }
 
-    /// Kernel buffers, as asked for and as granted.
+    /// Kernel buffer sizes, as granted.
     pub fn buffers(&self) -> Buffers {
         self.buffers
     }
 
-    /// What passed so far.
+    /// Datagram counters.
     pub fn stats(&self) -> GossipStats {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let shared = &self.shared;
@@ -182,13 +182,14 @@ impl Drop for GossipSocket {
 
 impl Shared {
     fn receive(&self, mut opener: Opener, incoming: impl Fn(NodeId, SocketAddr, Vec<u8>)) {
-        // One byte more than allowed, so that a longer packet is seen to be longer.
+        // One byte more than allowed, so that an oversized packet is recognized.
         let mut packet = [0; PACKET_BYTES_MAX + 1];
         let mut last: Option<(Opener, Instant)> = None;
         while !self.stop.load(Ordering::Acquire) {
             let (length, source) = match self.socket.recv_from(&mut packet) {
                 Ok(received) => received,
-                // The timeout for the stop check; or the ICMP answer to an earlier send, which SWIM finds out itself.
+                // The timeout for the stop check, or the ICMP answer to an earlier send, whose cause SWIM detects
+                // itself.
                 Err(error) if is_passing(&error) => continue,
                 Err(error) => {
                     tracing::warn!(%error, "gossip socket");
@@ -214,7 +215,7 @@ impl Shared {
                 }
                 Err(error) => {
                     self.refused.fetch_add(1, Ordering::Relaxed);
-                    tracing::trace!(%source, %error, "gossip datagram refused");
+                    tracing::trace!(%source, %error, "gossip datagram rejected");
                 }
             }
         }
@@ -226,33 +227,33 @@ fn is_passing(error: &io::Error) -> bool {
     [WouldBlock, TimedOut, ConnectionRefused, ConnectionReset, Interrupted].contains(&error.kind())
 }
 
-/// How long the last key of the mesh still opens: everybody has the new one by then, or asks for it.
+/// How long the previous key still decrypts. By then every member has the new one or requests it.
 pub const OVERLAP: Duration = Duration::from_secs(10);
-/// Keys remembered; one more change is not sealed with, because which nonces it used would be forgotten.
+/// Keys remembered. A further key change is ignored for encryption, because the nonces it used would be forgotten.
 const RETIRED_MAX: usize = 65_536;
-/// How often the thread looks whether it should stop.
+/// How often the thread checks whether to stop.
 const STOP_CHECK: Duration = Duration::from_millis(50);
-/// Longest wait for room in the kernel's send buffer.
+/// Longest wait for space in the kernel's send buffer.
 const SEND_WAIT_MAX: Duration = Duration::from_millis(1);
 
 /// Why a datagram was not sent.
 #[derive(Debug, Error)]
 pub enum GossipError {
-    /// It would not fit a packet.
+    /// The payload does not fit in a packet.
     #[error("a datagram of {bytes} bytes, at most {PAYLOAD_BYTES_MAX} fit a packet")]
     TooLong {
-        /// Its length.
+        /// Length of the payload.
         bytes: usize,
     },
-    /// 2^64 datagrams were sent in one life.
-    #[error("this generation's nonces are spent; restart the node")]
+    /// All 2^64 nonces of this generation are used.
+    #[error("all nonces of this generation are used; restart the node")]
     Spent,
-    /// The system refused it.
+    /// The system rejected the datagram.
     #[error("cannot send to {addr}: {error}")]
     Io {
-        /// Where to.
+        /// The destination.
         addr: SocketAddr,
-        /// What it said.
+        /// The system's error.
         error: io::Error,
     },
 }
@@ -270,31 +271,32 @@ mod tests {
 
     #[test]
     fn datagrams_arrive_and_strangers_are_counted() {
-        let (tell, told) = mpsc::channel();
+        let (sender, inbox) = mpsc::channel();
         let a = GossipSocket::spawn(local(), [1; 16], 1, &KEY, move |from, source, payload| {
-            tell.send((from, source, payload)).unwrap();
+            sender.send((from, source, payload)).unwrap();
         })
         .unwrap();
         let b = GossipSocket::spawn(local(), [2; 16], 1, &KEY, |_, _, _| {}).unwrap();
         let largest = vec![7; PAYLOAD_BYTES_MAX];
         b.send(&[1; 16], a.local_addr(), &largest).unwrap();
-        assert_eq!(told.recv().unwrap(), ([2; 16], b.local_addr(), largest));
+        assert_eq!(inbox.recv().unwrap(), ([2; 16], b.local_addr(), largest));
         let longer = vec![7; PAYLOAD_BYTES_MAX + 1];
         assert!(matches!(b.send(&[1; 16], a.local_addr(), &longer), Err(GossipError::TooLong { .. })));
 
-        // A stranger's key, a datagram for somebody else, and no seal at all; then one that shows all were seen.
+        // A datagram under another mesh's key, one for another node, and an unencrypted one; then a valid one that
+        // shows all were received.
         let stranger = GossipSocket::spawn(local(), [2; 16], 2, &[4; 32], |_, _, _| {}).unwrap();
         stranger.send(&[1; 16], a.local_addr(), b"let me in").unwrap();
         b.send(&[9; 16], a.local_addr(), b"not for you").unwrap();
         let plain = UdpSocket::bind(local()).unwrap();
         plain.send_to(&[0; 2000], a.local_addr()).unwrap();
         b.send(&[1; 16], a.local_addr(), b"still here").unwrap();
-        assert_eq!(told.recv().unwrap().2, b"still here");
+        assert_eq!(inbox.recv().unwrap().2, b"still here");
         assert_eq!(a.stats(), GossipStats { sent: 0, received: 2, refused: 3 });
     }
 
     #[test]
-    fn a_socket_whose_thread_has_panicked_says_so() {
+    fn a_panicked_receive_thread_is_reported() {
         let a = GossipSocket::spawn(local(), [1; 16], 1, &KEY, |_, _, _| panic!("on purpose")).unwrap();
         let b = GossipSocket::spawn(local(), [2; 16], 1, &KEY, |_, _, _| {}).unwrap();
         assert!(a.runs());
@@ -306,46 +308,46 @@ mod tests {
     }
 
     #[test]
-    fn a_new_key_is_taken_over_without_a_gap() {
+    fn a_key_change_loses_no_datagram() {
         const NEXT: [u8; 32] = [9; 32];
-        let (tell, told) = mpsc::channel();
+        let (sender, inbox) = mpsc::channel();
         let a =
-            GossipSocket::spawn(local(), [1; 16], 1, &KEY, move |_, _, payload| tell.send(payload).unwrap()).unwrap();
+            GossipSocket::spawn(local(), [1; 16], 1, &KEY, move |_, _, payload| sender.send(payload).unwrap()).unwrap();
         let b = GossipSocket::spawn(local(), [2; 16], 1, &KEY, |_, _, _| {}).unwrap();
         let banned = GossipSocket::spawn(local(), [3; 16], 1, &KEY, |_, _, _| {}).unwrap();
         let say = |from: &GossipSocket, what: &[u8]| from.send(&[1; 16], a.local_addr(), what).unwrap();
         say(&b, b"old");
-        assert_eq!(told.recv().unwrap(), b"old");
+        assert_eq!(inbox.recv().unwrap(), b"old");
         a.open_with(&NEXT);
         say(&b, b"still old");
-        assert_eq!(told.recv().unwrap(), b"still old");
+        assert_eq!(inbox.recv().unwrap(), b"still old");
         b.seal_with(&NEXT);
         say(&b, b"new");
-        assert_eq!(told.recv().unwrap(), b"new");
-        // Another change: two keys ago is too long ago.
+        assert_eq!(inbox.recv().unwrap(), b"new");
+        // Another change: a key from two changes ago is no longer accepted.
         a.open_with(&[10; 32]);
         b.seal_with(&[10; 32]);
         say(&banned, b"let me in");
         say(&b, b"newer");
-        assert_eq!(told.recv().unwrap(), b"newer");
+        assert_eq!(inbox.recv().unwrap(), b"newer");
         assert_eq!(a.stats().refused, 1);
     }
 
     #[test]
-    fn a_key_that_comes_back_reuses_no_nonce() {
-        let (tell, told) = mpsc::channel();
+    fn a_key_that_returns_reuses_no_nonce() {
+        let (sender, inbox) = mpsc::channel();
         let a =
-            GossipSocket::spawn(local(), [1; 16], 1, &KEY, move |_, _, payload| tell.send(payload).unwrap()).unwrap();
+            GossipSocket::spawn(local(), [1; 16], 1, &KEY, move |_, _, payload| sender.send(payload).unwrap()).unwrap();
         let b = GossipSocket::spawn(local(), [2; 16], 1, &KEY, |_, _, _| {}).unwrap();
         let say = |what: &[u8]| b.send(&[1; 16], a.local_addr(), what).unwrap();
         say(b"first");
-        assert_eq!(told.recv().unwrap(), b"first");
+        assert_eq!(inbox.recv().unwrap(), b"first");
         b.seal_with(&KEY);
         b.seal_with(&[9; 32]);
         b.seal_with(&KEY);
-        // A nonce used twice would be taken for a replay.
+        // A reused nonce would be rejected as a replay.
         say(b"second");
-        assert_eq!(told.recv().unwrap(), b"second");
+        assert_eq!(inbox.recv().unwrap(), b"second");
     }
 
     #[test]
@@ -354,18 +356,18 @@ mod tests {
             eprintln!("SKIPPED: no IPv6 here");
             return;
         };
-        let (tell, told) = mpsc::channel();
+        let (sender, inbox) = mpsc::channel();
         let v4 = GossipSocket::spawn(local(), [1; 16], 1, &KEY, move |_, source, payload| {
-            tell.send((source, payload)).unwrap();
+            sender.send((source, payload)).unwrap();
         })
         .unwrap();
         both.send(&[1; 16], v4.local_addr(), b"mapped").unwrap();
-        let (source, payload) = told.recv().unwrap();
+        let (source, payload) = inbox.recv().unwrap();
         assert!(source.is_ipv4() && payload == b"mapped", "{source}");
     }
 
     #[test]
-    fn a_taken_port_is_named_with_the_flag() {
+    fn a_port_in_use_is_reported_with_the_flag() {
         let a = GossipSocket::spawn(local(), [1; 16], 1, &KEY, |_, _, _| {}).unwrap();
         let error = GossipSocket::spawn(a.local_addr(), [1; 16], 1, &KEY, |_, _, _| {}).err().unwrap().to_string();
         assert!(error.contains("--port") && error.contains(&a.local_addr().port().to_string()), "{error}");

@@ -1,4 +1,5 @@
-//! Who a node is: one Ed25519 key, kept in a file that only its owner may read; `PeerId` and `NodeId` follow from it.
+//! The identity of a node: one Ed25519 key, stored in a file that only its owner can read. `PeerId` and `NodeId` are
+//! derived from it.
 use libp2p_identity::{Keypair, PublicKey};
 use std::{
     fs, io,
@@ -20,10 +21,10 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// Reads `dir/identity.key`, or makes a new key and writes it there with mode 0600.
+    /// Reads `dir/identity.key`, or generates a new key and writes it there with mode 0600.
     ///
     /// # Errors
-    /// The file cannot be read or written, others may read it, or it holds no Ed25519 key.
+    /// The file cannot be read or written, other users may read it, or it does not hold an Ed25519 key.
     pub fn load_or_create(dir: &Path) -> Result<Self, IdentityError> {
         let path = dir.join(FILE);
         match fs::read(&path) {
@@ -37,7 +38,7 @@ impl Identity {
         }
     }
 
-    /// A new key that is kept nowhere.
+    /// A new key that is not stored.
     pub fn generate() -> Self {
         Self::from_keypair(Keypair::generate_ed25519())
     }
@@ -54,12 +55,12 @@ impl Identity {
 
     /// Ed25519 signature over `bytes`.
     pub fn sign(&self, bytes: &[u8]) -> Vec<u8> {
-        // Ed25519 signing cannot fail; the Result is for the other key types, which an Identity never holds. An empty
-        // signature verifies nowhere.
+        // Ed25519 signing cannot fail; the Result is for other key types, which an Identity never holds. An empty
+        // signature never verifies.
         self.keypair.sign(bytes).unwrap_or_default()
     }
 
-    /// 32 bytes that only the holder of this key can compute, for one purpose.
+    /// A 32-byte key for one purpose, which only the holder of this key can compute.
     pub fn derived_key(&self, context: &str) -> [u8; 32] {
         let keypair = self.keypair.clone().try_into_ed25519().expect("an identity holds Ed25519 keys only");
         blake3::derive_key(context, keypair.secret().as_ref())
@@ -78,7 +79,7 @@ impl Identity {
     fn from_file(path: &Path, bytes: &[u8]) -> Result<Self, IdentityError> {
         check_private(path)?;
         let malformed = |why: String| IdentityError::Malformed { path: path.to_owned(), why };
-        // libp2p's own errors name features of its build.
+        // libp2p's own errors mention its build features.
         let keypair = Keypair::from_protobuf_encoding(bytes).ok().filter(|key| key.clone().try_into_ed25519().is_ok());
         let keypair =
             keypair.ok_or_else(|| malformed("expected an Ed25519 key in libp2p's protobuf encoding".into()))?;
@@ -91,10 +92,11 @@ impl Identity {
     }
 }
 
-/// Replaces a file, readable by this user only: a crash or a power cut leaves the old one or the whole new one.
+/// Replaces a file that only this user can read. A crash or power loss leaves either the old file or the complete new
+/// one.
 ///
 /// # Errors
-/// The disk refused; the old file, or the new one, is whole.
+/// An I/O error; either the old file or the new one is complete.
 pub fn write_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let new = path.with_extension("new");
     let mut options = fs::OpenOptions::new();
@@ -107,7 +109,7 @@ pub fn write_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
         let _ = fs::remove_file(&new);
         return Err(error);
     }
-    // The rename itself is only on the disk once the folder is.
+    // The rename is durable only once the directory is synced.
     #[cfg(unix)]
     fs::File::open(path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new(".")))?.sync_all()?;
     Ok(())
@@ -119,7 +121,7 @@ impl std::fmt::Debug for Identity {
     }
 }
 
-/// The short name that belongs to a `PeerId`.
+/// The short name derived from a `PeerId`.
 pub fn node_id(peer_id: &PeerId) -> NodeId {
     let hash = blake3::hash(&peer_id.to_bytes());
     let mut id = [0; 16];
@@ -127,12 +129,12 @@ pub fn node_id(peer_id: &PeerId) -> NodeId {
     id
 }
 
-/// Whether `signature` is `peer_id`'s over `bytes`. False for anything malformed.
+/// Whether `signature` is a signature of `peer_id` over `bytes`. False for malformed input.
 pub fn verify(peer_id: &[u8], bytes: &[u8], signature: &[u8]) -> bool {
     public_key(peer_id).is_some_and(|key| key.verify(bytes, signature))
 }
 
-/// The Ed25519 key inside a `PeerId`: ids of short keys are the key itself behind a two-byte "identity hash" header.
+/// The Ed25519 key inside a `PeerId`: for short keys the id is the key itself after a two-byte "identity hash" header.
 fn public_key(peer_id: &[u8]) -> Option<PublicKey> {
     let encoded = match peer_id {
         [0x00, length, rest @ ..] if usize::from(*length) == rest.len() => rest,
@@ -158,42 +160,42 @@ fn check_private(_: &Path) -> Result<(), IdentityError> {
     Ok(())
 }
 
-/// Name of the key file in the data directory.
+/// Key file in the data directory.
 const FILE: &str = "identity.key";
 
-/// Why there is no identity. Nothing was changed on disk.
+/// Why no identity could be loaded. The disk is unchanged.
 #[derive(Debug, Error)]
 pub enum IdentityError {
-    /// The key file exists and cannot be read.
+    /// The key file exists but cannot be read.
     #[error("cannot read the node's key {}: {error}", path.display())]
     Read {
-        /// Which file.
+        /// The key file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         error: io::Error,
     },
     /// A new key cannot be written.
-    #[error("cannot write the node's key {}: {error}; choose another place with --data-dir", path.display())]
+    #[error("cannot write the node's key {}: {error}; choose another directory with --data-dir", path.display())]
     Write {
-        /// Which file.
+        /// The key file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         error: io::Error,
     },
     /// Other users of the machine may read the key.
     #[error("the node's key {} has mode {mode:o}, so others may read it; run: chmod 600 {}", path.display(), path.display())]
     NotPrivate {
-        /// Which file.
+        /// The key file.
         path: PathBuf,
         /// Its permission bits.
         mode: u32,
     },
-    /// The file holds something else.
-    #[error("{} holds no Ed25519 key ({why}); restore it, or move it away to become a new node", path.display())]
+    /// The file holds something other than an Ed25519 key.
+    #[error("{} is not an Ed25519 key ({why}); restore it, or move it away to start as a new node", path.display())]
     Malformed {
-        /// Which file.
+        /// The key file.
         path: PathBuf,
-        /// What was found.
+        /// What was expected.
         why: String,
     },
 }
@@ -203,7 +205,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_key_survives_a_restart_and_is_private() {
+    fn the_key_persists_across_restarts_and_is_private() {
         let dir = tempfile::tempdir().unwrap();
         let first = Identity::load_or_create(dir.path()).unwrap();
         let second = Identity::load_or_create(dir.path()).unwrap();
@@ -221,11 +223,11 @@ mod tests {
     }
 
     #[test]
-    fn a_private_file_is_replaced_whole_or_not_at_all() {
+    fn a_private_file_is_replaced_atomically() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("secret");
         write_private(&path, b"old").unwrap();
-        // Left by a write that a crash tore.
+        // Left over from a write that a crash interrupted.
         fs::write(path.with_extension("new"), b"half of something much longer").unwrap();
         write_private(&path, b"new").unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"new");
@@ -234,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_key_is_refused_and_kept() {
+    fn a_damaged_key_is_rejected_and_left_in_place() {
         let dir = tempfile::tempdir().unwrap();
         Identity::load_or_create(dir.path()).unwrap();
         let path = dir.path().join(FILE);
@@ -248,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn derived_keys_are_stable_and_apart() {
+    fn derived_keys_are_stable_and_distinct() {
         let dir = tempfile::tempdir().unwrap();
         let first = Identity::load_or_create(dir.path()).unwrap().derived_key("one");
         assert_eq!(Identity::load_or_create(dir.path()).unwrap().derived_key("one"), first);

@@ -1,5 +1,5 @@
-//! How a stranger becomes a member: it proves a ticket's secret over the inviter's TLS channel (or asks without one), the
-//! inviter's node decides, and the answer carries a certificate chain and the mesh key.
+//! How a node becomes a member: it proves a ticket's secret over the TLS channel to the inviter (or asks without a
+//! ticket), the inviter's node decides, and the answer carries a certificate chain and the mesh key.
 use crate::certificate::{CHAIN_BYTES_MAX, Chain, MeshCredentials, MeshId};
 use crate::identity::PeerId;
 use crate::ticket::ticket_id;
@@ -9,25 +9,25 @@ use std::{fmt, net::SocketAddr};
 use thiserror::Error;
 use tokio::sync::oneshot;
 
-/// Largest member state that an inviter sends along: the push-pull state of a large mesh.
+/// Largest member list in an answer: the push-pull state of a large mesh.
 pub const MEMBERS_BYTES_MAX: usize = 4 << 20;
-/// Names are for people.
+/// Names are human-readable labels.
 const NAME_BYTES_MAX: usize = 64;
-/// Largest request to join.
+/// Largest join request.
 pub(crate) const ASK_BYTES_MAX: usize = 256;
 /// Largest answer.
 pub(crate) const ANSWER_BYTES_MAX: usize = 1 + 64 + 4 + CHAIN_BYTES_MAX + 4 + MEMBERS_BYTES_MAX;
 
-/// What binds a proof to one TLS channel: the exporter's output for (mesh, joiner, inviter).
+/// Binds a proof to one TLS channel: the TLS exporter's output for (mesh, joiner, inviter).
 pub(crate) type Binding = [u8; 32];
 
-/// A stranger's wish, waiting for the node's decision. Dropping it refuses with [`JoinRefusal::Busy`].
+/// A join request waiting for the node's decision. Dropping it answers [`JoinRefusal::Busy`].
 pub struct JoinRequest {
-    /// Who.
+    /// The joiner's public key.
     pub peer_id: PeerId,
-    /// From where.
+    /// Its address.
     pub addr: SocketAddr,
-    /// What it calls itself.
+    /// The name it chose.
     pub name: String,
     /// [`Ticket::id`](crate::Ticket::id) of the ticket it claims to hold.
     pub ticket: Option<[u8; 16]>,
@@ -37,19 +37,19 @@ pub struct JoinRequest {
 }
 
 impl JoinRequest {
-    /// Whether the joiner proved to know `secret` on this very connection.
+    /// Whether the joiner proved knowledge of `secret` on this connection.
     pub fn proves(&self, secret: &[u8; 16]) -> bool {
         // blake3::Hash compares in constant time.
         self.ticket == Some(ticket_id(secret)) && prove(secret, &self.binding) == blake3::Hash::from_bytes(self.proof)
     }
 
-    /// Lets the joiner in.
+    /// Admits the joiner.
     pub fn admit(self, admission: Admission) {
-        // The joiner may have hung up; then nobody needs the answer.
+        // The joiner may have disconnected; then the answer is not needed.
         let _ = self.answer.send(Ok(admission));
     }
 
-    /// Tells the joiner why not.
+    /// Rejects the joiner with a reason.
     pub fn refuse(self, refusal: JoinRefusal) {
         let _ = self.answer.send(Err(refusal));
     }
@@ -62,14 +62,14 @@ impl fmt::Debug for JoinRequest {
     }
 }
 
-/// What a new member gets.
+/// What a new member receives.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Admission {
     /// Its certificates.
     pub chain: Chain,
-    /// The key that seals gossip.
+    /// The key from which gossip encryption keys are derived.
     pub mesh_key: [u8; 32],
-    /// Whatever the inviter's core wants to tell a newcomer: the members it knows.
+    /// Opaque state from the inviter's core: its member list.
     pub members: Bytes,
 }
 
@@ -91,32 +91,32 @@ impl fmt::Debug for Admission {
     }
 }
 
-/// Why a joiner stays outside, as the inviter tells it.
+/// Why a joiner was rejected, as the inviter reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[repr(u8)]
 pub enum JoinRefusal {
-    /// The ticket was never issued there, or was dropped.
+    /// The inviter never issued the ticket, or dropped it.
     #[error("the inviter does not know this ticket; get a new one with `meshnode invite` on a member")]
     Unknown = 1,
-    /// Its time is over.
+    /// The ticket has expired.
     #[error("the ticket has expired; get a new one with `meshnode invite` on a member (`--ttl 24h` lasts a day)")]
     Expired = 2,
-    /// All its uses are spent.
+    /// The ticket has no uses left.
     #[error("the ticket is used up; get a new one with `meshnode invite` on a member (`--uses 5` admits five)")]
     UsedUp = 3,
-    /// No ticket, and nobody approved the peer yet.
-    #[error("this mesh admits by ticket or approval, and nobody approved this node yet")]
+    /// No ticket was presented, and the peer is not approved yet.
+    #[error("this mesh admits by ticket or approval, and this node is not approved yet")]
     NotApproved = 4,
-    /// The ticket is of another mesh than the inviter is in now.
-    #[error("the ticket is of another mesh than its inviter is in now; get a new one with `meshnode invite`")]
+    /// The ticket is for another mesh than the inviter's current one.
+    #[error("the ticket is for another mesh than its inviter's current one; get a new one with `meshnode invite`")]
     OtherMesh = 5,
-    /// The inviter is in no mesh itself.
-    #[error("that node is in no mesh itself yet; start it with `meshnode up`, or ask another member")]
+    /// The inviter is not in a mesh.
+    #[error("that node is not in a mesh itself yet; start it with `meshnode up`, or ask another member")]
     NotAMember = 6,
-    /// Too many at once, or the inviter is going down.
+    /// Too many requests, or the inviter is shutting down.
     #[error("the inviter is busy or leaving; try again")]
     Busy = 7,
-    /// It was banned.
+    /// The joiner is banned.
     #[error(
         "this node was banned from the mesh, and the key in its data directory stays banned: get a ticket from a member and \
          join with a new identity (`meshnode join TICKET --data-dir NEW`)"
@@ -133,12 +133,12 @@ impl JoinRefusal {
     }
 }
 
-/// The proof of a secret on one channel.
+/// The proof of a ticket secret on one channel.
 pub(crate) fn prove(secret: &[u8; 16], binding: &Binding) -> blake3::Hash {
     blake3::keyed_hash(&blake3::derive_key("meshnode v1 join proof", secret), binding)
 }
 
-/// What a joiner sends.
+/// A join request on the wire.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Ask {
     pub(crate) name: String,
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn asks_and_answers_survive_the_wire() {
+    fn requests_and_answers_round_trip() {
         for ticket in [None, Some((MeshId([1; 32]), [2; 16], [3; 32]))] {
             let ask = Ask { name: "röck".into(), ticket };
             let mut bytes = Vec::new();
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_proof_fits_one_secret_and_one_channel() {
+    fn a_proof_is_valid_for_one_secret_and_one_channel() {
         let (answer, _keep) = oneshot::channel();
         let request = JoinRequest {
             peer_id: Identity::generate().peer_id(),

@@ -1,8 +1,8 @@
-//! One ordered stream to one peer: written at once by whoever sends, queued only when the network will not take more.
+//! One ordered stream to one peer. The caller writes directly; data is queued only under backpressure.
 //!
 //! A frame of a decode step must not wait for a task to wake up, so `send` writes straight into the stream from the
-//! caller's thread. Only what the stream does not take (flow control, a stream not open yet, a payload that has to be
-//! packed first) goes to a bounded queue, which a task drains until it is empty again.
+//! caller's thread. Only what the stream does not accept (flow control, a stream that is not open yet, a payload to be
+//! compressed first) goes to a bounded queue, which a task drains.
 use bytes::Bytes;
 use futures::future::BoxFuture;
 use std::{
@@ -16,31 +16,31 @@ use std::{
 };
 use tokio::runtime::Handle;
 
-/// The sending half of a stream, as a lane needs it.
+/// The operations that a lane needs from the sending half of a stream.
 pub(crate) trait Pipe: Send + 'static {
-    /// Takes some bytes off the front of `bufs`; pending if the stream takes none now.
+    /// Takes bytes off the front of `bufs`; pending while the stream accepts none.
     fn poll_write(&mut self, cx: &mut Context<'_>, bufs: &mut [Bytes]) -> Poll<Result<(), PipeError>>;
-    /// Nothing more will be written; what was written still arrives.
+    /// Ends the stream after all written bytes, which still arrive.
     fn finish(&mut self);
-    /// Drops what was not sent yet.
+    /// Ends the stream and drops unsent bytes.
     fn reset(&mut self);
 }
 
-/// Why a stream takes nothing any more.
+/// Why a stream accepts no more data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PipeError {
-    /// The peer does not want it.
+    /// The peer stopped the stream.
     Stopped,
-    /// The connection is gone.
+    /// The connection has ended.
     Gone,
 }
 
-/// Opens a lane's stream once it is needed.
+/// Opens a lane's stream on first use.
 pub(crate) type Opener<P> = Box<dyn Fn() -> BoxFuture<'static, Result<P, PipeError>> + Send + Sync>;
-/// Told once, when the peer stops the stream.
+/// Called once, when the peer stops the stream.
 pub(crate) type OnStopped = Box<dyn Fn() + Send + Sync>;
 
-/// A stream with its queue.
+/// A stream with its send queue.
 pub(crate) struct Lane<P>(Arc<Inner<P>>);
 
 impl<P> Clone for Lane<P> {
@@ -61,18 +61,18 @@ struct State<P> {
     pipe: Option<P>,
     /// Empty unless `draining`.
     queue: VecDeque<Item>,
-    /// A task is at work on the queue; only it touches the pipe.
+    /// A task is draining the queue; only that task touches the pipe.
     draining: bool,
-    /// Wakes that task out of a write that will never go on.
+    /// Wakes that task when the lane ends, so that it does not wait forever in a write.
     waker: Option<Waker>,
     ended: Option<PipeError>,
 }
 
-/// Something to send.
+/// A unit to send.
 pub(crate) enum Item {
     /// Header and payload.
     Ready([Bytes; 2]),
-    /// Made on a blocking thread when its turn comes; holds this many bytes until then.
+    /// Built on a blocking thread when its turn comes; counts as this many bytes until then.
     Later(usize, Box<dyn FnOnce() -> [Bytes; 2] + Send>),
 }
 
@@ -85,12 +85,12 @@ impl Item {
     }
 }
 
-/// Why something was not sent.
+/// Why an item was not sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum LaneError {
-    /// The peer is too slow: its queue is full. The caller resets the connection.
+    /// The queue is full because the peer is too slow. The caller resets the connection.
     Full,
-    /// The stream ended.
+    /// The stream has ended.
     Ended(PipeError),
 }
 
@@ -106,7 +106,7 @@ impl<P: Pipe> Lane<P> {
         Self(Arc::new(Inner { state: Mutex::new(state), open, on_stopped, budget, runtime }))
     }
 
-    /// Writes `item`, or what the stream does not take of it into the queue. Never blocks; in order for one caller.
+    /// Writes `item` and queues what the stream does not accept. Never blocks. Items of one caller stay in order.
     ///
     /// # Errors
     /// The queue is full or the stream ended; `item` is dropped.
@@ -134,12 +134,12 @@ impl<P: Pipe> Lane<P> {
         Ok(())
     }
 
-    /// Ends the stream after what it has taken; the queue, if any, is dropped.
+    /// Ends the stream after the bytes already written; the queue is dropped.
     pub(crate) fn finish(&self) {
         self.stop(Pipe::finish);
     }
 
-    /// Ends the stream now.
+    /// Ends the stream and drops unsent bytes.
     pub(crate) fn reset(&self) {
         self.stop(Pipe::reset);
     }
@@ -179,7 +179,7 @@ impl<P: Pipe> Lane<P> {
                     self.0.budget.give(bytes);
                     if let Ok(bufs) = made {
                         let item = Item::Ready(bufs);
-                        // It was admitted at its raw size, which is never smaller.
+                        // The item was admitted at its raw size, which is never smaller.
                         self.0.budget.take_anyway(item.bytes());
                         state.queue.push_front(item);
                     }
@@ -230,7 +230,7 @@ impl<P: Pipe> Lane<P> {
         }
     }
 
-    /// Marks the end, empties the queue, and tells about a stop outside the lock.
+    /// Marks the end, empties the queue, and reports a stop by the peer outside the lock.
     fn end(&self, mut state: MutexGuard<'_, State<P>>, error: PipeError) -> PipeError {
         let first = state.ended.is_none();
         let error = *state.ended.get_or_insert(error);
@@ -249,7 +249,7 @@ impl<P: Pipe> Lane<P> {
     }
 
     fn lock(&self) -> MutexGuard<'_, State<P>> {
-        // Nothing in here panics while it holds the lock; and if it did, the state would still be whole.
+        // No code panics while it holds the lock; even then the state would be consistent.
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -261,10 +261,10 @@ enum Step {
 }
 
 impl<P: Pipe> State<P> {
-    /// Writes what the pipe takes; gives back the rest.
+    /// Writes what the pipe accepts and returns the rest.
     fn write_now(&mut self, mut bufs: [Bytes; 2]) -> Result<Option<[Bytes; 2]>, PipeError> {
         let Some(pipe) = &mut self.pipe else { return Ok(Some(bufs)) };
-        // Nobody waits on this waker: what is left is drained by a task that brings its own.
+        // A no-op waker suffices: the drain task polls the rest with its own waker.
         let mut cx = Context::from_waker(Waker::noop());
         while bufs.iter().any(|b| !b.is_empty()) {
             match pipe.poll_write(&mut cx, &mut bufs) {
@@ -277,7 +277,7 @@ impl<P: Pipe> State<P> {
     }
 }
 
-/// Bytes that all queues of one kind to one peer may hold together.
+/// Byte limit shared by all queues of one kind to one peer.
 pub(crate) struct Budget {
     held: AtomicUsize,
     most: usize,
@@ -319,14 +319,14 @@ mod tests {
     use std::sync::atomic::AtomicBool;
     use tokio::sync::Notify;
 
-    /// A pipe with a gate: takes `room` bytes, then waits.
+    /// A pipe that accepts `room` bytes, then blocks.
     #[derive(Clone, Default)]
     struct Fake(Arc<FakeState>);
 
     #[derive(Default)]
     struct FakeState {
         inner: Mutex<Stream>,
-        told: AtomicBool,
+        stopped: AtomicBool,
         grown: Notify,
     }
 
@@ -383,12 +383,12 @@ mod tests {
 
     fn lane(pipe: Option<Fake>, later: &Fake, most: usize) -> (Lane<Fake>, Arc<Budget>) {
         let budget = Arc::new(Budget::new(most));
-        let (opens, tells) = (later.clone(), later.clone());
+        let (opens, reports) = (later.clone(), later.clone());
         let open: Opener<Fake> = Box::new(move || {
             let pipe = opens.clone();
             Box::pin(async move { Ok(pipe) })
         });
-        let on_stopped: OnStopped = Box::new(move || tells.0.told.store(true, Ordering::SeqCst));
+        let on_stopped: OnStopped = Box::new(move || reports.0.stopped.store(true, Ordering::SeqCst));
         (Lane::new(pipe, open, on_stopped, budget.clone(), Handle::current()), budget)
     }
 
@@ -425,7 +425,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_full_queue_is_told_not_waited_for() {
+    async fn a_full_queue_is_an_error_and_does_not_block() {
         let pipe = Fake::default();
         let (lane, budget) = lane(Some(pipe.clone()), &pipe, 10);
         lane.send(ready(&[1; 8])).unwrap();
@@ -436,14 +436,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_stop_is_told_once() {
+    async fn a_stop_is_reported() {
         let pipe = Fake::default();
         let (lane, budget) = lane(Some(pipe.clone()), &pipe, 10);
         lane.send(ready(b"abc")).unwrap();
         pipe.0.inner.lock().unwrap().ended = Some(PipeError::Stopped);
         tokio::task::yield_now().await;
         pipe.make_room(1);
-        while !pipe.0.told.load(Ordering::SeqCst) {
+        while !pipe.0.stopped.load(Ordering::SeqCst) {
             tokio::task::yield_now().await;
         }
         assert_eq!(lane.send(ready(b"abc")), Err(LaneError::Ended(PipeError::Stopped)));

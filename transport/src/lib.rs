@@ -1,7 +1,8 @@
-//! Bytes between peers: identity, discovery, sealed gossip, QUIC lanes. A leaf: it knows nothing of models or members.
+//! Peer-to-peer transport: identity, discovery, encrypted gossip, QUIC streams. It does not depend on models or
+//! membership.
 //!
-//! Read in this order: [`Identity`] and certificates (who may talk), [`Ticket`] and joining (how one becomes a member),
-//! [`Endpoint`] (the data plane) with frames and lanes, gossip, discovery.
+//! Read in this order: [`Identity`] and certificates (who may connect), [`Ticket`] and joining (how a node becomes a
+//! member), [`Endpoint`] (the data plane) with frames and lanes, gossip, discovery.
 
 pub mod bulk;
 pub mod certificate;

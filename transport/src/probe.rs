@@ -1,31 +1,31 @@
-//! Measures a link over the data plane: round trip by small echoes, throughput by a burst that the other side times.
+//! Measures a link over the data plane: round-trip time by small echoes, throughput by a burst that the receiver times.
 use std::{io, time::Duration};
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
     time::{Instant, timeout},
 };
 
-/// Echoes per measurement; the fastest counts, since everything else is somebody's queue.
+/// Echoes per measurement. The fastest counts, because slower ones include queueing delay.
 const ECHOES: usize = 8;
-/// Bytes of the burst at most: some 20 ms at 3 Gbit/s.
+/// Maximum burst in bytes: about 20 ms at 3 Gbit/s.
 const BURST_BYTES_MAX: u64 = 8 << 20;
-/// A slow link gets less of the burst: it is cut after this long.
+/// Time limit of the burst, which shortens it on a slow link.
 const BURST_TIME_MAX: Duration = Duration::from_millis(500);
-/// The whole measurement.
+/// Time limit of the whole measurement.
 const TIME_MAX: Duration = Duration::from_secs(5);
-/// Written at once.
+/// Bytes per write.
 const PIECE: usize = 64 << 10;
 
-/// What a measurement found.
+/// Result of a measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Link {
-    /// Fastest round trip seen.
+    /// Fastest round trip.
     pub rtt: Duration,
     /// Bytes per second in this direction.
     pub bytes_per_second: u64,
 }
 
-/// The measuring side.
+/// Runs the measuring side.
 ///
 /// # Errors
 /// The stream ended or took too long.
@@ -56,7 +56,7 @@ async fn run<W: AsyncWrite + Unpin, R: AsyncRead + Unpin>(mut send: W, mut recv:
     Ok(Link { rtt, bytes_per_second: rate(bytes, nanos) })
 }
 
-/// The other side: echoes, then times the burst from its first to its last byte. Returns its bytes a second.
+/// Runs the answering side: echoes, then times the burst from its first to its last byte. Returns bytes per second.
 pub(crate) async fn answer<W, R>(mut send: W, mut recv: R) -> io::Result<u64>
 where
     W: AsyncWrite + Unpin,
@@ -71,7 +71,7 @@ where
     let mut buffer = vec![0; PIECE];
     let first = recv.read(&mut buffer).await?;
     let (start, mut bytes) = (Instant::now(), 0);
-    // The first piece only starts the clock.
+    // The first read only starts the clock.
     while first > 0 && bytes <= 2 * BURST_BYTES_MAX {
         match recv.read(&mut buffer).await? {
             0 => break,

@@ -1,7 +1,7 @@
 //! The data plane: certified QUIC connections between members. This module and its files are the only users of quinn.
 //!
-//! `Endpoint` is what a node holds; every method that sends may be called from any thread and never blocks. What happens
-//! comes back through the [`Sink`].
+//! A node holds one `Endpoint`. Every sending method may be called from any thread and never blocks. Events are
+//! reported through the [`Sink`].
 use crate::bulk::{self, RequestError, Response, Serve};
 use crate::certificate::{Chain, MeshCredentials};
 use crate::event::{Event, Sink};
@@ -44,19 +44,19 @@ mod slots;
 mod tests;
 mod tls;
 
-/// The data plane of a node. Clones share it.
+/// The data plane of a node. Clones share one endpoint.
 #[derive(Clone)]
 pub struct Endpoint(Arc<Inner>);
 
-/// What an endpoint is made from.
+/// Settings of an [`Endpoint`].
 pub struct Options {
-    /// Where to listen: the node's address and UDP P + 1.
+    /// Listen address: the node's address and UDP P + 1.
     pub listen: SocketAddr,
     /// The node's key.
     pub identity: Identity,
-    /// Its certificates, unless it is still to join.
+    /// Its credentials; `None` before it has joined a mesh.
     pub credentials: Option<MeshCredentials>,
-    /// Bounds.
+    /// Resource limits.
     pub limits: Limits,
 }
 
@@ -70,12 +70,13 @@ struct Inner {
     server: Arc<dyn Serve>,
     runtime: Handle,
     buffers: Buffers,
-    /// Random: tells this life of the endpoint from the last.
+    /// Random: distinguishes this incarnation of the endpoint from earlier ones.
     instance: u64,
     slots: Mutex<Slots>,
-    /// Nobody of these is let in, nor a member that one of them certified; each with the revocation that says so.
+    /// Banned peers, each with its revocation. They and all members with one of them in their certificate chain are
+    /// rejected.
     banned: RwLock<BTreeMap<PeerId, Revocation>>,
-    /// Strangers being greeted, by where they come from.
+    /// Handshakes in progress with unauthenticated peers, by source address.
     handshakes: Arc<accept::Handshakes>,
     expectations: RwLock<BTreeMap<u64, BTreeMap<Route, Expectation>>>,
     /// The task that accepts connections.
@@ -83,7 +84,7 @@ struct Inner {
 }
 
 impl Endpoint {
-    /// Binds the socket and starts accepting, on the tokio runtime that it is called on.
+    /// Binds the socket and starts accepting on the current tokio runtime.
     ///
     /// # Errors
     /// The port is taken, or the address is not one of this machine.
@@ -122,34 +123,34 @@ impl Endpoint {
             tracing::warn!("{advice}");
         }
         let accepting = inner.runtime.spawn(accept::run(inner.clone()));
-        // Nothing else sets it.
+        // Set only here, so it cannot fail.
         let _ = inner.accepting.set(accepting.abort_handle());
         Ok(Self(inner))
     }
 
-    /// Whether new connections are accepted: that ends before the endpoint is closed only by a panic.
+    /// Whether new connections are accepted. Before the endpoint is closed this ends only by a panic.
     pub fn accepts(&self) -> bool {
         self.0.accepting.get().is_some_and(|accepting| !accepting.is_finished())
     }
 
-    /// Where it listens.
+    /// The bound address.
     pub fn local_addr(&self) -> SocketAddr {
-        // The socket is bound; asking for its name cannot fail on a system that bound it.
+        // The socket is bound, so its address is available.
         self.0.endpoint.local_addr().unwrap_or(SocketAddr::from(([0, 0, 0, 0], 0)))
     }
 
-    /// Kernel buffers of its socket.
+    /// Kernel buffer sizes of the socket.
     pub fn buffers(&self) -> Buffers {
         self.0.buffers
     }
 
-    /// Membership of this node, once it has one (or a newer one).
+    /// Sets or replaces this node's credentials.
     pub fn set_credentials(&self, credentials: MeshCredentials) {
         *self.0.credentials.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(credentials));
     }
 
-    /// From now on these are banned, and every member that one of them certified: their connections end, and no other is
-    /// made. A banned node that dials receives the revocation.
+    /// Replaces the set of banned peers. Closes the connections to them and to every member that one of them certified,
+    /// and rejects new ones. A banned node that dials receives the revocation.
     pub fn ban(&self, banned: BTreeMap<PeerId, Revocation>) {
         *self.0.banned.write().unwrap_or_else(PoisonError::into_inner) = banned;
         let peers: Vec<_> = self.0.slots().peers().cloned().collect();
@@ -160,34 +161,34 @@ impl Endpoint {
         }
     }
 
-    /// Connected peers whose membership runs through this one: they would be out with it.
+    /// Connected peers with `peer_id` in their certificate chain: a ban of `peer_id` would revoke them, too.
     pub fn certified_by(&self, peer_id: PeerId) -> Vec<PeerId> {
         let through = |peer: &Arc<Peer>| peer.peer_id != peer_id && peer.through.contains(&peer_id);
         self.0.slots().peers().filter(|peer| through(peer)).map(|peer| peer.peer_id).collect()
     }
 
-    /// Remembers where a peer may be reached, for the next `connect` or message to it.
+    /// Stores the addresses of a peer for the next `connect` or message to it.
     pub fn learn(&self, peer_id: PeerId, addrs: Vec<SocketAddr>) {
         self.0.slots().learn(peer_id, addrs);
     }
 
-    /// Sees to a connection; answered by [`Event::Connected`] or [`Event::Disconnected`].
+    /// Connects to a peer unless a connection exists; reports [`Event::Connected`] or [`Event::Disconnected`].
     pub fn connect(&self, peer_id: PeerId, addrs: Vec<SocketAddr>) {
         self.0.slots().learn(peer_id, addrs);
         dial::connect(&self.0, node_id(&peer_id));
     }
 
-    /// Drops the connection to a peer and what is known of it.
+    /// Closes the connection to a peer and forgets its addresses.
     pub fn disconnect(&self, node: NodeId) {
         if let Some(peer) = self.0.slots().forget(&node) {
             peer.close(CloseCode::Removed, "dropped by the other node");
         }
     }
 
-    /// Sends a control message, in order; connects first if need be.
+    /// Sends a control message, in order; connects first if necessary.
     ///
     /// # Errors
-    /// Nothing is known of the node, the message is too long, or the peer is too slow (its connection is reset).
+    /// No address of the node is known, the message is too long, or the peer is too slow (its connection is reset).
     pub fn send_message(&self, node: NodeId, bytes: Bytes) -> Result<(), SendError> {
         if bytes.len() > MESSAGE_BYTES_MAX {
             return Err(SendError::TooLong { bytes: bytes.len(), most: MESSAGE_BYTES_MAX });
@@ -198,12 +199,13 @@ impl Endpoint {
         }
     }
 
-    /// Sends a frame on the stream of its route; connects first if need be. Frames of one route and priority arrive in
-    /// order; prompts' chunks share one stream because a chunk that overtakes another would only be asked for again.
+    /// Sends a frame on the stream of its route; connects first if necessary. Frames of one route and priority arrive
+    /// in order. All prefill chunks share one stream, because a chunk that overtook another would only be requested
+    /// again.
     ///
     /// # Errors
-    /// Nothing is known of the node, the payload does not fit the head, or the peer is too slow: a copy is left out, anything
-    /// else resets its connection.
+    /// No address of the node is known, the payload does not match the header, or the peer is too slow: then a
+    /// standby's copy is dropped, and any other frame resets the connection.
     pub fn send_frame(
         &self,
         node: NodeId,
@@ -224,8 +226,8 @@ impl Endpoint {
         }
     }
 
-    /// From now on, frames of `route` that fit `expectation` are taken. Others of it cost the sender its connection;
-    /// frames of routes that nobody expects are stopped.
+    /// Accepts frames of `route` that match `expectation` from now on. A frame of the route that does not match closes
+    /// the connection; a stream of a route without expectation is stopped.
     pub fn expect(&self, route: Route, expectation: Expectation) {
         let mut expectations = self.0.expectations.write().unwrap_or_else(PoisonError::into_inner);
         let routes = expectations.entry(route.job).or_default();
@@ -235,27 +237,27 @@ impl Endpoint {
         }
     }
 
-    /// The job is over: its frames are not expected any more, its streams end.
+    /// Ends a job: removes its expectations and ends its streams.
     pub fn forget(&self, job: u64) {
         self.0.expectations.write().unwrap_or_else(PoisonError::into_inner).remove(&job);
         self.0.slots().peers().for_each(|peer| peer.forget(job));
     }
 
-    /// Asks a connected peer's [`Serve`]; at weights' priority and pace.
+    /// Sends a request to a connected peer's [`Serve`], at the priority and rate limit of weights.
     ///
     /// # Errors
-    /// Not connected, the request is too long, or the connection ends.
+    /// Not connected, the request is too long, or the connection ended.
     pub async fn request(&self, node: NodeId, request: Bytes) -> Result<Response, RequestError> {
         let (send, recv) = self.open_bulk(&node, receive::REQUEST).await?;
         bulk::ask(send, &request).await?;
         Ok(Response::new(recv))
     }
 
-    /// Measures the link to a connected peer; from then on weights to it keep to 70 % of what was found, and the codec
-    /// of large frames is chosen by it.
+    /// Measures the link to a connected peer. Afterwards weights to it are limited to 70 % of the result, and the
+    /// result determines the codec of large frames.
     ///
     /// # Errors
-    /// Not connected, or the connection ends.
+    /// Not connected, or the connection ended.
     pub async fn measure(&self, node: NodeId) -> Result<Link, RequestError> {
         let (send, recv) = self.open_bulk(&node, receive::PROBE).await?;
         let link = probe::measure(send, recv).await.map_err(|_| RequestError::Cut)?;
@@ -265,12 +267,12 @@ impl Endpoint {
         Ok(link)
     }
 
-    /// How the connections do.
+    /// Statistics of all connections.
     pub fn peers(&self) -> Vec<PeerStats> {
         self.0.slots().peers().map(|peer| peer.stats()).collect()
     }
 
-    /// Says goodbye to all peers, lets what was sent arrive (for half a second at most), and closes.
+    /// Ends all control streams, gives sent data up to half a second to arrive, and closes the endpoint.
     pub async fn shutdown(&self) {
         let peers: Vec<_> = self.0.slots().peers().cloned().collect();
         self.0.endpoint.set_server_config(None);
@@ -296,7 +298,7 @@ impl std::fmt::Debug for Endpoint {
 
 impl Inner {
     fn slots(&self) -> MutexGuard<'_, Slots> {
-        // Every change of the table is made in one step, so it is whole even after a panic elsewhere.
+        // Every change of the table is a single step, so the table is consistent even after a panic.
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -312,7 +314,7 @@ impl Inner {
         self.credentials().map(|c| c.chain.clone())
     }
 
-    /// The first of these that is banned.
+    /// The first banned peer among `peers`.
     fn banned_of(&self, peers: impl IntoIterator<Item = PeerId>) -> Option<PeerId> {
         let banned = self.banned.read().unwrap_or_else(PoisonError::into_inner);
         peers.into_iter().find(|peer| banned.contains_key(peer))
@@ -330,7 +332,7 @@ impl Inner {
     fn send_later(self: &Arc<Self>, node: NodeId, outgoing: Outgoing) -> Result<(), SendError> {
         let peer = self.slots().wait(&node, outgoing)?;
         match peer {
-            // It connected in the meantime.
+            // The peer has connected in the meantime.
             Some((peer, outgoing)) => slots::send(&peer, outgoing).map_err(SendError::from),
             None => {
                 dial::connect(self, node);
@@ -344,45 +346,45 @@ impl Inner {
     }
 }
 
-/// Wall clock, for the ends of certificates.
+/// Wall clock in unix seconds, for certificate expiry.
 fn now_unix() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
-/// Epochs and edges of one job; the oldest epoch goes first.
+/// Maximum routes of one job, over its epochs and edges; the oldest epoch is evicted first.
 const ROUTES_PER_JOB_MAX: usize = 256;
-/// After the goodbyes.
+/// Longest wait for the endpoint to become idle after the connections are closed.
 const SHUTDOWN_MAX: Duration = Duration::from_millis(500);
 
-/// Why something was not sent.
+/// Why a message or frame was not sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum SendError {
     /// No connection and no address.
-    #[error("nothing is known of this node: connect to it first")]
+    #[error("no connection to this node and no address of it: connect to it first")]
     Unknown,
     /// The peer's queue is full; its connection is being reset.
     #[error("the peer is too slow: its queue is full")]
     Slow,
-    /// A copy for a standby that does not take what it was sent before.
-    #[error("a copy is left out: the standby is too slow, its queue is full")]
+    /// A frame for a standby that has not read the earlier ones.
+    #[error("copy for a standby dropped: the standby is too slow, its queue is full")]
     LeftOut,
-    /// The peer does not want this stream, or the connection is ending.
+    /// The peer stopped this stream, or the connection is ending.
     #[error("the stream to the peer has ended")]
     Ended,
-    /// More than may be sent.
+    /// Larger than the bound.
     #[error("{bytes} bytes, at most {most} may be sent")]
     TooLong {
-        /// Its length.
+        /// Size of the message or payload.
         bytes: usize,
         /// The bound.
         most: usize,
     },
-    /// The payload is not what the head says.
-    #[error("a payload of {bytes} bytes, its head says {expected}")]
+    /// The payload does not match its header.
+    #[error("a payload of {bytes} bytes, its header declares {expected}")]
     Shape {
-        /// Its length.
+        /// Size of the payload.
         bytes: usize,
-        /// From count, width and dtype.
+        /// Size implied by count, width and dtype.
         expected: u64,
     },
 }

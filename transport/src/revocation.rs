@@ -1,47 +1,48 @@
-//! Memberships taken back: one member's signed word that another one is out, for everybody to check and pass on.
+//! Revocation of memberships: a member's signed statement that a peer is banned, which every member can verify and
+//! relay.
 //!
-//! Certificates bear no date of issue, so a peer that is out could go on certifying others: whoever was certified by it,
-//! or by one of those, is out with it, and has to be invited anew by somebody else.
+//! Certificates carry no issue date, so a banned peer could keep certifying others. Therefore a ban also revokes,
+//! transitively, every member that the banned peer certified. Such a member needs a new invitation from another member.
 use crate::certificate::{CHAIN_BYTES_MAX, CertificateError, Chain, MeshCredentials, MeshId};
 use crate::identity::{self, Identity, PeerId};
 use crate::wire::{Reader, printable, put_long, put_short};
 use libp2p_identity::ed25519;
 
-/// `PeerId` bytes of an Ed25519 key are 38; others are never longer than this.
+/// A `PeerId` of an Ed25519 key has 38 bytes; others are never longer than this.
 const PEER_BYTES_MAX: usize = 64;
 /// Longest name.
 const NAME_BYTES_MAX: usize = 64;
 /// Largest encoded revocation.
 pub const REVOCATION_BYTES_MAX: usize =
     1 + 1 + PEER_BYTES_MAX + 8 + 2 * (1 + NAME_BYTES_MAX) + 4 + CHAIN_BYTES_MAX + 64;
-/// How far ahead of this node's clock another's may be.
+/// Maximum clock difference between this node and another that is ahead.
 const AHEAD_SECONDS_MAX: u64 = 24 * 3600;
-/// Without names, as the first version of the program made them.
+/// Format without names, as the first release wrote it.
 const UNNAMED: u8 = 1;
 const NAMED: u8 = 2;
 
-/// A membership taken back.
+/// A revoked membership.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Revocation {
-    /// Who is out.
+    /// The banned peer.
     pub banned: PeerId,
-    /// Since when, unix seconds: of two members that ban each other the first one's word holds.
+    /// Time of the ban, unix seconds. Of two members that ban each other, the earlier ban counts.
     pub at: u64,
-    /// What the banned node called itself when it was banned; empty where that is not known.
+    /// Name of the banned node at the time of the ban; empty if unknown.
     pub banned_name: String,
-    /// What the issuer called itself; empty where that is not known.
+    /// Name of the issuer; empty if unknown.
     pub issuer_name: String,
-    /// What makes the issuer a member; `None` is the mesh's root key itself, whose word comes before all others'.
+    /// Certificate chain of the issuer; `None` is the mesh's root key, whose bans take precedence over all others.
     issuer: Option<Chain>,
     signature: [u8; 64],
 }
 
 impl Revocation {
-    /// Takes back the membership of `banned`: with the root key where this node is the founder. `names`: of the banned node
-    /// and of this one, human-readable.
+    /// Revokes the membership of `banned`; signed with the root key if this node is the founder. `names`:
+    /// human-readable names of the banned node and of this one.
     ///
     /// # Errors
-    /// This node may not invite, so it may not take back either.
+    /// This node may not invite, so it may not revoke either.
     pub fn issue(
         held: &MeshCredentials,
         me: &Identity,
@@ -62,22 +63,22 @@ impl Revocation {
         Ok(revocation)
     }
 
-    /// The member that signed it; `None` where the root key did. Nothing is verified here.
+    /// The member that signed the revocation; `None` for the root key. Verifies nothing.
     pub fn issuer(&self) -> Option<PeerId> {
         self.issuer.as_ref().and_then(Chain::own).map(|own| own.subject)
     }
 
-    /// Whether it is dated further ahead than clocks differ. To be asked when it is first heard, never afterwards: a clock
-    /// that falls back must not end a ban.
+    /// Whether the date is further in the future than clocks may differ. Check it only on first receipt: a clock that
+    /// is later set back must not end a ban.
     pub fn is_from_the_future(&self, now: u64) -> bool {
         self.at > now.saturating_add(AHEAD_SECONDS_MAX)
     }
 
-    /// Checks the signature and the issuer's right, as they were when it was issued; returns the issuer, `None` for the
-    /// root key. The clock has no part in it.
+    /// Verifies the signature and the issuer's permission at the time of issue; returns the issuer, `None` for the root
+    /// key. The current time does not matter.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// Why the revocation is invalid.
     pub fn verify(&self, mesh: MeshId) -> Result<Option<PeerId>, CertificateError> {
         let bytes = self.signed_bytes(mesh);
         let forged = CertificateError::Forged { depth: 0 };
@@ -96,7 +97,7 @@ impl Revocation {
         Ok(Some(issuer))
     }
 
-    /// A prefix of its own, so that no other signed thing can be passed off as a revocation.
+    /// The signed bytes. Their unique prefix keeps other signed data from being passed off as a revocation.
     fn signed_bytes(&self, mesh: MeshId) -> Vec<u8> {
         let mut out = b"meshnode revocation\0".to_vec();
         out.extend_from_slice(&mesh.0);
@@ -114,7 +115,7 @@ impl Revocation {
         if self.banned_name.is_empty() && self.issuer_name.is_empty() { UNNAMED } else { NAMED }
     }
 
-    /// Bytes for the wire and the disk, at most [`REVOCATION_BYTES_MAX`].
+    /// Wire and disk encoding, at most [`REVOCATION_BYTES_MAX`] bytes.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = vec![self.version()];
         put_short(&mut out, &self.banned.to_bytes());
@@ -128,10 +129,10 @@ impl Revocation {
         out
     }
 
-    /// Reads what `encode` wrote. Nothing is verified yet.
+    /// Decodes the output of `encode`. Verifies nothing.
     ///
     /// # Errors
-    /// Anything else.
+    /// Any other input.
     pub fn decode(bytes: &[u8]) -> Result<Self, CertificateError> {
         Self::read(bytes).ok_or(CertificateError::Malformed)
     }
@@ -148,12 +149,12 @@ impl Revocation {
             chain => Some(Chain::decode(chain).ok()?),
         };
         let revocation = Self { banned, at, banned_name, issuer_name, issuer, signature: r.array()? };
-        // One encoding each: with and without names would be two revocations of one meaning.
+        // Each revocation has one encoding: a named format with empty names would be a second one for the same content.
         r.end().filter(|()| revocation.version() == version).map(|()| revocation)
     }
 }
 
-/// A name as far as it may be shown and sent.
+/// A name without control characters, truncated to the maximum length.
 fn short_name(name: &str) -> String {
     let mut name = printable(name, NAME_BYTES_MAX);
     let end = (0..=name.len().min(NAME_BYTES_MAX)).rev().find(|n| name.is_char_boundary(*n)).unwrap_or(0);
@@ -175,7 +176,7 @@ mod tests {
     const NOW: u64 = 1_000_000;
     const NAMES: (&str, &str) = ("the \u{1b}[31mculprit", "the founder");
 
-    /// The founder's credentials, and a member's with these roles.
+    /// The founder's credentials, and those of a member with these roles.
     fn two(roles: Roles) -> (Identity, MeshCredentials, Identity, MeshCredentials) {
         let (founder, member) = (Identity::generate(), Identity::generate());
         let mesh = MeshCredentials::found(&founder, NOW + 100);
@@ -185,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_members_word_and_the_roots_word_hold() {
+    fn revocations_by_a_member_and_by_the_root_verify() {
         let (founder, mesh, member, held) = two(Roles::INVITER);
         let out = Identity::generate().peer_id();
         let by_member = Revocation::issue(&held, &member, out, NOW, NAMES).unwrap();
@@ -205,7 +206,7 @@ mod tests {
         assert_eq!(
             (unnamed.encode()[0], unnamed.verify(mesh.mesh)),
             (UNNAMED, Ok(None)),
-            "as the first version made them"
+            "as the first release wrote it"
         );
         assert_eq!(Revocation::decode(&unnamed.encode()), Ok(unnamed));
         let long = "ä".repeat(100);
@@ -214,22 +215,22 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_hold_is_refused() {
+    fn invalid_revocations_are_rejected() {
         let (founder, mesh, member, held) = two(Roles::INVITER);
         let out = Identity::generate().peer_id();
         let good = Revocation::issue(&held, &member, out, NOW, NAMES).unwrap();
         let (_, other, _, _) = two(Roles::INVITER);
-        assert!(good.verify(other.mesh).is_err(), "of another mesh");
-        assert!(Revocation { banned: founder.peer_id(), ..good.clone() }.verify(mesh.mesh).is_err(), "changed");
-        assert!(Revocation { at: NOW - 1, ..good.clone() }.verify(mesh.mesh).is_err(), "dated back");
-        assert!(Revocation { issuer: None, ..good.clone() }.verify(mesh.mesh).is_err(), "not the root's");
+        assert!(good.verify(other.mesh).is_err(), "for another mesh");
+        assert!(Revocation { banned: founder.peer_id(), ..good.clone() }.verify(mesh.mesh).is_err(), "modified");
+        assert!(Revocation { at: NOW - 1, ..good.clone() }.verify(mesh.mesh).is_err(), "backdated");
+        assert!(Revocation { issuer: None, ..good.clone() }.verify(mesh.mesh).is_err(), "not signed by the root");
         assert!(Revocation { banned_name: "other".into(), ..good.clone() }.verify(mesh.mesh).is_err(), "renamed");
         assert!(good.is_from_the_future(NOW - AHEAD_SECONDS_MAX - 1) && !good.is_from_the_future(NOW - 60));
         let stranger = Identity::generate();
         let by_stranger = Revocation::issue(&held, &stranger, out, NOW, NAMES).unwrap();
-        assert!(by_stranger.verify(mesh.mesh).is_err(), "with another's chain");
+        assert!(by_stranger.verify(mesh.mesh).is_err(), "with another node's chain");
         let (_, mesh, guest, held) = two(Roles::MEMBER);
-        assert!(Revocation::issue(&held, &guest, out, NOW, NAMES).is_err(), "without the right");
+        assert!(Revocation::issue(&held, &guest, out, NOW, NAMES).is_err(), "without the inviter role");
         assert_eq!(mesh.chain.own().unwrap().roles, Roles::INVITER);
     }
 

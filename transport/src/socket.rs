@@ -1,4 +1,4 @@
-//! UDP sockets with buffers that hold more than a few packets, and errors that say what to do about a taken port.
+//! UDP sockets with large kernel buffers, and bind errors that say what to do about a port in use.
 use socket2::{Domain, Protocol, Socket, Type};
 use std::{
     io,
@@ -6,25 +6,26 @@ use std::{
 };
 use thiserror::Error;
 
-/// What we ask of the kernel: 8 MiB ride out a stall of 20 ms at 3 Gbit/s; the stock 208 KiB hold under 100 packets.
+/// Buffer size requested from the kernel: 8 MiB absorb a stall of 20 ms at 3 Gbit/s; the default 208 KiB hold under 100
+/// packets.
 const BUFFER_BYTES: usize = 8 << 20;
 
-/// Kernel buffers of a socket, bytes as read back.
+/// Kernel buffer sizes of a socket in bytes, as read back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Buffers {
-    /// For receiving.
+    /// Receive buffer.
     pub receive: usize,
-    /// For sending.
+    /// Send buffer.
     pub send: usize,
 }
 
 impl Buffers {
-    /// What to run when the kernel granted less than was asked; `None` if it did not.
+    /// The command to run if the kernel granted less than requested; `None` if it granted enough.
     pub fn advice(&self) -> Option<String> {
         let small = self.receive.min(self.send);
         (small < BUFFER_BYTES).then(|| {
             format!(
-                "socket buffers are {} KiB, {} KiB were asked; for full speed run: sysctl -w net.core.rmem_max={BUFFER_BYTES} net.core.wmem_max={BUFFER_BYTES}",
+                "socket buffers are {} KiB, {} KiB were requested; for full speed run: sysctl -w net.core.rmem_max={BUFFER_BYTES} net.core.wmem_max={BUFFER_BYTES}",
                 small >> 10,
                 BUFFER_BYTES >> 10
             )
@@ -32,7 +33,7 @@ impl Buffers {
     }
 }
 
-/// Binds a UDP socket and enlarges its buffers as far as the kernel lets us.
+/// Binds a UDP socket and enlarges its buffers as far as the kernel allows.
 pub(crate) fn bind_udp(addr: SocketAddr) -> Result<(UdpSocket, Buffers), BindError> {
     let domain = if addr.is_ipv4() { Domain::IPV4 } else { Domain::IPV6 };
     let open = || -> io::Result<(UdpSocket, Buffers)> {
@@ -42,7 +43,7 @@ pub(crate) fn bind_udp(addr: SocketAddr) -> Result<(UdpSocket, Buffers), BindErr
             let _ = socket.set_only_v6(false);
         }
         socket.bind(&addr.into())?;
-        // Refused sizes are no error: the kernel grants what its limit allows, and we read back what that was.
+        // A rejected size is not an error: the kernel grants up to its limit, and the result is read back.
         let _ = socket.set_recv_buffer_size(BUFFER_BYTES);
         let _ = socket.set_send_buffer_size(BUFFER_BYTES);
         let buffers = Buffers { receive: socket.recv_buffer_size()?, send: socket.send_buffer_size()? };
@@ -51,33 +52,33 @@ pub(crate) fn bind_udp(addr: SocketAddr) -> Result<(UdpSocket, Buffers), BindErr
     open().map_err(|error| BindError::new(addr, error))
 }
 
-/// Why a port cannot be used.
+/// Why a port cannot be bound.
 #[derive(Debug, Error)]
 pub enum BindError {
-    /// Somebody else has it.
+    /// Another process uses the port.
     #[error("port {} is in use on {}: another meshnode may be running; choose another with --port (it and the next one must be free)", addr.port(), addr.ip())]
     PortInUse {
-        /// Asked for.
+        /// The requested address.
         addr: SocketAddr,
     },
-    /// The address belongs to another machine.
+    /// The address is not one of this machine's.
     #[error("{} is no address of this machine; choose one with --listen (0.0.0.0 is all)", addr.ip())]
     NoSuchAddress {
-        /// Asked for.
+        /// The requested address.
         addr: SocketAddr,
     },
-    /// A port below 1024 without the right to it.
+    /// A port below 1024 without the privilege for it.
     #[error("this user may not use port {}; choose one above 1023 with --port", addr.port())]
     Forbidden {
-        /// Asked for.
+        /// The requested address.
         addr: SocketAddr,
     },
-    /// Anything else.
+    /// Any other error.
     #[error("cannot listen on {addr}: {error}")]
     Io {
-        /// Asked for.
+        /// The requested address.
         addr: SocketAddr,
-        /// What the system said.
+        /// The system's error.
         error: io::Error,
     },
 }

@@ -1,23 +1,23 @@
-//! Buffers that are used again. What a large frame brings, and what is packed for one, would else be fetched from the system
-//! and given back each time: of every page the first touch costs more than the copy.
+//! A pool of large buffers. Without it, every large frame received or compressed would get its buffer from the
+//! operating system and return it, and the first touch of a page costs more than the copy.
 use std::ops::{Deref, DerefMut};
 use std::sync::{Mutex, PoisonError};
 
 use bytes::Bytes;
 
-/// Smaller buffers the allocator keeps itself.
-const LEAST: usize = 128 << 10;
-/// Bytes that wait to be used again: what a tile of a grid sends and receives in a cycle.
-const KEPT_BYTES: usize = 8 << 20;
+/// Smaller buffers are left to the allocator, which caches them itself.
+const POOLED_BYTES_MIN: usize = 128 << 10;
+/// Capacity of the pool in bytes: what one tile of a grid sends and receives per cycle.
+const POOL_BYTES_MAX: usize = 8 << 20;
 
 static SPARE: Mutex<Vec<Vec<u8>>> = Mutex::new(Vec::new());
 
-/// A buffer that serves again after the last who has it, as itself or as [`Bytes`], drops it.
+/// A buffer that returns to the pool when its last owner drops it, also after conversion to [`Bytes`].
 #[derive(Debug, Default)]
 pub struct Buffer(Vec<u8>);
 
 impl Buffer {
-    /// With nothing in it, and room for so many bytes.
+    /// An empty buffer with capacity for at least `bytes` bytes.
     #[must_use]
     pub fn with_room(bytes: usize) -> Self {
         let mut buffer = spare(bytes).unwrap_or_else(|| Vec::with_capacity(bytes));
@@ -25,7 +25,7 @@ impl Buffer {
         Self(buffer)
     }
 
-    /// Of so many bytes, whatever they are: to be written before they are read.
+    /// A buffer of `bytes` bytes with unspecified contents: write before reading.
     #[must_use]
     pub(crate) fn of(bytes: usize) -> Self {
         Self(match spare(bytes) {
@@ -38,9 +38,9 @@ impl Buffer {
     }
 }
 
-/// The first that is large enough and not twice as large.
+/// Takes the first pooled buffer with a capacity in `bytes..2 * bytes`.
 fn spare(bytes: usize) -> Option<Vec<u8>> {
-    if bytes < LEAST {
+    if bytes < POOLED_BYTES_MIN {
         return None;
     }
     let mut spare = SPARE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -51,18 +51,18 @@ fn spare(bytes: usize) -> Option<Vec<u8>> {
 impl Drop for Buffer {
     fn drop(&mut self) {
         let size = self.0.capacity();
-        if !(LEAST..=KEPT_BYTES).contains(&size) {
+        if !(POOLED_BYTES_MIN..=POOL_BYTES_MAX).contains(&size) {
             return;
         }
         let mut spare = SPARE.lock().unwrap_or_else(PoisonError::into_inner);
-        // Those that nobody wanted for longest go first.
-        let mut gone = Vec::new();
-        while size + spare.iter().map(Vec::capacity).sum::<usize>() > KEPT_BYTES {
-            gone.push(spare.remove(0));
+        // Evict the buffers that have been in the pool longest.
+        let mut evicted = Vec::new();
+        while size + spare.iter().map(Vec::capacity).sum::<usize>() > POOL_BYTES_MAX {
+            evicted.push(spare.remove(0));
         }
         spare.push(std::mem::take(&mut self.0));
         drop(spare);
-        drop(gone); // back to the system, with nobody waiting
+        drop(evicted); // freed outside the lock
     }
 }
 
@@ -74,7 +74,7 @@ impl From<Vec<u8>> for Buffer {
 
 impl From<Buffer> for Bytes {
     fn from(buffer: Buffer) -> Self {
-        if buffer.0.capacity() < LEAST {
+        if buffer.0.capacity() < POOLED_BYTES_MIN {
             return Bytes::from(Vec::from(buffer));
         }
         Bytes::from_owner(buffer)
@@ -110,10 +110,10 @@ impl DerefMut for Buffer {
 mod tests {
     use super::*;
 
-    /// One test, for the spare buffers are everybody's.
+    /// A single test, because the pool is global to the process.
     #[test]
-    fn buffers_serve_again_and_few_are_kept() {
-        let size = 3 << 20; // no other test has such
+    fn buffers_are_reused_and_the_pool_is_bounded() {
+        let size = 3 << 20; // no other test uses this size
         let mut buffer = Buffer::with_room(size);
         buffer.extend_from_slice(&[7; 100]);
         let place = buffer.as_ptr();
@@ -121,7 +121,7 @@ mod tests {
         let part = bytes.slice(10..20);
         drop(bytes);
         let other = Buffer::of(size);
-        assert_ne!(other.as_ptr(), place, "somebody still reads it");
+        assert_ne!(other.as_ptr(), place, "a slice still refers to it");
         drop(part);
         let again = Buffer::of(size);
         assert_eq!((again.as_ptr(), again.len()), (place, size));
@@ -129,11 +129,11 @@ mod tests {
         assert_eq!(&small[..], [0; 100]);
         let many: Vec<Buffer> = (0..10).map(|_| Buffer::of(size)).collect();
         drop((many, again, other));
-        let kept: usize = SPARE.lock().unwrap().iter().map(Vec::capacity).sum();
-        assert!(kept <= KEPT_BYTES, "{kept}");
-        let huge = Buffer::of(KEPT_BYTES + 1);
+        let pooled: usize = SPARE.lock().unwrap().iter().map(Vec::capacity).sum();
+        assert!(pooled <= POOL_BYTES_MAX, "{pooled}");
+        let huge = Buffer::of(POOL_BYTES_MAX + 1);
         drop(huge);
-        assert!(SPARE.lock().unwrap().iter().all(|buffer| buffer.capacity() <= KEPT_BYTES));
+        assert!(SPARE.lock().unwrap().iter().all(|buffer| buffer.capacity() <= POOL_BYTES_MAX));
         assert!(Buffer::with_room(size).is_empty());
     }
 }

@@ -1,4 +1,4 @@
-//! An invitation as one word that people can paste: which mesh, who invites, where, a secret and an end.
+//! An invitation as one word that users can paste: the mesh, the inviter and its addresses, a secret, and an expiry.
 use crate::certificate::MeshId;
 use crate::identity::PeerId;
 use crate::wire::{Reader, put_short};
@@ -10,31 +10,31 @@ use std::{
 };
 use thiserror::Error;
 
-/// Addresses in a ticket: a machine's few interfaces; more would not help and makes the word long.
+/// Maximum addresses in a ticket: a machine has few interfaces, and each address makes the word longer.
 pub const ADDRS_MAX: usize = 4;
 
-/// A one-time (or few-times) invitation into a mesh.
+/// An invitation into a mesh for one or a few uses.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Ticket {
-    /// Which mesh; the joiner checks its certificate against it.
+    /// The mesh; the joiner checks its certificate against it.
     pub mesh: MeshId,
-    /// Who invites; the joiner checks this key before it tells anything.
+    /// The inviter; the joiner checks this key before it sends anything.
     pub inviter: PeerId,
     /// The inviter's data plane (UDP P + 1), at most [`ADDRS_MAX`].
     pub addrs: Vec<SocketAddr>,
-    /// Known to the inviter and to whoever holds the ticket.
+    /// Known to the inviter and to every holder of the ticket.
     pub secret: [u8; 16],
     /// Unix seconds.
     pub expiry_unix: u64,
 }
 
 impl Ticket {
-    /// Public name of the ticket: the inviter finds the secret by it without trying all.
+    /// Public id of the ticket, by which the inviter looks up the secret.
     pub fn id(&self) -> [u8; 16] {
         ticket_id(&self.secret)
     }
 
-    /// Whether its time is over. The inviter's clock decides; this one saves a futile call.
+    /// Whether the ticket has expired. The inviter's clock decides; this check only avoids a futile connection.
     pub fn is_expired(&self, now_unix: u64) -> bool {
         now_unix > self.expiry_unix
     }
@@ -93,7 +93,7 @@ fn read_addr(r: &mut Reader<'_>) -> Option<SocketAddr> {
     Some(SocketAddr::new(ip, r.u16()?))
 }
 
-/// Public name of a secret.
+/// Public id of a ticket secret.
 pub fn ticket_id(secret: &[u8; 16]) -> [u8; 16] {
     let hash = blake3::derive_key("meshnode v1 ticket id", secret);
     let mut id = [0; 16];
@@ -112,7 +112,7 @@ impl FromStr for Ticket {
 
     fn from_str(text: &str) -> Result<Self, TicketError> {
         let text = text.trim();
-        // Longest possible ticket, with room; anything longer is a pasted page.
+        // Longest possible ticket, with some slack; longer input is not a ticket.
         if text.len() > TEXT_MAX {
             return Err(TicketError::Nonsense);
         }
@@ -127,35 +127,35 @@ impl FromStr for Ticket {
 }
 
 impl fmt::Debug for Ticket {
-    /// Everything but the secret.
+    /// All fields but the secret.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Ticket({} by {} at {:?}, until {})", self.mesh, self.inviter, self.addrs, self.expiry_unix)
     }
 }
 
-/// Every ticket begins with it: kind and version for people.
+/// Every ticket begins with this prefix, which shows kind and version to the user.
 const PREFIX: &str = "mesh1";
-/// Format inside.
+/// Version of the encoding.
 const VERSION: u8 = 1;
 const PEER_BYTES_MAX: usize = 64;
 const TEXT_MAX: usize = 512;
 
-/// Why a text is no ticket.
+/// Why a text is not a ticket.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum TicketError {
-    /// It begins otherwise.
+    /// The prefix is missing.
     #[error("a ticket begins with \"{PREFIX}\"; get one with `meshnode invite` on a member")]
     Prefix,
     /// Characters are missing, added or mistyped.
     #[error("the ticket's checksum is wrong: part of it is missing or mistyped; copy it again, whole")]
     Cut,
-    /// A newer meshnode made it.
+    /// The ticket was issued by a newer meshnode.
     #[error("the ticket has format {found}, this meshnode reads format {VERSION}; update meshnode here or there")]
     Version {
-        /// Its format.
+        /// Format version found.
         found: u8,
     },
-    /// The checksum fits, the content does not.
+    /// The checksum is valid, but the content is not.
     #[error("this is not a meshnode ticket; get one with `meshnode invite` on a member")]
     Nonsense,
 }
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ticket_survives_the_clipboard() {
+    fn a_ticket_survives_copy_and_paste() {
         let ticket = ticket();
         let text = ticket.to_string();
         assert!(text.starts_with("mesh1") && text.chars().all(|c| c.is_ascii_alphanumeric()), "{text}");
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_told_apart() {
+    fn each_mistake_has_its_own_error() {
         let text = ticket().to_string();
         assert_eq!("hello".parse::<Ticket>(), Err(TicketError::Prefix));
         assert_eq!("".parse::<Ticket>(), Err(TicketError::Prefix));
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn every_mistyped_character_is_found() {
+    fn every_mistyped_character_is_detected() {
         let ticket = ticket();
         let text = ticket.to_string();
         for at in 5..text.len() {

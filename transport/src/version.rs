@@ -1,30 +1,30 @@
-//! Versions of the protocol between nodes: their names, and which side a mismatch asks to update.
+//! Protocol versions: their names, and which side must be updated on a mismatch.
 //!
-//! In the TLS handshake a node offers the names of all versions, its own first, and speaks only its own. So a handshake
-//! between two versions succeeds under the name of the older one, both nodes see that name, and each of them can say which
-//! side to update. A version that comes after this one must offer this one's name, too.
+//! In the TLS handshake a node offers the names of all versions, its own first, but speaks only its own. A handshake
+//! between two versions therefore succeeds under the name of the older one. Both nodes see that name and can report
+//! which side to update. For this to hold, every later version must also offer this version's name.
 
-/// The version that this node speaks. Its number grows with each incompatible change of what nodes send to each other.
+/// The version that this node speaks. Its number is incremented with each incompatible change of the protocol.
 pub const PROTOCOL_NAME: &str = "meshnode/2";
-/// Versions before it, the newest first: offered so that a peer that speaks one of them is refused by name.
+/// Earlier versions, newest first. They are offered so that a peer of such a version is rejected by name.
 pub(crate) const EARLIER: [&str; 1] = ["meshnode/1"];
 
-/// All names, in the order in which they are offered.
+/// All names, in order of preference.
 pub(crate) fn offered() -> Vec<Vec<u8>> {
     [PROTOCOL_NAME].into_iter().chain(EARLIER).map(|name| name.as_bytes().to_vec()).collect()
 }
 
-/// A peer speaks another version: what that means to the two nodes.
+/// A version mismatch with a peer, described for the users of both nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Mismatch {
-    /// For this node's user, after the peer's name.
+    /// For this node's user; printed after the peer's name.
     pub(crate) here: String,
     /// For the peer's user.
     pub(crate) there: String,
 }
 
 impl Mismatch {
-    /// With a peer that speaks the version of this name.
+    /// Mismatch with a peer that speaks version `name`.
     pub(crate) fn with(name: &str) -> Self {
         let (older_there, older_here) = match (number(name), number(PROTOCOL_NAME)) {
             (Some(theirs), Some(ours)) if theirs < ours => ("there", "here"),
@@ -37,17 +37,17 @@ impl Mismatch {
         }
     }
 
-    /// With a caller of which no name is known here.
+    /// Message about a caller without a common protocol name.
     pub(crate) fn unknown_caller() -> String {
         format!(
-            "it offers no protocol that this node knows ({PROTOCOL_NAME}): if it is a newer meshnode, update meshnode here"
+            "it offers no protocol that this node supports ({PROTOCOL_NAME}): if it is a newer meshnode, update meshnode here"
         )
     }
 
-    /// With a node that was dialled and knows no name that this node offers.
+    /// Message about a dialed node without a common protocol name.
     pub(crate) fn unknown_answer() -> String {
         format!(
-            "knows no protocol that this node offers ({PROTOCOL_NAME}): if it is a newer meshnode, update meshnode here"
+            "supports no protocol that this node offers ({PROTOCOL_NAME}): if it is a newer meshnode, update meshnode here"
         )
     }
 }
@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_side_reads_which_one_to_update() {
+    fn each_side_learns_which_one_to_update() {
         let Mismatch { here, there } = Mismatch::with("meshnode/1");
         assert_eq!(here, "speaks meshnode/1, this node meshnode/2: update meshnode there");
         assert_eq!(there, "it speaks meshnode/2, this node meshnode/1: update meshnode here");
@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn the_own_name_is_offered_first() {
+    fn the_current_version_is_offered_first() {
         assert_eq!(offered(), [b"meshnode/2", b"meshnode/1"]);
     }
 }

@@ -1,11 +1,12 @@
-//! Reading fixed little-endian fields from bytes that anybody may have written: every take is checked, nothing panics.
+//! Reads fixed little-endian fields from untrusted bytes: every read is checked, nothing panics.
 
-/// A stranger's text as it may be shown: logs and terminals obey control characters, so these are left out.
+/// Untrusted text, safe to display: at most `chars_max` characters, without control characters, which logs and
+/// terminals would interpret.
 pub fn printable(text: &str, chars_max: usize) -> String {
     text.chars().filter(|c| !c.is_control()).take(chars_max).collect()
 }
 
-/// What is left of a byte string.
+/// The unread rest of a byte string.
 pub(crate) struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
@@ -40,32 +41,32 @@ impl<'a> Reader<'a> {
         self.array().map(u64::from_le_bytes)
     }
 
-    /// Bytes behind a one-byte length of at most `max`.
+    /// Reads bytes with a one-byte length prefix of at most `max`.
     pub(crate) fn short(&mut self, max: usize) -> Option<&'a [u8]> {
         let n = usize::from(self.u8()?);
         if n > max { None } else { self.take(n) }
     }
 
-    /// Bytes behind a four-byte length of at most `max`.
+    /// Reads bytes with a four-byte length prefix of at most `max`.
     pub(crate) fn long(&mut self, max: usize) -> Option<&'a [u8]> {
         let n = usize::try_from(self.u32()?).ok()?;
         if n > max { None } else { self.take(n) }
     }
 
-    /// `Some(())` if nothing is left over.
+    /// `Some(())` if everything has been read.
     pub(crate) fn end(&self) -> Option<()> {
         self.0.is_empty().then_some(())
     }
 }
 
-/// Appends `bytes` behind a one-byte length. Callers keep to 255 bytes by their own bounds; longer input is cut.
+/// Appends `bytes` with a one-byte length prefix. Callers stay within 255 bytes; longer input is truncated.
 pub(crate) fn put_short(out: &mut Vec<u8>, bytes: &[u8]) {
     let n = u8::try_from(bytes.len()).unwrap_or(u8::MAX);
     out.push(n);
     out.extend_from_slice(&bytes[..usize::from(n)]);
 }
 
-/// Appends `bytes` behind a four-byte length.
+/// Appends `bytes` with a four-byte length prefix.
 pub(crate) fn put_long(out: &mut Vec<u8>, bytes: &[u8]) {
     let n = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
     out.extend_from_slice(&n.to_le_bytes());

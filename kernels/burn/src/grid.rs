@@ -1,5 +1,6 @@
-//! Grids in plain burn: each built-in rule as a few tensor operations, slow and right on any backend, and what the kernels are
-//! compared with. Who wants to try a rule of his own begins with [`Around`].
+//! Oracle for grid kernels: each built-in rule as a few burn tensor operations, slow but correct on any backend.
+//!
+//! To prototype a rule, start with [`Around`].
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Tensor, TensorData};
 use kernels::grid::lbm::{Collision, LatticeFluid};
@@ -8,23 +9,23 @@ use kernels::grid::rule::{CellMap, Rule};
 use kernels::grid::rule_file::FIELDS_MAX;
 use kernels::grid::{Face, Grid};
 
-/// A field of a grid: z, y and x, the last innermost.
+/// A field of a grid: `[z, y, x]`, x innermost.
 pub type Field<B> = Tensor<B, 3>;
 
-/// A field with what each cell sees around it.
+/// The stencil neighbourhood of every cell of a field.
 #[derive(Clone, Debug)]
 pub struct Around<B: Backend> {
-    /// By cell, the cells around it: z, y, x, and the same again.
+    /// `[z, y, x]` of the cell, then `[z, y, x]` within its neighbourhood.
     windows: Tensor<B, 6>,
     radius: [usize; 3],
 }
 
 impl<B: Backend> Around<B> {
-    /// What each cell sees `radius` cells far, beyond the faces of the grid too: the other side, a mirror image, or the value
-    /// that is fixed for this field.
+    /// The neighbourhood of each cell up to `radius` cells away. Ghost cells follow the boundary condition of each face: periodic,
+    /// mirrored, or the fixed value of field `number`.
     ///
     /// # Panics
-    /// The grid is smaller than the radius.
+    /// If the grid is smaller than the radius.
     pub fn new(grid: &Grid, field: &Field<B>, number: usize, radius: usize) -> Self {
         let mut padded = field.clone();
         let mut radii = [0; 3];
@@ -50,7 +51,7 @@ impl<B: Backend> Around<B> {
         Self { windows: windows.unfold(2, x, 1), radius: radii }
     }
 
-    /// The field as each cell sees it at an offset along x, y and z.
+    /// The field shifted by an offset: for each cell, its neighbour at `offset` along x, y and z.
     pub fn at(&self, offset: [i8; 3]) -> Field<B> {
         let [depth, height, width, ..] = self.windows.dims();
         let place = |axis: usize| {
@@ -61,14 +62,14 @@ impl<B: Backend> Around<B> {
         seen.reshape([depth, height, width])
     }
 
-    /// The sum over all that each cell sees, itself included.
+    /// The sum over each cell's neighbourhood, including the cell.
     pub fn sum(&self) -> Field<B> {
         let [depth, height, width, z, y, x] = self.windows.dims();
         let windows: Tensor<B, 4> = self.windows.clone().reshape([depth, height, width, z * y * x]);
         windows.sum_dim(3).reshape([depth, height, width])
     }
 
-    /// The sum of the neighbours along the axes less as many times the cell.
+    /// The Laplacian: the sum of the neighbours along the axes, minus their number times the cell.
     pub fn laplacian(&self) -> Field<B> {
         let mut sum = self.at([0; 3]).zeros_like();
         for axis in (0..3).filter(|&axis| self.radius[axis] > 0) {
@@ -80,15 +81,15 @@ impl<B: Backend> Around<B> {
     }
 }
 
-/// All fields after a step.
+/// Advances all fields by one step.
 ///
 /// # Errors
-/// There is no such version of the rule: texts and open faces.
+/// The rule does not fit the grid, or has no version here: text rules, and fluids with faces other than periodic and walls.
 pub fn step<B: Backend>(grid: &Grid, rule: &Rule, fields: &[Field<B>]) -> Result<Vec<Field<B>>, String> {
     rule.check(grid).map_err(|error| error.to_string())?;
     let around = |number: usize| Around::new(grid, &fields[number], number, 1);
     let cell = |number: usize| fields[number].clone();
-    let missing = || Err(format!("there is no version of {} in tensor operations", rule.name()));
+    let missing = || Err(format!("{} has no version in tensor operations", rule.name()));
     match rule {
         Rule::Life(rule) => Ok(vec![life(grid, *rule, &fields[0])]),
         Rule::Heat(heat) => Ok(vec![cell(0) + around(0).laplacian() * heat.rate]),
@@ -112,7 +113,7 @@ pub fn step<B: Backend>(grid: &Grid, rule: &Rule, fields: &[Field<B>]) -> Result
 }
 
 fn life<B: Backend>(grid: &Grid, rule: Life, alive: &Field<B>) -> Field<B> {
-    // Beyond walls are dead cells.
+    // Walls have dead ghost cells.
     let faces = [0, 1, 2].map(|axis| {
         grid.faces(axis).map(|face| if face == Face::Wall { Face::Fixed([0.0; FIELDS_MAX]) } else { face })
     });
@@ -128,7 +129,7 @@ fn life<B: Backend>(grid: &Grid, rule: Life, alive: &Field<B>) -> Field<B> {
     any(birth) * (-alive.clone() + 1.0) + any(survival) * alive.clone()
 }
 
-/// Pulled, and collided.
+/// Lattice Boltzmann step: pull streaming, then collision.
 fn flow<B: Backend, const D: usize>(
     grid: &Grid,
     fluid: &LatticeFluid<D>,
@@ -136,7 +137,7 @@ fn flow<B: Backend, const D: usize>(
 ) -> Result<Vec<Field<B>>, String> {
     for face in (0..D).flat_map(|axis| grid.faces(axis)) {
         if !matches!(face, Face::Periodic | Face::Wall | Face::Moving { .. }) {
-            return Err(format!("there is no version of {face:?} in tensor operations"));
+            return Err(format!("{face:?} has no version in tensor operations"));
         }
     }
     let directions = directions(D);
@@ -145,11 +146,11 @@ fn flow<B: Backend, const D: usize>(
         let back = c.map(|c| -c);
         directions.iter().position(|(other, _)| *other == back).unwrap_or(0)
     };
-    // Walls are solid cells beyond the faces.
-    let beyond = [0, 1, 2].map(|axis| {
+    // Walls have solid ghost cells.
+    let ghosts = [0, 1, 2].map(|axis| {
         grid.faces(axis).map(|face| if face == Face::Periodic { face } else { Face::Fixed([1.0; FIELDS_MAX]) })
     });
-    let walled = Grid::new(&grid.size()[..D], &beyond[..D]).map_err(|error| error.to_string())?;
+    let walled = Grid::new(&grid.size()[..D], &ghosts[..D]).map_err(|error| error.to_string())?;
     let is_solid = |at| fluid.solid.as_ref().is_some_and(|solid: &CellMap<bool>| solid(at));
     let solid = map(grid, &device, |at| f32::from(u8::from(is_solid(at))));
     let solid = Around::new(&walled, &solid, 0, 1);
@@ -158,7 +159,7 @@ fn flow<B: Backend, const D: usize>(
         let wall: Tensor<B, 3, Bool> = solid.at(from).greater_elem(0.5);
         Around::new(grid, &fields[i], 0, 1)
             .at(from)
-            .mask_where(wall, fields[opposite(*c)].clone() + given(grid, &device, *c, *w))
+            .mask_where(wall, fields[opposite(*c)].clone() + wall_momentum(grid, &device, *c, *w))
     };
     let f: Vec<Field<B>> = directions.iter().enumerate().map(pulled).collect();
     let zero = || f[0].zeros_like();
@@ -192,8 +193,8 @@ fn flow<B: Backend, const D: usize>(
     Ok(next.collect())
 }
 
-/// What moving walls give a population that bounces back from them into a direction. Where walls meet the fluid rests.
-fn given<B: Backend>(grid: &Grid, device: &B::Device, c: [i8; 3], w: f64) -> Field<B> {
+/// Momentum that a moving wall adds to a population bouncing back into direction `c` with weight `w`. Zero where walls meet.
+fn wall_momentum<B: Backend>(grid: &Grid, device: &B::Device, c: [i8; 3], w: f64) -> Field<B> {
     let wall = |at: [usize; 3], axis: usize| match c[axis] {
         1 if at[axis] == 0 => Some(grid.faces(axis)[0]),
         -1 if at[axis] + 1 == grid.size()[axis] => Some(grid.faces(axis)[1]),
@@ -210,7 +211,7 @@ fn given<B: Backend>(grid: &Grid, device: &B::Device, c: [i8; 3], w: f64) -> Fie
     })
 }
 
-/// The rates of the even and of the odd parts, cell by cell.
+/// Relaxation rates of the even and odd parts (TRT), per cell.
 fn rates<B: Backend, const D: usize>(grid: &Grid, device: &B::Device, fluid: &LatticeFluid<D>) -> [Field<B>; 2] {
     let tau = |at| fluid.omega.as_ref().map_or(fluid.tau, |omega: &CellMap<f32>| 1.0 / f64::from(omega(at)));
     let odd = |tau: f64| match fluid.collision {
@@ -220,14 +221,14 @@ fn rates<B: Backend, const D: usize>(grid: &Grid, device: &B::Device, fluid: &La
     [map(grid, device, |at| 1.0 / tau(at) as f32), map(grid, device, |at| 1.0 / odd(tau(at)) as f32)]
 }
 
-/// A field from the places of its cells.
+/// A field computed from the `[x, y, z]` of each cell.
 pub fn map<B: Backend>(grid: &Grid, device: &B::Device, cell: impl Fn([usize; 3]) -> f32) -> Field<B> {
     let [width, height, depth] = grid.size();
     let places = (0..depth * height * width).map(|i| [i % width, i / width % height, i / width / height]);
     Tensor::from_data(TensorData::new(places.map(cell).collect::<Vec<f32>>(), [depth, height, width]), device)
 }
 
-/// Directions with their weights, in the order of the kernels' fields.
+/// Lattice directions with their weights, in the order of the kernels' fields.
 fn directions(dimensions: usize) -> Vec<([i8; 3], f64)> {
     let weight = |[x, y, z]: [i8; 3]| match (dimensions, x.abs() + y.abs() + z.abs()) {
         (2, 0) => 4.0 / 9.0,

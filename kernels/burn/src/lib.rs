@@ -1,5 +1,5 @@
-//! Whole models and the rules of grids in plain burn operations, on any backend: what the engines are compared with.
+//! Test oracles for the engines: whole models and grid rules in plain burn operations, on any backend.
 //!
-//! Nothing here is fast, and nothing of it is part of the program. Next: `model.rs`, then `grid.rs`.
+//! Slow, and not part of the program. Next: `model.rs`, then `grid.rs`.
 pub mod grid;
 pub mod model;

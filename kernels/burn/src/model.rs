@@ -1,4 +1,4 @@
-//! A model as its recipe says, all positions of a sequence at once, in plain burn operations.
+//! Oracle for models: computes a model from its recipe in plain burn operations, all positions of a sequence at once.
 use burn::tensor::activation::{sigmoid, softmax};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
@@ -9,8 +9,8 @@ use kernels::weights::{ModelConfig, ModelFile, Rope, RopeKind};
 /// Logits `[tokens, vocabulary]` after each token of a sequence.
 ///
 /// # Panics
-/// If the file lacks a tensor of its architecture, which opening it has ruled out, cannot be read any more, or a token is no row of
-/// its embedding.
+/// If the file lacks a tensor of its architecture (opening it rules that out) or cannot be read, or if a token is outside the
+/// vocabulary.
 #[must_use]
 pub fn logits<B: Backend>(file: &ModelFile, tokens: &[u32], device: &B::Device) -> Vec<Vec<f32>> {
     let model = Model::<B> { file, config: file.config(), device };
@@ -36,7 +36,7 @@ struct Model<'a, B: Backend> {
 }
 
 impl<B: Backend> Model<'_, B> {
-    /// A tensor of the file as floats `[rows, cols]`.
+    /// A tensor of the file as f32 `[rows, cols]`.
     fn tensor(&self, name: &str) -> Tensor<B, 2> {
         let view = self.file.tensor(name).unwrap_or_else(|| panic!("the file lacks {name}"));
         Tensor::from_data(TensorData::new(view.to_f32().expect("a readable file"), [view.rows, view.cols]), self.device)
@@ -69,7 +69,7 @@ impl<B: Backend> Model<'_, B> {
         x / (mean + self.config.norm_eps).sqrt() * self.tensor(weight)
     }
 
-    /// Cosines and sines of each position: `[positions, 1, pairs]`.
+    /// Rotary cosines and sines of each position: `[positions, 1, pairs]`.
     fn turns(&self, positions: usize, rope: &Rope) -> [Tensor<B, 3>; 2] {
         let frequencies = self.file.rotary_frequencies(rope).expect("frequencies of an opened file");
         let table = |of: fn(f64) -> f64| {
@@ -149,7 +149,7 @@ impl<B: Backend> Model<'_, B> {
         mixed.reshape([kv_heads, group, n, head_dim]).permute([2, 0, 1, 3]).reshape([n, heads * head_dim])
     }
 
-    /// The first elements of each head of `[positions, heads, head_dim]` turned by their position.
+    /// Applies rotary embedding to the first `2 · pairs` elements of each head of `[positions, heads, head_dim]`.
     fn turn(&self, x: Tensor<B, 3>, [cosine, sine]: &[Tensor<B, 3>; 2]) -> Tensor<B, 3> {
         let [n, heads, head_dim] = x.dims();
         let pairs = cosine.dims()[2];

@@ -1,4 +1,4 @@
-//! The kernels of grids against their versions in tensor operations.
+//! Compares grid kernels with the oracle in tensor operations.
 use std::sync::Arc;
 
 use burn::backend::Flex;
@@ -12,14 +12,14 @@ use kernels::grid::{Face, Grid};
 use kernels::threads::Threads;
 use kernels_burn::grid::{Field, map, step};
 
-/// Some digits of a place.
+/// A hash of a cell's position as a number in 0..1.
 fn noise([x, y, z]: [usize; 3], salt: usize) -> f32 {
     let mixed = (x * 73 + y * 151 + z * 283 + salt * 31) as u64;
     let mixed = (mixed ^ mixed >> 7).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
     mixed as f32 / (1u64 << 24) as f32
 }
 
-/// The largest difference after some steps.
+/// The largest difference between kernel and oracle after some steps; solid cells are skipped.
 fn difference(grid: &Grid, rule: &Rule, steps: usize, cell: &dyn Fn([usize; 3]) -> Vec<f32>) -> f32 {
     let mut tile = Tile::new(grid, rule, grid.region(), 1).unwrap();
     tile.load(&mut |at, fields| fields.copy_from_slice(&cell(at)));
@@ -82,7 +82,7 @@ fn fields_are_the_same_to_round_off() {
     }
 }
 
-/// Any flow.
+/// Density and velocity of an arbitrary flow.
 fn stirred(at: [usize; 3]) -> (f64, [f64; 3]) {
     let part = |salt| f64::from(noise(at, salt)) * 0.1 - 0.05;
     (1.0 + part(0), [1, 2, 3].map(part))
@@ -138,7 +138,7 @@ fn fluids_in_space_are_the_same_to_round_off() {
 }
 
 #[test]
-fn what_has_no_such_version_is_told() {
+fn rules_and_faces_without_a_version_are_rejected() {
     let stream = [Face::Inlet { velocity: [0.1, 0.0, 0.0], parabola: false }, Face::Outlet { density: 1.0 }];
     let channel = Grid::new(&[16, 16], &[stream, WALLS]).unwrap();
     let fields: Vec<Field<Flex>> = (0..9).map(|_| map(&channel, &Default::default(), |_| 0.0)).collect();

@@ -1,5 +1,4 @@
-//! The engines against the model in plain burn operations, on the backend that `MESHNODE_BACKEND` names: `cuda`, or burn's own
-//! for processors.
+//! Compares the CPU engine with the oracle in plain burn operations, on burn's CPU backend or, with `MESHNODE_BACKEND=cuda`, on CUDA.
 use std::sync::Arc;
 
 use burn::backend::{Cuda, Flex};
@@ -11,9 +10,9 @@ use kernels::threads::Threads;
 use kernels::weights::testing::TinyModel;
 use kernels::weights::{Architecture, ModelFile};
 
-/// Any tokens of the small vocabulary.
+/// Arbitrary tokens of the small vocabulary.
 const TOKENS: [u32; 11] = [1, 77, 30, 200, 5, 5, 266, 131, 12, 99, 254];
-/// Largest error of the logits, relative to the largest: two orders of f32 sums.
+/// Maximum error of the logits relative to the largest: both sides sum f32 in different orders.
 const TOLERANCE: f32 = 1e-3;
 
 /// The engine's logits after each token.
@@ -26,7 +25,7 @@ fn engine(file: &Arc<ModelFile>) -> Vec<Vec<f32>> {
             Rows { sequence: 1, position, input: RowsIn::Tokens(std::slice::from_ref(token)), want: Want::Logits };
         match stage.forward(&mut Threads::new(1).unwrap(), &[rows]).unwrap().remove(0) {
             RowsOut::Logits(logits) => logits,
-            RowsOut::Hidden(_) | RowsOut::Token(_) | RowsOut::Nothing => panic!("logits are wanted"),
+            RowsOut::Hidden(_) | RowsOut::Token(_) | RowsOut::Nothing => panic!("expected logits"),
         }
     };
     TOKENS.iter().enumerate().map(step).collect()
@@ -42,7 +41,7 @@ fn compare<B: Backend>(device: &B::Device) {
             for (position, (found, expected)) in engine(&file).iter().zip(&expected).enumerate() {
                 let size = expected.iter().fold(0f32, |size, x| size.max(x.abs()));
                 let worst = found.iter().zip(expected).fold(0f32, |worst, (f, e)| worst.max((f - e).abs() / size));
-                // Written so that NaN is a failure too.
+                // This form also fails for NaN.
                 assert!(worst <= TOLERANCE, "{architecture:?} {}, position {position}: {worst}", quant.name());
             }
         }
@@ -53,7 +52,7 @@ fn compare<B: Backend>(device: &B::Device) {
 fn small_models_give_the_oracles_logits() {
     match std::env::var("MESHNODE_BACKEND").as_deref() {
         Ok("cuda") => compare::<Cuda>(&Default::default()),
-        Ok(other) => panic!("MESHNODE_BACKEND is {other:?}: expected \"cuda\", or nothing for the processor"),
+        Ok(other) => panic!("MESHNODE_BACKEND is {other:?}: expected \"cuda\", or unset for the CPU"),
         Err(_) => compare::<Flex>(&Default::default()),
     }
 }

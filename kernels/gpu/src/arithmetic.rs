@@ -1,6 +1,6 @@
-//! The functions of [`kernels::order`] for a device: additions, multiplications and fused multiply-adds in the same order.
+//! The functions of [`kernels::order`] on a device: the same additions, multiplications and fused multiply-adds in the same order.
 //!
-//! Compilers of kernels fuse `a * b + c` and rearrange sums with constants where they see them, so neither is written here.
+//! Kernel compilers fuse `a * b + c` and rearrange sums with constants, so this file contains neither form.
 use cubecl::features::MmaConfig;
 use cubecl::ir::{ElemType, FloatKind, IntKind, StorageType, UIntKind};
 use cubecl::prelude::*;
@@ -11,22 +11,22 @@ use kernels::stage::StageError;
 use crate::engine::failed;
 use crate::{Platform, array};
 
-/// What the kernels may use of a device. Results do not depend on it.
+/// Device features that kernels may use. Results do not depend on them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Abilities {
-    /// A fused multiply-add rounds once. Mesa's software driver computes a product and a sum instead; there it is made of doubles.
+    /// The device's fused multiply-add rounds once. Mesa's software driver rounds twice; there it is emulated with f64.
     pub fused: bool,
-    /// Halves are converted by the device.
+    /// The device converts f16.
     pub halves: bool,
-    /// Planes are 32 lanes that shuffle, and multiply 8-bit matrices of 16 x 32 by 32 x 8.
+    /// Planes have 32 lanes with shuffles, and the device multiplies 8-bit matrices of 16 x 32 by 32 x 8.
     pub matrices: bool,
 }
 
 impl Abilities {
-    /// What a device can do.
+    /// Queries and tests a device.
     ///
     /// # Errors
-    /// It has neither a fused multiply-add nor doubles to make one of, or fails.
+    /// The device has neither a fused multiply-add nor f64 to emulate one, or it failed.
     pub fn of<R: Platform>(client: &ComputeClient<R>) -> Result<Self, StageError> {
         let (hardware, features) = (&client.properties().hardware, client.features());
         let integer = |kind| StorageType::Scalar(ElemType::Int(kind));
@@ -40,7 +40,7 @@ impl Abilities {
         };
         let planes = hardware.plane_size_min == 32 && hardware.plane_size_max == 32;
         let matrices = planes && features.matmul.mma.contains(&config);
-        // Where there are matrix instructions there are halves with all their subnormal numbers: not so on every Vulkan device.
+        // Devices with matrix instructions convert subnormal f16 correctly; not every Vulkan device does.
         let able = Self { fused: rounds_once(client)?, halves: matrices, matrices };
         let doubles = [ElemType::Float(FloatKind::F64), ElemType::UInt(UIntKind::U64)];
         let has = |kind: &ElemType| features.types.storage.contains_key(&StorageType::Scalar(*kind));
@@ -48,18 +48,18 @@ impl Abilities {
             return Ok(able);
         }
         Err(StageError::Input(
-            "this device has no fused multiply-add and no doubles, so its results would differ from other devices'; use the \
-             processor (--device cpu)"
+            "this device has neither a fused multiply-add nor f64, so its results would differ from those of other devices; use \
+             the CPU (--device cpu)"
                 .into(),
         ))
     }
 }
 
-/// Whether the device's own fused multiply-add rounds once: products whose rounding errors are all that is left.
+/// Whether the device's fused multiply-add rounds once: tests sums that consist only of the rounding error of a product.
 fn rounds_once<R: Platform>(client: &ComputeClient<R>) -> Result<bool, StageError> {
     let x: Vec<f32> = (0..64).map(|i| 1.0 + 2f32.powi(-23) * (2 * i + 1) as f32).collect();
     let (numbers, sums) = (client.create_from_slice(bytemuck::cast_slice(&x)), client.empty(4 * x.len()));
-    // SAFETY: as many units as numbers.
+    // SAFETY: there is one unit per element.
     unsafe {
         rounds_kernel::launch_unchecked::<R>(
             client,
@@ -79,7 +79,7 @@ fn rounds_kernel(x: &Array<f32>, sums: &mut Array<f32>) {
     sums[ABSOLUTE_POS] = fma(x, x, -(x * x));
 }
 
-/// The pattern of [`ROUND`].
+/// The bits of [`ROUND`].
 const ROUND_BITS: u32 = 0x4b40_0000;
 
 /// a · b + c, rounded once.
@@ -88,8 +88,8 @@ pub(crate) fn fused(a: f32, b: f32, c: f32, #[comptime] able: Abilities) -> f32 
     if comptime!(able.fused) { fma(a, b, c) } else { by_doubles(a, b, c) }
 }
 
-/// The product of two floats is exact as a double. The sum is rounded to odd, so that rounding it once more to a float is right
-/// (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
+/// [`fused`] with f64. The product of two f32 is exact in f64. The sum is rounded to odd, so that the second rounding, to f32, is
+/// correct (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
 #[cube]
 fn by_doubles(a: f32, b: f32, c: f32) -> f32 {
     let product = f64::cast_from(a) * f64::cast_from(b);
@@ -104,13 +104,13 @@ fn by_doubles(a: f32, b: f32, c: f32) -> f32 {
     f32::cast_from(f64::reinterpret(odd))
 }
 
-/// The same number, of which the compiler does not know how it was computed: no pattern of a number is larger than this.
+/// Returns `x` and hides from the compiler how it was computed. The `min` changes no number: only a NaN has a larger bit pattern.
 #[cube]
 pub(crate) fn opaque(x: f64) -> f64 {
     f64::reinterpret(min(u64::reinterpret(x), 0xffff_ffff_ffff_fffeu64))
 }
 
-/// As [`opaque`]: a product that passes through it is not fused with the sum that it goes into.
+/// [`opaque`] for f32: keeps a product from being fused into the sum that uses it.
 #[cube]
 pub(crate) fn opaque_float(x: f32) -> f32 {
     f32::reinterpret(min(u32::reinterpret(x), 0xffff_fffeu32))
@@ -143,7 +143,7 @@ pub(crate) fn inverse_sqrt(x: f32, #[comptime] able: Abilities) -> f32 {
 #[allow(clippy::needless_range_loop, reason = "loops of kernels are unrolled over numbers")]
 #[cube]
 pub(crate) fn exp(x: f32, #[comptime] able: Abilities) -> f32 {
-    let x = select(x < -EXP_MAX, -EXP_MAX, x); // in this order NaN stays
+    let x = select(x < -EXP_MAX, -EXP_MAX, x); // this order of operands keeps NaN
     let x = select(x > EXP_MAX, EXP_MAX, x);
     let t = u32::reinterpret(fused(x, comptime!(std::f32::consts::LOG2_E), ROUND, able));
     let n = f32::cast_from(i32::cast_from(t - ROUND_BITS));
@@ -178,7 +178,7 @@ pub(crate) fn gate(gate: f32, up: f32, #[comptime] activation: Activation, #[com
     gate * sigmoid(argument, able) * up
 }
 
-/// The half in the low 16 bits of a word.
+/// The f16 in the low 16 bits of a word, as f32.
 #[cube]
 pub(crate) fn from_half(bits: u32, #[comptime] able: Abilities) -> f32 {
     if comptime!(able.halves) {
@@ -193,7 +193,7 @@ pub(crate) fn from_half(bits: u32, #[comptime] able: Abilities) -> f32 {
     }
 }
 
-/// Both halves of a word, the low one first.
+/// Both f16 of a word as f32, the low one first.
 #[cube]
 pub(crate) fn both_halves(word: u32, #[comptime] able: Abilities) -> (f32, f32) {
     if comptime!(able.halves) {
@@ -204,26 +204,26 @@ pub(crate) fn both_halves(word: u32, #[comptime] able: Abilities) -> (f32, f32) 
     }
 }
 
-/// A number as a half, rounded to nearest even.
+/// The bits of a number as f16, rounded to nearest even.
 #[cube]
 pub(crate) fn to_half(x: f32) -> u32 {
     let bits = u32::reinterpret(x);
     let magnitude = bits & 0x7fff_ffffu32;
     let rounded = (magnitude + 0xfffu32 + ((magnitude >> 13u32) & 1u32) - 0x3800_0000u32) >> 13u32;
-    // Below the smallest normal half: a multiple of 2^-24. Multiplying by a power of two is exact.
+    // Below the smallest normal f16: a multiple of 2^-24. Multiplying by a power of two is exact.
     let subnormal = u32::cast_from(f32::round(f32::reinterpret(magnitude) * 16_777_216.0f32));
     let number = select(magnitude < 0x3880_0000u32, subnormal, rounded);
     let infinite = select(magnitude > 0x7f80_0000u32, 0x7e00u32, 0x7c00u32);
     select(magnitude < 0x477f_f000u32, number, infinite) | ((bits >> 16u32) & 0x8000u32)
 }
 
-/// A small integer as the pattern that an accumulator begins with, so that adding to it needs no conversion: see [`from_biased`].
+/// Initial value for an integer accumulator that starts at `n`, so that [`from_biased`] needs no conversion instruction.
 #[cube]
 pub(crate) fn biased(n: i32) -> i32 {
     n + 0x4b40_0000i32
 }
 
-/// The float of an integer of magnitude below 2²² that was added to [`biased`]`(0)`.
+/// The float of an integer sum of magnitude below 2²² that was accumulated on [`biased`]`(0)`.
 #[cube]
 pub(crate) fn from_biased(n: i32) -> f32 {
     f32::reinterpret(n) - ROUND

@@ -1,7 +1,7 @@
-//! Attention over pages of 128 positions: heads are turned and stored, each page is attended by itself, the pages are combined.
+//! Paged attention, 128 positions per page: rotary embedding and KV cache writes, attention page by page, then their combination.
 //!
-//! A page of one layer holds, for each key and value head, keys `[dims / 8][128][8]` and then values `[128][dims]`, as halves
-//! (eight of them are read at once), or both in floats with `[dims / 4][128][4]`. Next: `engine.rs`.
+//! A page of one layer holds, for each key/value head, keys `[dims / 8][128][8]` and then values `[128][dims]` in f16 (read eight
+//! at a time), or keys `[dims / 4][128][4]` and values `[128][dims]` in f32. Next: `engine.rs`.
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use kernels::order::{LANES, POSITIONS};
@@ -25,18 +25,18 @@ pub(crate) struct Heads {
     pub(crate) pairs: usize,
     /// Rotary pairs are (i, i + pairs) instead of (2 i, 2 i + 1).
     pub(crate) halves: bool,
-    /// Cells are halves instead of floats.
+    /// The KV cache is f16 instead of f32.
     pub(crate) half_cells: bool,
 }
 
 impl Heads {
-    /// Numbers of a row of queries, keys and values.
+    /// Elements of a row of queries, keys and values.
     #[must_use]
     pub(crate) const fn row(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
 
-    /// Numbers of a row of queries.
+    /// Elements of a row of queries.
     #[must_use]
     pub(crate) const fn queries(&self) -> usize {
         self.heads * self.head_dim
@@ -47,12 +47,13 @@ impl Heads {
         POSITIONS * self.head_dim / if self.half_cells { 2 } else { 1 }
     }
 
-    /// Query heads of a key head that one cube attends with, by the number of pages of all rows: fewer, so that there are cubes
-    /// for all of a device's processors. All units of a cube have values to sum up with these, and keys serve two heads, at least.
+    /// Query heads per cube, out of the group that shares a key head. With few `pages` (of all rows) a cube takes fewer heads, so
+    /// that there are cubes for all streaming multiprocessors. The minimum keeps every unit busy while values are summed, and uses
+    /// each key for at least two heads.
     fn share(&self, pages: usize, processors: Option<u32>) -> usize {
         let group = self.heads / self.kv_heads;
         if !self.half_cells {
-            return group; // the strict path need not be fast, and floats of few heads do not fit the registers
+            return group; // strict arithmetic need not be fast, and with fewer heads f32 values do not fit the registers
         }
         let least = (2 * POSITIONS / self.head_dim).max(2).min(group);
         let wanted = 4 * processors.unwrap_or(1) as usize;
@@ -67,25 +68,25 @@ impl Heads {
     }
 }
 
-/// The rows of a pass, as the kernels of attention see them.
+/// The rows of a pass with their positions and page tables, for attention kernels.
 #[derive(Clone, Debug)]
 pub(crate) struct Places {
-    /// Rows.
+    /// Number of rows.
     pub(crate) count: usize,
     /// `[count, 2]`: position, and where the row's page table begins in `tables`.
     pub(crate) rows: Handle,
     /// Pages of all sequences, sequence by sequence.
     pub(crate) tables: Handle,
-    /// Numbers in `tables`.
+    /// Length of `tables`.
     pub(crate) tables_len: usize,
-    /// Pages of the sequence with most positions.
+    /// Pages of the longest sequence.
     pub(crate) blocks: usize,
 }
 
-/// What differs between layers.
+/// Attention parameters of one layer.
 #[derive(Clone, Debug)]
 pub(crate) struct LayerHeads<'a> {
-    /// Of queries, keys and values, in this order.
+    /// Biases of queries, keys and values, in this order.
     pub(crate) biases: Option<&'a Handle>,
     /// RMSNorm of each head of queries, then of keys: `[2, head_dim]`.
     pub(crate) norms: Option<&'a Handle>,
@@ -93,22 +94,21 @@ pub(crate) struct LayerHeads<'a> {
     pub(crate) rotary: &'a Handle,
     /// Positions in the rotary table.
     pub(crate) positions: usize,
-    /// What queries are multiplied by.
+    /// Factor of the queries.
     pub(crate) scale: f32,
-    /// Positions that a row sees; `None`: all up to its own.
+    /// Sliding window in positions; `None`: a row attends to all positions up to its own.
     pub(crate) window: Option<usize>,
     /// Soft cap of scores.
     pub(crate) cap: Option<f32>,
-    /// Of the model.
+    /// Epsilon of the model's RMSNorm.
     pub(crate) eps: f32,
 }
 
-/// The layer's pages: one buffer.
+/// A layer's KV cache pages, in one buffer.
 #[derive(Clone, Debug)]
 pub(crate) struct Pages {
-    /// The buffer.
     pub(crate) pages: Handle,
-    /// How many pages it holds.
+    /// Number of pages in the buffer.
     pub(crate) count: usize,
 }
 
@@ -118,8 +118,8 @@ impl Pages {
     }
 }
 
-/// Turns queries and keys of rows `qkv[count, row]` by their positions; queries go to `queries[count, heads · head_dim]`, keys and
-/// values to their pages.
+/// Applies rotary embedding to the queries and keys of rows `qkv[count, row]`. Writes queries to
+/// `queries[count, heads · head_dim]`, and keys and values to their pages.
 pub(crate) fn place<R: Platform>(
     client: &ComputeClient<R>,
     able: Abilities,
@@ -130,8 +130,8 @@ pub(crate) fn place<R: Platform>(
     queries: &Handle,
     pages: &Pages,
 ) {
-    let none = layer.rotary; // an array must be something
-    // SAFETY: rows are those of the grid; pages in tables are of the pool.
+    let none = layer.rotary; // placeholder: a kernel argument must be a buffer
+    // SAFETY: the launch has one row of cubes per row; page tables hold only pages of the pool.
     unsafe {
         place_kernel::launch_unchecked::<R>(
             client,
@@ -193,7 +193,7 @@ fn place_kernel(
     sync_cube();
     let turns = head < comptime!(heads.heads + heads.kv_heads);
     if comptime!(normed) {
-        // Values take part so that all units meet, and keep their numbers.
+        // Value heads take part because all units must reach the barriers; they stay unchanged.
         let squares = square_sum(&x.to_slice(), &mut shared, able);
         let factor = inverse_sqrt(fused(squares, inverse, eps, able), able);
         if turns {
@@ -235,7 +235,7 @@ fn place_kernel(
         );
         let part = comptime!(heads.part_words());
         let start = (page * comptime!(heads.kv_heads) + kv) * 2 * part;
-        // Cells of a word, and words that lie together before the next position's.
+        // Elements per word.
         let cells = comptime!(if heads.half_cells { 2usize } else { 1usize });
         let mut word = unit;
         while word < comptime!(dims / cells) {
@@ -253,18 +253,18 @@ fn place_kernel(
     }
 }
 
-/// Attended pages on their way to be combined, for some rows.
+/// Attention results per page, before they are combined.
 #[derive(Clone, Debug)]
 pub(crate) struct Partials {
     /// `[rows, heads, blocks, head_dim]`
     pub(crate) values: Handle,
     /// `[rows, heads, blocks, 2]`: largest score, sum of weights.
     pub(crate) sums: Handle,
-    /// Most of `rows · blocks` that there is room for.
+    /// Maximum of `rows · blocks`.
     pub(crate) room: usize,
 }
 
-/// Each row attends to the positions that it sees: `queries[count, heads · head_dim]` to activations as `wanted`.
+/// Attention of `queries[count, heads · head_dim]` over the KV cache; writes activations in the formats `wanted`.
 pub(crate) fn attend<R: Platform>(
     client: &ComputeClient<R>,
     able: Abilities,
@@ -284,7 +284,7 @@ pub(crate) fn attend<R: Platform>(
         let share = heads.share(places.blocks * count, client.properties().hardware.num_streaming_multiprocessors);
         let shares = (heads.heads / heads.kv_heads).div_ceil(share);
         let parts = count * heads.heads * places.blocks;
-        // SAFETY: rows are those of the pass and within the room of the partials; pages in tables are of the pool.
+        // SAFETY: the rows belong to the pass and fit `partials`; page tables hold only pages of the pool.
         unsafe {
             attend_kernel::launch_unchecked::<R>(
                 client,
@@ -330,7 +330,7 @@ pub(crate) fn attend<R: Platform>(
     }
 }
 
-/// First position that a row at `position` sees.
+/// First position that a row at `position` attends to.
 #[cube]
 fn first_seen(position: usize, window: u32, #[comptime] windowed: bool) -> usize {
     let mut first = 0usize;
@@ -340,15 +340,15 @@ fn first_seen(position: usize, window: u32, #[comptime] windowed: bool) -> usize
     first
 }
 
-/// Values that are asked for at once: registers hold no more.
+/// Values loaded per batch: registers hold no more.
 const fn values_at_once(heads: &Heads) -> usize {
     if heads.half_cells { 32 } else { 4 }
 }
 
-/// Blocks that are combined at once.
+/// Blocks loaded per batch when they are combined.
 const BLOCKS: usize = 8;
 
-/// Vectors of keys that are asked for at once, a divisor of `count`: floats leave fewer registers.
+/// Vectors of keys loaded per batch, a divisor of `count`: f32 needs more registers.
 const fn batch_of(count: usize, halves: bool) -> usize {
     if halves && count.is_multiple_of(8) {
         8
@@ -361,7 +361,7 @@ const fn batch_of(count: usize, halves: bool) -> usize {
     }
 }
 
-/// Adds a vector of keys (eight halves, or four floats) to the scores of all heads. `at`: its place in a query, in fours.
+/// Adds a vector of keys (eight f16 or four f32) to the scores of all heads. `at`: its offset in a query, in units of four.
 #[cube]
 fn score_vector(
     vector: Vector<u32, Const<4>>,
@@ -397,7 +397,7 @@ fn score_vector(
     }
 }
 
-/// One page, one row, `share` of the query heads that read the same key head. A unit holds the scores of one position.
+/// A cube computes one page of one row for `share` query heads of one key head. A unit holds the scores of one position.
 #[cube(launch_unchecked)]
 fn attend_kernel(
     queries: &Array<Vector<f32, Const<4>>>,
@@ -441,7 +441,7 @@ fn attend_kernel(
     let mut tops = SharedMemory::<f32>::new(comptime!(group * positions));
     let mut i = unit;
     while i < comptime!(group * dims / 4) {
-        // Heads beyond the last of a group repeat it; nothing of them is written.
+        // Heads past the end of the group repeat the last one; their results are not written.
         let h = min(head + i / comptime!(dims / 4), comptime!(all - 1));
         q[i] = queries
             [row * comptime!(heads.queries() / 4) + (kv * all + h) * comptime!(dims / 4) + i % comptime!(dims / 4)];
@@ -455,7 +455,7 @@ fn attend_kernel(
         scores[h] = 0.0f32;
     }
     if seen {
-        // Vectors are asked for in batches: one after the other would wait for memory each time.
+        // Vectors are loaded in batches: single loads would each wait for memory.
         let each = comptime!(if heads.half_cells { 8usize } else { 4usize });
         let batch = comptime!(batch_of(dims / each, heads.half_cells));
         let mut vectors = Array::<Vector<u32, Const<4>>>::new(batch);
@@ -510,7 +510,7 @@ fn attend_kernel(
         weights[h * positions + unit] = weight;
     }
     sync_cube();
-    // Sums of weights: a lane is every 32nd position, in order; then a tree. `tops[h * positions]` stays.
+    // Sums of weights: a lane sums every 32nd position in order, then a tree adds the lanes. `tops[h * positions]` is kept.
     #[unroll]
     for h in 0..group {
         if unit < comptime!(LANES) {
@@ -542,7 +542,7 @@ fn attend_kernel(
         sums[at] = tops[unit * positions];
         sums[at + 1] = tops[unit * positions + comptime!(LANES)];
     }
-    // A unit holds a word of values (two of them as halves) for a share of the query heads.
+    // A unit handles one word of values (two in f16) for a share of the query heads.
     let cells = comptime!(if heads.half_cells { 2usize } else { 1usize });
     let across = comptime!(dims / cells);
     let shares = comptime!((POSITIONS / (dims / if heads.half_cells { 2 } else { 1 })).clamp(1, group));
@@ -563,7 +563,7 @@ fn attend_kernel(
         while start < to {
             #[unroll]
             for i in 0..each {
-                // Positions that are not seen have no weight, and may hold anything.
+                // Masked positions have weight 0, and their cells may hold anything.
                 let p = start + i;
                 batch[i] = 0u32;
                 if p >= from && p < to {
@@ -603,7 +603,7 @@ fn attend_kernel(
 /// Columns that a cube combines.
 const COMBINED: usize = 4 * UNITS as usize;
 
-/// Adds the pages of a row up, in order. A unit holds four columns, which are of one head.
+/// Combines the attention results of a row's pages, in order. A unit handles four columns of one head.
 #[cube(launch_unchecked)]
 fn combine_kernel(
     values: &Array<Vector<f32, Const<4>>>,

@@ -1,8 +1,8 @@
-//! Compiled kernels on disk: a kernel that was compiled for a device is not compiled again at the next start.
+//! Kernel cache on disk, so that a restart does not recompile kernels.
 //!
-//! What is read is code that a GPU will run, so nothing is believed: an entry names the key that it was made for and the hash of its
-//! content. One that is damaged, cut short or of another key is removed and reported as absent. Nothing here fails: a folder that
-//! cannot be used costs the time to compile, and one warning.
+//! Entries are code that a GPU will run, so each is verified: it holds the key it was written for and the hash of its content. A
+//! damaged or truncated entry is removed; that and an entry with another key count as a miss. No call fails: an unusable
+//! folder costs compile time and one warning.
 use std::fs::{DirBuilder, File, Metadata};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
@@ -10,12 +10,12 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
-/// Identifies what an entry depends on: the hash of all of it.
+/// Hash of everything that an entry depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Key([u8; 32]);
 
 impl Key {
-    /// Equal keys have equal parts in equal order.
+    /// Hashes the parts with their lengths: equal keys have equal parts in equal order.
     pub(crate) fn of(parts: &[&[u8]]) -> Self {
         let mut hasher = blake3::Hasher::new();
         for part in parts {
@@ -29,7 +29,7 @@ impl Key {
     }
 }
 
-/// A folder of compiled kernels. Any number of processes may use it at once.
+/// A folder of compiled kernels. Several processes may use it at the same time.
 #[derive(Debug)]
 pub(crate) struct Store {
     dir: PathBuf,
@@ -37,24 +37,24 @@ pub(crate) struct Store {
     warned: AtomicBool,
 }
 
-/// Disk space of all entries. The kernels of a model take 1 MiB (graphs) and 2 MiB (CubeCL), so this holds twenty models, rules and
-/// builds of the program; what was used least recently is removed first.
+/// Maximum disk space of all entries; the least recently used are evicted. The kernels of a model take 1 MiB (graphs) and 2 MiB
+/// (CubeCL), so this holds twenty combinations of model, grid rule and program build.
 const LIMIT_BYTES: u64 = 64 << 20;
-/// Content of an entry at most, hence memory for a file that claims to be one. The largest kernel of a model has 0.2 MiB, twice that
-/// as CubeCL keeps it; a rule from text may have more.
+/// Maximum content of an entry; it also bounds the memory for reading a bad file. The largest kernel of a model has 0.2 MiB, twice
+/// that in CubeCL's format; a rule from text may have more.
 const ENTRY_BYTES_MAX: u64 = 8 << 20;
-/// What a file takes on disk beside its content, at least: it bounds the number of small entries too.
+/// Disk space is counted in multiples of this, which also bounds the number of small entries.
 const FILE_BYTES: u64 = 4096;
-/// A temporary file that is older belongs to a process that ended while it wrote.
+/// An older temporary file belongs to a process that died while writing.
 const ABANDONED: Duration = Duration::from_secs(3600);
 
 const MAGIC: [u8; 8] = *b"mnkern-1";
-/// Magic, key, length of the content, its hash.
+/// Magic, key, content length, content hash.
 const HEADER_BYTES: usize = 8 + 32 + 8 + 32;
 const SUFFIX: &str = "kernel";
 
 impl Store {
-    /// Uses `dir`, which is created when the first entry is kept.
+    /// Uses `dir`, which the first [`Self::put`] creates.
     pub(crate) fn new(dir: impl Into<PathBuf>) -> Self {
         Self::with_limit(dir, LIMIT_BYTES)
     }
@@ -63,20 +63,20 @@ impl Store {
         Self { dir: dir.into(), limit_bytes, warned: AtomicBool::new(false) }
     }
 
-    /// The content that was kept for `name` in `space`, which stands for the machine and the program.
+    /// The content stored for `name` in `space`; a space identifies the machine and the program.
     pub(crate) fn get(&self, space: Key, name: Key) -> Option<Vec<u8>> {
         if !self.is_private() {
             return None;
         }
         let path = self.path(space, name);
         let (_, content) = read(&path).filter(|(key, _)| *key == entry_key(space, name))?;
-        // Where that is refused, the entry is removed earlier than others.
+        // If this fails, the entry is only evicted earlier.
         let _ = File::open(&path).and_then(|file| file.set_modified(SystemTime::now()));
         Some(content)
     }
 
-    /// The contents that were added to a space, the latest first, as many as have `bytes_max` together. This is no use of them: what
-    /// is read as a whole is removed in the order in which it came.
+    /// The contents added to a space, the latest first, up to `bytes_max` in total. Does not count as a use: these entries are
+    /// evicted in the order in which they were added.
     pub(crate) fn all(&self, space: Key, bytes_max: u64) -> Vec<Vec<u8>> {
         if !self.is_private() {
             return Vec::new();
@@ -92,18 +92,18 @@ impl Store {
         };
         let read = |entry: Entry| {
             let (key, content) = read(&entry.path)?;
-            // The content is its own name there, so an entry that was put under another space's name shows itself.
+            // Such an entry is named by its content, so an entry copied from another space fails this check.
             (key == entry_key(space, Key::of(&[&content]))).then_some(content)
         };
         entries.into_iter().take_while(within).filter_map(read).collect()
     }
 
-    /// Keeps what is known by its content alone, for [`Self::all`].
+    /// Stores a content under its own hash, for [`Self::all`].
     pub(crate) fn add(&self, space: Key, content: &[u8]) {
         self.put(space, Key::of(&[content]), content);
     }
 
-    /// Keeps a content, and makes room for it.
+    /// Stores a content and evicts old entries if needed. Ignores contents above [`ENTRY_BYTES_MAX`].
     pub(crate) fn put(&self, space: Key, name: Key, content: &[u8]) {
         if content.len() as u64 > ENTRY_BYTES_MAX {
             return;
@@ -120,13 +120,13 @@ impl Store {
         }
     }
 
-    /// Removes an entry that did not work.
+    /// Removes an entry that the driver rejected.
     pub(crate) fn remove(&self, space: Key, name: Key) {
-        // If it stays, it is removed again the next time that it does not work.
+        // If this fails, the next rejection removes it.
         let _ = std::fs::remove_file(self.path(space, name));
     }
 
-    /// The folder, bytes that its entries take on disk, and how many they may take.
+    /// The folder, the bytes that its entries take on disk, and their limit.
     pub(crate) fn usage(&self) -> (&Path, u64, u64) {
         (&self.dir, self.entries().iter().map(|entry| entry.bytes).sum(), self.limit_bytes)
     }
@@ -135,10 +135,10 @@ impl Store {
         self.dir.join(format!("{}-{}.{SUFFIX}", space.hex(SPACE_DIGITS), name.hex(NAME_DIGITS)))
     }
 
-    /// All at once: readers see the entry whole or not at all. A machine that loses power may keep a part, which its hash shows.
+    /// Writes atomically: readers see a whole entry or none. After a power loss an entry may be truncated; the hash detects that.
     fn write(&self, path: &Path, key: Key, content: &[u8]) -> io::Result<()> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
-        // Process ids repeat where containers share the folder, hence the time.
+        // Containers that share the folder may have equal process ids, hence the time.
         let (process, number) = (std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_nanos();
         let temporary = self.dir.join(format!("{process}-{number}-{now}.tmp"));
@@ -152,12 +152,12 @@ impl Store {
             std::fs::rename(&temporary, path)
         })();
         if written.is_err() {
-            let _ = std::fs::remove_file(&temporary); // nothing is lost: see `ABANDONED`
+            let _ = std::fs::remove_file(&temporary); // if this fails, see `ABANDONED`
         }
         written
     }
 
-    /// Removes what was used least recently until the rest is within the limit.
+    /// Evicts the least recently used entries until the rest is within the limit.
     fn make_room(&self) {
         let mut entries = self.entries();
         let mut total: u64 = entries.iter().map(|entry| entry.bytes).sum();
@@ -172,7 +172,7 @@ impl Store {
         }
     }
 
-    /// All entries; removes temporary files that nobody writes any more.
+    /// All entries. Also removes abandoned temporary files.
     fn entries(&self) -> Vec<Entry> {
         let mut entries = Vec::new();
         for file in std::fs::read_dir(&self.dir).into_iter().flatten().filter_map(Result::ok) {
@@ -185,7 +185,7 @@ impl Store {
                     entries.push(Entry { path, bytes, used });
                 }
                 Some("tmp") if used.elapsed().is_ok_and(|age| age > ABANDONED) => {
-                    let _ = std::fs::remove_file(&path); // or the next time
+                    let _ = std::fs::remove_file(&path); // the next call retries
                 }
                 _ => {}
             }
@@ -193,12 +193,12 @@ impl Store {
         entries
     }
 
-    /// Whether nobody else can put kernels there, as far as the folder exists. Warns where somebody can.
+    /// Whether the folder exists and only this user can write to it. Warns if other users can.
     fn is_private(&self) -> bool {
         let Ok(metadata) = std::fs::metadata(&self.dir) else { return false };
         let closed = owned_and_closed(&metadata);
         if !closed {
-            self.warn("expected a folder that belongs to this user and that no other may write");
+            self.warn("expected a folder that belongs to this user and is not writable by others");
         }
         closed
     }
@@ -207,7 +207,7 @@ impl Store {
         if !self.warned.swap(true, Ordering::Relaxed) {
             let dir = self.dir.display();
             tracing::warn!(
-                "compiled kernels are not kept in {dir}: {why}; each start compiles them again until it can be used"
+                "cannot cache compiled kernels in {dir}: {why}; each start recompiles them until the folder is usable"
             );
         }
     }
@@ -215,12 +215,12 @@ impl Store {
 
 struct Entry {
     path: PathBuf,
-    /// On disk.
+    /// On disk, rounded up to [`FILE_BYTES`].
     bytes: u64,
     used: SystemTime,
 }
 
-/// Digits of a file's name for the space, and for the name in it. The whole key is in the entry.
+/// Hex digits of the space and of the name in a file name. The entry holds the whole key.
 const SPACE_DIGITS: usize = 16;
 const NAME_DIGITS: usize = 32;
 
@@ -228,14 +228,14 @@ fn entry_key(space: Key, name: Key) -> Key {
     Key::of(&[&space.0, &name.0])
 }
 
-/// Key and content of a sound entry. Removes any other.
+/// Key and content of a valid entry. Removes an invalid one.
 fn read(path: &Path) -> Option<(Key, Vec<u8>)> {
     let mut bytes = Vec::new();
     let whole = HEADER_BYTES as u64 + ENTRY_BYTES_MAX;
     let taken = File::open(path).ok()?.take(whole + 1).read_to_end(&mut bytes).ok()?;
     let entry = (taken as u64 <= whole).then(|| parse(bytes)).flatten();
     if entry.is_none() {
-        let _ = std::fs::remove_file(path); // else it is written over when the kernel was compiled again
+        let _ = std::fs::remove_file(path); // if this fails, recompiling the kernel overwrites it
     }
     entry
 }
@@ -252,7 +252,7 @@ fn parse(mut bytes: Vec<u8>) -> Option<(Key, Vec<u8>)> {
     sound.then(|| (key, bytes.split_off(HEADER_BYTES)))
 }
 
-/// Makes a folder, and those above it, that only this user may enter.
+/// Creates a folder and its parents with mode 0700.
 pub(crate) fn create_private(dir: &Path) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(dir)
 }
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_kept_is_found_again_by_another_process() {
+    fn another_process_finds_a_stored_entry() {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::new(dir.path().join("kernels"));
         assert_eq!(store.get(key("a"), key("k")), None);
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_a_key_do_not_run_into_each_other() {
+    fn key_parts_are_delimited() {
         assert_ne!(Key::of(&[b"ab", b"c"]), Key::of(&[b"a", b"bc"]));
         assert_ne!(Key::of(&[b"ab"]), Key::of(&[b"ab", b""]));
     }
@@ -333,14 +333,14 @@ mod tests {
             std::fs::write(&path, &bytes).unwrap();
             assert_eq!(store.get(key("a"), key("k")), None, "{} bytes of {}", bytes.len(), sound.len());
             let foreign = bytes.len() == sound.len() && bytes[8..40] != sound[8..40];
-            assert_eq!(path.exists(), foreign, "what is damaged is removed, what is another's is not");
+            assert_eq!(path.exists(), foreign, "a damaged entry is removed, an entry with another key is not");
             store.put(key("a"), key("k"), &content);
             assert_eq!(store.get(key("a"), key("k")).as_ref(), Some(&content));
         }
     }
 
     #[test]
-    fn what_was_used_least_recently_makes_room() {
+    fn the_least_recently_used_entry_is_evicted() {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::with_limit(dir.path(), 3 * FILE_BYTES);
         let names = ["a", "b", "c"];
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn the_latest_of_a_space_are_read_as_far_as_there_is_memory() {
+    fn the_latest_entries_of_a_space_are_read_up_to_the_byte_limit() {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::new(dir.path());
         for i in 0..4u8 {
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_too_large_is_neither_kept_nor_read() {
+    fn an_entry_that_is_too_large_is_neither_stored_nor_read() {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::new(dir.path());
         store.put(key("a"), key("k"), &vec![0; ENTRY_BYTES_MAX as usize + 1]);
@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn files_that_a_killed_process_left_are_removed() {
+    fn temporary_files_of_a_killed_process_are_removed() {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::new(dir.path());
         let (old, new) = (dir.path().join("1-0.tmp"), dir.path().join("2-0.tmp"));
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_cannot_be_used_costs_nothing_but_the_entry() {
+    fn an_unusable_folder_is_a_miss_with_a_warning() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("file"), b"").unwrap();
         let store = Store::new(dir.path().join("file"));
@@ -405,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_others_may_write_is_not_read() {
+    fn a_folder_that_others_can_write_to_is_not_read() {
         use std::os::unix::fs::PermissionsExt;
         let dir = tempfile::tempdir().unwrap();
         let store = Store::new(dir.path());

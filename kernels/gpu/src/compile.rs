@@ -1,7 +1,7 @@
-//! CUDA text becomes code that a driver loads, once for a machine and a build of the program: what NVRTC made is kept on disk.
+//! Compiles CUDA source to machine code with NVRTC, and caches the code on disk per machine and program build.
 //!
-//! Compiling takes NVRTC a good part of a second for each kernel, and a model has dozens. [`Compiler`] compiles the kernels of our
-//! graphs; `compile/cubecl.rs` does the same for those that CubeCL compiles itself.
+//! NVRTC takes a good part of a second per kernel, and a model has dozens. [`Compiler`] compiles the kernels of our graphs;
+//! `compile/cubecl.rs` caches the kernels that CubeCL compiles itself.
 use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io::Read;
@@ -23,29 +23,28 @@ mod cubecl;
 
 pub(crate) use cubecl::{is_started, keep, prepare};
 
-/// Where kernels are kept; nowhere in programs that did not say so.
+/// The kernel cache; unset in programs that never call [`crate::use_cache`].
 static STORE: OnceLock<Store> = OnceLock::new();
 
-/// Keeps compiled kernels in a folder from now on.
+/// Caches compiled kernels in a folder from now on.
 pub(crate) fn keep_in(dir: &Path) {
     // A second call changes nothing.
     let _ = STORE.set(Store::new(dir));
 }
 
-/// Where compiled kernels are kept: the folder, bytes that they take, and how many they may take. `None` before
-/// [`crate::use_cache`].
+/// The kernel cache: its folder, the bytes in use and the limit. `None` before [`crate::use_cache`].
 pub fn kept_kernels() -> Option<(PathBuf, u64, u64)> {
     STORE.get().map(Store::usage).map(|(dir, used, limit)| (dir.to_path_buf(), used, limit))
 }
 
-/// A kernel as CUDA text.
+/// A kernel as CUDA source.
 #[derive(Clone, Debug)]
 pub(crate) struct Source {
     pub(crate) text: String,
     pub(crate) entry: EntryPoint,
 }
 
-/// How a kernel is launched. The store keeps it in front of the code.
+/// How a kernel is launched. A cache entry holds it in front of the code.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct EntryPoint {
     /// Its name in the code.
@@ -54,12 +53,12 @@ pub(crate) struct EntryPoint {
     pub(crate) units: (u32, u32, u32),
     /// Dynamic shared memory.
     pub(crate) shared_bytes: u32,
-    /// It waits for the kernel before it by itself.
+    /// The kernel itself waits for the preceding kernel, so it may be launched early.
     pub(crate) awaits: bool,
 }
 
 impl EntryPoint {
-    /// The entry of the store for this code: a line of JSON, then the code.
+    /// The cache entry for this code: a line of JSON, then the code.
     fn with(&self, code: &[u8]) -> Result<Vec<u8>, StageError> {
         let mut kept = serde_json::to_vec(self).map_err(failed)?;
         kept.push(b'\n');
@@ -67,9 +66,9 @@ impl EntryPoint {
         Ok(kept)
     }
 
-    /// Reads an entry of the store.
+    /// Parses a cache entry.
     fn split(kept: &[u8]) -> Result<(Self, &[u8]), StageError> {
-        let line = kept.iter().position(|&byte| byte == b'\n').ok_or_else(|| failed("a kernel without its entry"))?;
+        let line = kept.iter().position(|&byte| byte == b'\n').ok_or_else(|| failed("cache entry has no header"))?;
         Ok((serde_json::from_slice(&kept[..line]).map_err(failed)?, &kept[line + 1..]))
     }
 }
@@ -85,7 +84,7 @@ impl Compiler {
     /// Loads NVRTC.
     ///
     /// # Errors
-    /// NVRTC or its headers are missing, or the device does not answer.
+    /// NVRTC or its headers are missing, or the device does not respond.
     pub(crate) fn new(device: sys::CUdevice) -> Result<Self, StageError> {
         let toolkit = toolkit::ready().map_err(|fault| StageError::Device(fault.to_string()))?;
         let environment = Environment::of(device, &toolkit).map_err(failed)?;
@@ -94,11 +93,11 @@ impl Compiler {
         Ok(Self { architecture, headers: toolkit.headers, kept })
     }
 
-    /// Passes entry point and code of a kernel to `load`, which loads it into the driver. Code from disk that the driver rejects is
-    /// compiled again. `source` is called only if the store has no code.
+    /// Passes the entry point and code of a kernel to `load`, which loads it into the driver. Cached code that the driver rejects is
+    /// recompiled. `source` is called only on a cache miss.
     ///
     /// # Errors
-    /// There is no text or it does not compile, or `load` fails with code that was just compiled.
+    /// `source` fails, the source does not compile, or `load` fails with freshly compiled code.
     pub(crate) fn load<T>(
         &self,
         kernel: &KernelId,
@@ -109,7 +108,7 @@ impl Compiler {
             let Source { text, entry } = source()?;
             entry.with(&compile(&text, &self.architecture, &self.headers)?)
         };
-        // Not by its text: CubeCL writes most kernels in another order each time. The space holds the program's hash.
+        // Not by its source: CubeCL emits most kernels in a different order each time. The space includes the program's hash.
         let name = Key::of(&[kernel.stable_format().as_bytes()]);
         load_kept(self.kept, name, make, |kept| {
             let (entry, code) = EntryPoint::split(kept)?;
@@ -140,20 +139,20 @@ fn load_kept<T>(
     Ok(loaded)
 }
 
-/// Compiles CUDA text to a cubin for an architecture such as `sm_90a`. A driver has nothing to compile in that, and older drivers of
-/// the same major version load it, too.
+/// Compiles CUDA source to a cubin for an architecture such as `sm_90a`. A driver need not compile a cubin, and older drivers of
+/// the same major version load it too.
 ///
 /// # Errors
-/// What NVRTC says of the text.
+/// NVRTC's log if the source does not compile.
 pub(crate) fn compile(text: &str, architecture: &str, headers: &[PathBuf]) -> Result<Vec<u8>, StageError> {
     compiled(text, architecture, headers, cubin)
 }
 
-/// Compiles CUDA text to PTX for an architecture such as `compute_90a`.
+/// Compiles CUDA source to PTX for an architecture such as `compute_90a`.
 #[cfg(test)]
 pub(crate) fn ptx(text: &str, architecture: &str, headers: &[PathBuf]) -> Result<Vec<u8>, StageError> {
     unsafe fn read(program: nvrtcProgram) -> Result<Vec<u8>, nvrtc::NvrtcError> {
-        // SAFETY: of the caller.
+        // SAFETY: guaranteed by the caller.
         let text = unsafe { nvrtc::get_ptx(program)? };
         Ok(text.into_iter().map(|byte| byte as u8).take_while(|&byte| byte != 0).collect())
     }
@@ -171,7 +170,7 @@ fn compiled(
     let options: Vec<String> = std::iter::once(format!("--gpu-architecture={architecture}")).chain(headers).collect();
     let options: Vec<&str> = options.iter().map(String::as_str).collect();
     let program = nvrtc::create_program(text.as_c_str(), None).map_err(failed)?;
-    // SAFETY: the program was just made, and is destroyed after its last use; its log ends with zero.
+    // SAFETY: the program was just created, and is destroyed after its last use; its log is zero-terminated.
     unsafe {
         let code = match nvrtc::compile_program(program, &options) {
             Ok(()) => read(program).map_err(failed),
@@ -180,7 +179,7 @@ fn compiled(
                 Ok(_) | Err(_) => failed(error),
             }),
         };
-        let _ = nvrtc::destroy_program(program); // memory only
+        let _ = nvrtc::destroy_program(program); // a failure only leaks memory
         code
     }
 }
@@ -189,7 +188,7 @@ fn compiled(
 /// The program was compiled and not destroyed.
 unsafe fn cubin(program: nvrtcProgram) -> Result<Vec<u8>, nvrtc::NvrtcError> {
     let mut size = 0;
-    // SAFETY: writes one number, and as many bytes as that says.
+    // SAFETY: the first call writes one number, the second writes `size` bytes.
     unsafe {
         nvrtcGetCUBINSize(program, &raw mut size).result()?;
         let mut code = vec![0u8; size];
@@ -198,16 +197,16 @@ unsafe fn cubin(program: nvrtcProgram) -> Result<Vec<u8>, nvrtc::NvrtcError> {
     }
 }
 
-/// What compiled code depends on beside its text.
+/// What compiled code depends on besides its source.
 #[derive(Clone, Debug)]
 struct Environment {
-    /// Hash of the program.
+    /// Hash of this program's file.
     build: Option<[u8; 32]>,
     /// As in `sm_90a`.
     architecture: String,
-    /// The driver, which reads the code.
+    /// Versions of the driver, which loads the code.
     driver: String,
-    /// NVRTC and its headers, which made it.
+    /// NVRTC and its headers, which generate the code.
     compiler: String,
 }
 
@@ -217,7 +216,7 @@ impl Environment {
         let mut version = 0;
         // SAFETY: writes one number.
         unsafe { sys::cuDriverGetVersion(&mut version) }.result()?;
-        // A driver's own version, which tells updates of one version of CUDA apart; WSL does not have it.
+        // The driver's release, which distinguishes updates within one CUDA version; missing on WSL.
         let release = std::fs::read_to_string("/sys/module/nvidia/version").unwrap_or_default();
         let library = std::fs::metadata(&toolkit.library).ok();
         let changed = library.as_ref().and_then(|library| library.modified().ok());
@@ -230,23 +229,23 @@ impl Environment {
         })
     }
 
-    /// Where entries of this environment are kept. `None` if the program cannot be told from others.
+    /// The cache space of this environment. `None` if the program cannot be hashed.
     fn space(&self, of: &str) -> Option<Key> {
         let Self { build, architecture, driver, compiler } = self;
         Some(Key::of(&[of.as_bytes(), &(*build)?, architecture.as_bytes(), driver.as_bytes(), compiler.as_bytes()]))
     }
 }
 
-/// From Hopper on, instructions of one generation only need the suffix.
+/// The NVRTC target. From Hopper on, instructions specific to one architecture need the suffix `a`.
 fn architecture(capability: u32) -> String {
     format!("sm_{capability}{}", if capability >= 90 { "a" } else { "" })
 }
 
-/// The hash of this program's file: any change of a kernel is a change of it. Read once, when kernels are first needed: 0.1 s.
+/// The hash of this program's file, which changes with every kernel change. Computed once, on first use: 0.1 s.
 fn build() -> Option<[u8; 32]> {
     static BUILD: OnceLock<Option<[u8; 32]>> = OnceLock::new();
     let hash = || {
-        // An update may have removed the file: its process still reads it under this name.
+        // An update may have removed the file; this path still opens it.
         let mut file = File::open("/proc/self/exe").or_else(|_| File::open(std::env::current_exe()?)).ok()?;
         let mut hasher = blake3::Hasher::new();
         let mut block = vec![0; 1 << 20];
@@ -273,7 +272,7 @@ mod tests {
         }
     }
 
-    /// What is loaded, and whether it was compiled for that.
+    /// Loads the kernel: the loaded code, and whether it was compiled.
     fn load(store: &Store, environment: &Environment, accept: impl Fn(&[u8]) -> bool) -> (Option<Vec<u8>>, bool) {
         let mut compiled = false;
         let compile = || {
@@ -281,14 +280,14 @@ mod tests {
             Ok(b"code".to_vec())
         };
         let load =
-            |code: &[u8]| if accept(code) { Ok(code.to_vec()) } else { Err(StageError::Device("refused".into())) };
+            |code: &[u8]| if accept(code) { Ok(code.to_vec()) } else { Err(StageError::Device("rejected".into())) };
         let space = environment.space("graphs").expect("a build");
         let loaded = load_kept(Some((store, space)), Key::of(&[b"kernel"]), compile, load).ok();
         (loaded, compiled)
     }
 
     #[test]
-    fn a_kernel_is_compiled_once_for_a_build_device_driver_and_compiler() {
+    fn a_kernel_is_compiled_once_per_build_device_driver_and_compiler() {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::new(dir.path());
         let code = Some(b"code".to_vec());
@@ -307,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn code_that_the_driver_refuses_is_compiled_again() {
+    fn code_that_the_driver_rejects_is_recompiled() {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::new(dir.path());
         let (space, name) = (environment().space("graphs").unwrap(), Key::of(&[b"kernel"]));
@@ -316,11 +315,11 @@ mod tests {
         assert_eq!(store.get(space, name).as_deref(), Some(&b"code"[..]));
         store.remove(space, name);
         assert_eq!(load(&store, &environment(), |_| false), (None, true));
-        assert_eq!(store.get(space, name), None, "what the driver refuses is not kept");
+        assert_eq!(store.get(space, name), None, "code that the driver rejects is not cached");
     }
 
     #[test]
-    fn an_entry_comes_back_with_its_code() {
+    fn an_entry_round_trips_with_its_code() {
         let entry = EntryPoint { name: "k".into(), units: (32, 2, 1), shared_bytes: 4096, awaits: true };
         let kept = entry.with(b"\n\0code\n").unwrap();
         assert_eq!(EntryPoint::split(&kept).unwrap(), (entry, &b"\n\0code\n"[..]));
@@ -330,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn a_build_is_told_by_its_file() {
+    fn a_build_is_identified_by_its_file() {
         let file = std::fs::read(std::env::current_exe().unwrap()).unwrap();
         assert_eq!(build(), Some(*blake3::hash(&file).as_bytes()));
     }

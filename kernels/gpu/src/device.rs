@@ -1,8 +1,8 @@
-//! GPUs of this machine: found in processes of their own, named as people name them, and why one is not offered.
+//! Device discovery: the GPUs of this machine, and why a GPU cannot be used.
 //!
-//! A driver can hang, crash or panic when touched, and CUDA keeps a context for the life of a process. So a child process asks each kind
-//! of driver and answers in one line: a driver that does not work costs its own devices and nothing else. A program takes part by
-//! calling [`use_cache`] and [`answer_probe`] before anything else.
+//! A driver can hang, crash or panic, and CUDA keeps a context for the life of a process. So each driver is probed in a child
+//! process, which answers with one line: a broken driver costs its own devices and nothing else. A program must call
+//! [`use_cache`] and then [`answer_probe`] before anything else.
 use std::fmt;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::panic::catch_unwind;
@@ -23,18 +23,18 @@ mod vulkan;
 
 pub(crate) use vulkan::wgpu_device;
 
-/// What was found.
+/// Result of device discovery.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Probe {
-    /// The processor first, then CUDA devices, then Vulkan devices with the likeliest fast one first.
+    /// The CPU, then CUDA devices, then Vulkan devices; discrete Vulkan devices come first.
     pub devices: Vec<Device>,
-    /// What this machine does not have, one line each: `cuda: what is not here`.
+    /// What this machine does not have, one line each: `cuda: what is missing`.
     pub notes: Vec<String>,
-    /// What is here and cannot be used.
+    /// Drivers and devices that are present but cannot be used.
     pub faults: Vec<Fault>,
 }
 
-/// A driver or a device that is here and cannot be used.
+/// A driver or device that is present but cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fault {
     /// `cuda` or `vulkan`.
@@ -51,8 +51,8 @@ impl fmt::Display for Fault {
     }
 }
 
-/// Keeps what GPUs need again in a folder of this user's: compiled kernels in `dir/kernels`. CUDA's compiler is looked for in
-/// `dir/cuda` too. Call it first in `main`, for it may set `CUDA_PATH`: see `device/toolkit.rs`. A relative folder is not used.
+/// Caches compiled kernels in `dir/kernels`, and also searches `dir/cuda` for the CUDA compiler. Call it first in `main`, because
+/// it may set `CUDA_PATH`: see `device/toolkit.rs`. A relative `dir` is ignored.
 pub fn use_cache(dir: &Path) {
     if dir.is_absolute() {
         toolkit::use_cache(dir);
@@ -60,18 +60,17 @@ pub fn use_cache(dir: &Path) {
     }
 }
 
-/// Names, in the environment of a process that looks, the drivers that it asks.
+/// Environment variable that tells a child process which driver to probe.
 const PROBE_KEY: &str = "MESHNODE_PROBE_DEVICES";
-/// Begins the line of the answer: drivers print to stdout too.
+/// Prefix of the answer line: drivers print to stdout too.
 const ANSWER: &[u8] = b"meshnode-devices:";
-/// Longer than any driver takes to start; a hung one is given up.
+/// Longer than any driver takes to start; after this the driver counts as stalled.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(20);
-/// Bytes of an answer at most: some dozens of devices.
+/// Maximum size of an answer: room for dozens of devices.
 const ANSWER_BYTES_MAX: u64 = 1 << 16;
 
 static ANSWERS: AtomicBool = AtomicBool::new(false);
 
-/// Kinds of drivers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Cuda,
@@ -88,49 +87,49 @@ impl Kind {
         }
     }
 
-    fn look(self) -> Probe {
-        let look = match self {
-            Self::Cuda => cuda::look,
-            Self::Vulkan => vulkan::look,
+    fn probe(self) -> Probe {
+        let probe = match self {
+            Self::Cuda => cuda::probe,
+            Self::Vulkan => vulkan::probe,
         };
-        catch_unwind(look).unwrap_or_else(|panic| self.broken(&panic_text(panic.as_ref())))
+        catch_unwind(probe).unwrap_or_else(|panic| self.broken(&panic_text(panic.as_ref())))
     }
 
     fn fault(self, seen: impl Into<String>, advice: impl Into<String>) -> Fault {
         Fault { driver: self.name().into(), seen: seen.into(), advice: advice.into() }
     }
 
-    /// The driver took its process with it, or all of its time.
+    /// The result for a driver that crashed its process or timed out.
     fn broken(self, what: &str) -> Probe {
         let advice = match self {
             Self::Cuda => {
-                "`nvidia-smi` tells more; restart the machine if the driver was just updated, else install it again"
+                "run `nvidia-smi` for details; restart the machine if the driver was just updated, else reinstall it"
             }
-            Self::Vulkan => "`vulkaninfo` tells more; update the GPU's driver",
+            Self::Vulkan => "run `vulkaninfo` for details; update the GPU's driver",
         };
-        let fault = self.fault(format!("the driver does not work and its GPUs are not used: {what}"), advice);
+        let fault = self.fault(format!("the driver does not work, so its GPUs are not used: {what}"), advice);
         Probe { faults: vec![fault], ..Probe::default() }
     }
 }
 
-/// If this process was started to look for devices: answers and exits. Call it in `main`, after [`use_cache`].
+/// Answers and exits if this process was started to probe a driver. Call it in `main`, after [`use_cache`].
 pub fn answer_probe() {
     ANSWERS.store(true, Ordering::Relaxed);
     let Some(asked) = std::env::var_os(PROBE_KEY) else { return };
     let kind = Kind::ALL.into_iter().find(|kind| asked == kind.name());
-    let answer = serde_json::to_vec(&kind.map(Kind::look).unwrap_or_default()).unwrap_or_default();
-    // Nobody reads it if this fails, and the parent sees no answer.
+    let answer = serde_json::to_vec(&kind.map(Kind::probe).unwrap_or_default()).unwrap_or_default();
+    // If this fails, the parent has stopped reading or sees no answer.
     let _ = std::io::stdout().write_all(&[b"\n", ANSWER, &answer, b"\n"].concat());
     std::process::exit(0);
 }
 
-/// The devices of this machine, the processor first.
+/// The devices of this machine, the CPU first.
 #[must_use]
 pub fn probe() -> Vec<Device> {
     probe_report().devices
 }
 
-/// The devices of this machine, and what it lacks for others.
+/// The devices of this machine, and why other devices are missing or cannot be used.
 #[must_use]
 pub fn probe_report() -> Probe {
     let ask_child = |kind: Kind| {
@@ -138,11 +137,11 @@ pub fn probe_report() -> Probe {
         let found = program.and_then(|program| ask(Command::new(program).env(PROBE_KEY, kind.name()), PROBE_TIMEOUT));
         found.unwrap_or_else(|why| kind.broken(&why))
     };
-    // A test's binary would run its tests again.
-    let look = |kind: Kind| if ANSWERS.load(Ordering::Relaxed) { ask_child(kind) } else { kind.look() };
+    // A program that never calls `answer_probe`, such as a test binary, would run itself again.
+    let probe = |kind: Kind| if ANSWERS.load(Ordering::Relaxed) { ask_child(kind) } else { kind.probe() };
     let found = std::thread::scope(|scope| {
-        let looks = Kind::ALL.map(|kind| scope.spawn(move || look(kind)));
-        looks.map(|look| look.join().unwrap_or_default())
+        let probes = Kind::ALL.map(|kind| scope.spawn(move || probe(kind)));
+        probes.map(|probe| probe.join().unwrap_or_default())
     });
     let mut all = Probe { devices: vec![cpu()], ..Probe::default() };
     for probe in found {
@@ -153,37 +152,37 @@ pub fn probe_report() -> Probe {
     all
 }
 
-/// Runs a process that answers, and gives it up after `limit`. A process whose driver hangs in the kernel cannot even be killed, so
-/// nothing waits for its end.
+/// Runs a probe process and gives up after `limit`. A process whose driver hangs in the OS kernel cannot be killed, so nothing
+/// waits for it to exit.
 fn ask(command: &mut Command, limit: Duration) -> Result<Probe, String> {
     let command = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
-    let mut child = command.spawn().map_err(|error| format!("cannot ask: {error}"))?;
+    let mut child = command.spawn().map_err(|error| format!("cannot start the probe process: {error}"))?;
     let stdout = child.stdout.take().ok_or("no pipe")?;
     let (sender, receiver) = mpsc::channel();
     std::thread::spawn(move || {
         let lines = BufReader::new(stdout.take(ANSWER_BYTES_MAX)).split(b'\n').map_while(Result::ok);
         let answer = lines.filter_map(|line| line.strip_prefix(ANSWER).map(<[u8]>::to_vec)).next();
-        // Nobody waits any more if this fails.
+        // If this fails, the receiver has timed out.
         let _ = sender.send(answer);
     });
     let found = match receiver.recv_timeout(limit) {
         Ok(Some(answer)) => {
-            serde_json::from_slice(&answer).map_err(|error| format!("its answer is not understood: {error}"))
+            serde_json::from_slice(&answer).map_err(|error| format!("its answer cannot be parsed: {error}"))
         }
         Ok(None) => Err(match ended(&mut child) {
-            Some(status) => format!("it ended the process that asked, {status}"),
-            None => "it closed the pipe of the process that asked".into(),
+            Some(status) => format!("it terminated the probe process: {status}"),
+            None => "it closed the output of the probe process".into(),
         }),
-        Err(RecvTimeoutError::Timeout) => Err(format!("it did not answer in {} s", limit.as_secs_f32())),
+        Err(RecvTimeoutError::Timeout) => Err(format!("it did not answer within {} s", limit.as_secs_f32())),
         Err(RecvTimeoutError::Disconnected) => Err("its answer could not be read".into()),
     };
-    // It has nothing more to say, and drivers may hang or crash at the end, too.
+    // The answer is complete, and drivers may also hang or crash at exit.
     let _ = child.kill();
     std::thread::spawn(move || child.wait());
     found
 }
 
-/// How a process ended that has closed its pipe, which it does when it ends.
+/// The exit status of a process that has closed its pipe, usually by exiting; `None` if it still runs after 0.5 s.
 fn ended(child: &mut std::process::Child) -> Option<ExitStatus> {
     for _ in 0..100 {
         if let Ok(Some(status)) = child.try_wait() {

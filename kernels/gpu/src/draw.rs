@@ -1,12 +1,12 @@
-//! Tokens drawn from logits on the device: the same ones as [`kernels::sampler`] draws from the same logits.
+//! Sampling on the device: draws the same tokens as [`kernels::sampler`] from the same logits.
 //!
-//! Three launches whatever the settings: `survey` finds the extremes of the logits, `weigh` adds the weights of tokens into buckets
-//! by logit, `choose` finds the bucket that a share of the weight falls into and orders its members. Weights are the integers of
-//! `kernels::sampler::order`, so sums are exact in any order. A row that these do not decide (unsound logits, or more tokens in one
-//! bucket than a cube orders) is left to the host.
+//! Three launches for any settings: `survey` finds the extremes of the logits, `weigh` adds the weights of tokens into buckets by
+//! logit, `choose` finds the bucket in which a cumulative weight falls and orders its tokens. Weights are the integers of
+//! `kernels::sampler::order`, so sums are exact in any order. The host draws for rows that the kernels cannot decide: non-finite
+//! logits, or more tokens in one bucket than a cube can order.
 //!
-//! In CubeCL a variable that begins as a copy of a parameter may be the parameter itself: loops begin at `UNIT_POS_X`, not at `unit`.
-//! Compilers of kernels fuse products and sums of doubles, too: each product passes through [`opaque`]. Next: `draw/choose.rs`.
+//! CubeCL may alias a variable initialised from a parameter with the parameter, so loop counters start from `UNIT_POS_X`, not `unit`.
+//! Kernel compilers also fuse products and sums of f64, so each product passes through [`opaque`]. Next: `draw/choose.rs`.
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use kernels::sampler::order::{BUCKETS, OCTAVE_SHIFT, OCTAVES_MIN, ORIGIN, POWERS, STEP_SHIFT, STEPS};
@@ -21,34 +21,34 @@ mod choose;
 pub(crate) use choose::high_product;
 use choose::{CHOOSERS, TOP_K_MAX, choose_kernel};
 
-/// Rows that are drawn from at once: those of a recorded step.
+/// Maximum rows per draw: those of a recorded step.
 pub(crate) const DRAWN_MAX: usize = 8;
 /// Words of a row's [`parameters`].
 pub(crate) const PARAMETERS: usize = 16;
 /// Words of a row's result: the token, and whether it is [`DECIDED`].
 pub(crate) const DRAWN_WORDS: usize = 2;
-/// The device decided the token.
+/// The device has drawn the token.
 pub(crate) const DECIDED: u32 = 1;
 /// Cubes that share the logits of a row.
 const CUBES: usize = 64;
-/// Units of each.
+/// Units per cube.
 const UNITS: usize = 256;
-/// Words of what a cube found: greatest key, its lowest id, least key.
+/// Words of a cube's result: greatest key, the lowest id with that key, least key.
 const SURVEYED: usize = 3;
-/// Parts of 11 bits that a weight of 44 bits is added in, so that sums over 2²⁰ tokens fit into 32 bits.
+/// A weight of 44 bits is summed in limbs of 11 bits, so that sums over 2²⁰ tokens fit into 32 bits.
 const LIMBS: usize = 4;
 const LIMB_BITS: u32 = 11;
-/// Counters of a row: collections of members that it may need.
+/// Counters per row: one for each call of `collect` in `choose`.
 const COUNTERS: usize = 5;
 
-/// Scratch memory of draws, and tables.
+/// Scratch memory and tables for sampling.
 #[derive(Clone, Debug)]
 pub(crate) struct DrawScratch {
     /// `[rows, cubes, 3]`: see [`SURVEYED`].
     pub(crate) survey: Handle,
     /// `[rows, buckets, limbs]`, then `[rows, counters]`.
     pub(crate) sums: Handle,
-    /// `[rows, vocabulary]`: the bucket of each token, rows filled to whole vectors of four with what is none.
+    /// `[rows, vocabulary]`: the bucket of each token. Rows are padded to multiples of four with an invalid bucket.
     pub(crate) buckets: Handle,
     /// [`POWERS`]
     powers: Handle,
@@ -56,13 +56,13 @@ pub(crate) struct DrawScratch {
 }
 
 impl DrawScratch {
-    /// Bytes that it takes.
+    /// Total bytes.
     pub(crate) const fn bytes(vocab: usize) -> usize {
         let sums = CUBES * SURVEYED + BUCKETS * LIMBS + COUNTERS;
         4 * DRAWN_MAX * (sums + vocab.next_multiple_of(4)) + 8 * STEPS
     }
 
-    /// With buffers that stand for those of a device.
+    /// For tests without a device.
     #[cfg(test)]
     pub(crate) fn of(buffer: fn() -> Handle, vocab: usize) -> Self {
         Self { survey: buffer(), sums: buffer(), buckets: buffer(), powers: buffer(), vocab }
@@ -80,14 +80,14 @@ impl DrawScratch {
     }
 }
 
-/// Whether the device draws by these settings; the host does where not.
+/// Whether the device supports these settings; otherwise the host samples.
 pub(crate) fn draws(settings: &SamplerSettings, vocab: usize) -> bool {
     let cut = settings.top_k != 0 && (settings.top_k as usize) < vocab;
     settings.temperature == 0.0 || !cut || settings.top_k <= TOP_K_MAX
 }
 
-/// A row's settings as `choose` reads them: temperature above 0, top-k (0: no cut), the random number, then as doubles the octaves of
-/// weight per unit of logit, top-p and min-p.
+/// A row's settings as `choose` reads them: whether temperature is above 0, top-k (0: off), the 64-bit random number, then as f64
+/// the octaves of weight per unit of logit, top-p and min-p.
 pub(crate) fn parameters(settings: &SamplerSettings, position: u32, vocab: usize) -> [u32; PARAMETERS] {
     let mut words = [0; PARAMETERS];
     if settings.temperature == 0.0 {
@@ -105,8 +105,8 @@ pub(crate) fn parameters(settings: &SamplerSettings, position: u32, vocab: usize
     words
 }
 
-/// Draws a token from each of `rows` rows of `logits[rows, vocabulary]`, as `settings[rows, PARAMETERS]` say. Tokens go to
-/// `tokens[rows]`, where the next step reads them, and with their state to `drawn[rows, DRAWN_WORDS]`.
+/// Draws a token from each row of `logits[rows, vocabulary]` by `settings[rows, PARAMETERS]`. Writes tokens to `tokens[rows]`, the
+/// input of the next step, and tokens with their [`DECIDED`] flag to `drawn[rows, DRAWN_WORDS]`.
 pub(crate) fn draw<R: Platform>(
     client: &ComputeClient<R>,
     scratch: &DrawScratch,
@@ -119,7 +119,7 @@ pub(crate) fn draw<R: Platform>(
     let vocab = scratch.vocab;
     let (cubes, units) = (CubeCount::Static(CUBES as u32, rows as u32, 1), CubeDim::new_1d(UNITS as u32));
     let (survey, sums) = (DRAWN_MAX * CUBES * SURVEYED, DRAWN_MAX * (BUCKETS * LIMBS + COUNTERS));
-    // SAFETY: rows are at most those that the scratch was made for; units stay within the vocabulary of their row.
+    // SAFETY: there are at most `DRAWN_MAX` rows; units stay within the vocabulary of their row.
     unsafe {
         survey_kernel::launch_unchecked::<R>(
             client,
@@ -159,7 +159,7 @@ pub(crate) fn draw<R: Platform>(
     }
 }
 
-/// An integer in the order of the numbers: -∞ to +∞, NaNs outside. Both zeros are one.
+/// An integer with the sort order of the numbers, from -∞ to +∞ with NaNs outside. Both zeros have one key.
 #[cube]
 fn key(number: f32) -> i32 {
     let bits = i32::reinterpret(number);
@@ -167,7 +167,7 @@ fn key(number: f32) -> i32 {
     select(number == 0.0f32, 0i32, ordered)
 }
 
-/// The number of a [`key`].
+/// The inverse of [`key`].
 #[cube]
 fn number_of(key: i32) -> f32 {
     f32::reinterpret(select(key < 0i32, key ^ 0x7fff_ffffi32, key))
@@ -177,7 +177,7 @@ fn number_of(key: i32) -> f32 {
 const INFINITE: i32 = 0x7f80_0000;
 const LEAST: i32 = (0xff80_0000u32 as i32) ^ 0x7fff_ffff;
 
-/// The extremes of a row's logits, a part by each cube. Clears what `weigh` adds into.
+/// The extremes of a part of a row's logits per cube. Also clears the sums of `weigh`.
 #[cube(launch_unchecked)]
 fn survey_kernel(logits: &Array<f32>, survey: &mut Array<u32>, sums: &mut Array<Atomic<u32>>, vocab: u32) {
     let (cube, row, unit) = (CUBE_POS_X as usize, CUBE_POS_Y as usize, UNIT_POS_X as usize);
@@ -220,14 +220,14 @@ fn survey_kernel(logits: &Array<f32>, survey: &mut Array<u32>, sums: &mut Array<
     }
 }
 
-/// The tokens of a cube's part, from the first to behind the last.
+/// The tokens of a cube's part as (start, end).
 #[cube]
 fn part(vocab: usize, cube: usize) -> (usize, usize) {
     let each = vocab.div_ceil(comptime!(CUBES));
     (min(cube * each, vocab), min((cube + 1) * each, vocab))
 }
 
-/// The most extreme of what `count` units found, a power of two, goes to the first: of equals the one with the lowest id.
+/// Reduces the extremes of `count` units, a power of two, to the first unit. The lowest id wins among equal maxima.
 #[cube]
 fn join(
     highs: &mut SharedMemory<i32>,
@@ -252,7 +252,7 @@ fn join(
     }
 }
 
-/// What all cubes found together: key of the greatest logit, its id, key of the least.
+/// The extremes over all cubes: key of the greatest logit, its id, key of the least.
 #[cube]
 fn extremes(survey: &Array<u32>, row: usize, unit: usize) -> (i32, u32, i32) {
     let mut highs = SharedMemory::<i32>::new(comptime!(CUBES));
@@ -268,20 +268,20 @@ fn extremes(survey: &Array<u32>, row: usize, unit: usize) -> (i32, u32, i32) {
     (highs[0], ids[0], lows[0])
 }
 
-/// Two words as one.
+/// Joins two words into 64 bits.
 #[cube]
 pub(crate) fn wide(low: u32, high: u32) -> u64 {
     (u64::cast_from(high) << 32u64) | u64::cast_from(low)
 }
 
-/// A constant as exactly the double that it is: some compilers of kernels print doubles with the digits of floats.
+/// An exact f64 constant. Some kernel compilers emit f64 literals with f32 digits.
 #[cube]
 fn double(#[comptime] bits: u64) -> f64 {
     let bits = RuntimeCell::<u64>::new(bits.runtime()); // a literal cannot be reinterpreted
     f64::reinterpret(bits.read())
 }
 
-/// Where a logit lies: see `Scale::place` in `kernels::sampler::order`.
+/// The place of a logit on the weight scale: see `Scale::place` in `kernels::sampler::order`.
 #[cube]
 pub(crate) fn place(logit: f32, greatest: f64, octaves: f64) -> u64 {
     let far = opaque((f64::cast_from(logit) - greatest) * octaves);
@@ -290,12 +290,12 @@ pub(crate) fn place(logit: f32, greatest: f64, octaves: f64) -> u64 {
     u64::reinterpret(far + double(ORIGIN_BITS))
 }
 
-/// Pattern of [`ORIGIN`].
+/// Bits of [`ORIGIN`].
 const ORIGIN_BITS: u64 = ORIGIN.to_bits();
 const LN2: f64 = std::f64::consts::LN_2;
 const SQUARE: f64 = LN2 * LN2 / 2.0;
 const CUBE: f64 = LN2 * LN2 * LN2 / 6.0;
-/// Pattern of 2^52: adding it rounds to an integer and leaves that in the low bits.
+/// Bits of 2^52: adding it rounds a number to an integer and leaves that in the low bits.
 const ROUND_BITS: u64 = ((1u64 << 52) as f64).to_bits();
 const STEP_MASK: u64 = (1 << STEP_SHIFT) - 1;
 
@@ -315,7 +315,7 @@ pub(crate) fn weight(place: u64, powers: &Array<u64>) -> u64 {
     u64::reinterpret(scaled + double(ROUND_BITS)) - ROUND_BITS.runtime()
 }
 
-/// How far places are shifted to be numbers of buckets.
+/// Right shift that turns the distance of a place from the origin into a bucket index.
 #[cube]
 fn bucket_shift(least: f32, greatest: f64, octaves: f64) -> u64 {
     let widest = comptime!(ORIGIN_BITS).runtime() - place(least, greatest, octaves);
@@ -326,8 +326,8 @@ fn bucket_shift(least: f32, greatest: f64, octaves: f64) -> u64 {
     shift
 }
 
-/// Octaves of weight per unit of logit by which buckets are made: at temperature 1 where `top_k` cuts, for at a low temperature all
-/// but a few tokens would share the last bucket.
+/// Octaves of weight per unit of logit for the buckets. With `top_k` this is for temperature 1, because at a low temperature all but
+/// a few tokens would share the last bucket.
 #[cube]
 fn bucket_octaves(choices: &Array<u32>, row: usize) -> f64 {
     let at = row * comptime!(PARAMETERS);
@@ -335,7 +335,7 @@ fn bucket_octaves(choices: &Array<u32>, row: usize) -> f64 {
     select(choices[at + 1] > 0u32, double(comptime!(std::f64::consts::LOG2_E.to_bits())), octaves)
 }
 
-/// Adds the weights of a row's tokens into buckets (their number where `top_k` cuts), a part by each cube.
+/// Adds the weights of a row's tokens into buckets, a part per cube. With `top_k` it counts the tokens instead.
 #[cube(launch_unchecked)]
 fn weigh_kernel(
     logits: &Array<f32>,
@@ -361,7 +361,7 @@ fn weigh_kernel(
     while i < end {
         let at = place(logits[row * vocab + i], greatest, octaves);
         let bucket = u32::cast_from((comptime!(ORIGIN_BITS).runtime() - at) >> shift);
-        // Unsound logits have any place; they are left to the host.
+        // Non-finite logits may have any place; the host samples such rows.
         let bucket = min(bucket, comptime!(BUCKETS as u32 - 1));
         buckets[row * (vocab.div_ceil(4usize) * 4) + i] = bucket;
         let mut value = 1u64.runtime();

@@ -1,7 +1,7 @@
-//! Layers of a model on a GPU: their weights, pages and scratch, and a pass through them as their recipe says.
+//! The GPU inference engine: weights, KV cache and scratch of a model's layers, and the forward pass that their recipe describes.
 //!
-//! A step of few rows is one replayed graph where the runtime has graphs (`engine/steps.rs`); other passes upload their rows and
-//! launch kernel by kernel. Next: `kernels::decoder`, which makes a stage of it.
+//! If the runtime has graphs, a step of few rows replays one graph (`engine/steps.rs`); other passes upload their rows and launch
+//! kernel by kernel. Next: `kernels::decoder`, which turns an engine into a stage.
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
@@ -37,7 +37,7 @@ use memory::{Memory, Release, Scratch, buffer_max, check_memory, scratch_bytes};
 pub use profile::{Launches, Profiled};
 use steps::{FEW, Steps};
 
-/// Rows of one pass.
+/// Maximum rows of a forward pass.
 const ROWS: usize = 512;
 
 /// Layers of a model on a GPU.
@@ -54,37 +54,37 @@ pub struct GpuEngine<R: Platform> {
     pool: Pool,
     scratch: Scratch,
     bytes: ResidentBytes,
-    /// Where the runtime replays steps.
+    /// Recorded steps, if the runtime has graphs.
     steps: Option<Steps>,
-    /// Passes that the device is at, the oldest first.
+    /// Passes queued on the device, the oldest first.
     queued: VecDeque<Queued>,
-    /// Something was launched through CubeCL since the last replay.
+    /// CubeCL has launched kernels since the last replay.
     launched: bool,
     phases: LoadPhases,
-    /// Behind every buffer, since fields are dropped in order.
+    /// Declared after every buffer, because fields are dropped in order.
     _release: Release<R>,
 }
 
-/// A pass that the device is at.
+/// A pass queued on the device.
 enum Queued {
-    /// A replayed step; `numbers`: how many it gives.
+    /// A replayed step with `numbers` results.
     Step { numbers: usize },
-    /// A read behind it.
+    /// A pass launched by CubeCL, and the read of its results.
     Read(Coming),
 }
 
-/// What a layer does, one after the other.
+/// The steps of a layer, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// RMSNorm before attention.
     AttentionNorm,
     /// Queries, keys and values.
     Inputs,
-    /// Queries and keys turned, keys and values put into pages.
+    /// Rotary embedding of queries and keys; keys and values are written to the KV cache.
     Place,
     /// Attention.
     Attend,
-    /// What attention gives, added to the stream.
+    /// Output projection of attention, added to the residual stream.
     Output,
     /// RMSNorm before the feed-forward.
     FeedForwardNorm,
@@ -92,7 +92,7 @@ pub enum Step {
     GateUp,
     /// activation(gate) · up.
     Gated,
-    /// Down, added to the stream.
+    /// Down projection, added to the residual stream.
     Down,
 }
 
@@ -108,7 +108,7 @@ const STEPS: [Step; 9] = [
     Step::Down,
 ];
 
-/// Weights and pages of one layer.
+/// Weights and KV cache pages of one layer.
 struct Layer {
     attention_norm: Handle,
     /// Query, key, value.
@@ -117,7 +117,7 @@ struct Layer {
     head_norms: Option<Handle>,
     output: Vec<Part>,
     output_bias: Option<Handle>,
-    /// Of what attention and feed-forward give.
+    /// Norms of the outputs of attention and feed-forward.
     norms_after: Option<[Handle; 2]>,
     ffn_norm: Handle,
     /// Gate, up.
@@ -134,11 +134,11 @@ struct Head {
     matrix: Vec<Part>,
 }
 
-/// Loads layers onto device `number` of a runtime, whose client is given. `memory_free` is what it has left, where that is known.
+/// Loads layers onto device `number` of a runtime, the device of `client`. `memory_free`: its free bytes, if known.
 ///
 /// # Errors
-/// Options or tensors that make no sense, a model that does not fit the device, a device that cannot keep the order of arithmetic
-/// or fails.
+/// The options or tensors are invalid, the model does not fit the device, or the device cannot keep the order of arithmetic or
+/// failed.
 pub fn load<R: Platform>(
     file: &ModelFile,
     options: StageOptions,
@@ -149,7 +149,7 @@ pub fn load<R: Platform>(
     load_weights(file, Weights::File, options, client, number, memory_free)
 }
 
-/// As [`load`], with matrices from elsewhere.
+/// Like [`load`], with matrices from `weights`.
 pub(crate) fn load_weights<R: Platform>(
     file: &ModelFile,
     weights: Weights,
@@ -179,7 +179,7 @@ impl<R: Platform> GpuEngine<R> {
         memory_free: Option<u64>,
     ) -> Result<Self, StageError> {
         let start = Instant::now();
-        let _release = Release::new(&client); // the first, so that it is dropped behind all buffers if loading fails
+        let _release = Release::new(&client); // first, so that it is dropped after all buffers if loading fails
         let able = Abilities::of(&client)?;
         let recipe = Recipe::of(&config);
         let heads = Heads {
@@ -292,7 +292,7 @@ impl<R: Platform> GpuEngine<R> {
         self.read(logits).map(|()| None)
     }
 
-    /// All layers, after the embedding of `tokens` where they are given.
+    /// All layers, preceded by the embedding of `tokens` if given.
     fn layers<L: Platform>(
         &self,
         client: &ComputeClient<L>,
@@ -314,7 +314,7 @@ impl<R: Platform> GpuEngine<R> {
         }
     }
 
-    /// Logits `[many, vocabulary]` of the rows that `chosen` names.
+    /// Logits `[many, vocabulary]` of the rows whose indices are in `chosen`.
     fn logits<L: Platform>(
         &self,
         client: &ComputeClient<L>,
@@ -389,7 +389,7 @@ impl<R: Platform> GpuEngine<R> {
         }
     }
 
-    /// Gate and up are one matrix, and are gated where they are computed.
+    /// Whether gate and up are one matrix and the product kernel applies the activation ([`gate_product`]).
     fn gates(&self, layer: &Layer, count: usize) -> bool {
         let integers = Wanted { floats: false, integers: true };
         let [part] = &layer.gated[..] else { return false };
@@ -399,7 +399,7 @@ impl<R: Platform> GpuEngine<R> {
             && gates(&part.matrix, count, self.able)
     }
 
-    /// What the matrices read.
+    /// The formats of activations that these matrices read.
     fn wanted(&self, parts: &[Part]) -> Wanted {
         let codes = |part: &Part| Layout::of(part.matrix.kind).bits > 0;
         let integers = self.options.activations == stage::Activations::Int8;
@@ -437,7 +437,7 @@ impl<R: Platform> GpuEngine<R> {
         }
     }
 
-    /// Adds products to the residual stream, normalised first if the model wants that.
+    /// Adds products to the residual stream, normalised first if `norm` is given.
     fn add_products<L: Platform>(
         &self,
         client: &ComputeClient<L>,
@@ -454,7 +454,7 @@ impl<R: Platform> GpuEngine<R> {
         norm_add(client, self.able, &self.scratch.delta, weight, eps, count, width, hidden);
     }
 
-    /// Positions of rows and where their page tables begin, and the tables: each of `room` pages, or as long as it is.
+    /// For each row its position and the start of its page table, and the page tables: padded to `room` pages if given.
     fn tables(&self, rows: &[RowAt], room: Option<usize>) -> (Vec<u32>, Vec<u32>) {
         let (mut table, mut tables) = (Vec::with_capacity(2 * rows.len()), Vec::new());
         let mut last: Option<(SequenceId, u32)> = None;
@@ -478,7 +478,7 @@ impl<R: Platform> GpuEngine<R> {
         self.client.create(Bytes::from_bytes_vec(bytes.to_vec()))
     }
 
-    /// Begins to read numbers back. The device is asked first: it answers a read after a failure with old data.
+    /// Starts to read numbers back. Flushes first to get errors: after a failure the device would return stale data.
     fn read(&mut self, numbers: Handle) -> Result<(), StageError> {
         self.client.flush().map_err(failed)?;
         self.queued.push_back(Queued::Read(submitted(self.client.clone(), numbers)));
@@ -506,8 +506,8 @@ impl<R: Platform> decoder::Engine for GpuEngine<R> {
             let (free, all) = self.pool.free_of();
             let positions: usize = wanted.iter().map(|(_, positions)| positions).sum();
             input(format!(
-                "{} sequences with {positions} positions need {missing} pages of {POSITIONS} positions beside the ones that they \
-                 hold, and {free} of {all} are free; wait for a sequence to end, or give the stage more sequences",
+                "{} sequences with {positions} positions need {missing} more pages of {POSITIONS} positions, but only {free} of \
+                 {all} are free; wait for a sequence to end, or give the stage more sequences",
                 wanted.len()
             ))
         })
@@ -589,7 +589,7 @@ fn layer<R: Platform>(
     })
 }
 
-/// Cosines, then sines, of each position below `positions`, which the table knows.
+/// Uploads the cosines, then the sines, of each position below `positions`, which the table must cover.
 fn rotary<R: Platform>(memory: &Memory<'_, R>, table: &RotaryTable, positions: usize) -> Result<Handle, StageError> {
     let row = |position| {
         let (cosines, sines) = table.at(position);
@@ -599,20 +599,20 @@ fn rotary<R: Platform>(memory: &Memory<'_, R>, table: &RotaryTable, positions: u
     memory.created(bytemuck::cast_slice(&numbers).to_vec(), "rotary tables")
 }
 
-/// cubecl reports kernels that do not compile and devices that are lost by panicking.
+/// Turns panics into errors: CubeCL panics when a kernel does not compile or a device is lost.
 pub(crate) fn guarded<T>(work: impl FnOnce() -> Result<T, StageError>) -> Result<T, StageError> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(StageError::Device(panic_text(panic.as_ref()))))
 }
 
-/// What a panic said: its beginning, for a kernel that does not compile is shown with all its text.
+/// The start of a panic message; the message for a kernel that does not compile contains its whole source.
 pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
     const MOST: usize = 600;
     let text = panic.downcast_ref::<String>().map(String::as_str);
-    let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("it panicked");
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("panic without a message");
     text.chars().take(MOST).collect()
 }
 
-/// What the device says of a failure: its beginning.
+/// A device error: the start of the error's text.
 pub(crate) fn failed(error: impl std::fmt::Debug) -> StageError {
     StageError::Device(format!("{error:?}").chars().take(600).collect())
 }

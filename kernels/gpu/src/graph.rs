@@ -1,8 +1,8 @@
-//! Steps of decoding as CUDA graphs: the launches of a step are recorded once and replayed by one call.
+//! Decode steps as CUDA graphs: the launches of a step are recorded once and replayed with one call.
 //!
-//! CubeCL has no graphs, and a launch through it costs the host about 8 µs, of which a step has hundreds. So the same functions that
-//! launch kernels are run on a [`Recorder`], a runtime that only notes what is launched; what it noted is compiled, captured on a
-//! stream of our own, and replayed there.
+//! CubeCL has no graphs, and each launch through it costs the host about 8 µs; a step has hundreds. So we run the functions that
+//! launch kernels on a [`Recorder`], a runtime that only records launches. The recorded kernels are compiled, captured on our own
+//! stream, and replayed there.
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{CString, c_void};
@@ -34,23 +34,23 @@ use crate::device::cuda::capability;
 use crate::engine::failed;
 use crate::inline::AWAITS;
 
-/// A runtime that notes launches instead of making them.
+/// A runtime that records launches instead of executing them.
 #[derive(Clone, Debug)]
 pub(crate) struct Recorder;
 
-/// The CUDA device whose launches are noted.
+/// The CUDA device that launches are recorded for.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RecorderDevice(usize);
 
-/// A launch as it was noted.
-struct Noted {
+/// A launch as recorded.
+struct RecordedLaunch {
     kernel: Box<dyn CubeTask<CudaCompiler>>,
     cubes: (u32, u32, u32),
     arguments: KernelArguments,
 }
 
-/// Launches by the stream, hence the thread, that made them.
-static NOTED: Mutex<Vec<(StreamId, Noted)>> = Mutex::new(Vec::new());
+/// Recorded launches with the stream of the launching thread.
+static RECORDED: Mutex<Vec<(StreamId, RecordedLaunch)>> = Mutex::new(Vec::new());
 
 thread_local! {
     /// Buffers of this thread's launches, in the order of their arguments.
@@ -76,7 +76,7 @@ impl Device for RecorderDevice {
 
 impl Runtime for Recorder {
     type Compiler = CudaCompiler;
-    type Server = Notes;
+    type Server = RecorderServer;
     type Device = RecorderDevice;
 
     fn client(device: &Self::Device) -> ComputeClient<Self> {
@@ -84,7 +84,7 @@ impl Runtime for Recorder {
     }
 
     fn name(_client: &ComputeClient<Self>) -> &'static str {
-        "cuda" // the kernels are CUDA's
+        "cuda" // kernels are generated for CUDA
     }
 
     fn require_array_lengths() -> bool {
@@ -108,25 +108,25 @@ impl Runtime for Recorder {
     }
 }
 
-/// Where launches are noted. It has no memory.
+/// The recorder's compute server. It has no memory.
 #[derive(Debug)]
-pub(crate) struct Notes(Arc<ServerUtilities<Self>>);
+pub(crate) struct RecorderServer(Arc<ServerUtilities<Self>>);
 
-/// The memory that it has not.
+/// Memory management of a server without memory.
 #[derive(Debug)]
 pub(crate) struct NoMemory;
 
-/// Another type of device than CubeCL's own runtimes have: devices of a type and number share a thread, and a recorder must not wait
-/// for the device that waits for it.
+/// A device type that CubeCL's own runtimes do not use. Devices of equal type and number share a thread, and a recorder on the real
+/// device's thread would deadlock.
 const TYPE: u16 = 9;
 
 /// Properties of the devices whose launches are recorded, by number.
 static PROPERTIES: Mutex<BTreeMap<u16, DeviceProperties>> = Mutex::new(BTreeMap::new());
 
-impl DeviceService for Notes {
+impl DeviceService for RecorderServer {
     fn init(device: DeviceId) -> Self {
         let known = PROPERTIES.lock().unwrap_or_else(PoisonError::into_inner);
-        let properties = known.get(&device.index_id).expect("put there before a recorder is asked for").clone();
+        let properties = known.get(&device.index_id).expect("set before a recorder's client is created").clone();
         Self(Arc::new(ServerUtilities::new(properties, Arc::new(ServerLogger::default()), (), NoMemory)))
     }
 
@@ -135,7 +135,7 @@ impl DeviceService for Notes {
     }
 }
 
-impl ServerCommunication for Notes {
+impl ServerCommunication for RecorderServer {
     const SERVER_COMM_ENABLED: bool = false;
 }
 
@@ -167,7 +167,7 @@ fn no_memory() -> IoError {
     IoError::UnsupportedIoOperation { backtrace: cubecl::backtrace::BackTrace::capture() }
 }
 
-impl ComputeServer for Notes {
+impl ComputeServer for RecorderServer {
     type Kernel = Box<dyn CubeTask<CudaCompiler>>;
     type Info = ();
     type MemoryLayoutPolicy = NoMemory;
@@ -207,9 +207,12 @@ impl ComputeServer for Notes {
     ) {
         let cubes = match count {
             CubeCount::Static(x, y, z) => (x, y, z),
-            CubeCount::Dynamic(_) => (0, 0, 0), // refused when it is captured
+            CubeCount::Dynamic(_) => (0, 0, 0), // rejected by `Graphs::record`
         };
-        NOTED.lock().unwrap_or_else(PoisonError::into_inner).push((stream, Noted { kernel, cubes, arguments }));
+        RECORDED
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push((stream, RecordedLaunch { kernel, cubes, arguments }));
     }
 
     fn flush(&mut self, _: StreamId) -> Result<(), ServerError> {
@@ -233,17 +236,17 @@ impl ComputeServer for Notes {
     fn allocation_mode(&mut self, _: MemoryAllocationMode, _: StreamId) {}
 }
 
-/// Launches that `launch` makes, and their buffers in the order of arguments.
-fn noted(
+/// The launches of `launch`, and their buffers in the order of arguments.
+fn recorded(
     recorder: &ComputeClient<Recorder>,
     launch: impl FnOnce(&ComputeClient<Recorder>),
-) -> Result<(Vec<Noted>, Vec<Handle>), StageError> {
+) -> Result<(Vec<RecordedLaunch>, Vec<Handle>), StageError> {
     let stream = StreamId::current();
-    let take = || -> Vec<Noted> {
-        let mut all = NOTED.lock().unwrap_or_else(PoisonError::into_inner);
+    let take = || -> Vec<RecordedLaunch> {
+        let mut all = RECORDED.lock().unwrap_or_else(PoisonError::into_inner);
         let (mine, others) = all.drain(..).partition(|(of, _)| *of == stream);
         *all = others;
-        mine.into_iter().map(|(_, noted): (_, Noted)| noted).collect()
+        mine.into_iter().map(|(_, recorded): (_, RecordedLaunch)| recorded).collect()
     };
     BOUND.with_borrow_mut(Vec::clear);
     take();
@@ -252,13 +255,13 @@ fn noted(
     Ok((take(), BOUND.take()))
 }
 
-/// How many kernels `launch` launches on a device of these properties, of any runtime.
+/// Number of kernels that `launch` launches on a device with these properties, of any runtime.
 pub(crate) fn launches(properties: &DeviceProperties, launch: impl FnOnce(&ComputeClient<Recorder>)) -> usize {
-    /// The number of no device: what is only counted is neither compiled nor replayed.
+    /// A number that no device has: these launches are neither compiled nor replayed.
     const COUNTED: u16 = u16::MAX - 1;
     PROPERTIES.lock().unwrap_or_else(PoisonError::into_inner).insert(COUNTED, properties.clone());
     let recorder = Recorder::client(&RecorderDevice(COUNTED.into()));
-    noted(&recorder, launch).expect("a recorder only notes").0.len()
+    recorded(&recorder, launch).expect("recording does not fail").0.len()
 }
 
 impl Source {
@@ -278,7 +281,7 @@ impl Source {
         Ok(Self { text: compiled.source, entry })
     }
 
-    /// The distinct kernels that `launch` launches, without a device: `properties` stand for it.
+    /// The distinct kernels that `launch` launches on a device with these properties. Needs no device.
     #[cfg(test)]
     pub(crate) fn all(
         properties: DeviceProperties,
@@ -288,47 +291,47 @@ impl Source {
         PROPERTIES.lock().unwrap_or_else(PoisonError::into_inner).insert(NONE, properties);
         let recorder = Recorder::client(&RecorderDevice(NONE.into()));
         let mut known = std::collections::HashSet::new();
-        let (noted, _) = noted(&recorder, launch)?;
-        noted.iter().filter(|n| known.insert(n.kernel.id())).map(|n| Self::of(&*n.kernel)).collect()
+        let (recorded, _) = recorded(&recorder, launch)?;
+        recorded.iter().filter(|n| known.insert(n.kernel.id())).map(|n| Self::of(&*n.kernel)).collect()
     }
 }
 
-/// A kernel in the driver.
+/// A kernel loaded into the driver.
 #[derive(Clone, Copy)]
 struct Function {
     function: sys::CUfunction,
     units: (u32, u32, u32),
     shared_bytes: u32,
-    /// It waits for the kernel before it by itself.
+    /// The kernel itself waits for the preceding kernel, so it may be launched early.
     awaits: bool,
 }
 
-// SAFETY: a driver's handle, which any thread may use.
+// SAFETY: a driver handle, which any thread may use.
 unsafe impl Send for Function {}
 
-/// Kernels in the driver, by device: they stay for the life of its context, which is that of the process.
+/// Loaded kernels by device. They live as long as the device's context, which lives as long as the process.
 static FUNCTIONS: Mutex<BTreeMap<usize, HashMap<KernelId, Function>>> = Mutex::new(BTreeMap::new());
 
-/// A launch as it is captured.
+/// A launch to capture.
 struct Call {
     function: Function,
     cubes: (u32, u32, u32),
-    /// Addresses of its buffers.
+    /// Device addresses of the buffers.
     pointers: Vec<u64>,
-    /// Its scalars.
+    /// Scalar parameters.
     info: Vec<u64>,
 }
 
 impl Call {
-    /// Puts it on a stream. `early`: its cubes may start before the kernel before it is done.
+    /// Launches the kernel on a stream. `early`: its cubes may start before the preceding kernel is complete.
     ///
     /// # Safety
-    /// The stream's context is current, and the parameters are those that the kernel was compiled for.
+    /// The stream's context must be current, and the parameters must be those that the kernel was compiled for.
     unsafe fn launch(&mut self, stream: sys::CUstream, early: bool) -> Result<(), result::DriverError> {
         let Function { function, units, shared_bytes, .. } = self.function;
         let mut parameters: Vec<*mut c_void> = self.pointers.iter_mut().map(|p| (p as *mut u64).cast()).collect();
         parameters.push(self.info.as_mut_ptr().cast());
-        // SAFETY: of the caller; the attribute is read during the call, and zeros are a valid value of it.
+        // SAFETY: guaranteed by the caller; the attribute is only read during the call, and all zeros are a valid attribute.
         unsafe {
             if !early {
                 return result::launch_kernel(function, self.cubes, units, shared_bytes, stream, &mut parameters);
@@ -353,7 +356,7 @@ impl Call {
     }
 }
 
-/// Whether graphs of a device keep launches that start before the one before them is done: Hopper and later, from CUDA 12.3 on.
+/// Whether graphs support programmatic dependent launch on this device: Hopper and later, from CUDA 12.3 on.
 fn starts_early(device: sys::CUdevice) -> Result<bool, result::DriverError> {
     const VERSION: i32 = 12_030;
     const CAPABILITY: u32 = 90;
@@ -363,20 +366,20 @@ fn starts_early(device: sys::CUdevice) -> Result<bool, result::DriverError> {
     Ok(version >= VERSION && capability(device)? >= CAPABILITY)
 }
 
-/// Records and replays on one device.
+/// Records and replays graphs on one device.
 pub(crate) struct Graphs {
     cuda: ComputeClient<CudaRuntime>,
     recorder: ComputeClient<Recorder>,
     context: sys::CUcontext,
     stream: sys::CUstream,
     compiler: Compiler,
-    /// Of the device.
+    /// Number of the device.
     number: usize,
-    /// Kernels that wait by themselves are launched before the kernel before them is done.
+    /// Kernels that wait for the preceding kernel themselves are launched early.
     early: bool,
 }
 
-// SAFETY: the context is made current by each call; streams, functions and graphs may be used by any one thread at a time.
+// SAFETY: each call makes the context current; streams, functions and graphs may be used from any thread, one at a time.
 unsafe impl Send for Graphs {}
 
 /// A recorded step.
@@ -387,18 +390,18 @@ unsafe impl Send for Graph {}
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        // SAFETY: it was instantiated, and nothing replays it any more. A device that is lost says so to the next call.
+        // SAFETY: it was instantiated, and nothing replays it any more. If the device is lost, the next call reports it.
         let _ = unsafe { result::graph::exec_destroy(self.0) };
     }
 }
 
-/// A buffer of CubeCL's and its address on the device, which stays while the handle lives.
+/// A CubeCL buffer and its device address, which is valid while the handle lives.
 pub(crate) struct Buffer {
     pub(crate) handle: Handle,
     address: u64,
 }
 
-/// A point in the order of what was queued.
+/// An event on the stream: marks the end of the work queued before it.
 pub(crate) struct Mark(sys::CUevent);
 
 // SAFETY: see `Graphs`.
@@ -406,23 +409,23 @@ unsafe impl Send for Mark {}
 
 impl Drop for Mark {
     fn drop(&mut self) {
-        // SAFETY: it was created. A device that is lost says so to the next call.
+        // SAFETY: it was created. If the device is lost, the next call reports it.
         let _ = unsafe { result::event::destroy(self.0) };
     }
 }
 
-/// Host memory that the device reads and writes by itself.
+/// Pinned host memory, which the device accesses directly.
 pub(crate) struct Pinned {
     start: *mut u32,
     words: usize,
 }
 
-// SAFETY: it is memory, owned.
+// SAFETY: it owns its memory.
 unsafe impl Send for Pinned {}
 
 impl Pinned {
     pub(crate) fn words(&mut self) -> &mut [u32] {
-        // SAFETY: allocated with `words` words; any pattern is a word.
+        // SAFETY: allocated with `words` words; any bit pattern is a valid word.
         unsafe { std::slice::from_raw_parts_mut(self.start, self.words) }
     }
 }
@@ -435,12 +438,12 @@ impl Drop for Pinned {
 }
 
 impl Graphs {
-    /// For the device of a client of CubeCL's.
+    /// For CUDA device `device`, whose CubeCL client is `cuda`.
     pub(crate) fn new(cuda: &ComputeClient<CudaRuntime>, device: usize) -> Result<Self, StageError> {
         let number = i32::try_from(device).map_err(failed)?;
         let found = result::device::get(number).map_err(failed)?;
         let compiler = Compiler::new(found)?;
-        // SAFETY: the device is there; its primary context is the one that CubeCL uses.
+        // SAFETY: the device exists; CubeCL uses its primary context too.
         let (context, stream) = unsafe {
             let context = result::primary_ctx::retain(found).map_err(failed)?;
             result::ctx::set_current(context).map_err(failed)?;
@@ -464,24 +467,24 @@ impl Graphs {
         unsafe { result::ctx::set_current(self.context) }.map_err(failed)
     }
 
-    /// Makes a graph of what `launch` launches.
+    /// Records the launches of `launch` as a graph.
     pub(crate) fn record(&mut self, launch: impl FnOnce(&ComputeClient<Recorder>)) -> Result<Graph, StageError> {
         self.enter()?;
-        let (noted, bound) = noted(&self.recorder, launch)?;
-        let buffers: usize = noted.iter().map(|noted| noted.arguments.buffers.len()).sum();
+        let (recorded, bound) = recorded(&self.recorder, launch)?;
+        let buffers: usize = recorded.iter().map(|recorded| recorded.arguments.buffers.len()).sum();
         if buffers != bound.len() {
-            return Err(StageError::Device(format!("{buffers} buffers were recorded, {} bound", bound.len())));
+            return Err(StageError::Device(format!("{buffers} buffers were recorded but {} were bound", bound.len())));
         }
-        let mut calls = Vec::with_capacity(noted.len());
+        let mut calls = Vec::with_capacity(recorded.len());
         let mut bound = bound.into_iter();
-        for Noted { kernel, cubes, arguments } in noted {
+        for RecordedLaunch { kernel, cubes, arguments } in recorded {
             let mut pointers = Vec::with_capacity(arguments.buffers.len());
             for handle in bound.by_ref().take(arguments.buffers.len()) {
                 pointers.push(self.buffer(handle)?.address);
             }
             let info = arguments.info;
             if info.dynamic_metadata_offset < info.data.len() || cubes == (0, 0, 0) {
-                return Err(StageError::Device("a launch with shapes or a count of the device's own".into()));
+                return Err(StageError::Device("cannot record a launch with dynamic shapes or cube counts".into()));
             }
             calls.push(Call { function: self.function(&*kernel)?, cubes, pointers, info: info.data });
         }
@@ -489,7 +492,7 @@ impl Graphs {
             match self.capture(&mut calls, true) {
                 Ok(graph) => return Ok(graph),
                 Err(error) => {
-                    tracing::debug!("kernels of graphs do not start early here: {error}");
+                    tracing::debug!("graphs on this device do not support early kernel starts: {error}");
                     self.early = false;
                 }
             }
@@ -497,10 +500,10 @@ impl Graphs {
         self.capture(&mut calls, false).map_err(failed)
     }
 
-    /// A graph of launches. `early`: kernels that wait by themselves start early.
+    /// Captures launches as a graph. `early`: kernels that wait for the preceding kernel themselves start early.
     fn capture(&self, calls: &mut [Call], early: bool) -> Result<Graph, result::DriverError> {
-        // SAFETY: parameters are those that the kernels were compiled for: buffers in order, then scalars by value. They are copied
-        // when a launch is captured. The graph is destroyed once it is instantiated.
+        // SAFETY: the parameters are those that the kernels were compiled for: buffers in order, then scalars by value. Capturing a
+        // launch copies them. The graph is destroyed after it is instantiated.
         unsafe {
             let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
             result::stream::begin_capture(self.stream, mode)?;
@@ -518,7 +521,7 @@ impl Graphs {
 
     fn function(&self, kernel: &dyn CubeTask<CudaCompiler>) -> Result<Function, StageError> {
         let id = kernel.id();
-        // Held while a kernel is loaded: another stage may need the same one.
+        // Locked while loading: another stage may need the same kernel.
         let mut all = FUNCTIONS.lock().unwrap_or_else(PoisonError::into_inner);
         let functions = all.entry(self.number).or_default();
         if let Some(function) = functions.get(&id) {
@@ -528,7 +531,7 @@ impl Graphs {
         let function = self.compiler.load(&id, source, |entry, code| {
             let name = CString::new(entry.name.as_str()).map_err(failed)?;
             let EntryPoint { units, shared_bytes, awaits, .. } = *entry;
-            // SAFETY: the code is what NVRTC made.
+            // SAFETY: NVRTC generated the code.
             unsafe {
                 let module = result::module::load_data(code.as_ptr().cast()).map_err(failed)?;
                 let function = result::module::get_function(module, name).map_err(failed)?;
@@ -541,27 +544,27 @@ impl Graphs {
         Ok(function)
     }
 
-    /// Host memory for what goes to the device and back.
+    /// Allocates pinned host memory for transfers.
     pub(crate) fn pinned(&self, words: usize) -> Result<Pinned, StageError> {
         self.enter()?;
-        // SAFETY: freed when it is dropped.
+        // SAFETY: freed when the `Pinned` is dropped.
         let start = unsafe { result::malloc_host(words.max(1) * 4, 0) }.map_err(failed)?;
         Ok(Pinned { start: start.cast(), words })
     }
 
-    /// Looks up where a buffer is: a call to CubeCL's thread, which is why it is not done in each step.
+    /// Looks up a buffer's device address. This is a call to CubeCL's thread, too slow for every step.
     pub(crate) fn buffer(&self, handle: Handle) -> Result<Buffer, StageError> {
         let address = self.cuda.get_resource(handle.clone()).map_err(failed)?.resource().ptr;
         Ok(Buffer { handle, address })
     }
 
-    /// Waits until CubeCL's own launches are done: they are on another stream.
+    /// Waits until the launches on CubeCL's stream are complete.
     pub(crate) fn join(&self) -> Result<(), StageError> {
         self.cuda.flush().map_err(failed)?;
         cubecl::future::block_on(self.cuda.sync()).map_err(failed)
     }
 
-    /// Replays a graph and waits until it is done.
+    /// Replays a graph and waits until it is complete.
     pub(crate) fn replay(&self, graph: &Graph) -> Result<(), StageError> {
         self.enter()?;
         // SAFETY: the graph was instantiated for this context.
@@ -571,8 +574,8 @@ impl Graphs {
         }
     }
 
-    /// Queues, in this order: words to a buffer, from word `start` on; a graph; words back. Then the mark, which is waited for before
-    /// either memory is used again.
+    /// Queues, in this order: a copy of `sent` to buffer `to` from word `start` on, a graph, a copy of buffer `from` to `got`, and
+    /// the mark. The caller must wait for the mark before it uses `sent` or `got` again.
     pub(crate) fn queue(
         &self,
         (sent, to, start): (&[u32], &Buffer, usize),
@@ -581,8 +584,8 @@ impl Graphs {
         mark: &Mark,
     ) -> Result<(), StageError> {
         self.enter()?;
-        // SAFETY: the buffers are as long as the words, by the engine that made both; the words are pinned, and stay as they are until
-        // the mark was waited for.
+        // SAFETY: the engine made the buffers at least as long as the words; the words are pinned, and stay untouched until the
+        // caller has waited for the mark.
         unsafe {
             result::memcpy_htod_async(to.address + 4 * start as u64, sent, self.stream).map_err(failed)?;
             result::graph::launch(graph.0, self.stream).map_err(failed)?;
@@ -591,24 +594,24 @@ impl Graphs {
         }
     }
 
-    /// A mark that nothing was queued before yet.
+    /// Creates a mark that is not queued yet.
     pub(crate) fn mark(&self) -> Result<Mark, StageError> {
         self.enter()?;
         result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING).map(Mark).map_err(failed)
     }
 
-    /// Waits until all that was queued before a mark is done.
+    /// Waits until everything queued before a mark is complete.
     pub(crate) fn wait(&self, mark: &Mark) -> Result<(), StageError> {
         self.enter()?;
-        // SAFETY: the event is of this context.
+        // SAFETY: the event belongs to this context.
         unsafe { result::event::synchronize(mark.0) }.map_err(failed)
     }
 }
 
 impl Drop for Graphs {
     fn drop(&mut self) {
-        // SAFETY: the stream is ours; modules live as long as the context. A step may still be queued, and uses memory that is freed
-        // after this.
+        // SAFETY: the stream is ours; modules live as long as the context. Synchronise first: a queued step may use memory that is
+        // freed after this.
         let _ = self.enter().map(|()| unsafe {
             let _ = result::stream::synchronize(self.stream);
             result::stream::destroy(self.stream)

@@ -1,21 +1,20 @@
-//! Instructions that CUDA has and CubeCL does not: copies to shared memory that complete in groups, and kernels that begin before the
-//! one before them is done.
+//! CUDA instructions that CubeCL lacks: asynchronous copies to shared memory (`cp.async`) and programmatic dependent launch.
 //!
-//! CubeCL writes the comments of a kernel into its CUDA text as they are, so a comment that ends itself is followed by code. Variables
-//! have the names there that CubeCL 0.10 gives them: where that changes, `tests/compile.rs` fails.
+//! CubeCL writes kernel comments verbatim into the CUDA source, so code after a `*/` in a comment is compiled. The code refers to
+//! variables by the names that CubeCL 0.10 generates; if these change, `tests/compile.rs` fails.
 use cubecl::intrinsic;
 use cubecl::ir::{NonSemantic, Variable, VariableKind};
 use cubecl::prelude::*;
 
 use crate::arithmetic::Abilities;
 
-/// Puts statements into the CUDA text of a kernel.
+/// Inserts statements into the CUDA source of a kernel.
 fn statement(scope: &mut Scope, code: &str) {
     // CubeCL writes a comment of several lines between `/*` and `*/`.
     scope.register(NonSemantic::Comment { content: format!("\n*/ {code} /*") });
 }
 
-/// The name of a variable in CUDA text.
+/// The name of a variable in the CUDA source.
 #[allow(clippy::wildcard_enum_match_arm, reason = "copies are between arrays, at numbers")]
 fn name(variable: &Variable) -> String {
     match variable.kind {
@@ -27,8 +26,7 @@ fn name(variable: &Variable) -> String {
     }
 }
 
-/// Begins to copy 16 bytes, which must begin at a multiple of 16 bytes in both memories: `cp.async` of PTX. The elements are those of
-/// `from` from `at` on.
+/// Starts an asynchronous copy of 16 bytes from `from[at ..]` to `to[to_at ..]` (PTX `cp.async`). Both must be 16-byte aligned.
 #[cube]
 #[allow(unused_variables, reason = "used in expansion")]
 pub(crate) fn begin_copy<T: CubePrimitive>(from: &Array<T>, at: usize, to: &SharedMemory<T>, to_at: usize) {
@@ -44,13 +42,13 @@ pub(crate) fn begin_copy<T: CubePrimitive>(from: &Array<T>, at: usize, to: &Shar
     })
 }
 
-/// Ends a group of this unit's copies: those begun since the last group.
+/// Commits this unit's copies since the last group as one group.
 #[cube]
 pub(crate) fn end_group() {
     intrinsic!(|scope| statement(scope, "asm volatile(\"cp.async.commit_group;\" ::: \"memory\");"))
 }
 
-/// Waits until all but the latest `pending` groups of this unit's copies are done.
+/// Waits until all but the latest `pending` groups of this unit's copies are complete.
 #[cube]
 #[allow(unused_variables, reason = "used in expansion")]
 pub(crate) fn wait_groups(#[comptime] pending: usize) {
@@ -59,10 +57,10 @@ pub(crate) fn wait_groups(#[comptime] pending: usize) {
     })
 }
 
-/// What a kernel's text holds if it waits for the kernel before it by itself: only such a kernel may be launched early.
+/// The instruction that waits for the preceding kernel. Only kernels that contain it may be launched early.
 pub(crate) const AWAITS: &str = "griddepcontrol.wait";
 
-/// Lets the next kernel start as soon as there is room for its cubes: it waits for this one where it calls [`await_previous`].
+/// Lets the next kernel start as soon as there is room for its cubes; it waits for this one at [`await_previous`].
 #[cube]
 pub(crate) fn release_next(#[comptime] able: Abilities) {
     if comptime!(able.matrices) {
@@ -70,8 +68,8 @@ pub(crate) fn release_next(#[comptime] able: Abilities) {
     }
 }
 
-/// Waits until the kernel before this one is done and its results are visible. Nothing that another kernel writes may be read before,
-/// and nothing may be written.
+/// Waits until the preceding kernel is complete and its results are visible. Before this call a kernel must not write, and must
+/// not read anything that another kernel writes.
 #[cube]
 pub(crate) fn await_previous(#[comptime] able: Abilities) {
     if comptime!(able.matrices) {
@@ -79,7 +77,7 @@ pub(crate) fn await_previous(#[comptime] able: Abilities) {
     }
 }
 
-/// An instruction that cards have from Hopper on; the others run one kernel after the other.
+/// Inserts an instruction for Hopper and later; older cards run kernels one after another.
 fn on_hopper(scope: &mut Scope, instruction: &str) {
     let code = format!("\n#if __CUDA_ARCH__ >= 900\nasm volatile(\"{instruction};\" ::: \"memory\");\n#endif\n");
     statement(scope, &code);

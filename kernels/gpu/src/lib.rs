@@ -1,7 +1,8 @@
-//! Models on GPUs: kernels that keep the order of arithmetic of [`kernels::order`], and an engine made of them.
+//! LLM inference on GPUs: CubeCL kernels with the operation order of [`kernels::order`], and the engine built on them.
 //!
-//! One source for CUDA and Vulkan. A device with 8-bit matrix instructions uses them; any other multiplies integers, to the same
-//! bits. Next: `arithmetic.rs`, then `tiles.rs`; `open.rs` is what a program sees.
+//! CUDA and Vulkan share one source. Devices with 8-bit matrix instructions use them; others use integer multiplies and get the
+//! same bits. Names are CubeCL's: a unit is a thread, a plane a warp, a cube a thread block.
+//! Next: `arithmetic.rs`, then `tiles.rs`; `open.rs` is the public API.
 #![allow(clippy::too_many_arguments, reason = "a launch names its buffers and sizes one by one")]
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
@@ -38,25 +39,25 @@ pub use open::{GpuSpeed, gpu_speed, grid_tile, load_profiled, load_random, load_
 pub use selftest::Check;
 pub use shapes::{SHAPES, Shape};
 
-/// A runtime that models are computed by.
+/// A CubeCL runtime that the engine supports, with its optional features.
 pub trait Platform: Runtime {
-    /// The buffer of a launch.
+    /// Binds a buffer to a launch.
     #[doc(hidden)]
     fn bind(handle: &Handle) -> Handle {
         handle.clone()
     }
 
-    /// What replays steps on device `number`, where the runtime has such a thing.
+    /// Records and replays steps on device `number`; `None` if the runtime has no graphs.
     #[doc(hidden)]
     #[allow(private_interfaces)]
     fn graphs(_client: &ComputeClient<Self>, _number: usize) -> Result<Option<graph::Graphs>, StageError> {
         Ok(None)
     }
 
-    /// What copies weights to device `number` in slabs of that many bytes, where the runtime gives access to its memory.
+    /// Copies weights to device `number` in slabs of `slab_bytes`; `None` if the runtime gives no access to device memory.
     ///
     /// # Errors
-    /// The host has no memory for slabs, or the device failed.
+    /// The host has no memory for the slabs, or the device failed.
     #[doc(hidden)]
     #[allow(private_interfaces)]
     fn upload(
@@ -67,7 +68,7 @@ pub trait Platform: Runtime {
         Ok(None)
     }
 
-    /// Bytes that device `number` has free now, where the runtime can say.
+    /// Free bytes on device `number`; `None` if the runtime does not report them.
     #[doc(hidden)]
     fn memory_free(_number: usize) -> Option<u64> {
         None
@@ -96,9 +97,9 @@ impl Platform for CudaRuntime {
     }
 }
 
-/// An array of the device as one launch sees it; `len` in numbers of 32 bits.
+/// A buffer as a kernel argument; `len` counts 32-bit elements.
 fn array<R: Platform>(handle: &Handle, len: usize) -> ArrayArg<R> {
-    // SAFETY: every caller passes at most the length that the handle was allocated with, and kernels stay below it.
+    // SAFETY: every caller passes at most the allocated length, and kernels stay below `len`.
     unsafe { ArrayArg::from_raw_parts(R::bind(handle), len) }
 }
 

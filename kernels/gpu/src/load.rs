@@ -1,7 +1,7 @@
-//! Weights on their way from a file to a device: converted to tiles on all threads, and proven by a checksum that the device takes.
+//! Loads weights from a file to a device: converts them to tiles on all threads and verifies them by a checksum on the device.
 //!
-//! Devices do not say when an allocation fails; they compute with whatever is there. So what was sent is summed up again.
-//! Next: `upload.rs`, which is how weights go to CUDA devices.
+//! Devices do not report failed allocations; they compute with whatever the memory holds. Hence the checksum of every upload.
+//! Next: `upload.rs`, the upload to CUDA devices.
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
@@ -29,27 +29,27 @@ use random::Strip;
 /// Where a stage's matrices come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Weights {
-    /// The file that describes the model.
+    /// The model file.
     File,
-    /// Nowhere: random ones are made on the device.
+    /// Generated on the device.
     Random,
 }
 
-/// Where the time of loading a stage went, in seconds. What runs at the same time as something else counts where the loading thread
-/// waits: a copy that is hidden behind conversion counts nowhere.
+/// Time of each phase of loading a stage, in seconds. Overlapped work counts only while the loading thread waits for it: a copy
+/// hidden behind conversion counts nowhere.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LoadPhases {
-    /// Until there are a file, a device and its client.
+    /// Opening the file and the device and creating the client.
     pub open_s: f64,
     /// Reading the file and converting blocks to tiles.
     pub convert_s: f64,
-    /// Waiting for copies to the device, or making them where the runtime copies by itself.
+    /// Waiting for copies to the device, or passing data to the runtime if that does the copying.
     pub upload_s: f64,
-    /// Proving that what was sent, and the pages of keys and values, are there.
+    /// Verifying the uploads and the pages of the KV cache.
     pub proof_s: f64,
-    /// Preparing kernels and recorded steps; those that are compiled when they are first used are not in it.
+    /// Preparing kernels and graphs; not those that are compiled on first use.
     pub kernels_s: f64,
-    /// Everything, with what none of the others names.
+    /// The whole load, including time not listed above.
     pub total_s: f64,
 }
 
@@ -59,51 +59,51 @@ impl fmt::Display for LoadPhases {
         write!(
             f,
             "{total_s:.2} s: {open_s:.2} to open the device, {convert_s:.2} to read and convert, {upload_s:.2} to upload, \
-             {proof_s:.2} to prove, {kernels_s:.2} to prepare kernels"
+             {proof_s:.2} to verify, {kernels_s:.2} to prepare kernels"
         )
     }
 }
 
-/// Tensors of a file on their way to a device.
+/// Uploads the tensors of a file to a device.
 ///
-/// On CUDA the host holds two pinned slabs of at most [`SLAB_BYTES`], whatever the size of a matrix, beside the rows of the file
-/// that its threads convert. Other runtimes take a matrix as one piece, and copy it: the host then holds up to three times
-/// the largest matrix.
+/// On CUDA the host holds two pinned slabs of at most [`SLAB_BYTES`], whatever the size of a matrix, plus the file rows that its
+/// threads are converting. Other runtimes take a whole matrix and copy it: the host then holds up to three times the largest
+/// matrix.
 pub(crate) struct Loader<'a, R: Platform> {
     memory: &'a Memory<'a, R>,
     file: &'a ModelFile,
     threads: &'a ThreadPool,
-    road: Road,
+    route: Route,
     /// Bytes sent.
     bytes: u64,
     pub(crate) phases: LoadPhases,
-    /// What was sent and is not being summed up yet, in the order of its copies.
+    /// Uploads without a device checksum yet, in the order of their copies.
     sent: Vec<Sent>,
-    /// Sums that the device takes.
+    /// Device checksums that are being computed.
     proofs: Vec<Proof>,
 }
 
-/// How a matrix comes to the device.
-enum Road {
+/// How a matrix is uploaded.
+enum Route {
     /// Converted into pinned slabs, which are copied.
     Slabs(Upload),
-    /// Converted as a whole, and given to the runtime.
+    /// Converted as a whole, and passed to the runtime.
     Whole,
-    /// Made on the device from 16 random rows of its format and columns.
+    /// Generated on the device from 16 random rows of its format and columns.
     Random(BTreeMap<(QuantType, usize), Strip>),
 }
 
-/// Words that were sent, and their sum on the host.
+/// An upload and its checksum on the host.
 struct Sent {
     name: String,
     words: usize,
     sum: u32,
     buffer: Handle,
-    /// Number of the copy after which it is there; 0: CubeCL orders it.
+    /// Number of the copy that completes it; 0 if CubeCL orders it before later launches.
     copy: u64,
 }
 
-/// The sum of words that were sent, and what the device sums up.
+/// A checksum on the host, and the same on the device, not read back yet.
 struct Proof {
     name: String,
     words: usize,
@@ -111,7 +111,7 @@ struct Proof {
     found: Handle,
 }
 
-/// Rows of matrices that become one.
+/// Rows of several matrices that are stored as one matrix.
 struct Joined<'n> {
     kind: QuantType,
     rows: usize,
@@ -126,20 +126,20 @@ impl Joined<'_> {
     }
 }
 
-/// A matrix within a row of several: see [`crate::product::Target`].
+/// A matrix whose outputs are a part of a wider output row: see [`crate::product::Target`].
 #[derive(Clone, Debug)]
 pub(crate) struct Part {
     pub(crate) matrix: Matrix,
-    /// First element of an output row.
+    /// Its first element in the output row.
     pub(crate) offset: usize,
-    /// Elements, without those that fill the last tile.
+    /// Elements, without the padding of the last tile.
     pub(crate) width: usize,
 }
 
-/// Bytes of a pinned slab at most. A copy of that many takes some milliseconds, so that beginning it (20 µs) does not count; two are
-/// pinned in some 50 ms. Few in tests, where small models are to take several slabs.
+/// Maximum bytes of a pinned slab. Copying one takes some milliseconds, so starting the copy (20 µs) is negligible; pinning two
+/// takes some 50 ms. Small in tests, so that small models need several slabs.
 const SLAB_BYTES: usize = if cfg!(test) { 16 << 10 } else { 64 << 20 };
-/// Proofs on their way at once: buffers of [`CUBES`] words each.
+/// Maximum pending device checksums: each takes a buffer of [`CUBES`] words.
 const PROOFS_MAX: usize = 64;
 
 impl<'a, R: Platform> Loader<'a, R> {
@@ -152,18 +152,18 @@ impl<'a, R: Platform> Loader<'a, R> {
         threads: &'a ThreadPool,
     ) -> Result<Self, StageError> {
         file.check_unchanged()?;
-        let road = match weights {
-            Weights::Random => Road::Random(BTreeMap::new()),
+        let route = match weights {
+            Weights::Random => Route::Random(BTreeMap::new()),
             Weights::File => match R::upload(memory.client, memory.number, slab_bytes(file))? {
-                Some(upload) => Road::Slabs(upload),
-                None => Road::Whole,
+                Some(upload) => Route::Slabs(upload),
+                None => Route::Whole,
             },
         };
         let phases = LoadPhases::default();
-        Ok(Self { memory, file, threads, road, bytes: 0, phases, sent: Vec::new(), proofs: Vec::new() })
+        Ok(Self { memory, file, threads, route, bytes: 0, phases, sent: Vec::new(), proofs: Vec::new() })
     }
 
-    /// Matrices that read the same rows, side by side: those of one format are one, as far as a buffer holds them.
+    /// Loads matrices with the same input rows, side by side. Those of one format are stored as one matrix, up to the buffer limit.
     pub(crate) fn matrices(&mut self, names: &[String]) -> Result<Vec<Part>, StageError> {
         let (mut parts, mut offset) = (Vec::new(), 0);
         for joined in self.joined(names)? {
@@ -175,7 +175,7 @@ impl<'a, R: Platform> Loader<'a, R> {
         Ok(parts)
     }
 
-    /// What becomes one matrix each.
+    /// Groups the rows of matrices into the matrices that are stored.
     fn joined<'n>(&self, names: &'n [String]) -> Result<Vec<Joined<'n>>, StageError> {
         let most = usize::try_from(buffer_max(self.memory.client)).unwrap_or(usize::MAX);
         let mut all: Vec<Joined<'n>> = Vec::new();
@@ -187,7 +187,7 @@ impl<'a, R: Platform> Loader<'a, R> {
             for first in (0..tensor.rows).step_by(rows_max) {
                 let rows = first..tensor.rows.min(first + rows_max);
                 match all.last_mut() {
-                    // A matrix that does not fill its last tile ends there.
+                    // Nothing is appended to a matrix that does not fill its last tile.
                     Some(last)
                         if (last.kind, last.cols) == (kind, cols)
                             && last.rows.is_multiple_of(ROWS)
@@ -206,17 +206,17 @@ impl<'a, R: Platform> Loader<'a, R> {
     fn matrix(&mut self, joined: &Joined<'_>) -> Result<Handle, StageError> {
         let (file, threads, phases) = (self.file, self.threads, &mut self.phases);
         let name = joined.pieces[0].0;
-        let (buffer, sum, copy) = match &mut self.road {
-            Road::Slabs(upload) => {
+        let (buffer, sum, copy) = match &mut self.route {
+            Route::Slabs(upload) => {
                 let buffer = self.memory.buffer(joined.bytes(), name)?;
                 let (sum, copy) = by_slabs(upload, file, threads, joined, &buffer, phases)?;
                 (buffer, sum, copy)
             }
-            Road::Whole => {
+            Route::Whole => {
                 let (tiles, sum) = timed(&mut phases.convert_s, || whole(file, threads, joined))?;
                 (timed(&mut phases.upload_s, || self.memory.created(tiles, name))?, sum, 0)
             }
-            Road::Random(strips) => {
+            Route::Random(strips) => {
                 let (buffer, sum) = random::matrix(self.memory, strips, joined)?;
                 (buffer, sum, 0)
             }
@@ -225,12 +225,12 @@ impl<'a, R: Platform> Loader<'a, R> {
         Ok(buffer)
     }
 
-    /// A vector as floats.
+    /// Loads a vector as f32.
     pub(crate) fn vector(&mut self, name: &str) -> Result<Handle, StageError> {
         self.vectors(&[name.to_owned()])
     }
 
-    /// Vectors one after the other, as floats.
+    /// Loads vectors as f32, concatenated.
     pub(crate) fn vectors(&mut self, names: &[String]) -> Result<Handle, StageError> {
         let mut all = Vec::new();
         for name in names {
@@ -244,19 +244,20 @@ impl<'a, R: Platform> Loader<'a, R> {
         Ok(buffer)
     }
 
-    /// Counts what was sent, and has the device sum up whatever is there by now.
+    /// Records an upload, and starts device checksums of all completed uploads.
     fn sent(&mut self, sent: Sent) -> Result<(), StageError> {
         self.bytes += 4 * sent.words as u64;
         self.sent.push(sent);
-        let done = match &self.road {
-            Road::Slabs(upload) => upload.done(),
-            Road::Whole | Road::Random(_) => 0,
+        let done = match &self.route {
+            Route::Slabs(upload) => upload.done(),
+            Route::Whole | Route::Random(_) => 0,
         };
         self.sum_up(done);
         self.settle(PROOFS_MAX)
     }
 
-    /// Has the device sum up what arrived with copy `done` or before it: its stream is not the one that copies.
+    /// Starts device checksums of the uploads up to copy `done`. Checksums run on another stream than copies, so only completed
+    /// copies may be summed.
     fn sum_up(&mut self, done: u64) {
         let (arrived, waiting): (Vec<Sent>, Vec<Sent>) = self.sent.drain(..).partition(|sent| sent.copy <= done);
         self.sent = waiting;
@@ -267,7 +268,7 @@ impl<'a, R: Platform> Loader<'a, R> {
         }));
     }
 
-    /// Reads proofs back once there are `many`.
+    /// Reads back and compares the checksums if at least `many` are pending.
     fn settle(&mut self, many: usize) -> Result<(), StageError> {
         if self.proofs.len() < many {
             return Ok(());
@@ -279,8 +280,8 @@ impl<'a, R: Platform> Loader<'a, R> {
             let found = sum_of(client, found)?;
             if found != sum {
                 return Err(StageError::Device(format!(
-                    "tensor {name:?} did not arrive: the sum of its {words} words is {found:#x}, expected {sum:#x}; the device \
-                     may be out of memory: give the stage fewer layers"
+                    "the upload of tensor {name:?} is corrupt: the sum of its {words} words is {found:#x}, expected {sum:#x}; the \
+                     device may be out of memory: give the stage fewer layers"
                 )));
             }
         }
@@ -288,20 +289,20 @@ impl<'a, R: Platform> Loader<'a, R> {
         Ok(())
     }
 
-    /// Bytes sent and where the time went, after the last proof.
+    /// Verifies all uploads. Returns the bytes sent and the phases.
     pub(crate) fn finish(mut self) -> Result<(u64, LoadPhases), StageError> {
-        if let Road::Slabs(upload) = &mut self.road {
+        if let Route::Slabs(upload) = &mut self.route {
             timed(&mut self.phases.upload_s, || upload.finish())?;
         }
         self.sum_up(u64::MAX);
         self.settle(0)?;
-        self.file.check_unchanged()?; // so it was what the header said while it was read
+        self.file.check_unchanged()?; // the header was valid for the whole read
         Ok((self.bytes, self.phases))
     }
 }
 
-/// Bytes of a slab for a file: enough for its largest matrix, but at most [`SLAB_BYTES`], and at least for the 16 widest rows
-/// (18 MiB, since rows of a file have at most 1 MiB).
+/// Slab size for a file: its largest matrix, at most [`SLAB_BYTES`], and at least the 16 widest rows (18 MiB, because a row of a
+/// file has at most 1 MiB).
 fn slab_bytes(file: &ModelFile) -> usize {
     let matrices = || file.tensors().iter().filter(|tensor| tensor.rows > 1);
     let most = |rows: fn(usize) -> usize| {
@@ -310,8 +311,8 @@ fn slab_bytes(file: &ModelFile) -> usize {
     most(|rows| rows).min(SLAB_BYTES).max(most(|_| 1))
 }
 
-/// Converts a matrix slab by slab while the slab before is copied to `buffer`. Gives the sum of its words and the number of the last
-/// copy.
+/// Converts a matrix slab by slab while the previous slab is copied to `buffer`. Returns the sum of its words and the number of
+/// the last copy.
 fn by_slabs(
     upload: &mut Upload,
     file: &ModelFile,
@@ -350,8 +351,8 @@ fn whole(file: &ModelFile, threads: &ThreadPool, joined: &Joined<'_>) -> Result<
     Ok((tiles, sum))
 }
 
-/// Reads and converts rows of a matrix, of which the first begins a tile, on all threads. Gives the sum of the words, taken while
-/// they are in a processor's cache.
+/// Reads and converts rows of a matrix on all threads; the first row must begin a tile. Returns the sum of the words, computed
+/// while they are in the CPU cache.
 fn converted(
     file: &ModelFile,
     threads: &ThreadPool,
@@ -359,7 +360,7 @@ fn converted(
     rows: Range<usize>,
     tiles: &mut [u8],
 ) -> Result<u32, StageError> {
-    /// What a thread reads and converts at once: more would leave its cache before it is summed up, less costs a call for little.
+    /// What a thread reads and converts per call: more would leave the cache before the checksum, less would cost too many calls.
     const PIECE_BYTES: usize = 128 << 10;
     let tensor = file.tensor(name).ok_or_else(|| missing(name))?;
     let rows_each = (PIECE_BYTES / (ROWS * tensor.row_bytes())).max(1) * ROWS;
@@ -374,7 +375,7 @@ fn converted(
     })
 }
 
-/// Runs `work` and adds the seconds that it took.
+/// Runs `work` and adds its duration to `seconds`.
 pub(crate) fn timed<T>(seconds: &mut f64, work: impl FnOnce() -> T) -> T {
     let start = Instant::now();
     let done = work();
@@ -386,12 +387,12 @@ fn missing(name: &str) -> StageError {
     StageError::Input(format!("tensor {name:?} is missing"))
 }
 
-/// Cubes that take a checksum: enough to read at a device's full speed.
+/// Cubes of a checksum: enough to read at the device's full bandwidth.
 const CUBES: u32 = 512;
-/// Units of each.
+/// Units per cube.
 const UNITS: u32 = 256;
 
-/// Sums of a buffer's words, one a cube.
+/// Starts to sum a buffer's words: one partial sum per cube, for [`sum_of`].
 pub(crate) fn checksum<R: Platform>(client: &ComputeClient<R>, buffer: &Handle, words: usize) -> Handle {
     let sums = client.empty(CUBES as usize * 4);
     // SAFETY: the kernel stays below `words`.
@@ -408,7 +409,7 @@ pub(crate) fn checksum<R: Platform>(client: &ComputeClient<R>, buffer: &Handle, 
     sums
 }
 
-/// The checksum of a buffer.
+/// Reads back the partial sums of [`checksum`] and adds them.
 pub(crate) fn sum_of<R: Platform>(client: &ComputeClient<R>, sums: Handle) -> Result<u32, StageError> {
     let sums = client.read_one(sums).map_err(failed)?;
     Ok(bytemuck::pod_collect_to_vec::<u8, u32>(&sums).into_iter().fold(0, u32::wrapping_add))
@@ -440,7 +441,7 @@ fn checksum_kernel(words: &Array<u32>, sums: &mut Array<u32>, len: u32) {
     }
 }
 
-/// Fills a buffer with a word and proves that it is there.
+/// Fills a buffer with a word and verifies it, to check that the memory exists.
 pub(crate) fn fill<R: Platform>(client: &ComputeClient<R>, buffer: &Handle, words: usize) -> Result<(), StageError> {
     const WORD: u32 = 0x3c00_3c01;
     // SAFETY: the kernel stays below `words`.
@@ -460,7 +461,7 @@ pub(crate) fn fill<R: Platform>(client: &ComputeClient<R>, buffer: &Handle, word
         return Ok(());
     }
     Err(StageError::Device(format!(
-        "{} bytes of the device's memory do not hold what was written; it may be out of memory",
+        "{} bytes of device memory do not hold what was written; the device may be out of memory",
         4 * words
     )))
 }

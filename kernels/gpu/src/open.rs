@@ -1,4 +1,4 @@
-//! Where a device's name meets a runtime: loading a stage, making a tile of a grid, the self-test and the speed of a device.
+//! The public API by device name: picks the runtime, then loads a stage, creates a grid tile, self-tests or benchmarks a device.
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
@@ -31,7 +31,7 @@ use crate::speed::{cache_speed, copy_speed, speed};
 /// Loads layers of a model onto a device.
 ///
 /// # Errors
-/// A device that is not here (with what it lacks), a model that does not fit it, or a failure of the device.
+/// The device is missing (the error names what it lacks), the model does not fit, or the device failed.
 pub fn load_stage(file: Arc<ModelFile>, options: StageOptions, device: DeviceId) -> Result<Box<dyn Stage>, StageError> {
     match device {
         DeviceId::Cpu => load_cpu_stage(file, options),
@@ -43,10 +43,10 @@ pub fn load_stage(file: Arc<ModelFile>, options: StageOptions, device: DeviceId)
     }
 }
 
-/// As [`load_stage`] for a GPU, as a stage that can be measured.
+/// Like [`load_stage`], for a GPU only; the stage can be profiled.
 ///
 /// # Errors
-/// As [`load_stage`], and for the processor.
+/// As [`load_stage`], or the device is the CPU.
 pub fn load_profiled(
     file: Arc<ModelFile>,
     options: StageOptions,
@@ -54,15 +54,15 @@ pub fn load_profiled(
 ) -> Result<Box<dyn Profiled>, StageError> {
     file.check_unchanged()?;
     let stage = loaded(&file, Weights::File, options, device, Instant::now())?;
-    file.check_unchanged()?; // so it was what the header said while it was read
+    file.check_unchanged()?; // the header was valid for the whole read
     Ok(stage)
 }
 
-/// A model of a shape on a GPU, its matrices random and in `quant`, without a file: what a GPU can be measured with where no model
-/// is. It takes as long to load as its bytes take to write in the device's memory.
+/// Creates a model of a given shape with random weights in `quant` on a GPU, to benchmark without a model file. Loading takes as
+/// long as writing the weights to device memory.
 ///
 /// # Errors
-/// As [`load_profiled`]; rows of the shape that are no whole blocks of the format; no folder for the header's temporary file.
+/// As [`load_profiled`]; the rows are not whole blocks of the format; or the header's temporary file cannot be written.
 pub fn load_random(
     shape: &Shape,
     quant: QuantType,
@@ -74,7 +74,7 @@ pub fn load_random(
     loaded(&file, Weights::Random, options, device, start)
 }
 
-/// `start`: when opening the file began.
+/// `start`: when the caller began to open the file.
 fn loaded(
     file: &ModelFile,
     weights: Weights,
@@ -98,16 +98,16 @@ fn loaded(
     let free = memory_free(device)?;
     let what = (file, weights);
     match gpu(device).map_err(StageError::Input)? {
-        None => Err(StageError::Input(format!("expected a GPU, found {device}; `--device` names one"))),
+        None => Err(StageError::Input(format!("expected a GPU, found {device}; choose one with `--device`"))),
         Some(Gpu::Cuda(gpu)) => on::<CudaRuntime>(what, options, (&gpu, gpu.index), free, start),
         Some(Gpu::Vulkan(gpu)) => on::<WgpuRuntime>(what, options, (&gpu, 0), free, start),
     }
 }
 
-/// Small models on a device: the bits of the reference for every family and format.
+/// Runs small models of every family and format on a device and compares them bit by bit with the reference.
 ///
 /// # Errors
-/// The device is not here.
+/// The device is missing.
 pub fn selftest(device: DeviceId) -> Result<Vec<Check>, String> {
     find(device)?;
     let checks = match gpu(device)? {
@@ -123,21 +123,21 @@ pub fn selftest(device: DeviceId) -> Result<Vec<Check>, String> {
     Ok(checks)
 }
 
-/// What a GPU showed when it was measured.
+/// Measured rates of a GPU.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GpuSpeed {
-    /// How fast stages are without their attention, or why that could not be measured.
+    /// Rates of a stage without attention, or why the measurement failed.
     pub products: Result<Speed, String>,
-    /// Bytes of keys and values a second that attention of one row reads; or why not.
+    /// Bytes of the KV cache that attention of one row reads per second, or why the measurement failed.
     pub cache_bytes_s: Result<u64, String>,
-    /// Bytes a second that a copy in its memory reads and writes, which tiles of grids come close to; or why not.
+    /// Bytes per second that a device-memory copy reads and writes, or why the measurement failed. Grid tiles come close to it.
     pub copy_bytes_s: Result<u64, String>,
 }
 
-/// Measures a GPU with the kernels that it will run: under half a second beside their compilation, with 280 MiB of its memory.
+/// Measures a GPU with the kernels that stages run. Takes under 0.5 s plus compilation, and 280 MiB of device memory.
 ///
 /// # Errors
-/// The device is not here.
+/// The device is missing or is the CPU.
 pub fn gpu_speed(device: DeviceId) -> Result<GpuSpeed, String> {
     fn measured<R: Platform>(device: &R::Device, number: usize) -> GpuSpeed {
         let client = match client::<R>(device) {
@@ -151,16 +151,16 @@ pub fn gpu_speed(device: DeviceId) -> Result<GpuSpeed, String> {
                 };
             }
         };
-        // Software drivers share the host's memory and cores: a part of what is usual shows as much.
+        // Software drivers share the host's memory and cores; a smaller problem is enough for them.
         let slow = client.properties().hardware.plane_size_max < 32;
-        // Each gives its memory back before the next takes as much.
+        // Each measurement frees its memory before the next one allocates.
         let products = freed(&client, || caught(|| speed(&client, number, slow)));
         let cache_bytes_s = freed(&client, || caught(|| cache_speed(&client, number, slow)));
         let copy_bytes_s = freed(&client, || caught(|| copy_speed(&client, slow)));
         GpuSpeed { products, cache_bytes_s, copy_bytes_s }
     }
     let speed = match gpu(device)? {
-        None => return Err("the processor is no GPU".into()),
+        None => return Err(format!("expected a GPU, found {device}")),
         Some(Gpu::Cuda(gpu)) => measured::<CudaRuntime>(&gpu, gpu.index),
         Some(Gpu::Vulkan(gpu)) => measured::<WgpuRuntime>(&gpu, 0),
     };
@@ -168,12 +168,12 @@ pub fn gpu_speed(device: DeviceId) -> Result<GpuSpeed, String> {
     Ok(speed)
 }
 
-/// A tile on a device of this machine, all cells zero. `depth`: steps that one exchange of halos serves. `free`: bytes of a
-/// GPU's memory that the tile may take.
+/// Creates a tile with all cells zero on a device of this machine. `depth`: halo depth, in steps per halo exchange. `free`: bytes
+/// of GPU memory that the tile may take.
 ///
 /// # Errors
-/// The device is not here, the rule does not fit the grid or the device, the tile not in the grid, the halo not in the tile, or
-/// the tile not into the memory.
+/// The device is missing, the rule does not fit the grid or the device, the tile does not fit the grid, the halo does not fit the
+/// tile, or the tile does not fit into memory.
 pub fn grid_tile(
     device: DeviceId,
     (grid, rule): (&Grid, &Rule),
@@ -188,8 +188,8 @@ pub fn grid_tile(
             cuda_tile(number as usize, (grid, rule), region, depth, free)
         }
         DeviceId::Vulkan(number) => {
-            let gone = || GridError::Device { what: format!("there is no vulkan:{number} here") };
-            vulkan_tile(&wgpu_device(number).ok_or_else(gone)?, (grid, rule), region, depth, free)
+            let missing = || GridError::Device { what: format!("vulkan:{number} was not found") };
+            vulkan_tile(&wgpu_device(number).ok_or_else(missing)?, (grid, rule), region, depth, free)
         }
     }
 }
@@ -199,7 +199,7 @@ enum Gpu {
     Vulkan(WgpuDevice),
 }
 
-/// `None` for the processor.
+/// `None` for the CPU.
 fn gpu(device: DeviceId) -> Result<Option<Gpu>, String> {
     Ok(Some(match device {
         DeviceId::Cpu => return Ok(None),
@@ -207,16 +207,16 @@ fn gpu(device: DeviceId) -> Result<Option<Gpu>, String> {
             prepare(i as usize);
             Gpu::Cuda(CudaDevice::new(i as usize))
         }
-        DeviceId::Vulkan(i) => Gpu::Vulkan(wgpu_device(i).ok_or_else(|| format!("there is no vulkan:{i} here"))?),
+        DeviceId::Vulkan(i) => Gpu::Vulkan(wgpu_device(i).ok_or_else(|| format!("vulkan:{i} was not found"))?),
     }))
 }
 
-/// cubecl reports kernels that do not compile and devices that are lost by panicking.
+/// Turns panics into errors: CubeCL panics when a kernel does not compile or a device is lost.
 fn caught<T>(work: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(panic_text(panic.as_ref())))
 }
 
-/// Does work, and then gives all memory that it took back to the device.
+/// Runs `work`, then frees all device memory that it allocated.
 fn freed<R: Platform, T>(client: &ComputeClient<R>, work: impl FnOnce() -> T) -> T {
     let _release = Release::new(client);
     work()
@@ -226,13 +226,15 @@ fn client<R: Platform>(device: &R::Device) -> Result<ComputeClient<R>, StageErro
     caught(|| Ok(R::client(device))).map_err(StageError::Device)
 }
 
-/// Free bytes of a device's memory. A CUDA device that this process computes on already is asked without a process of its own, whose
-/// driver takes most of a second to start.
+/// Free bytes of device memory. A CUDA device that this process already uses is queried here; others are queried in a child
+/// process, where the driver takes most of a second to start.
 fn memory_free(device: DeviceId) -> Result<u64, StageError> {
     match device {
         DeviceId::Cuda(number) if is_started(number as usize) => {
             CudaRuntime::memory_free(number as usize).ok_or_else(|| {
-                StageError::Device(format!("{device} does not answer; `nvidia-smi` tells more; start the node again"))
+                StageError::Device(format!(
+                    "{device} does not respond; run `nvidia-smi` for details, then restart the node"
+                ))
             })
         }
         DeviceId::Cpu | DeviceId::Cuda(_) | DeviceId::Vulkan(_) => {
@@ -252,5 +254,5 @@ fn find(device: DeviceId) -> Result<Device, String> {
         .chain(probe.faults.iter().map(ToString::to_string))
         .filter(|note| note.starts_with(kind))
         .fold(String::new(), |all, note| format!("{all}; {note}"));
-    probe.devices.into_iter().find(|d| d.id == device).ok_or_else(|| format!("there is no {device} here{why}"))
+    probe.devices.into_iter().find(|d| d.id == device).ok_or_else(|| format!("{device} was not found{why}"))
 }

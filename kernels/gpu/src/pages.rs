@@ -1,10 +1,10 @@
-//! Pages of keys and values: one pool for all sequences of a stage, handed out as positions are reserved.
+//! Page allocator of the KV cache: one pool for all sequences of a stage, allocated as positions are reserved.
 use std::collections::BTreeMap;
 
 use kernels::order::POSITIONS;
 use kernels::stage::SequenceId;
 
-/// The pages of each sequence, and the free ones. A page is [`POSITIONS`] positions of all layers.
+/// The pages of each sequence, and the free pages. A page holds [`POSITIONS`] positions of all layers.
 #[derive(Debug)]
 pub(crate) struct Pool {
     pages: usize,
@@ -13,15 +13,15 @@ pub(crate) struct Pool {
 }
 
 impl Pool {
-    /// A pool of `pages` pages.
     pub(crate) fn new(pages: usize) -> Self {
         Self { pages, free: (0..pages as u32).rev().collect(), sequences: BTreeMap::new() }
     }
 
-    /// Makes room for the first positions of sequences, none of which is named twice; pages behind them are free again.
+    /// Sets the number of positions of some sequences: allocates the missing pages and frees those behind the last position. No
+    /// sequence may be listed twice.
     ///
     /// # Errors
-    /// The number of further pages that are wanted, where fewer are free. Nothing has changed.
+    /// The number of pages to allocate, if fewer are free. Nothing has changed.
     pub(crate) fn reserve(&mut self, wanted: &[(SequenceId, usize)]) -> Result<(), usize> {
         let pages =
             |(sequence, positions): &(SequenceId, usize)| (self.of(*sequence).len(), positions.div_ceil(POSITIONS));
@@ -31,7 +31,7 @@ impl Pool {
         if more > self.free.len() + less {
             return Err(more);
         }
-        // First what is given back: the same call may need it.
+        // Shrink first: the same call may need the freed pages.
         for grows in [false, true] {
             for (sequence, positions) in wanted {
                 let wanted = positions.div_ceil(POSITIONS);
@@ -56,7 +56,7 @@ impl Pool {
         self.sequences.get(&sequence).map_or(&[], Vec::as_slice)
     }
 
-    /// Pages that nobody holds, and all.
+    /// Free pages, and all pages.
     pub(crate) fn free_of(&self) -> (usize, usize) {
         (self.free.len(), self.pages)
     }
@@ -67,22 +67,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pages_are_handed_out_once_and_come_back() {
+    fn pages_are_allocated_once_and_freed() {
         let mut pool = Pool::new(5);
         assert_eq!(pool.reserve(&[(1, 129), (2, 128)]), Ok(()));
         assert_eq!((pool.of(1).len(), pool.of(2).len(), pool.free_of()), (2, 1, (2, 5)));
         assert_eq!(pool.reserve(&[(2, 4 * 128)]), Err(3));
-        assert_eq!(pool.reserve(&[(3, 128), (2, 3 * 128)]), Err(3), "the first of them alone has room");
+        assert_eq!(pool.reserve(&[(3, 128), (2, 3 * 128)]), Err(3), "only the first request fits");
         assert_eq!((pool.of(2).len(), pool.of(3).len(), pool.free_of()), (1, 0, (2, 5)), "nothing changed");
         assert_eq!(pool.reserve(&[(2, 3 * 128)]), Ok(()));
         let mut all: Vec<u32> = pool.of(1).iter().chain(pool.of(2)).copied().collect();
         all.sort_unstable();
         assert_eq!(all, [0, 1, 2, 3, 4]);
-        assert_eq!(
-            pool.reserve(&[(3, 128), (1, 5)]),
-            Ok(()),
-            "positions behind are forgotten, their page is handed on"
-        );
+        assert_eq!(pool.reserve(&[(3, 128), (1, 5)]), Ok(()), "the page of dropped positions is reused");
         assert_eq!((pool.of(1).len(), pool.of(3).len(), pool.free_of()), (1, 1, (0, 5)));
         pool.release(2);
         pool.release(2);

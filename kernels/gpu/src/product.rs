@@ -1,7 +1,7 @@
-//! Products of rows with a matrix of tiles: the order of `kernels::order::dot`, by whatever the device has.
+//! Matrix products of activation rows with tiled weights, in the order of `kernels::order::dot`; picks the kernel for the device.
 //!
-//! A chunk of columns is computed by one plane, or by one unit for each row of a tile; the chunk sums meet in shared memory.
-//! Next: `rows.rs`.
+//! One plane computes a chunk of columns, or one unit per matrix row does; chunk sums are added in shared memory. A tile row
+//! (`strip` in the code) is the tiles of 16 matrix rows. Next: `rows.rs`.
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use kernels::order::{CHUNKS, GROUP};
@@ -26,9 +26,9 @@ use plain::plain_kernel;
 /// A matrix of tiles on a device.
 #[derive(Clone, Debug)]
 pub(crate) struct Matrix {
-    /// The format that the tiles were made from.
+    /// Quantisation format of the tiles.
     pub(crate) kind: QuantType,
-    /// Elements of an output row, padded to whole tiles.
+    /// Elements of an output row; the tiles are padded to multiples of 16.
     pub(crate) rows: usize,
     /// Elements of an input row.
     pub(crate) cols: usize,
@@ -47,22 +47,22 @@ impl Matrix {
     }
 }
 
-/// Rows of activations on a device, `count` of them.
+/// Activations of `count` rows on a device.
 #[derive(Clone, Debug)]
 pub(crate) struct Activations {
-    /// `[count, cols]` f32; read by matrices of numbers, and by all in strict arithmetic.
+    /// `[count, cols]` f32; used with unquantised matrices, and with all matrices in strict arithmetic.
     pub(crate) floats: Handle,
-    /// Integers, `[count, groups, 16]` words: word `4 · (slot mod 4) + 2 · block + slot / 4` of a group holds the four columns of a
-    /// slot of one of its two blocks. A lane of a plane reads four words at once.
+    /// 8-bit integers, `[count, groups, 16]` words: word `4 · (slot mod 4) + 2 · block + slot / 4` of a group holds the four columns
+    /// of a slot of one of its two blocks. A lane reads four words at a time.
     pub(crate) codes: Handle,
-    /// `[count, blocks, 4]`: scale; scale times the sum of the codes; as integers the sum of all codes, and of the first 16.
+    /// `[count, blocks, 4]`: scale; scale times the sum of the codes; as integers, the sum of all codes and of the first 16.
     pub(crate) scales: Handle,
     /// Elements of a row.
     pub(crate) cols: usize,
 }
 
 impl Activations {
-    /// Room for rows on a device, zeroed: what fills a last group is never written.
+    /// Allocates room for rows. Codes and scales are zeroed, because the padding of the last group is never written.
     pub(crate) fn new<R: Platform>(client: &ComputeClient<R>, rows: usize, cols: usize) -> Self {
         let zeros = |bytes: usize| client.create(cubecl::bytes::Bytes::from_bytes_vec(vec![0u8; bytes]));
         let groups = cols.div_ceil(GROUP);
@@ -83,38 +83,38 @@ impl Activations {
     }
 }
 
-/// Where a product goes: columns `offset ..` of rows of `stride` numbers.
+/// Output of a product: columns `offset ..` of rows of `stride` elements.
 #[derive(Clone, Debug)]
 pub(crate) struct Target<'a> {
     /// `[count, stride]` f32.
     pub(crate) rows: &'a Handle,
-    /// Numbers of a row.
+    /// Elements of a row.
     pub(crate) stride: usize,
-    /// Where the product begins.
+    /// First column of the product.
     pub(crate) offset: usize,
-    /// Rows of the matrix that are wanted: those that fill a last tile are not.
+    /// Rows of the matrix, without the padding of the last tile.
     pub(crate) width: usize,
     /// Added to the product.
     pub(crate) bias: Option<&'a Handle>,
-    /// The product is added to what is there.
+    /// Adds the product to the existing values instead of overwriting them.
     pub(crate) add: bool,
 }
 
-/// How a kernel finishes an element.
+/// Epilogue of a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Finish {
     bias: bool,
     add: bool,
 }
 
-/// Rows that one pass over the weights takes on matrix instructions.
+/// Activation rows per pass over the weights with matrix instructions.
 const FEW: usize = 8;
-/// From this many strips of 16 rows on, a plane takes two.
+/// Matrices with at least this number of tile rows let a plane compute two of them.
 const TWO_STRIPS: usize = 1024;
-/// From this many rows on a panel reads each weight once for all of them.
+/// From this number of activation rows on, the panel kernel is used.
 const PANEL_FROM: usize = 17;
 
-/// `count` rows of `x` times a matrix. `integers`: the activations' integers are used where the matrix has codes.
+/// Multiplies `count` rows of `x` by a matrix. `integers`: uses 8-bit activations if the matrix is quantised.
 pub(crate) fn product<R: Platform>(
     client: &ComputeClient<R>,
     able: Abilities,
@@ -129,7 +129,7 @@ pub(crate) fn product<R: Platform>(
     let bias = target.bias.unwrap_or(&x.scales);
     let bias_len = if finish.bias { target.width } else { 4 };
     if !(integers && able.matrices) {
-        // SAFETY: units stay within the tiles of their strip and the rows of the grid.
+        // SAFETY: the launch has one cube per tile row and activation row; units stay within them.
         unsafe {
             plain_kernel::launch_unchecked::<R>(
                 client,
@@ -154,7 +154,7 @@ pub(crate) fn product<R: Platform>(
         return;
     }
     if count >= PANEL_FROM {
-        // SAFETY: tokens beyond the last read the last and write nothing; strips beyond the last likewise.
+        // SAFETY: tokens and tile rows past the last one read the last and write nothing.
         unsafe {
             panel_kernel::launch_unchecked::<R>(
                 client,
@@ -187,10 +187,10 @@ pub(crate) fn product<R: Platform>(
     let mut first = 0;
     while first < count {
         let rows = (count - first).min(FEW);
-        // Two strips share what is read of the activations, where there are enough of them for all of the device, and registers.
+        // Two tile rows share the loaded activations, if enough cubes remain to fill the device and the registers suffice.
         let registers = rows == 1 || Layout::of(matrix.kind).scales != Scales::Sixteens;
         let each = if strips >= TWO_STRIPS && registers { 2 } else { 1 };
-        // SAFETY: rows beyond the last read the last and write nothing; strips are those of the grid.
+        // SAFETY: activation rows and tile rows past the last one read existing ones and write nothing.
         unsafe {
             few_kernel::launch_unchecked::<R>(
                 client,
@@ -219,7 +219,7 @@ pub(crate) fn product<R: Platform>(
     }
 }
 
-/// The groups of columns of a chunk, from the first to behind the last: see [`kernels::order::chunk`].
+/// The groups of columns of a chunk as (start, end): see [`kernels::order::chunk`].
 #[cube]
 pub(crate) fn chunk_range(groups: usize, chunk: usize) -> (usize, usize) {
     (chunk * groups / comptime!(CHUNKS), (chunk + 1) * groups / comptime!(CHUNKS))

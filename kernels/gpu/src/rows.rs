@@ -1,6 +1,6 @@
-//! What happens to rows between products: embedding, RMSNorm, gates, and rounding to the integers that products read.
+//! Row kernels between matrix products: embedding, RMSNorm, gated activations, and quantisation to the integers of products.
 //!
-//! A cube is 256 units. Eight neighbouring units hold a block of 32 columns, four each. Next: `attention.rs`.
+//! A cube has 256 units. Eight neighbouring units hold a block of 32 columns, four per unit. Next: `attention.rs`.
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use kernels::order::{Activation, CHUNKS, GROUP, LANES, SMALLEST};
@@ -13,12 +13,13 @@ use crate::product::{Activations, Matrix, chunk_range};
 use crate::tiles::{tile_words, weight};
 use crate::{Platform, array};
 
-/// Units of a cube: a lane of each chunk of a sum of squares.
+/// Units per cube: one per lane of each chunk of a sum of squares.
 pub(crate) const UNITS: u32 = (CHUNKS * LANES) as u32;
-/// Columns that a cube holds at once.
+/// Columns that a cube processes at once.
 const SEGMENT: usize = 4 * UNITS as usize;
 
-/// Embedding rows of `tokens` to `hidden[count, cols]`, multiplied by `scale`. `table` holds tokens from `first` on; others are left.
+/// Writes the embeddings of `tokens`, times `scale`, to `hidden[count, cols]`. `table` holds tokens from `first` on; rows of tokens
+/// outside it are not written.
 pub(crate) fn embed<R: Platform>(
     client: &ComputeClient<R>,
     able: Abilities,
@@ -29,7 +30,7 @@ pub(crate) fn embed<R: Platform>(
     scale: Option<f32>,
     hidden: &Handle,
 ) {
-    // SAFETY: tokens are of the vocabulary, as was checked; units beyond a row's end do nothing.
+    // SAFETY: the kernel skips tokens outside the table; units past the end of a row do nothing.
     unsafe {
         embed_kernel::launch_unchecked::<R>(
             client,
@@ -80,16 +81,16 @@ fn embed_kernel(
     }
 }
 
-/// What a row of activations is wanted as.
+/// Formats in which activations are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Wanted {
-    /// Numbers, for matrices of numbers and for strict arithmetic.
+    /// f32, for unquantised matrices and for strict arithmetic.
     pub(crate) floats: bool,
-    /// Integers with their scales.
+    /// 8-bit integers with their scales.
     pub(crate) integers: bool,
 }
 
-/// RMSNorm of rows `hidden[count, cols]` times `weight`, as `wanted`. Rows are `rows[i]` if given, else the first ones.
+/// RMSNorm of rows `hidden[count, cols]` times `weight`, in the formats `wanted`. Output row i is row `rows[i]` if given, else row i.
 pub(crate) fn norm<R: Platform>(
     client: &ComputeClient<R>,
     able: Abilities,
@@ -102,7 +103,7 @@ pub(crate) fn norm<R: Platform>(
     x: &Activations,
 ) {
     let cols = x.cols;
-    // SAFETY: a cube stays within its row; chosen rows are of those that `hidden` was made for.
+    // SAFETY: a cube stays within its row; the indices in `rows` are below the number of rows of `hidden`.
     unsafe {
         norm_kernel::launch_unchecked::<R>(
             client,
@@ -127,7 +128,8 @@ pub(crate) fn norm<R: Platform>(
     }
 }
 
-/// What a unit holds of a row so that it reads it once: columns of its lane in its chunk, and fours. `None`: too many.
+/// What a unit keeps of a row in registers so that it reads the row only once: columns of its lane in its chunk, and vectors of
+/// four. `None` if the row is too long.
 fn held_of(cols: usize) -> Option<(usize, usize)> {
     const FOURS_MAX: usize = 8;
     let fours = cols.div_ceil(SEGMENT);
@@ -169,7 +171,7 @@ fn norm_kernel(
         let mut w = Array::<Vector<f32, Const<4>>>::new(fours);
         #[unroll]
         for i in 0..fours {
-            // Beyond the row the last four are read, and not used.
+            // Past the end of the row the last vector is read and not used.
             let at = min(i * comptime!(UNITS as usize) + unit, cols / 4 - 1);
             x[i] = hidden_fours[from * (cols / 4) + at];
             w[i] = weight_fours[at];
@@ -204,7 +206,7 @@ fn norm_kernel(
     }
 }
 
-/// Columns of a unit, which is a lane of a chunk: the first, and the end of its chunk. The next are [`LANES`] apart.
+/// Columns of a unit, which is a lane of a chunk: its first column and the end of its chunk. Its columns are [`LANES`] apart.
 #[cube]
 fn lane_columns(cols: usize) -> (usize, usize) {
     let (chunk, lane) = (UNIT_POS_X as usize / comptime!(LANES), UNIT_POS_X as usize % comptime!(LANES));
@@ -212,7 +214,7 @@ fn lane_columns(cols: usize) -> (usize, usize) {
     (from * comptime!(GROUP) + lane, min(cols, to * comptime!(GROUP)))
 }
 
-/// The sum of the squares of a row. All 256 units take part and get it.
+/// The sum of the squares of a row. All 256 units must call it, and all get the result.
 #[cube]
 pub(crate) fn square_sum(x: &Slice<f32>, shared: &mut SharedMemory<f32>, #[comptime] able: Abilities) -> f32 {
     let (mut i, end) = lane_columns(x.len());
@@ -224,7 +226,7 @@ pub(crate) fn square_sum(x: &Slice<f32>, shared: &mut SharedMemory<f32>, #[compt
     add_chunks(sum, shared, able)
 }
 
-/// As [`square_sum`], for rows of at most `lanes` columns a unit, which are asked for at once.
+/// Like [`square_sum`], for rows of at most `lanes` columns per unit, which are loaded in one batch.
 #[cube]
 fn held_square_sum(
     x: &Slice<f32>,
@@ -248,7 +250,7 @@ fn held_square_sum(
     add_chunks(sum, shared, able)
 }
 
-/// Lanes are added as a tree, chunks in order.
+/// Adds lanes as a tree, then chunks in order.
 #[cube]
 fn add_chunks(sum: f32, shared: &mut SharedMemory<f32>, #[comptime] able: Abilities) -> f32 {
     let unit = UNIT_POS_X as usize;
@@ -285,11 +287,11 @@ fn add_chunks(sum: f32, shared: &mut SharedMemory<f32>, #[comptime] able: Abilit
     total
 }
 
-/// Patterns of infinity and of NaN.
+/// Bits of infinity and NaN.
 const INFINITE: u32 = 0x7f80_0000;
 const NAN: u32 = 0x7fc0_0000;
 
-/// Puts four values of each unit, which begin at `column`, into row `row` of activations. All units of the cube take part.
+/// Writes four values per unit, from `column` on, to row `row` of activations in the formats `wanted`. All units must call it.
 #[cube]
 pub(crate) fn put(
     values: &Array<f32>,
@@ -313,7 +315,7 @@ pub(crate) fn put(
     }
     if comptime!(wanted.integers) {
         let unit = UNIT_POS_X as usize;
-        // Patterns of magnitudes are in the order of the magnitudes, and what is not finite is the largest.
+        // Bit patterns of magnitudes sort like the magnitudes; non-finite numbers are the largest.
         let mut size = 0u32;
         #[unroll]
         for i in 0..4usize {
@@ -386,7 +388,7 @@ pub(crate) fn put(
     }
 }
 
-/// activation(gate) · up of rows `[count, 2 · cols]`, first the gates, as `wanted`.
+/// activation(gate) · up of rows `[count, 2 · cols]` (gates, then ups), in the formats `wanted`.
 pub(crate) fn gated<R: Platform>(
     client: &ComputeClient<R>,
     able: Abilities,
@@ -397,7 +399,7 @@ pub(crate) fn gated<R: Platform>(
     x: &Activations,
 ) {
     let cols = x.cols;
-    // SAFETY: units beyond a row's end read and write nothing.
+    // SAFETY: units past the end of a row read and write nothing.
     unsafe {
         gated_kernel::launch_unchecked::<R>(
             client,
@@ -443,7 +445,7 @@ fn gated_kernel(
     put(&values, row, column, cols, &mut shared, floats, codes, scales, wanted, able);
 }
 
-/// RMSNorm of `delta[count, cols]` times `weight`, added to `hidden`: for models that normalise what a block gives.
+/// Adds the RMSNorm of `delta[count, cols]` times `weight` to `hidden`: for models that normalise the output of a block.
 pub(crate) fn norm_add<R: Platform>(
     client: &ComputeClient<R>,
     able: Abilities,
@@ -497,7 +499,7 @@ fn norm_add_kernel(
 
 /// Soft cap of `len` numbers in place.
 pub(crate) fn cap<R: Platform>(client: &ComputeClient<R>, able: Abilities, numbers: &Handle, len: usize, cap: f32) {
-    // SAFETY: units beyond the end do nothing.
+    // SAFETY: units past the end do nothing.
     unsafe {
         cap_kernel::launch_unchecked::<R>(
             client,

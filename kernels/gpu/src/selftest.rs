@@ -1,6 +1,6 @@
-//! Checks of a device that anybody can run: small models of every family and format give the bits of the reference.
+//! Device self-test for users: small models of every family and format must match the reference bit by bit.
 //!
-//! The reference is the processor's engine on its plainest instruction set, which tests compare with float64.
+//! The reference is the CPU engine on its plainest instruction set, which tests compare with float64.
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
@@ -13,19 +13,19 @@ use kernels::weights::{Architecture, ModelFile};
 
 use crate::engine::panic_text;
 
-/// What one check found.
+/// Result of one check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Check {
     /// What was checked.
     pub name: String,
-    /// What was seen, or what is wrong.
+    /// A summary, or what is wrong.
     pub outcome: Result<String, String>,
 }
 
-/// Loads a stage where it is to be checked.
+/// Loads a stage on the device under test.
 pub(crate) type Load<'a> = &'a dyn Fn(&Arc<ModelFile>, StageOptions) -> Result<Box<dyn Stage>, StageError>;
 
-/// Rows of a sequence from a position on.
+/// Sequence, first position and tokens of some rows.
 type Entry = (u64, usize, Vec<u32>);
 
 /// All checks of a device.
@@ -47,7 +47,7 @@ pub(crate) fn checks(load: Load<'_>) -> Vec<Check> {
         .collect()
 }
 
-/// Prompts, steps of one and of several sequences, positions written again, more rows than one kernel takes at once.
+/// Prompts, steps of one and of several sequences, rewritten positions, and more rows than one kernel launch takes.
 fn conversation() -> Vec<Vec<Entry>> {
     vec![
         vec![(1, 0, tokens(9, 1))],
@@ -85,14 +85,14 @@ fn check(model: &TinyModel, batches: &[Vec<Entry>], activations: Activations, lo
                 return Err(format!("step {step}: logit {at} is {found}, expected {expected}"));
             }
         }
-        cut(&file, &options, &mut threads, &batches[0], load)?;
+        check_split(&file, &options, &mut threads, &batches[0], load)?;
         Ok(format!("{numbers} logits have the bits of the reference"))
     }));
     Check { name, outcome: outcome.unwrap_or_else(|panic| Err(format!("panicked: {}", panic_text(panic.as_ref())))) }
 }
 
-/// Two stages one after the other give what one gives.
-fn cut(
+/// Checks that two stages in sequence give the results of one.
+fn check_split(
     file: &Arc<ModelFile>,
     options: &StageOptions,
     threads: &mut Threads,
@@ -115,7 +115,7 @@ fn cut(
     });
     let found = numbers(second.forward(threads, &hidden.collect::<Vec<_>>()).map_err(text)?);
     let expected = bits(&mut *stage(0..end)?, threads, batch)?;
-    if found == expected { Ok(()) } else { Err("two stages differ from one".into()) }
+    if found == expected { Ok(()) } else { Err("two stages in sequence give other logits than one".into()) }
 }
 
 fn rows(batch: &[Entry]) -> Vec<Rows<'_>> {

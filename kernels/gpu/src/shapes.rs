@@ -1,5 +1,4 @@
-//! Models of usual shapes with random weights, as GGUF files or without any: what benches and servers can be tried with where no
-//! model is.
+//! Common model shapes with random weights, as GGUF files or without a file: for benchmarks and servers without a real model.
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufWriter, Seek, SeekFrom, Write};
 use std::ops::Range;
@@ -15,25 +14,25 @@ use kernels::weights::{Architecture, ModelFile};
 /// Shape of a dense model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
-    /// How it is asked for.
+    /// Name on the command line.
     pub name: &'static str,
-    /// Its family; Gemma's is not written.
+    /// Model family; Gemma is not supported.
     pub family: Architecture,
-    /// Layers.
+    /// Number of layers.
     pub layers: usize,
     /// Elements of a hidden row.
     pub width: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub heads: usize,
-    /// Key and value heads.
+    /// Number of key/value heads.
     pub kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
-    /// Elements between the feed-forward matrices.
+    /// Hidden elements of the feed-forward network.
     pub ffn: usize,
-    /// Tokens.
+    /// Tokens of the vocabulary.
     pub vocab: usize,
-    /// The output head is the embedding.
+    /// The output head shares the embedding's weights.
     pub tied: bool,
 }
 
@@ -42,7 +41,7 @@ const fn shape(name: &'static str, family: Architecture, dims: [usize; 7], tied:
     Shape { name, family, layers, width, heads, kv_heads, head_dim, ffn, vocab, tied }
 }
 
-/// Models that many run (their `config.json` files).
+/// Shapes of popular models, from their `config.json` files.
 pub const SHAPES: [Shape; 10] = [
     shape("qwen2.5-0.5b", Architecture::Qwen2, [24, 896, 14, 2, 64, 4864, 151_936], true),
     shape("qwen2.5-1.5b", Architecture::Qwen2, [28, 1536, 12, 2, 128, 8960, 151_936], true),
@@ -56,27 +55,27 @@ pub const SHAPES: [Shape; 10] = [
     shape("llama-3.1-70b", Architecture::Llama, [80, 8192, 64, 8, 128, 28_672, 128_256], false),
 ];
 
-/// Bytes of random blocks that a matrix repeats: values do not matter to the time.
+/// Bytes of random blocks that a matrix repeats: the values do not affect timings.
 const PATTERN_BYTES: usize = 1 << 20;
 
-/// A file of a shape before any of its tensors is written.
+/// Layout of the GGUF file of a shape.
 struct Plan {
     /// Everything before the tensors' data.
     header: Vec<u8>,
     tensors: Vec<Planned>,
-    /// Of the whole file.
+    /// Length of the whole file.
     len: u64,
 }
 
 struct Planned {
     name: String,
     rows: usize,
-    /// In the file.
+    /// Bytes in the file.
     range: Range<u64>,
 }
 
 impl Planned {
-    /// The bytes of a vector, which are floats: ones, or zeros where they are added.
+    /// The f32 bytes of a vector: zeros for biases, else ones. `None` for a matrix.
     fn vector(&self) -> Option<Vec<u8>> {
         let number = if self.name.ends_with("bias") { 0f32 } else { 1f32 };
         let len = (self.range.end - self.range.start) as usize / 4;
@@ -85,7 +84,7 @@ impl Planned {
 }
 
 impl Shape {
-    /// A shape by its name.
+    /// The shape with this name.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         SHAPES.into_iter().find(|shape| shape.name == name)
@@ -94,7 +93,7 @@ impl Shape {
     /// Writes the model with random weights in `quant`; vectors are ones, biases zeros.
     ///
     /// # Errors
-    /// The file cannot be written, or rows are no whole blocks of the format.
+    /// The file cannot be written, or the rows are not whole blocks of the format.
     pub fn write(&self, path: &Path, quant: QuantType) -> io::Result<()> {
         let plan = self.plan(quant)?;
         let mut file = BufWriter::with_capacity(1 << 22, File::create(path)?);
@@ -118,22 +117,22 @@ impl Shape {
         file.flush()
     }
 
-    /// The model as a file without a name whose matrices are holes: the loader makes them up. It takes some MiB of the disk
-    /// while it is open.
+    /// The model as an unlinked sparse file without matrix data, which the loader generates. It takes some MiB of disk space while
+    /// it is open.
     ///
     /// # Errors
-    /// Rows are no whole blocks of the format, or the system's folder for temporary files cannot hold it.
+    /// The rows are not whole blocks of the format, or the temporary folder cannot hold the file.
     pub(crate) fn sketch(&self, quant: QuantType) -> Result<Arc<ModelFile>, StageError> {
         let plan = self.plan(quant).map_err(|error| StageError::Input(error.to_string()))?;
         let folder = std::env::temp_dir();
         let failed = |error: &dyn std::fmt::Display| {
             let folder = folder.display();
-            StageError::Device(format!("no file for the header of {} in {folder}: {error}; set TMPDIR", self.name))
+            StageError::Device(format!("cannot write the header of {} to {folder}: {error}; set TMPDIR", self.name))
         };
         let (path, file) = temporary(&folder, self.name).map_err(|error| failed(&error))?;
         let written = plan.write_without_matrices(file).map_err(|error| failed(&error));
         let opened = written.and_then(|()| ModelFile::open(&path).map_err(|error| failed(&error)));
-        // The file stays open without a name.
+        // The open file outlives its name.
         let removed = fs::remove_file(&path).map_err(|error| failed(&error));
         opened.and_then(|file| removed.map(|()| file))
     }
@@ -162,8 +161,8 @@ impl Shape {
         for (name, [rows, cols]) in self.tensors()? {
             let kind = if rows == 1 { QuantType::F32 } else { quant };
             let row = kind.row_bytes(cols).ok_or_else(|| {
-                let columns = format!("rows of {cols} are no whole blocks of {}", kind.name());
-                io::Error::other(format!("{}: {columns}; take another format or shape", self.name))
+                let columns = format!("rows of {cols} are not whole blocks of {}", kind.name());
+                io::Error::other(format!("{}: {columns}; use another format or shape", self.name))
             })?;
             let dims = if rows == 1 { vec![cols as u64] } else { vec![cols as u64, rows as u64] };
             let (source, kind) = (name.clone(), kind.ggml_id());
@@ -216,7 +215,7 @@ impl Shape {
         Ok(all)
     }
 
-    /// A byte-level vocabulary: all bytes, what the one merge makes, and names for what is left.
+    /// Writes a byte-level vocabulary: all bytes, the result of the only merge, and placeholders for the rest.
     fn vocabulary(&self, w: &mut GgufWriter) {
         let mut tokens: Vec<String> = vec!["<|endoftext|>".into()];
         let mut next = 0x100;
@@ -234,7 +233,7 @@ impl Shape {
     }
 }
 
-/// What offsets of tensors are multiples of: GGUF's default.
+/// Alignment of tensor offsets: GGUF's default.
 const ALIGNMENT: u64 = 32;
 
 impl Plan {
@@ -250,9 +249,9 @@ impl Plan {
     }
 }
 
-/// A new file that nobody else has.
+/// Creates a new file with a unique name.
 fn temporary(folder: &Path, name: &str) -> io::Result<(PathBuf, File)> {
-    const TRIES: usize = 64; // names that a process of the same number left behind
+    const TRIES: usize = 64; // a process with the same id may have left files behind
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     let mut last = io::Error::other("no name is free");
     for _ in 0..TRIES {

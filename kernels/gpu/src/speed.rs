@@ -1,8 +1,8 @@
-//! How fast a device is with the kernels that stages run: what a node says of itself to the mesh.
+//! Benchmarks a device with the kernels that stages run; a node advertises the rates to the mesh.
 //!
-//! Decode is measured as stages do it: the launches are recorded and replayed where the runtime replays, else made one by one.
-//! One by one the host is ahead of the device, and what a launch costs it is hidden behind matrices; replayed, each launch adds its
-//! part. So the time of small launches is taken out of what reads memory only where they are replayed.
+//! Decode is measured like stages run it: as a replayed graph if the runtime has graphs, else launch by launch. Launch by launch,
+//! the host runs ahead of the device, so matrix products hide the launch cost; in a graph each launch adds to the time. So the time
+//! of small launches is subtracted from the memory time only for graphs.
 use std::time::{Duration, Instant};
 
 use cubecl::bytes::Bytes;
@@ -22,51 +22,51 @@ use crate::load::fill;
 use crate::product::{Activations, Matrix, Target, product};
 use crate::rows::Wanted;
 
-/// Rows and columns of a layer's matrices: query with keys and values, output, gate with up, down of an 8B model.
+/// Rows and columns of the matrices of a layer of an 8B model: QKV, output, gate with up, down.
 const LAYER: [(usize, usize); 4] = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)];
-/// Launches of a layer beside its matrices: two norms, placing, two of attention, the gate where no product includes it.
+/// Launches of a layer besides its matrices: two norms, KV cache writes, two of attention, and the gate if no product includes it.
 const SMALL: usize = 6;
-/// Layers measured: 240 MiB, so that nothing is still in a cache when it is read again.
+/// Layers measured: 240 MiB, so that no weight is still in a cache when it is read again.
 const LAYERS: usize = 2;
-/// The format that most models are stored in.
+/// The format of most models.
 const KIND: QuantType = QuantType::Q4K;
-/// Heads of models of 14 and 32 billion weights. In others four to eight query heads share a key head, and the more do, the more is
-/// computed for each byte of the cache: five are in the middle.
+/// Attention shape of models with 14 and 32 billion weights. In other models four to eight query heads share a key head; more sharing
+/// means more arithmetic per byte of the KV cache. Five is in the middle.
 const HEADS: Heads = Heads { heads: 40, kv_heads: 8, head_dim: 128, pairs: 64, halves: true, half_cells: true };
-/// Pages of the sequence whose cache is read.
+/// Pages of the sequence whose KV cache is read.
 const BLOCKS: usize = 64;
-/// Layers of its cache: 224 MiB, beyond any cache of the device.
+/// Layers of its KV cache: 224 MiB, larger than any cache of a device.
 const CACHED: usize = 7;
-/// Bytes copied: far beyond any cache, and what tiles of grids take.
+/// Bytes copied: far larger than any cache, and about the size of a grid tile.
 const COPY_BYTES: usize = 100 << 20;
-/// Copies between two looks at the clock.
+/// Copies per measurement.
 const COPIES: usize = 12;
-/// Passes over the layers between two looks at the clock, so that waiting for the device hardly counts.
+/// Passes over the layers per measurement, so that waiting for the device is negligible.
 const PASSES: usize = 4;
-/// Rows of a product in prefill: more and more while it is quick.
+/// Rows of the prefill products, tried in this order while they are fast.
 const PREFILL_ROWS: [usize; 3] = [4, 32, 256];
-/// A product of more rows, eight times as many, is not tried after one that took this long.
+/// After a product that took longer, the next larger one (eight times the rows) is not tried.
 const PREFILL_SLOW: Duration = Duration::from_millis(5);
-/// A product of the most rows that is as quick as this is measured several times over: waiting for the device would count.
+/// If the largest product is faster, [`PREFILL_PRODUCTS`] are measured together, so that waiting for the device is negligible.
 const PREFILL_QUICK: Duration = Duration::from_millis(2);
-/// Products between two looks at the clock then.
+/// Products per measurement in that case.
 const PREFILL_PRODUCTS: usize = 8;
-/// No further measurement of a kind begins after this, if there are [`REPEATS_MIN`].
+/// No repetition starts after this time once there are [`REPEATS_MIN`].
 const MEASURE: Duration = Duration::from_millis(60);
-/// Measurements of a kind at least.
+/// Minimum repetitions of a measurement.
 const REPEATS_MIN: usize = 3;
-/// Measurements of a kind at most, of which the median counts.
+/// Maximum repetitions of a measurement; the median counts.
 const REPEATS: usize = 7;
-/// Idle devices run at low clocks, and take some work before they run at high ones.
+/// Idle devices run at low clocks and need some work to raise them.
 const WARM_UP: Duration = Duration::from_millis(25);
-/// Steps without work.
+/// Repetitions of the step without work.
 const STEPS: usize = 12;
 
-/// How fast layers are on device `number` of this runtime without their attention: in well under half a second once kernels are
-/// compiled, with 280 MiB of its memory. `small` devices (drivers that compute on the processor) get matrices of a sixteenth.
+/// Measures layers without attention on device `number` of a runtime. Takes well under 0.5 s once kernels are compiled, and 280 MiB
+/// of device memory. `small` devices (drivers that compute on the CPU) get matrices of 1/16 the size.
 ///
 /// # Errors
-/// The device's.
+/// The device failed.
 pub(crate) fn speed<R: Platform>(client: &ComputeClient<R>, number: usize, small: bool) -> Result<Speed, String> {
     let able = Abilities::of(client).map_err(|error| error.to_string())?;
     let (divisor, passes) = if small { (4, 1) } else { (1, PASSES) };
@@ -87,7 +87,7 @@ pub(crate) fn speed<R: Platform>(client: &ComputeClient<R>, number: usize, small
     let launch = (whole - products).max(0.0) / (count * SMALL as f64);
     let (replayed, launches) = if runner.replays() { (LAYER.len() as f64, LAYER.len() + SMALL) } else { (0.0, SMALL) };
     let bytes: usize = matrices.iter().map(|m| Layout::of(m.kind).matrix_bytes(m.rows, m.cols)).sum();
-    // Noise must not make a device infinitely fast.
+    // Bounds the effect of noise: the difference could be near 0 or negative.
     let reading = (products - count * replayed * launch).max(products / 4.0);
 
     let mut flops_s = 0.0;
@@ -113,11 +113,11 @@ pub(crate) fn speed<R: Platform>(client: &ComputeClient<R>, number: usize, small
     })
 }
 
-/// Bytes of keys and values per second that attention of one row reads, in 8-bit arithmetic: in a tenth of a second once kernels
-/// are compiled, with 230 MiB of memory. `small`: as in [`speed`].
+/// Bytes of the KV cache per second that attention of one row reads, in 8-bit arithmetic. Takes 0.1 s once kernels are compiled, and
+/// 230 MiB of device memory. `small`: as in [`speed`].
 ///
 /// # Errors
-/// The device's.
+/// The device failed.
 pub(crate) fn cache_speed<R: Platform>(client: &ComputeClient<R>, number: usize, small: bool) -> Result<u64, String> {
     let able = Abilities::of(client).map_err(|error| error.to_string())?;
     let (blocks, layers) = if small { (BLOCKS / 8, 2) } else { (BLOCKS, CACHED) };
@@ -150,27 +150,27 @@ pub(crate) fn cache_speed<R: Platform>(client: &ComputeClient<R>, number: usize,
     };
     let mut runner = Runner::new(client, able, number)?;
     let all = runner.time(&attends(blocks * POSITIONS - 1))?.as_secs_f64();
-    // What attention takes over an empty cache is part of what a layer takes.
+    // Subtract attention over an empty cache: it is part of the fixed time per layer.
     let empty = if runner.replays() { runner.time(&attends(0))?.as_secs_f64() } else { 0.0 };
     Ok(((layers * bytes) as f64 / (all - empty).max(all / 4.0)) as u64)
 }
 
-/// Launches of a step.
+/// Work that can be launched on any client, so that it can be recorded.
 trait Recorded {
     fn launch<R: Platform>(&self, client: &ComputeClient<R>);
 }
 
-/// Layers of one row without their attention.
+/// Layers without attention, for one row.
 struct Layers<'a> {
     able: Abilities,
     /// [`LAYER`] for each layer.
     matrices: &'a [Matrix],
     inputs: &'a [Activations],
-    /// What takes a launch and hardly more.
+    /// A product that takes little more than its launch.
     tiny: (&'a Matrix, &'a Activations),
     y: &'a Handle,
     passes: usize,
-    /// Launches of `tiny` for each layer.
+    /// Launches of `tiny` per layer.
     small: usize,
 }
 
@@ -185,7 +185,7 @@ impl Recorded for Layers<'_> {
     }
 }
 
-/// Attention of one row in each layer.
+/// Attention of one row, in each layer.
 struct Attends<'a> {
     able: Abilities,
     pages: &'a [Pages],
@@ -200,7 +200,7 @@ impl Recorded for Attends<'_> {
         let layer = LayerHeads {
             biases: None,
             norms: None,
-            rotary: self.queries, // is not read: queries are turned already
+            rotary: self.queries, // not read by `attend`
             positions: 1,
             scale: 1.0,
             window: None,
@@ -215,7 +215,7 @@ impl Recorded for Attends<'_> {
     }
 }
 
-/// `rows` rows times a matrix, to the beginning of `y`.
+/// Multiplies `rows` rows by a matrix, into the beginning of `y`.
 fn multiply<R: Platform>(
     client: &ComputeClient<R>,
     able: Abilities,
@@ -228,11 +228,11 @@ fn multiply<R: Platform>(
     product(client, able, matrix, x, true, rows, &target);
 }
 
-/// Runs launches as stages do.
+/// Runs launches like stages do.
 struct Runner<'a, R: Platform> {
     client: &'a ComputeClient<R>,
     able: Abilities,
-    /// Where the runtime replays steps.
+    /// `None` if the runtime has no graphs.
     graphs: Option<Graphs>,
 }
 
@@ -246,18 +246,18 @@ impl<'a, R: Platform> Runner<'a, R> {
         self.graphs.is_some()
     }
 
-    /// The median time of all launches together.
+    /// The median total time of the launches.
     fn time(&mut self, launches: &impl Recorded) -> Result<Duration, String> {
         let Some(graphs) = &mut self.graphs else {
             return timed(self.client, || launches.launch(self.client));
         };
         let text = |error: kernels::stage::StageError| error.to_string();
-        graphs.join().map_err(text)?; // buffers are filled on another stream
+        graphs.join().map_err(text)?; // CubeCL fills the buffers on another stream
         let graph = graphs.record(|recorder| launches.launch(recorder)).map_err(text)?;
         median(|| graphs.replay(&graph).map_err(text))
     }
 
-    /// Nanoseconds of a step that computes next to nothing, on a device that was idle: words to it, a launch, words back.
+    /// Latency in nanoseconds of a nearly empty step on an idle device: upload, launch, read back.
     fn step_ns(&mut self, tiny: &Matrix, y: &Handle) -> Result<u64, String> {
         let text = |error: kernels::stage::StageError| error.to_string();
         let mut steps = Vec::with_capacity(STEPS);
@@ -291,7 +291,7 @@ impl<'a, R: Platform> Runner<'a, R> {
     }
 }
 
-/// A matrix whose rows are 16 random ones over and over: values do not matter to the time.
+/// A matrix that repeats 16 random rows: the values do not affect timings.
 fn repeated<R: Platform>(client: &ComputeClient<R>, rows: usize, cols: usize) -> Matrix {
     let stored = random_blocks(KIND, ROWS * cols / KIND.block_len(), 1);
     let mut strip = vec![0; Layout::of(KIND).matrix_bytes(ROWS, cols)];
@@ -300,10 +300,10 @@ fn repeated<R: Platform>(client: &ComputeClient<R>, rows: usize, cols: usize) ->
     Matrix { kind: KIND, rows, cols, tiles }
 }
 
-/// Bytes a second that a copy reads and writes.
+/// Bytes per second that a copy reads and writes in total.
 ///
 /// # Errors
-/// The device's.
+/// The device failed.
 pub(crate) fn copy_speed<R: Platform>(client: &ComputeClient<R>, small: bool) -> Result<u64, String> {
     let len = COPY_BYTES / if small { 8 } else { 1 } / 4 / 512 * 512;
     let (from, to): (Handle, Handle) = (client.empty(len * 4), client.empty(len * 4));
@@ -311,7 +311,7 @@ pub(crate) fn copy_speed<R: Platform>(client: &ComputeClient<R>, small: bool) ->
     Ok(((COPIES * 8 * len) as f64 / took.as_secs_f64()) as u64)
 }
 
-/// The median time of `launch` with all it launches, after those that compile it and wake the device.
+/// The median time of `launch` until its kernels are complete, after runs that compile them and raise the device's clocks.
 fn timed<R: Platform>(client: &ComputeClient<R>, mut launch: impl FnMut()) -> Result<Duration, String> {
     median(|| {
         launch();
@@ -320,7 +320,7 @@ fn timed<R: Platform>(client: &ComputeClient<R>, mut launch: impl FnMut()) -> Re
     })
 }
 
-/// The median time of several runs, after those that compile it and wake the device.
+/// The median time of `run`, after one run to compile and [`WARM_UP`] to raise the device's clocks.
 fn median(mut run: impl FnMut() -> Result<(), String>) -> Result<Duration, String> {
     let mut once = || -> Result<Duration, String> {
         let start = Instant::now();

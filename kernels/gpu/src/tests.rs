@@ -1,4 +1,4 @@
-//! Every function and kernel on the machine's Vulkan device, by bits, against the plain reference.
+//! Tests of every function and kernel on the machine's Vulkan or CUDA device, bit by bit against the plain reference.
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 use cubecl::wgpu::WgpuRuntime;
@@ -13,8 +13,8 @@ mod draws;
 mod loading;
 mod stages;
 
-/// The device that tests run on: CUDA's first if `MESHNODE_DEVICE` is `cuda`, else Vulkan's. `None`, with a word about it, where
-/// there is none and none is required.
+/// The device under test: the first CUDA device if `MESHNODE_DEVICE` is `cuda`, else the first Vulkan device. `None`, after printing
+/// SKIPPED, if there is no Vulkan device and `MESHNODE_REQUIRE` does not require one.
 fn device() -> Option<DeviceId> {
     if std::env::var("MESHNODE_DEVICE").is_ok_and(|device| device == "cuda") {
         return Some(DeviceId::Cuda(0));
@@ -84,7 +84,7 @@ fn functions_on<R: Platform>(client: &ComputeClient<R>) {
     let n = 1 << 15;
     let (a, b, mut c) = (random(n, 1), random(n, 2), random(n, 3));
     for i in (0..n).step_by(3) {
-        c[i] = -(a[i] * b[i]); // the sum is what a rounded product loses
+        c[i] = -(a[i] * b[i]); // the sum is the rounding error of the product
     }
     let up = |v: &[f32]| client.create_from_slice(bytemuck::cast_slice(v));
     let (y, words) = (client.empty(n * 8 * 4), client.empty(n * 4));

@@ -1,6 +1,6 @@
-//! Weight tiles as kernels read them: codes as bytes of a word, scales as floats.
+//! Reads weight tiles in kernels: unpacks codes into the bytes of a word, and scales into floats.
 //!
-//! See [`kernels::tile`] for where the parts of a tile lie. Next: `product.rs`.
+//! [`kernels::tile`] defines the layout of a tile. Next: `product.rs`.
 use cubecl::prelude::*;
 use kernels::quant::QuantType;
 use kernels::tile::{Layout, ROWS, Scales};
@@ -9,7 +9,7 @@ use crate::arithmetic::{Abilities, both_halves, from_half, fused};
 
 pub(crate) const NIBBLES: u32 = 0x0f0f_0f0f;
 
-/// Words of a tile's codes, before its scales.
+/// Words of a tile's codes, which precede its scales.
 pub(crate) const fn code_words(kind: QuantType) -> usize {
     2 * Layout::of(kind).block_bytes / 4
 }
@@ -24,7 +24,7 @@ pub(crate) const fn scale_words(kind: QuantType) -> usize {
     tile_words(kind) - code_words(kind)
 }
 
-/// The codes of a row in a slot of four columns, a byte each. `block` is the first word of the block's codes.
+/// The codes of a row in a slot of four columns, one byte per code. `block` is the first word of the block's codes.
 #[cube]
 pub(crate) fn slot_codes(
     tiles: &Array<u32>,
@@ -51,19 +51,20 @@ pub(crate) fn slot_codes(
     }
 }
 
-/// The low or high half of the word that holds a 16-bit number for each of two rows.
+/// A row's f16 in a word that holds one for each of two rows, as f32.
 #[cube]
 fn half_of_row(word: u32, row: usize, #[comptime] able: Abilities) -> f32 {
     from_half((word >> (16 * (row % 2) as u32)) & 0xffffu32, able)
 }
 
-/// A byte of a word that holds one for each of four rows.
+/// A row's byte in a word that holds one for each of four rows.
 #[cube]
 fn byte_of_row(word: u32, row: usize) -> u32 {
     (word >> (8 * (row % 4) as u32)) & 255u32
 }
 
-/// The scales of both halves of a row's block, and its minimum (zero without one). `scales` is the first word of the tile's.
+/// The scales of both halves of a row's block, and its minimum (0 if the format has none). `scales` is the first word of the
+/// tile's scales.
 #[cube]
 pub(crate) fn row_scales(
     tiles: &Array<u32>,
@@ -95,13 +96,13 @@ pub(crate) fn row_scales(
     }
 }
 
-/// A byte as the signed number that it holds.
+/// A byte as a signed integer, as f32.
 #[cube]
 fn signed_byte(byte: u32) -> f32 {
     f32::cast_from(i32::cast_from(byte ^ 128u32) - 128i32)
 }
 
-/// The raw words that a lane of a plane reads of one tile, for rows 2 g and 2 g + 1 where g is a quarter of the lane.
+/// Pairs of code words that a lane of a plane reads per tile. A pair is for rows 2 g and 2 g + 1 with g = lane / 4.
 pub(crate) const fn lane_vectors(kind: QuantType) -> usize {
     match Layout::of(kind).bits {
         4 => 2,
@@ -110,7 +111,7 @@ pub(crate) const fn lane_vectors(kind: QuantType) -> usize {
     }
 }
 
-/// Words of scales that a lane reads of one tile.
+/// Scale words that a lane reads per tile.
 pub(crate) const fn lane_scales(kind: QuantType) -> usize {
     match Layout::of(kind).scales {
         Scales::None => 0,
@@ -121,22 +122,22 @@ pub(crate) const fn lane_scales(kind: QuantType) -> usize {
     }
 }
 
-/// Where a lane reads of a tile: what is added to them is known when a kernel is compiled.
+/// Base indices from which a lane reads a tile. All offsets added to them are compile-time constants.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct LaneTile {
-    /// Pair of words of the lane's slot and rows.
+    /// Pair of words with the codes of the lane's slot and rows.
     codes: usize,
-    /// Pair of words of its rows, for further bits.
+    /// Pair of words with the fifth and sixth code bits of the lane's rows.
     planes: usize,
-    /// Word of its rows' scales.
+    /// Word with the scales of the lane's rows.
     scales: usize,
-    /// Word of its rows' scales where they are bytes.
+    /// Word with the scales of the lane's rows if the scales are bytes.
     bytes: usize,
 }
 
 #[cube]
 impl LaneTile {
-    /// Of a tile whose codes begin at a pair, and whose scales at a word of another array.
+    /// For a tile whose codes begin at `pair`, and whose scales begin at `word` of another array.
     pub(crate) fn new(pair: usize, word: usize, lane: usize) -> Self {
         let (g, t) = (lane / 4, lane % 4);
         let mut codes = pair;
@@ -151,7 +152,7 @@ impl LaneTile {
     }
 }
 
-/// Reads what a lane needs of a tile: codes to `codes[at · lane_vectors ..]`, scales to `scales[at · lane_scales ..]`.
+/// Reads a lane's part of a tile: codes to `codes[at · lane_vectors ..]`, scales to `scales[at · lane_scales ..]`.
 #[cube]
 pub(crate) fn read_lane<P: List<Vector<u32, Const<2>>>, S: List<u32>>(
     pairs: &P,
@@ -204,8 +205,8 @@ pub(crate) fn read_lane<P: List<Vector<u32, Const<2>>>, S: List<u32>>(
     }
 }
 
-/// The codes of a lane in one block as a fragment of m16n8k32: row 2 g and row 2 g + 1 in slot t, then both in slot t + 4.
-/// `nibbles` is [`NIBBLES`], which the compiler must not know: it would compute the bytes of a fragment one by one.
+/// The codes of a lane in one block as an m16n8k32 fragment: rows 2 g and 2 g + 1 in slot t, then both in slot t + 4.
+/// `nibbles` is [`NIBBLES`], passed at run time: if it were a constant, the compiler would compute the fragment byte by byte.
 #[cube]
 pub(crate) fn fragment(
     codes: &Array<Vector<u32, Const<2>>>,
@@ -248,7 +249,7 @@ pub(crate) fn fragment(
     }
 }
 
-/// Scales of a lane's two rows in one block: `[half][row]`, then the minima of both rows.
+/// Writes the scales of a lane's two rows in one block to `out`: `[half][row]`, then the minima of both rows.
 #[cube]
 pub(crate) fn lane_block_scales(
     scales: &Array<u32>,

@@ -1,7 +1,7 @@
-//! Weights to a CUDA device through pinned memory: one slab is filled while the other one is copied.
+//! Uploads weights to a CUDA device through pinned memory, double-buffered: one slab is filled while the other is copied.
 //!
-//! CubeCL copies what it is given twice on the host and sends it from pageable memory, which the driver copies once more. So
-//! weights are converted straight into memory that the device reads by itself, and copied on a stream of our own.
+//! CubeCL copies its input twice on the host and sends it from pageable memory, which the driver copies once more. So we convert
+//! weights directly into pinned memory, and copy it on our own stream.
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -10,39 +10,38 @@ use kernels::stage::StageError;
 
 use crate::engine::failed;
 
-/// Two pinned slabs and the stream that copies them to buffers of CubeCL's.
+/// Two pinned slabs and the stream that copies them to CubeCL's buffers.
 ///
-/// Copies run in the order in which they begin, and are numbered from 1. A slab is not written between the beginning of its copy
-/// and the event behind it.
+/// Copies are numbered from 1 and run in that order. A slab is not written from the start of its copy until the event after it.
 pub(crate) struct Upload {
     cuda: ComputeClient<CudaRuntime>,
     stream: sys::CUstream,
-    /// [`SLABS`] of them once made.
+    /// [`SLABS`] after `new`.
     slabs: Vec<Slab>,
     slab_bytes: usize,
-    /// Number of the last copy that began.
+    /// Number of the last copy that was started.
     begun: u64,
-    /// Number of the last copy that is known to be complete.
+    /// Number of the last copy known to be complete.
     done: u64,
-    /// Dropped last: all of the above is of this context.
+    /// Last, so dropped last: everything above belongs to this context.
     context: Context,
 }
 
-/// Filled and copied in turns: while one is copied, the other one is filled.
+/// One is filled while the other is copied.
 const SLABS: usize = 2;
 
 struct Slab {
     start: *mut u8,
-    /// Recorded behind the slab's last copy.
+    /// Recorded after the slab's last copy.
     copied: sys::CUevent,
-    /// Number of that copy; 0 without one.
+    /// Number of that copy; 0 before the first.
     copy: u64,
-    /// Where it goes: CubeCL must not give this memory to others until the copy is complete.
+    /// Destination of that copy, held so that CubeCL does not reuse the memory before the copy is complete.
     target: Option<Handle>,
 }
 
 impl Upload {
-    /// Slabs of `slab_bytes` bytes for device `number`, whose client is given.
+    /// Allocates slabs of `slab_bytes` bytes for device `number`, the device of `cuda`.
     ///
     /// # Errors
     /// The host has no memory to pin, or the device failed.
@@ -63,14 +62,14 @@ impl Upload {
     fn pinned(&self) -> Result<Slab, StageError> {
         let event = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING);
         let copied = event.map_err(|error| driver("no event for copies of weights", error))?;
-        // SAFETY: freed when the upload is dropped, after its last copy.
+        // SAFETY: freed when the `Upload` is dropped, after its last copy.
         match unsafe { result::malloc_host(self.slab_bytes, 0) } {
             Ok(start) => Ok(Slab { start: start.cast(), copied, copy: 0, target: None }),
             Err(error) => {
-                // SAFETY: the event was just made, and nothing records it.
+                // SAFETY: the event was just created, and nothing records it.
                 let _ = unsafe { result::event::destroy(copied) };
                 let mib = self.slab_bytes.div_ceil(1 << 20);
-                Err(driver(&format!("{mib} MiB of the host's memory cannot be pinned; free some of it"), error))
+                Err(driver(&format!("cannot pin {mib} MiB of host memory; free some memory"), error))
             }
         }
     }
@@ -80,8 +79,8 @@ impl Upload {
         self.slab_bytes
     }
 
-    /// Where a buffer lies on the device. When this returns, the device has allocated it and is done with whatever used the memory
-    /// before, so that a copy on our own stream may write it.
+    /// A buffer's device address. When this returns, the device has allocated the buffer and finished all earlier work on that
+    /// memory, so a copy on our own stream may write to it.
     ///
     /// # Errors
     /// The device failed.
@@ -99,45 +98,44 @@ impl Upload {
         self.context.enter()?;
         let (bytes, slab) = (self.slab_bytes, &mut self.slabs[self.begun as usize % SLABS]);
         if slab.copy > self.done {
-            // SAFETY: the event was recorded behind the slab's copy.
+            // SAFETY: the event was recorded after the slab's copy.
             unsafe { result::event::synchronize(slab.copied) }
-                .map_err(|error| driver("weights were not copied", error))?;
+                .map_err(|error| driver("the upload of weights failed", error))?;
             self.done = slab.copy;
         }
         slab.target = None;
-        // SAFETY: the system gave this memory, any byte of it is valid, and no copy reads it any more. The borrow of `self` lasts as
-        // long as the slice.
+        // SAFETY: the memory is allocated, any byte is valid, and no copy reads it any more. The slice borrows `self`.
         Ok(unsafe { std::slice::from_raw_parts_mut(slab.start, bytes) })
     }
 
-    /// Begins to copy the first `len` bytes of the slab that [`Self::slab`] gave last to `address`, within `target`. Gives the
-    /// copy's number.
+    /// Starts to copy the first `len` bytes of the slab that [`Self::slab`] returned last to `address`, within `target`. Returns
+    /// the copy's number.
     ///
     /// # Errors
     /// The device failed.
     ///
     /// # Panics
-    /// If a slab has fewer bytes.
+    /// If `len` exceeds [`Self::slab_bytes`].
     pub(crate) fn copy(&mut self, len: usize, target: &Handle, address: u64) -> Result<u64, StageError> {
         assert!(len <= self.slab_bytes, "{len} bytes of a slab of {}", self.slab_bytes);
         self.context.enter()?;
         let slab = &mut self.slabs[self.begun as usize % SLABS];
-        // From here on, also after an error: a copy may have begun.
+        // Set before the copy, and kept after an error: the copy may have started.
         slab.target = Some(target.clone());
         self.begun += 1;
         slab.copy = self.begun;
-        // SAFETY: the slab has `len` bytes, is pinned, and is not written before the event says that it was copied, by `slab`.
-        // `address` and what follows it are of `target`, which is allocated (`address` waited for that) and is kept by the slab.
+        // SAFETY: the slab has `len` bytes, is pinned, and `slab` does not hand it out before the event has completed. `address`
+        // and the `len` bytes after it are in `target`, which is allocated (`address` waited for that) and held by the slab.
         let begun = unsafe {
             let bytes = std::slice::from_raw_parts(slab.start.cast_const(), len);
             result::memcpy_htod_async(address, bytes, self.stream)
                 .and_then(|()| result::event::record(slab.copied, self.stream))
         };
-        begun.map_err(|error| driver(&format!("{len} bytes of weights cannot be copied"), error))?;
+        begun.map_err(|error| driver(&format!("cannot copy {len} bytes of weights"), error))?;
         Ok(self.begun)
     }
 
-    /// Number of the last copy that is known to be complete; all before it are.
+    /// Number of the last copy known to be complete; so are all before it.
     pub(crate) fn done(&self) -> u64 {
         self.done
     }
@@ -150,7 +148,7 @@ impl Upload {
         self.context.enter()?;
         // SAFETY: the stream is ours.
         unsafe { result::stream::synchronize(self.stream) }
-            .map_err(|error| driver("weights were not copied", error))?;
+            .map_err(|error| driver("the upload of weights failed", error))?;
         self.done = self.begun;
         Ok(())
     }
@@ -158,21 +156,21 @@ impl Upload {
 
 impl Drop for Upload {
     fn drop(&mut self) {
-        // A device that is lost says so to the next call, and its copies have ended.
+        // If the device is lost, its copies have ended and the next call reports the loss.
         let _ = self.finish();
         for slab in &self.slabs {
-            // SAFETY: both were made by `pinned`, and no copy reads the memory or records the event any more.
+            // SAFETY: both were created by `pinned`, and no copy reads the memory or records the event any more.
             unsafe {
                 let _ = result::free_host(slab.start.cast());
                 let _ = result::event::destroy(slab.copied);
             }
         }
-        // SAFETY: made by `new`; nothing is on it any more.
+        // SAFETY: created by `new`; nothing is queued on it any more.
         let _ = unsafe { result::stream::destroy(self.stream) };
     }
 }
 
-/// The primary context of a device, which is the one that CubeCL uses.
+/// A device's primary context, which CubeCL uses too.
 struct Context {
     device: sys::CUdevice,
     context: sys::CUcontext,
@@ -182,14 +180,14 @@ impl Context {
     fn of(number: usize) -> Result<Self, StageError> {
         let ordinal = i32::try_from(number).map_err(failed)?;
         let device =
-            result::device::get(ordinal).map_err(|error| driver(&format!("there is no cuda:{number}"), error))?;
+            result::device::get(ordinal).map_err(|error| driver(&format!("cuda:{number} was not found"), error))?;
         // SAFETY: the device was just found; released when this is dropped.
         let context = unsafe { result::primary_ctx::retain(device) };
-        let context = context.map_err(|error| driver(&format!("cuda:{number} gives no context"), error))?;
+        let context = context.map_err(|error| driver(&format!("cannot open a context on cuda:{number}"), error))?;
         Ok(Self { device, context })
     }
 
-    /// Makes it this thread's.
+    /// Makes it this thread's current context.
     fn enter(&self) -> Result<(), StageError> {
         // SAFETY: the context is retained.
         unsafe { result::ctx::set_current(self.context) }.map_err(|error| driver("the device's context is lost", error))
@@ -203,7 +201,7 @@ impl Drop for Context {
     }
 }
 
-/// Bytes that a device has free, for all programs.
+/// Free bytes of a device's memory, shared by all processes.
 pub(crate) fn memory_free(number: usize) -> Option<u64> {
     let context = Context::of(number).ok()?;
     context.enter().ok()?;
@@ -211,5 +209,5 @@ pub(crate) fn memory_free(number: usize) -> Option<u64> {
 }
 
 fn driver(what: &str, error: result::DriverError) -> StageError {
-    StageError::Device(format!("{what}: the driver says {error:?}"))
+    StageError::Device(format!("{what}: the driver reports {error:?}"))
 }

@@ -1,4 +1,4 @@
-//! How fast attention of one row reads its cache on this processor.
+//! Benchmark: KV-cache bandwidth of single-row attention on the CPU.
 use std::time::Duration;
 
 use super::fastest;
@@ -9,26 +9,26 @@ use crate::kv_cache::{KvCache, StoreRow, position_bytes};
 use crate::pool::Pool;
 use crate::stage::{Activations, SequenceId};
 
-/// Positions that the row attends to.
+/// Context length of the row.
 const POSITIONS: usize = 2048;
-/// Key and value heads, the elements of each, and the query heads that share it, as in models of 14 and 32 billion weights. In
-/// others four to eight share it, and the more do, the more is computed for each byte of the cache: five are in the middle.
+/// KV heads, head dimension, and query heads per KV head, as in models of 14 and 32 billion weights. Other models have
+/// four to eight query heads per KV head, and compute per cache byte grows with that number: five is typical.
 const KV_HEADS: usize = 8;
 const HEAD_DIM: usize = 128;
 const SHARED_BY: usize = 5;
-/// The cache of stages in 8-bit arithmetic.
+/// Stages in 8-bit arithmetic, which sets the cache format.
 const ACTIVATIONS: Activations = Activations::Int8;
 const SEQUENCE: SequenceId = 0;
-/// Largest cache: writing more would take longer than measuring.
+/// Maximum cache size: writing more would take longer than measuring.
 const BYTES_MAX: usize = 128 << 20;
-/// No further pass begins after this.
+/// No pass begins after this time.
 const MEASURE: Duration = Duration::from_millis(100);
-/// Every page of the operating system is written: pages that never were are all read from one page of zeros, which is in the
-/// caches. A row of values of that many positions is 2 KiB.
+/// Write interval in positions, so that every OS page is written: unwritten pages all map to one zero page, which would
+/// be read from the caches. The values of this many positions take 2 KiB.
 const WRITTEN_EVERY: usize = 8;
 
-/// Bytes per second that all threads of the pool read together, as a stage's do in a step of one row: from a cache of about
-/// `bytes`, but of at least one layer.
+/// Cache bytes per second that all threads of the pool read together, as in a step of one row of a stage. The cache has
+/// about `bytes`, but at least one layer.
 pub(super) fn cache_bytes_s(isa: Isa, pool: &mut Pool, bytes: usize) -> u64 {
     let layer_bytes = POSITIONS * position_bytes(KV_HEADS, HEAD_DIM, ACTIVATIONS);
     let layers = (bytes.min(BYTES_MAX) / layer_bytes).max(1);
@@ -46,7 +46,7 @@ pub(super) fn cache_bytes_s(isa: Isa, pool: &mut Pool, bytes: usize) -> u64 {
             pool.run(KV_HEADS, 1, &|worker, heads| {
                 for head in heads {
                     let part = head * group..(head + 1) * group;
-                    // SAFETY: each head is computed once and their parts do not overlap; scores are the worker's own; the
+                    // SAFETY: each head is computed once and the parts do not overlap; scores are the worker's own; the
                     // instruction set was detected.
                     unsafe {
                         isa.run(Attend {
@@ -71,7 +71,7 @@ fn write(isa: Isa, cache: &mut KvCache, layers: usize) {
     let writer = cache.writer(SEQUENCE).expect("it was reserved");
     for position in (0..POSITIONS).step_by(WRITTEN_EVERY) {
         for layer in 0..layers {
-            // SAFETY: one place at a time, in a cache that nobody reads; the instruction set was detected.
+            // SAFETY: one place at a time, in a cache without readers; the instruction set was detected.
             unsafe { isa.run(StoreRow { keys: &row, values: &row, place: writer.place(layer, position) }) };
         }
     }

@@ -1,4 +1,4 @@
-//! How long choosing a token takes on one core, beside how long that core needs to read the logits once.
+//! Benchmark: time to sample a token on one core, compared with the time that core needs to read the logits once.
 use std::time::Instant;
 
 use serde::Serialize;
@@ -9,40 +9,40 @@ use crate::pool::Pool;
 use crate::sampler::{Changes, NUMERICS, SampleError, Sampler, SamplerSettings};
 use crate::stage::StageError;
 
-/// What was measured.
+/// Results of a sampler benchmark.
 #[derive(Clone, Debug, Serialize)]
 pub struct SamplerFigures {
-    /// Logits a token is chosen from.
+    /// Number of logits.
     pub vocabulary: usize,
-    /// 0 takes the most likely token.
+    /// 0 is greedy.
     pub temperature: f64,
-    /// Nucleus; 1 keeps all.
+    /// Nucleus sampling; 1 keeps all tokens.
     pub top_p: f64,
-    /// 0 keeps all.
+    /// 0 keeps all tokens.
     pub top_k: u32,
-    /// 0 keeps all.
+    /// 0 keeps all tokens.
     pub min_p: f64,
-    /// Instruction set in use.
+    /// Instruction set used.
     pub instruction_set: &'static str,
-    /// Names the sampler's arithmetic.
+    /// Numerics id of the sampler.
     pub numerics: &'static str,
-    /// Milliseconds of a draw: the median.
+    /// Median milliseconds per draw.
     pub ms: f64,
-    /// Bytes of logits that a draw reads at least once.
+    /// Bytes of logits, which a draw reads at least once.
     pub bytes: u64,
-    /// Bytes per second that one thread reads from a buffer larger than the caches.
+    /// Read bandwidth of one thread from a buffer larger than the caches, in bytes per second.
     pub read_bandwidth: f64,
-    /// `bytes / read_bandwidth / ms`
+    /// Fraction of the read bandwidth: `bytes / read_bandwidth` over the seconds per draw.
     pub share_of_read: f64,
 }
 
-/// Measures draws from random logits on the calling thread.
+/// Benchmarks draws from random logits on the calling thread.
 ///
 /// # Errors
-/// Settings out of range, no logits or too many, or no thread to read memory with.
+/// Settings out of range, zero or too many logits, or the bandwidth thread cannot be started.
 pub fn sampler(vocabulary: usize, settings: &SamplerSettings, draws: usize) -> Result<SamplerFigures, StageError> {
     let failed = |e: SampleError| StageError::Device(e.to_string());
-    // Different ones in turn: neither branches nor buckets are learned by heart.
+    // Cycle through different logits, so that branch predictors and caches do not adapt to one set.
     let logits: Vec<Vec<f32>> = (0..8).map(|seed| some_logits(vocabulary, seed)).collect();
     let isa = Isa::detect();
     let mut pool = Pool::new(1).map_err(|e| no_threads(1, &e))?;
@@ -74,12 +74,12 @@ pub fn sampler(vocabulary: usize, settings: &SamplerSettings, draws: usize) -> R
     })
 }
 
-/// 0.95 as 0.95, not as the nearest `f32`.
+/// Converts 0.95f32 to 0.95, not to the f64 value of the nearest `f32`.
 fn decimal(setting: f32) -> f64 {
     (f64::from(setting) * 1e6).round() / 1e6
 }
 
-/// Sums of four uniform numbers in -2.5 to 2.5: about as wide and as peaked as a language model's logits.
+/// Sums of four uniform numbers in -2.5..2.5: about the spread and peakedness of a language model's logits.
 fn some_logits(count: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut uniform = || {

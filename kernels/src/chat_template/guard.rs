@@ -1,9 +1,9 @@
-//! Bounds on what a chat template may do: a model file is a stranger's program.
+//! Sandbox for chat templates: bounds what a template may do, because a model file is untrusted code.
 //!
-//! Fuel bounds the number of instructions, but one instruction may double a string, compare lists that share their entries
-//! a billion times over, or never end. So every instruction and every filter, test, function and method that reads or makes
-//! more than a constant amount first spends that amount from an allowance for the whole rendering. Values nest to a bounded
-//! depth, and no namespace is kept inside a value: neither dropping one nor a cycle can hurt.
+//! Fuel bounds the number of instructions, but a single instruction may double a string, compare lists with heavily shared
+//! entries, or never end. So every instruction and every filter, test, function and method that reads or produces more than a
+//! constant amount of data first spends that amount from a budget for the whole rendering. Values nest to a bounded depth, and
+//! values cannot contain namespaces, so dropping them cannot overflow the stack and cycles cannot form.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -16,28 +16,28 @@ use minijinja::value::{Kwargs, Object, Rest, Value, ValueKind};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, escape_formatter, filters, functions, tests};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
-/// Instructions of a rendering: some hundred for each of ten thousand messages, in about a second.
+/// Instructions per rendering: a few hundred for each of ten thousand messages, about one second.
 const FUEL: u64 = 10_000_000;
-/// Bytes that a rendering may read and make: the longest prompt, copied four times.
+/// Bytes that a rendering may read and produce: four times the longest prompt.
 const WORK_MAX: usize = 4 * super::RENDERED_BYTES_MAX;
-/// What an entry of a list or map counts for, besides its text.
+/// Cost of an entry of a list or map, in addition to its text.
 const ENTRY_BYTES: usize = 32;
-/// Lists in lists; published templates and JSON schemas of tools have about ten.
+/// Maximum nesting of lists; published templates and JSON schemas of tools need about ten levels.
 const DEPTH_MAX: usize = 32;
-/// Bytes of a template; the longest published ones have some 30 KiB.
+/// Maximum bytes of a template; the longest published ones have about 30 KiB.
 const SOURCE_BYTES_MAX: usize = 64 << 10;
-/// The parser and the generator of instructions call themselves once for each operator of `1+1+1+…`: below 4 KiB each.
+/// Stack size. The parser and the code generator recurse once per operator of `1+1+1+…`, with less than 4 KiB per level.
 const STACK_BYTES: usize = 128 << 20;
-/// JSON of indented lists: up to 16 spaces for each of [`DEPTH_MAX`] levels before an entry.
+/// Maximum indentation before an entry of indented JSON: 16 spaces for each of [`DEPTH_MAX`] levels.
 const INDENT_BYTES_MAX: usize = 16 * DEPTH_MAX;
 
-/// Runs a template, or with no context only checks that it can be parsed.
+/// Runs a template; without a context, only checks that it parses.
 ///
 /// # Errors
-/// The template is longer than [`SOURCE_BYTES_MAX`], is no valid Jinja, refused its context, or went beyond a bound.
+/// The template is longer than [`SOURCE_BYTES_MAX`], is not valid Jinja, rejected its context, or exceeded a bound.
 pub(super) fn run(source: &str, context: Option<Value>) -> Result<String, Error> {
     if source.len() > SOURCE_BYTES_MAX {
-        let what = format!("it has {} bytes, at most {SOURCE_BYTES_MAX} are taken", source.len());
+        let what = format!("expected at most {SOURCE_BYTES_MAX} bytes, found {} bytes", source.len());
         return Err(Error::new(ErrorKind::SyntaxError, what));
     }
     std::thread::scope(|scope| {
@@ -66,7 +66,7 @@ fn compile_and_run(source: &str, context: Option<Value>) -> Result<String, Error
     Ok(text)
 }
 
-/// The generator of instructions multiplies constants itself, where no guard sees it.
+/// Rejects repetition of constants: the code generator folds it at compile time, where no guard applies.
 fn check_constants(source: &str, whitespace: WhitespaceConfig) -> Result<(), Error> {
     let is_word = |name: &str| matches!(name, "and" | "or" | "not" | "in" | "true" | "True" | "false" | "False");
     let is_variable = |token: Option<&Token<'_>>| matches!(token, Some(Token::Ident(name)) if !is_word(name));
@@ -88,7 +88,7 @@ fn check_constants(source: &str, whitespace: WhitespaceConfig) -> Result<(), Err
             if matches!(token, Token::Mul) && !of_numbers && !beside.into_iter().any(is_variable) {
                 return Err(Error::new(
                     ErrorKind::SyntaxError,
-                    "`*` needs a variable beside it: constants are not repeated",
+                    "`*` needs a variable beside it: constants cannot be repeated",
                 ));
             }
         }
@@ -101,7 +101,7 @@ fn wrong(what: String) -> Error {
     Error::new(ErrorKind::InvalidOperation, what)
 }
 
-/// What a rendering has read and made so far.
+/// Bytes that a rendering has read and produced so far.
 #[derive(Debug, Default)]
 struct Work(AtomicUsize);
 
@@ -112,15 +112,15 @@ fn spend(state: &State<'_, '_>, bytes: usize) -> Result<(), Error> {
         return Ok(());
     }
     let work: Arc<Work> = state.get_or_set_temp_object("meshnode work", Work::default);
-    // The first failure ends the rendering: the sum cannot overflow.
+    // The first failure ends the rendering, so the sum cannot overflow.
     let bytes = bytes.min(WORK_MAX + 1);
     if work.0.fetch_add(bytes, Ordering::Relaxed) + bytes > WORK_MAX {
-        return Err(wrong(format!("it reads and makes more than {WORK_MAX} bytes of text")));
+        return Err(wrong(format!("it reads and produces more than {WORK_MAX} bytes of text")));
     }
     Ok(())
 }
 
-/// Text and entries of a value, those of its entries too if `deep`; something above [`WORK_MAX`] as soon as it is.
+/// Cost of a value: its text or entries, and recursively theirs if `deep`. Stops early once the cost exceeds [`WORK_MAX`].
 fn size(value: &Value, deep: bool, depth: usize) -> Result<usize, Error> {
     let kind = value.kind();
     if let Some(text) = value.as_str() {
@@ -133,7 +133,7 @@ fn size(value: &Value, deep: bool, depth: usize) -> Result<usize, Error> {
         return Ok(count.saturating_mul(ENTRY_BYTES));
     }
     if depth == DEPTH_MAX {
-        return Err(wrong(format!("lists are nested more than {DEPTH_MAX} deep")));
+        return Err(wrong(format!("lists are nested more than {DEPTH_MAX} levels deep")));
     }
     let mut sum: usize = 0;
     for entry in value.try_iter()? {
@@ -155,7 +155,7 @@ fn spend_on<'a>(state: &State<'_, '_>, values: impl IntoIterator<Item = &'a Valu
     values.into_iter().try_for_each(|value| spend(state, size(value, deep, 0)?))
 }
 
-/// What came out: a list instead of an iterator, whose steps would cost again each time, and paid for.
+/// Charges for a result. Converts an iterator to a list, because iterating it again would repeat its work.
 fn settled(state: &State<'_, '_>, value: Value) -> Result<Value, Error> {
     if value.kind() == ValueKind::Iterable {
         let mut entries = Vec::new();
@@ -171,20 +171,20 @@ fn settled(state: &State<'_, '_>, value: Value) -> Result<Value, Error> {
     Ok(value)
 }
 
-/// Namespaces, macros and loops hold other values; inside one of these they could close a circle. They look like maps, but
-/// are types of the engine's own.
+/// Rejects namespaces, macros and loops as parts of other values, where they could form a cycle. They look like maps, but their
+/// types belong to the engine.
 fn check_data(value: &Value) -> Result<(), Error> {
     let of_engine = value.as_object().is_some_and(|object| object.type_name().starts_with("minijinja::"));
     if of_engine && value.kind() == ValueKind::Map || value.kind() == ValueKind::Plain {
-        return Err(wrong("namespaces, macros and functions cannot be kept in other values".into()));
+        return Err(wrong("namespaces, macros and functions cannot be stored in other values".into()));
     }
     Ok(())
 }
 
-/// The template's instructions with guards before or after those that need one.
+/// Inserts guards before or after the instructions that need them.
 fn with_guards<'s>(plain: &Instructions<'s>) -> Result<Instructions<'s>, Error> {
     let mut expanded = Vec::with_capacity(plain.len());
-    // Where each instruction, and the end, comes to lie.
+    // New index of each instruction, and of the end.
     let mut places = Vec::with_capacity(plain.len() + 1);
     for index in 0..plain.len() as u32 {
         places.push(expanded.len() as u32);
@@ -203,15 +203,15 @@ fn with_guards<'s>(plain: &Instructions<'s>) -> Result<Instructions<'s>, Error> 
         | Instruction::JumpIfTrueOrPop(target)
         | Instruction::BuildMacro(_, target, _) = &mut instruction
         {
-            *target = *places.get(*target as usize).ok_or_else(|| wrong("a jump leads out of the template".into()))?;
+            *target = *places.get(*target as usize).ok_or_else(|| wrong("a jump leaves the template".into()))?;
         }
         guarded.add_with_line(instruction, line);
     }
     Ok(guarded)
 }
 
-/// A guard is a filter whose name no template can write. One of several operands gives them back as a list, which
-/// `UnpackList` spreads again with its first entry on top.
+/// A guard is a filter with a name that no template can spell. A guard with several operands returns them as a list, which
+/// `UnpackList` pushes back with its first entry on top.
 #[allow(clippy::wildcard_enum_match_arm, reason = "the engine's instructions are many, and most need no guard")]
 fn expand(instruction: Instruction<'_>) -> Result<Vec<Instruction<'_>>, Error> {
     let guard = |name, operands| Instruction::ApplyFilter(name, Some(operands), !0);
@@ -220,7 +220,7 @@ fn expand(instruction: Instruction<'_>) -> Result<Vec<Instruction<'_>>, Error> {
     };
     let count = |count: usize| u16::try_from(count).map_err(|_| wrong("a call has too many arguments".into()));
     Ok(match instruction {
-        // As a value, it passes the formatter.
+        // Emitted as a value, it goes through the formatter, which charges for it.
         Instruction::EmitRaw(raw) => {
             vec![Instruction::LoadConst(Value::from_safe_string(raw.to_owned())), Instruction::Emit]
         }
@@ -301,22 +301,22 @@ fn add_guards(environment: &mut Environment<'_>) {
     });
 }
 
-/// How much of its arguments something reads.
+/// How much of its arguments a filter, test or function reads.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Reads {
-    /// What kind of value each is, or one entry.
+    /// Only the kind of each value, or one entry.
     Nothing,
     /// Text.
     Text,
     /// Text, and lists entry by entry.
     Shallow,
-    /// All there is in it.
+    /// The complete value, recursively.
     Deep,
-    /// Entry by entry; the result has lists in lists that were not there.
+    /// Entry by entry; the result contains new nested lists.
     Nests,
 }
 
-/// Everything that a template can name.
+/// All filters, tests and functions available to templates.
 fn environment<'a>() -> Environment<'a> {
     let mut environment = Environment::empty();
     environment.set_fuel(Some(FUEL));
@@ -355,7 +355,7 @@ fn environment<'a>() -> Environment<'a> {
     environment.add_function("range", functions::range);
     environment.add_function("raise_exception", |message: String| Err::<Value, _>(wrong(message)));
     environment.add_function("strftime_now", |state: &State<'_, '_>, format: String| {
-        // No directive is longer than `Wednesday`.
+        // The longest expansion of a directive is `Wednesday`, 9 bytes.
         spend(state, format.len().saturating_mul(9))?;
         super::strftime(&format, std::time::SystemTime::now())
     });
@@ -403,7 +403,7 @@ fn bounded(
 /// Python's methods of strings, maps and lists.
 fn method(state: &State<'_, '_>, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     let all: Vec<Value> = std::iter::once(value).chain(args).cloned().collect();
-    // Text between the entries, as the filter has it.
+    // The filter takes the separator second.
     let filter_args = if name == "join" { all.iter().rev().cloned().collect() } else { all };
     let reads = if matches!(name, "get" | "items" | "keys" | "values") { Reads::Shallow } else { Reads::Deep };
     bounded(state, reads, name, &filter_args, |_| {
@@ -411,14 +411,14 @@ fn method(state: &State<'_, '_>, value: &Value, name: &str, args: &[Value]) -> R
             && let (Some(text), [what]) = (value.as_str(), args)
             && what.as_str() == Some("")
         {
-            // As in Python: the empty string lies between all characters. The crate's own loop would never end.
+            // As in Python: the empty string occurs between all characters. The crate's own loop would never end.
             return Ok(Value::from(text.chars().count() + 1));
         }
         unknown_method_callback(state, value, name, args)
     })
 }
 
-/// Bytes of a result beyond those of its arguments, or of what is needed on the way.
+/// Bytes of a result, or of intermediate data, in excess of the arguments.
 fn growth(name: &str, args: &[Value]) -> Result<usize, Error> {
     let text = |index: usize| args.get(index).and_then(Value::as_str).unwrap_or_default();
     let entries = |index: usize| -> Result<usize, Error> {
@@ -437,7 +437,7 @@ fn growth(name: &str, args: &[Value]) -> Result<usize, Error> {
             (text(0).matches('\n').count() + 1).saturating_mul(width)
         }
         "format" => {
-            // Each directive may be as wide as any number says, and repeat any argument.
+            // Each directive may be as wide as any number in the arguments, and may repeat any argument.
             let widest = text(0).split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty());
             let widest = widest.map(|digits| digits.parse().unwrap_or(usize::MAX)).fold(numbers(args), usize::max);
             let arguments =
@@ -451,7 +451,7 @@ fn growth(name: &str, args: &[Value]) -> Result<usize, Error> {
         }
         "lines" | "splitlines" => (text(0).matches('\n').count() + 1).saturating_mul(ENTRY_BYTES),
         "batch" | "slice" => numbers(args).saturating_mul(ENTRY_BYTES),
-        // Text is iterated over by characters.
+        // Text is iterated by character.
         "chain" | "zip" => {
             let texts = args.iter().filter_map(Value::as_str);
             texts.map(|text| text.chars().count()).sum::<usize>().saturating_mul(ENTRY_BYTES)
@@ -463,7 +463,7 @@ fn growth(name: &str, args: &[Value]) -> Result<usize, Error> {
     })
 }
 
-/// The greatest whole number among arguments, named ones too.
+/// The greatest integer among the arguments, keyword arguments included.
 fn numbers(args: &[Value]) -> usize {
     let of = |value: &Value| value.as_usize().unwrap_or(0);
     let named = |value: &Value| {

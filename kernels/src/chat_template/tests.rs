@@ -1,4 +1,4 @@
-//! Templates as models ship them, beside what Python's Jinja makes of them; and templates that mean harm.
+//! Tests of published templates against the output of Python's Jinja, and of malicious templates.
 use std::time::{Duration, UNIX_EPOCH};
 
 use super::{ChatMessage, ChatTemplate, ChatTemplateError, strftime};
@@ -14,7 +14,7 @@ fn template(source: &str) -> ChatTemplate {
 }
 
 #[test]
-fn the_real_models_template_gives_the_oracles_prompt() {
+fn the_real_models_template_renders_the_oracle_prompt() {
     let Some(path) = real_model_path() else { return };
     let template = ModelFile::open(&path).expect("opens").chat_template().expect("a template");
     assert!(!template.is_fallback());
@@ -22,8 +22,8 @@ fn the_real_models_template_gives_the_oracles_prompt() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/oracles/smollm2_greedy.json");
     let oracle: serde_json::Value = serde_json::from_slice(&std::fs::read(path).expect("there")).expect("JSON");
     let prompts = oracle["prompts"].as_array().expect("prompts");
-    let wanted = prompts.iter().find(|p| p["name"] == "chat_capital").expect("the chat prompt");
-    assert_eq!(prompt, wanted["text"].as_str().expect("a text"));
+    let expected = prompts.iter().find(|p| p["name"] == "chat_capital").expect("the chat prompt");
+    assert_eq!(prompt, expected["text"].as_str().expect("a text"));
 }
 
 #[test]
@@ -31,13 +31,13 @@ fn a_model_without_a_template_gets_chatml() {
     let template = TinyModel::default().open().chat_template().expect("a template");
     assert!(template.is_fallback());
     let messages = [message("system", "s"), message("user", "u")];
-    let wanted = "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n";
-    assert_eq!(template.render(&messages, false).expect("renders"), wanted);
-    let open = format!("{wanted}<|im_start|>assistant\n");
+    let expected = "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n";
+    assert_eq!(template.render(&messages, false).expect("renders"), expected);
+    let open = format!("{expected}<|im_start|>assistant\n");
     assert_eq!(template.render(&messages, true).expect("renders"), open);
 }
 
-/// What published templates use beyond plain Jinja: Python's methods, namespaces, refusals, dates, block trimming.
+/// Features of published templates that plain Jinja lacks: Python methods, namespaces, exceptions, dates, block trimming.
 #[test]
 fn templates_written_for_python() {
     let source = "{%- set ns = namespace(found=false) %}\n{{- bos_token }}\n{% for m in messages %}\n    \
@@ -59,7 +59,7 @@ fn templates_written_for_python() {
 }
 
 #[test]
-fn hostile_templates_end() {
+fn malicious_templates_are_stopped() {
     let parse = |s: &str| ChatTemplate::parse(Some(s), String::new(), String::new());
     let error = parse("{% for %}").expect_err("not Jinja").to_string();
     assert!(error.contains("cannot be parsed"), "{error}");
@@ -76,7 +76,7 @@ fn fails(source: &str) -> String {
     }
 }
 
-/// Each would take all memory or never end if an instruction or a filter had no bound of its own.
+/// Each would exhaust memory or never end if an instruction or a filter were unbounded.
 #[test]
 fn templates_that_double_their_text_are_stopped() {
     let rounds = |set: &str, step: &str, then: &str| {
@@ -127,8 +127,8 @@ fn templates_that_double_their_text_are_stopped() {
 }
 
 #[test]
-fn templates_that_would_never_end_end() {
-    // The method of the compatibility crate loops for ever on an empty argument.
+fn templates_that_would_not_terminate_are_stopped() {
+    // The method of minijinja_contrib never returns for an empty argument.
     let count = "{{ 'abc'.count('') }} {{ 'aXbX'.count('X') }} {{ ''.count('') }}";
     assert_eq!(template(count).render(&[], false).expect("renders"), "4 2 1");
     let text = "{% set ns = namespace(x='ab') %}{% for i in range(22) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}";
@@ -149,9 +149,9 @@ fn templates_that_would_never_end_end() {
     assert!(fails(changed).contains("loop.changed"));
 }
 
-/// The engine computes with constants while it parses.
+/// The engine folds constants while it compiles.
 #[test]
-fn constants_are_not_repeated() {
+fn repeated_constants_are_rejected() {
     for source in [
         "{{ 'x' * 100000000 }}",
         "{{ 100000000 * 'x' }}",
@@ -166,18 +166,18 @@ fn constants_are_not_repeated() {
 }
 
 #[test]
-fn nothing_deep_or_circular_is_built() {
+fn deep_or_cyclic_values_are_rejected() {
     let source = "{% set ns = namespace(x=1) %}{% set ns.x = ns %}";
-    assert!(fails(source).contains("cannot be kept"), "a circle is never freed");
-    assert!(fails("{% set ns = namespace() %}{% set x = [ns] %}").contains("cannot be kept"));
-    assert!(fails("{% set ns = namespace() %}{% set n = namespace(x=ns) %}").contains("cannot be kept"));
+    assert!(fails(source).contains("cannot be stored"), "a cycle is never freed");
+    assert!(fails("{% set ns = namespace() %}{% set x = [ns] %}").contains("cannot be stored"));
+    assert!(fails("{% set ns = namespace() %}{% set n = namespace(x=ns) %}").contains("cannot be stored"));
     assert!(
         fails("{% set ns = namespace() %}{% macro m() %}{{ ns.x }}{% endmacro %}{% set ns.x = m %}")
-            .contains("cannot be kept")
+            .contains("cannot be stored")
     );
     let deep = "{% set ns = namespace(x=[]) %}{% for i in range(50000) %}{% set ns.x = [ns.x] %}{% endfor %}";
     assert!(fails(deep).contains("nested"));
-    // Deeper than a thread's usual stack.
+    // Recursion deeper than the default thread stack.
     let terms = format!("{{{{ messages{} }}}}", ".a".repeat(10_000));
     assert!(fails(&terms).contains("undefined"));
     let sum = format!("{{% set n = 1 %}}{{{{ n{} }}}}", "+1".repeat(10_000));
@@ -190,7 +190,7 @@ fn nothing_deep_or_circular_is_built() {
     assert!(fails(&loud).len() < 5_000);
 }
 
-/// What guards must leave as it was.
+/// Guards must not change the output of valid templates.
 #[test]
 fn guards_change_no_result() {
     for (source, expected) in [
@@ -255,7 +255,7 @@ fn guards_change_no_result() {
     }
 }
 
-/// A long conversation costs little of what a rendering may spend.
+/// A long conversation uses a small part of the budget.
 #[test]
 fn a_long_conversation_is_rendered() {
     let source = "{%- set ns = namespace(last=0) -%}{%- for m in messages[::-1] -%}{%- set i = (messages | length - 1) - loop.index0 \
@@ -276,7 +276,7 @@ fn a_long_conversation_is_rendered() {
     assert!(matches!(error, Err(ChatTemplateError::TooLong)));
 }
 
-/// Every control token of the small vocabulary in the messages, whole, in parts and next to the template's own.
+/// Messages with the control tokens of the small vocabulary: whole, in parts, and next to the template's own.
 #[test]
 fn control_tokens_come_from_the_template_alone() {
     let model = TinyModel::default().open();
@@ -299,14 +299,14 @@ fn control_tokens_come_from_the_template_alone() {
             parsed.encode(&tokenizer, &[message("user", &content), message("user", "hello")], false).expect("encodes");
         let control: Vec<u32> = ids.iter().copied().filter(|&id| tokenizer.is_control(id)).collect();
         assert_eq!(control, [1, 2, 1, 2], "{content:?}");
-        // The words of the message are those of its text.
+        // The message is encoded as plain text.
         let inside = tokenizer.encode(&format!("{}{content}", content.trim()), false).expect("encodes");
         assert_eq!(ids[1..ids.len() - 1].split(|&id| id == 2).next(), Some(&inside[..]), "{content:?}");
     }
     let plain = [message("user", "hello world")];
     let text = parsed.render(&plain, true).expect("renders");
     let ids = parsed.encode(&tokenizer, &plain, true).expect("encodes");
-    assert_eq!(ids, tokenizer.encode_prompt(&text).expect("encodes"), "other messages are encoded as before");
+    assert_eq!(ids, tokenizer.encode_prompt(&text).expect("encodes"), "no control tokens, no marks");
 }
 
 #[test]

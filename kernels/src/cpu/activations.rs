@@ -1,4 +1,4 @@
-//! Rows that enter a matrix product: as they are, and rounded to 8 bits in blocks of 32.
+//! Input rows of matrix products: as f32, and quantised to 8 bits in blocks of 32.
 use std::ops::Range;
 
 use super::simd::{Kernel, Simd};
@@ -18,23 +18,23 @@ pub(crate) struct Rows {
 #[repr(C, align(64))]
 pub(crate) struct Line(pub(crate) [f32; 16]);
 
-/// 32 activations as integers.
+/// 32 quantised activations.
 #[derive(Clone, Copy)]
 #[repr(C, align(16))]
 pub(crate) struct Block {
-    /// Each within ±127.
+    /// Codes within ±127.
     pub(crate) codes: [i8; BLOCK],
     pub(crate) scale: f32,
-    /// The scale times the sum of the codes: what a block's minimum multiplies.
+    /// Scale times the sum of the codes: the factor of a weight block's minimum.
     pub(crate) total: f32,
-    /// Sums of the codes of the first and the second half: what an offset of the weights multiplies.
+    /// Sums of the codes of each half: the factors of a weight offset.
     pub(crate) sums: [i32; 2],
 }
 
 pub(crate) const ZERO: Block = Block { codes: [0; BLOCK], scale: 0.0, total: 0.0, sums: [0; 2] };
 
 impl Block {
-    /// Codes of four columns, as one number.
+    /// Codes of four columns, packed in one integer.
     #[inline(always)]
     pub(crate) fn slot(&self, index: usize) -> i32 {
         let four = [0, 1, 2, 3].map(|i| self.codes[4 * index + i].cast_unsigned());
@@ -43,7 +43,7 @@ impl Block {
 }
 
 impl Rows {
-    /// Makes room for `count` rows of `cols`; what they hold is undefined until written, except that the padding is zero.
+    /// Makes room for `count` rows of `cols`. Contents are unspecified until written, except that the padding is zero.
     pub(crate) fn shape(&mut self, count: usize, cols: usize) {
         let lines = count * line_count(cols);
         if self.cols != cols || self.floats.len() < lines {
@@ -63,28 +63,28 @@ impl Rows {
         self.cols
     }
 
-    /// Every row for writing.
+    /// Write access to all rows, for several threads.
     pub(crate) fn rows_mut(&mut self) -> RowsMut<'_> {
         RowsMut { floats: self.floats.as_mut_ptr().cast(), blocks: self.blocks.as_mut_ptr(), rows: self }
     }
 
-    /// First of the numbers of a row; zeros pad it to whole groups.
+    /// Pointer to the floats of a row, zero-padded to whole groups.
     pub(crate) fn floats_at(&self, index: usize) -> *const f32 {
         self.floats[index * line_count(self.cols)..].as_ptr().cast()
     }
 
-    /// First of the integer blocks of a row.
+    /// Pointer to the integer blocks of a row.
     pub(crate) fn blocks_at(&self, index: usize) -> *const Block {
         self.blocks[index * block_count(self.cols)..].as_ptr()
     }
 
-    /// Bytes held.
+    /// Allocated bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.floats.capacity() * size_of::<Line>() + self.blocks.capacity() * size_of::<Block>()
     }
 }
 
-/// Rows that several threads fill, each its own.
+/// Rows that several threads fill, each thread its own rows.
 #[derive(Clone, Copy)]
 pub(crate) struct RowsMut<'a> {
     floats: *mut f32,
@@ -98,7 +98,7 @@ unsafe impl Sync for RowsMut<'_> {}
 unsafe impl Send for RowsMut<'_> {}
 
 impl RowsMut<'_> {
-    /// Numbers (with the padding, which must stay zero) and integers of a row.
+    /// Floats (including the padding, which must stay zero) and integer blocks of a row.
     ///
     /// # Safety
     /// No two live borrows of the same index.
@@ -115,7 +115,7 @@ impl RowsMut<'_> {
         }
     }
 
-    /// Some numbers of a row.
+    /// A range of the floats of a row.
     ///
     /// # Safety
     /// No two live borrows overlap.
@@ -128,12 +128,12 @@ impl RowsMut<'_> {
     }
 }
 
-/// Rounds one row to integers: each block of 32 has scale = largest magnitude / 127 ([`crate::order::quantise`]); NaN if one of
-/// the numbers is not finite.
+/// Quantises one row: each block of 32 has scale = largest magnitude / 127 ([`crate::order::quantise`]), or NaN if one
+/// of its numbers is not finite.
 pub(crate) struct Quantise<'a> {
-    /// The row, without padding; behind it zeros up to a whole group.
+    /// The row without padding; zeros up to a whole group follow it in memory.
     pub(crate) floats: &'a [f32],
-    /// The blocks of whole groups.
+    /// The row's blocks, for whole groups.
     pub(crate) blocks: &'a mut [Block],
 }
 
@@ -155,7 +155,7 @@ impl Kernel for Quantise<'_> {
                 let low = S::load_first(x, here.min(16));
                 let high = S::load_first(x.wrapping_add(16), here.saturating_sub(16).min(16));
                 let largest = S::max_lane(S::max(S::abs(low), S::abs(high)));
-                // Zero of finite numbers, else NaN.
+                // x - x is 0 if all numbers are finite, else NaN.
                 let zero = S::sum4([S::sub(low, low), S::sub(high, high), S::splat(0.0), S::splat(0.0)]);
                 let some = largest > SMALLEST;
                 let inverse = S::splat(if some { 127.0 * reciprocal(largest) } else { 0.0 });
@@ -170,12 +170,12 @@ impl Kernel for Quantise<'_> {
     }
 }
 
-/// Blocks of a row: whole groups.
+/// Blocks per row, for whole groups.
 pub(crate) fn block_count(cols: usize) -> usize {
     cols.div_ceil(GROUP) * (GROUP / BLOCK)
 }
 
-/// Cache lines of a row's numbers: whole groups.
+/// Cache lines per row of floats, for whole groups.
 fn line_count(cols: usize) -> usize {
     cols.div_ceil(GROUP) * (GROUP / 16)
 }

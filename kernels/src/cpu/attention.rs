@@ -1,7 +1,7 @@
-//! Attention of one query row over the positions of its sequence that it sees, in the order of [`crate::order::attend`].
+//! Attention of one query row over the visible positions of its sequence, in the order of [`crate::order::attend`].
 //!
-//! Keys of a page of positions lie transposed (`[dim][position]`), so that scores of 16 positions come out of one chain
-//! over the dimensions; values lie as rows.
+//! Keys of a page of positions are stored transposed (`[dim][position]`), so that one chain over the dimensions yields
+//! the scores of 16 positions; values are stored as rows.
 use std::ops::Range;
 
 use super::rows::{exp, soft_cap, tree};
@@ -9,30 +9,30 @@ use super::simd::{Kernel, Simd};
 use crate::kv_cache::{Cell, Half, HeadPages, PAGE};
 use crate::order::{self, LANES, POSITIONS};
 
-/// Queries of the heads that share one key head.
+/// Attention of the query heads that share one key head.
 pub(crate) struct Attend<'a> {
     /// `heads · head_dim`, rotated and scaled.
     pub(crate) queries: &'a [f32],
     pub(crate) head_dim: usize,
-    /// Their keys and values.
+    /// Keys and values of that head.
     pub(crate) pages: HeadPages<'a>,
-    /// Positions that the row sees; its own is the last.
+    /// Visible positions; the row's own is the last.
     pub(crate) seen: Range<usize>,
-    /// Cap of the scores, where the model has one.
+    /// Soft cap of the scores, if the model has one.
     pub(crate) cap: Option<f32>,
-    /// Working memory; see [`scores_len`].
+    /// Scratch of at least [`scores_len`] numbers.
     pub(crate) scores: &'a mut [f32],
     /// `heads · head_dim`.
     pub(crate) out: &'a mut [f32],
 }
 
-/// Numbers of working memory that a row which sees positions below `end` needs.
+/// Scratch numbers for a row whose visible positions lie below `end`.
 pub(crate) fn scores_len(heads: usize, end: usize) -> usize {
     let blocks = end.div_ceil(POSITIONS);
     heads.min(HEADS_AT_ONCE) * blocks * (POSITIONS + 1)
 }
 
-/// More would not fit the registers.
+/// Heads per pass: more would not fit the registers.
 const HEADS_AT_ONCE: usize = 4;
 
 impl Kernel for Attend<'_> {
@@ -73,7 +73,7 @@ impl Attend<'_> {
     }
 }
 
-/// Heads that are computed together.
+/// Heads computed in one pass.
 struct Heads<'a> {
     queries: &'a [f32],
     size: usize,
@@ -83,13 +83,13 @@ struct Heads<'a> {
 }
 
 impl Heads<'_> {
-    /// Blocks of positions that are seen, at least in part.
+    /// Blocks of positions that are visible, at least in part.
     #[inline(always)]
     fn blocks(&self) -> Range<usize> {
         self.seen.start / POSITIONS..self.seen.end.div_ceil(POSITIONS)
     }
 
-    /// Positions of a block that are seen.
+    /// Visible positions of a block.
     #[inline(always)]
     fn seen_of(&self, block: usize) -> Range<usize> {
         (block * POSITIONS).max(self.seen.start)..((block + 1) * POSITIONS).min(self.seen.end)
@@ -99,7 +99,7 @@ impl Heads<'_> {
     unsafe fn attend<S: Simd, C: Cell, const H: usize>(&self, scores: &mut [f32], out: &mut [f32]) {
         let stride = self.blocks().end * POSITIONS;
         let (scores, factors) = scores.split_at_mut(H * stride);
-        // SAFETY: `Attend::heads` checked the shapes; pages exist for every position that is seen.
+        // SAFETY: `Attend::heads` checked the shapes; pages exist for every visible position.
         unsafe {
             for page in self.seen.start / PAGE..self.seen.end.div_ceil(PAGE) {
                 let at = scores.as_mut_ptr().add(page * PAGE);
@@ -122,13 +122,13 @@ impl Heads<'_> {
         }
     }
 
-    /// Scores of one head to weights within their block, zero where nothing is seen; `factors` of the blocks; the reciprocal of
-    /// the sum of all weights.
+    /// Block-wise softmax of one head: replaces scores by numerators relative to their block's maximum, zero where
+    /// hidden; fills the blocks' `factors`; returns the reciprocal of the sum of all weights.
     #[inline(always)]
     unsafe fn weights<S: Simd>(&self, scores: &mut [f32], factors: &mut [f32]) -> f32 {
         // SAFETY: the machine has `S`; blocks are whole vectors.
         unsafe {
-            let mut sums = [0.0f32; 2]; // of the blocks so far, and their largest score
+            let mut sums = [0.0f32; 2]; // running sum of the blocks, and their largest score
             sums[1] = f32::NEG_INFINITY;
             for b in self.blocks() {
                 let block = &mut scores[b * POSITIONS..][..POSITIONS];
@@ -145,7 +145,7 @@ impl Heads<'_> {
         }
     }
 
-    /// What is seen of a block, counted from its first position.
+    /// Visible positions of a block, relative to its first.
     #[inline(always)]
     fn within(&self, block: usize) -> Range<usize> {
         let seen = self.seen_of(block);
@@ -206,7 +206,7 @@ impl Heads<'_> {
     }
 }
 
-/// Caps the scores of a block, hides those that are not seen, and returns the largest.
+/// Caps the scores of a block, masks hidden positions with -∞, and returns the largest score.
 #[inline(always)]
 unsafe fn largest<S: Simd>(scores: &mut [f32], seen: Range<usize>, cap: Option<f32>) -> f32 {
     // SAFETY: a block is whole vectors.
@@ -226,7 +226,7 @@ unsafe fn largest<S: Simd>(scores: &mut [f32], seen: Range<usize>, cap: Option<f
     }
 }
 
-/// Scores of a block to e^(score - largest), zero where nothing is seen. Returns their sum.
+/// Replaces the scores of a block by e^(score - largest), zero where hidden. Returns their sum.
 #[inline(always)]
 unsafe fn numerators<S: Simd>(scores: &mut [f32], seen: Range<usize>, largest: f32) -> f32 {
     // SAFETY: a block is whole vectors.

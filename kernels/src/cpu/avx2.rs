@@ -1,7 +1,7 @@
 //! Vectors as pairs of AVX2 registers.
 //!
-//! Helpers are functions that are always inlined, not closures: the compiler may leave a closure out of line, where it has no AVX2 and
-//! each instruction becomes a call.
+//! Helpers are always-inlined functions, not closures: a closure may be compiled out of line, without AVX2, where each
+//! intrinsic becomes a call.
 use std::arch::x86_64::*;
 
 use super::avx512::sum4_quads;
@@ -11,7 +11,7 @@ use super::simd::Simd;
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2;
 
-/// Lanes or bytes 0 to 7 (31) and 8 to 15 (32 to 63).
+/// Lanes 0 to 7 and 8 to 15, or bytes 0 to 31 and 32 to 63.
 type Pair<T> = [T; 2];
 
 // SAFETY (whole file): the functions are called only where the instruction set was detected (`Isa::detect`), from code
@@ -203,7 +203,8 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn begin<const OFFSET: i32>(total: i32) -> Pair<__m256i> {
         unsafe {
-            // Products of bytes as large as 255 do not fit: there the offset is taken off the codes.
+            // Products of codes up to 255 would overflow 16 bits: with offset 128, `signed_pairs` subtracts it from the
+            // codes.
             let start = _mm256_set1_epi32(if OFFSET == 128 { 0 } else { -OFFSET * total });
             [start, start]
         }
@@ -224,7 +225,7 @@ impl Simd for Avx2 {
 /// Eight bf16 numbers.
 #[inline(always)]
 unsafe fn wide_bf16(from: *const u16) -> __m256 {
-    // SAFETY: AVX2 is there, and the numbers too, by the caller's contract.
+    // SAFETY: AVX2 is available and eight numbers are readable by the caller's contract.
     unsafe {
         let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
         _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
@@ -234,27 +235,27 @@ unsafe fn wide_bf16(from: *const u16) -> __m256 {
 /// p · 2ⁿ, where `t` has n in its low bits.
 #[inline(always)]
 unsafe fn times_pow2(p: __m256, t: __m256) -> __m256 {
-    // SAFETY: AVX2 is there by the caller's contract.
+    // SAFETY: AVX2 is available by the caller's contract.
     unsafe {
         let bits = _mm256_slli_epi32::<23>(_mm256_castps_si256(t));
         _mm256_mul_ps(p, _mm256_castsi256_ps(_mm256_add_epi32(bits, _mm256_set1_epi32(0x3f80_0000))))
     }
 }
 
-/// Lane i plus lanes i + 4, i + 8 and i + 12, in pairs as the tree of sums has them.
+/// Lane i plus lanes i + 4, i + 8 and i + 12, paired as in the summation tree.
 #[inline(always)]
 unsafe fn folded(v: Pair<__m256>) -> __m128 {
-    // SAFETY: AVX2 is there by the caller's contract.
+    // SAFETY: AVX2 is available by the caller's contract.
     unsafe {
         let e = _mm256_add_ps(v[0], v[1]);
         _mm_add_ps(_mm256_castps256_ps128(e), _mm256_extractf128_ps::<1>(e))
     }
 }
 
-/// Byte `INDEX` of each word as a number.
+/// Byte `INDEX` of each 32-bit word as f32.
 #[inline(always)]
 unsafe fn wide_byte<const INDEX: u32>(v: __m256i) -> __m256 {
-    // SAFETY: AVX2 is there by the caller's contract.
+    // SAFETY: AVX2 is available by the caller's contract.
     unsafe {
         let shifted = match INDEX {
             0 => v,
@@ -266,24 +267,24 @@ unsafe fn wide_byte<const INDEX: u32>(v: __m256i) -> __m256 {
     }
 }
 
-/// Adds the products of two slots' codes with their activations, four of each to a lane.
+/// Adds the products of two slots' codes with their activations, four per slot and lane.
 #[inline(always)]
 unsafe fn add_products<const OFFSET: i32>(sum: __m256i, a: __m256i, b: __m256i, x: (__m256i, __m256i)) -> __m256i {
-    // SAFETY: AVX2 is there by the caller's contract.
+    // SAFETY: AVX2 is available by the caller's contract.
     unsafe {
         if OFFSET == 128 {
             return _mm256_add_epi32(sum, _mm256_add_epi32(signed_pairs(a, x.0), signed_pairs(b, x.1)));
         }
-        // Four products of up to 63 · 127 still fit 16 bits.
+        // The sum of four products of up to 63 · 127 fits 16 bits.
         let four = _mm256_add_epi16(_mm256_maddubs_epi16(a, x.0), _mm256_maddubs_epi16(b, x.1));
         _mm256_add_epi32(sum, _mm256_madd_epi16(four, _mm256_set1_epi16(1)))
     }
 }
 
-/// Bit `AT` of each byte to bit 4; others come along.
+/// Shifts bit `AT` of each byte to bit 4; the other bits are not masked.
 #[inline(always)]
 unsafe fn to_bit_4<const AT: u32>(plane: __m256i) -> __m256i {
-    // SAFETY: AVX2 is there by the caller's contract.
+    // SAFETY: AVX2 is available by the caller's contract.
     unsafe {
         match AT {
             0 => _mm256_slli_epi32::<4>(plane),
@@ -298,10 +299,10 @@ unsafe fn to_bit_4<const AT: u32>(plane: __m256i) -> __m256i {
     }
 }
 
-/// Sums of four products each, of codes of up to 255 less 128.
+/// Sums of four products per lane, of codes up to 255 minus 128.
 #[inline(always)]
 unsafe fn signed_pairs(w: __m256i, x: __m256i) -> __m256i {
-    // SAFETY: AVX2 is there by the caller's contract.
+    // SAFETY: AVX2 is available by the caller's contract.
     unsafe {
         let w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
         _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)), _mm256_set1_epi16(1))

@@ -174,7 +174,7 @@ impl Simd for Avx512 {
     }
 }
 
-/// Ends the sums of four vectors whose lanes i, i+4, i+8 and i+12 are added already.
+/// Finishes the sums of four vectors whose lanes i, i+4, i+8 and i+12 are already added.
 #[inline(always)]
 pub(super) unsafe fn sum4_quads(q: [__m128; 4]) -> [f32; 4] {
     // SAFETY: SSE is part of x86-64; the result has the size of the array.
@@ -188,20 +188,20 @@ pub(super) unsafe fn sum4_quads(q: [__m128; 4]) -> [f32; 4] {
     }
 }
 
-/// Lane i plus lanes i + 4, i + 8 and i + 12, in pairs as the tree of sums has them.
+/// Lane i plus lanes i + 4, i + 8 and i + 12, paired as in the summation tree.
 #[inline(always)]
 unsafe fn folded(v: __m512) -> __m128 {
-    // SAFETY: AVX-512 is there by the caller's contract.
+    // SAFETY: AVX-512 is available by the caller's contract.
     unsafe {
         let e = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v));
         _mm_add_ps(_mm256_castps256_ps128(e), _mm256_extractf128_ps::<1>(e))
     }
 }
 
-/// Bit `AT` of each byte to bit 4; others come along.
+/// Shifts bit `AT` of each byte to bit 4; the other bits are not masked.
 #[inline(always)]
 unsafe fn to_bit_4<const AT: u32>(plane: __m512i) -> __m512i {
-    // SAFETY: AVX-512 is there by the caller's contract.
+    // SAFETY: AVX-512 is available by the caller's contract.
     unsafe {
         match AT {
             0 => _mm512_slli_epi32::<4>(plane),

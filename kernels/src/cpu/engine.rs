@@ -1,7 +1,7 @@
-//! A transformer layer over all rows of a pass, shared among the threads, as its recipe says.
+//! Transformer layers on the CPU: runs a layer over all rows of a forward pass, split among threads.
 //!
-//! A step either splits the output rows of a matrix among the threads, or the rows of the pass; the split never changes a
-//! bit. Small steps run on the caller alone: waking the others would cost more.
+//! Each step splits either the output rows of a matrix or the rows of the pass; the split never changes a bit of the
+//! result. Small steps run on the caller alone: waking other threads would cost more.
 use std::ops::Range;
 
 use super::Isa;
@@ -19,7 +19,7 @@ use crate::rotary::RotaryTables;
 use crate::stage::{Activations, SequenceId};
 use crate::tile::{ROWS, Tiles};
 
-/// Scratch, caches, and the rows that are being computed. The caller brings the threads.
+/// Scratch, KV caches and the current rows. The caller provides the threads.
 pub(crate) struct Engine {
     isa: Isa,
     shape: Shape,
@@ -28,7 +28,7 @@ pub(crate) struct Engine {
     pass: Vec<RowAt>,
     /// Rows of the residual stream, `[rows, width]`.
     pub(crate) hidden: Vec<f32>,
-    /// What the last step wants added to `hidden`; the next norm adds it.
+    /// Output of the last step, which the next norm adds to `hidden`; empty if there is none.
     delta: Vec<f32>,
     x: Rows,
     q: Vec<f32>,
@@ -38,11 +38,11 @@ pub(crate) struct Engine {
     gate: Vec<f32>,
     up: Vec<f32>,
     gated: Rows,
-    /// Of each thread.
+    /// Attention scratch per thread.
     scores: Vec<Vec<f32>>,
 }
 
-/// What the steps need to know of a model.
+/// The dimensions of a model.
 #[derive(Clone, Debug)]
 pub(crate) struct Shape {
     pub(crate) width: usize,
@@ -50,9 +50,9 @@ pub(crate) struct Shape {
     pub(crate) kv_heads: usize,
     pub(crate) head_dim: usize,
     pub(crate) eps: f32,
-    /// Rotary pairs are halves of a head instead of neighbours.
+    /// Whether rotary pairs are (i, i + pairs) instead of adjacent elements.
     pub(crate) halves: bool,
-    /// How activations enter products, and what caches hold.
+    /// Number format of activations in products, and of the KV cache.
     pub(crate) activations: Activations,
 }
 
@@ -62,7 +62,7 @@ impl Shape {
     }
 }
 
-/// Below so many multiplications a step runs on the caller alone: about two microseconds of work.
+/// Steps with fewer multiplications run on the caller alone: about two microseconds of work.
 const ALONE: usize = 100_000;
 
 impl Engine {
@@ -87,7 +87,8 @@ impl Engine {
         }
     }
 
-    /// Begins a pass over these rows; the caller then fills `hidden`. Their places in the cache exist already.
+    /// Begins a forward pass over these rows, whose cache positions are already reserved; the caller then fills
+    /// `hidden`.
     pub(crate) fn begin(&mut self, rows: &[RowAt]) {
         self.pass.clear();
         self.pass.extend(rows);
@@ -98,7 +99,7 @@ impl Engine {
         self.delta.clear();
     }
 
-    /// One layer, which is the stage's `index`-th.
+    /// Runs the layer at `index` within the stage.
     pub(crate) fn layer(&mut self, pool: &mut Pool, recipe: &LayerRecipe, weights: &LayerWeights, index: usize) {
         self.norm(pool, &weights.attention_norm);
         self.queries_keys_values(pool, weights);
@@ -116,13 +117,13 @@ impl Engine {
         self.norm_delta(pool, after_ffn);
     }
 
-    /// hidden += what the last step gave; x = RMSNorm(hidden) · weight.
+    /// hidden += delta; x = RMSNorm(hidden) · weight.
     fn norm(&mut self, pool: &mut Pool, weight: &[f32]) {
         let rows = 0..self.pass.len();
         self.norm_rows(pool, weight, rows);
     }
 
-    /// As [`Self::norm`] for a choice of rows, which then are all that `x` holds.
+    /// As [`Self::norm`] for a range of rows; `x` then holds only those.
     fn norm_rows(&mut self, pool: &mut Pool, weight: &[f32], rows: Range<usize>) {
         let Self { isa, shape, hidden, delta, x, .. } = self;
         let width = shape.width;
@@ -142,7 +143,7 @@ impl Engine {
         delta.clear();
     }
 
-    /// RMSNorm of what a step gave, before it is added to the stream.
+    /// RMSNorm of a step's output, before it is added to the residual stream.
     fn norm_delta(&mut self, pool: &mut Pool, weight: Option<&Vec<f32>>) {
         let Some(weight) = weight else { return };
         let Self { isa, shape, delta, .. } = self;
@@ -182,8 +183,8 @@ impl Engine {
         });
     }
 
-    /// Turns queries and keys by their positions, puts keys and values into the cache of `layer`, and lets each row attend
-    /// to the positions that it sees.
+    /// Applies rotary embedding to queries and keys, stores keys and values in the cache of `layer`, and computes
+    /// attention of each row over its visible positions.
     fn attend(&mut self, pool: &mut Pool, recipe: &LayerRecipe, layer: usize) {
         self.rotate_and_store(pool, recipe.scale, layer);
         let Self { isa, shape, cache, pass, q, attended, scores, .. } = self;
@@ -265,7 +266,7 @@ impl Engine {
         });
     }
 
-    /// down · (activation(gate · x) ∘ (up · x)), to the residual stream.
+    /// delta = down · (activation(gate · x) ∘ (up · x)).
     fn feed_forward(&mut self, pool: &mut Pool, activation: Activation, weights: &LayerWeights) {
         let Self { isa, shape, x, delta, gate, up, gated, .. } = self;
         let matrices = weights.gated.each_ref().map(|matrix| matrix.tiles());
@@ -285,13 +286,13 @@ impl Engine {
         products(*isa, pool, gated, shape.integers(), &[weights.down.tiles()], [delta]);
     }
 
-    /// Adds what the last step gave to `hidden`: the end of a stage's last block.
+    /// Adds the last step's output to `hidden`: the end of a stage's last layer.
     pub(crate) fn settle(&mut self) {
         self.hidden.iter_mut().zip(&self.delta).for_each(|(h, d)| *h += d);
         self.delta.clear();
     }
 
-    /// Final norm and output head of some rows, after [`Self::settle`].
+    /// Final norm and output head of the given rows, after [`Self::settle`]. Overwrites `hidden`.
     pub(crate) fn logits(
         &mut self,
         pool: &mut Pool,
@@ -302,7 +303,8 @@ impl Engine {
     ) -> Vec<f32> {
         let width = self.shape.width;
         for (i, &row) in rows.iter().enumerate() {
-            self.hidden.copy_within(row * width..(row + 1) * width, i * width); // rows ascend: none is lost
+            // Rows ascend, so no row is overwritten before it is read.
+            self.hidden.copy_within(row * width..(row + 1) * width, i * width);
         }
         self.norm_rows(pool, norm, 0..rows.len());
         let mut out = Vec::new();
@@ -313,7 +315,7 @@ impl Engine {
         out
     }
 
-    /// Bytes of caches and scratch.
+    /// Allocated bytes of caches and scratch.
     pub(crate) fn bytes(&self) -> usize {
         let floats = [&self.hidden, &self.delta, &self.q, &self.k, &self.v, &self.gate, &self.up];
         let scratch: usize = floats.into_iter().chain(&self.scores).map(|v| v.capacity() * size_of::<f32>()).sum();
@@ -322,7 +324,7 @@ impl Engine {
     }
 }
 
-/// Adds a bias to each row of its length.
+/// Adds a bias to each row.
 fn add_bias(rows: &mut [f32], bias: Option<&[f32]>) {
     let Some(bias) = bias else { return };
     for row in rows.chunks_exact_mut(bias.len()) {
@@ -330,7 +332,7 @@ fn add_bias(rows: &mut [f32], bias: Option<&[f32]>) {
     }
 }
 
-/// `out[i]` = `x` by `matrices[i]`; output rows of all matrices are split among the threads.
+/// `out[i]` = `x` · `matrices[i]`ᵀ; the output rows of all matrices are split among the threads.
 pub(crate) fn products<const N: usize>(
     isa: Isa,
     pool: &mut Pool,
@@ -363,10 +365,10 @@ pub(crate) fn products<const N: usize>(
     });
 }
 
-/// Output rows are dealt out by tiles.
+/// Output rows per unit of work: whole tiles.
 const GRAIN: usize = ROWS;
 
-/// Calls `step` once for each row: on the caller alone if there is one row or little to do.
+/// Calls `step` once per row, on the caller alone if there is little to do; `work`: multiplications per row.
 fn each_row(pool: &mut Pool, rows: usize, work: usize, step: &(dyn Fn(usize) + Sync)) {
     if rows * work < ALONE {
         return (0..rows).for_each(step);
@@ -374,7 +376,7 @@ fn each_row(pool: &mut Pool, rows: usize, work: usize, step: &(dyn Fn(usize) + S
     pool.run(rows, 1, &|_, mine| mine.for_each(step));
 }
 
-/// Memory of which threads take disjoint parts.
+/// A slice of which threads borrow disjoint parts mutably.
 pub(crate) struct Shared<'a, T> {
     start: *mut T,
     len: usize,

@@ -1,9 +1,10 @@
-//! Vectors as arrays: runs anywhere, and is the definition that the other instruction sets must match bit for bit.
+//! Vectors as arrays: runs on any CPU, and is the reference that the other instruction sets match bit for bit.
 //!
-//! On x86-64, where hardly a machine needs it, functions stay calls: unrolled arrays of 16 take a minute to compile.
+//! On x86-64, where few machines need it, its functions are not inlined: unrolled arrays of 16 take a minute to
+//! compile.
 use super::simd::Simd;
 
-/// No instruction set assumed.
+/// Assumes no instruction set.
 #[derive(Clone, Copy)]
 pub(crate) struct Portable;
 
@@ -206,7 +207,7 @@ impl Simd for Portable {
 #[inline(always)]
 pub(crate) fn f16_to_f32(bits: u16) -> f32 {
     let (sign, magnitude) = (u32::from(bits & 0x8000) << 16, u32::from(bits & 0x7fff));
-    // The exponent moves by a multiplication, which also normalises subnormals; infinities and NaN keep theirs.
+    // A multiplication rebiases the exponent and normalises subnormals; infinities and NaN get the maximum exponent.
     let value = if magnitude >= 0x7c00 {
         f32::from_bits(0x7f80_0000 | (magnitude & 0x3ff) << 13)
     } else {

@@ -1,6 +1,7 @@
-//! Matrix products from tiles: y[m][n] = Σ_k W[n][k] · x[m][k], in the order of [`crate::order::dot`].
+//! Matrix products from tiled weights: y[m][n] = Σ_k W[n][k] · x[m][k], in the order of [`crate::order::dot`].
 //!
-//! A vector is 16 rows of weights in one column or slot, so no sum crosses lanes: each lane is the chain of its row.
+//! A vector holds one column or slot of 16 weight rows, so no sum crosses lanes: each lane is the accumulation chain of
+//! its row.
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -11,23 +12,24 @@ use crate::order::{BLOCK, CHUNKS, GROUP};
 use crate::quant::QuantType;
 use crate::tile::{Layout, ROWS, Scales, Tiles};
 
-/// Some rows of a product, for all rows of activations.
+/// A range of the output rows of a product, for all rows of activations.
 pub(crate) struct Product<'a> {
     pub(crate) weights: Tiles<'a>,
     pub(crate) x: &'a Rows,
-    /// Rows of the weights to do, from the first row of a tile on.
+    /// Weight rows to compute; must begin at the first row of a tile.
     pub(crate) rows: Range<usize>,
-    /// Whether activations enter as integers; weights that are not quantised take them as they are.
+    /// Whether activations are used as integers; weights that are not quantised always use floats.
     pub(crate) integers: bool,
     /// Element (m, n) goes to `out[m * weights.rows() + n]`.
     pub(crate) out: *mut f32,
 }
 
 impl Product<'_> {
-    /// Does it.
+    /// Computes the rows.
     ///
     /// # Safety
-    /// `isa` was detected, `out` is valid for the elements of `rows`, and nobody else uses those now.
+    /// `isa` was detected, `out` is valid for the elements of `rows`, and no other thread accesses those during the
+    /// call.
     pub(crate) unsafe fn run(self, isa: Isa) {
         assert!(self.x.cols() == self.weights.cols() && self.rows.end <= self.weights.rows(), "shapes of a product");
         assert!(self.rows.start.is_multiple_of(ROWS), "rows of whole tiles");
@@ -59,41 +61,41 @@ impl Product<'_> {
 
     unsafe fn by<D: Dot>(self, isa: Isa) {
         // SAFETY: the contract of `run`.
-        unsafe { isa.run(Strips::<D> { product: self, by: PhantomData }) }
+        unsafe { isa.run(Panels::<D> { product: self, by: PhantomData }) }
     }
 }
 
-/// A product by one way of multiplying.
-struct Strips<'a, D> {
+/// A product, monomorphised for one weight format.
+struct Panels<'a, D> {
     product: Product<'a>,
     by: PhantomData<D>,
 }
 
-impl<D: Dot> Kernel for Strips<'_, D> {
+impl<D: Dot> Kernel for Panels<'_, D> {
     type Output = ();
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let product = &self.product;
         let (count, cols) = (product.x.count(), product.weights.cols());
-        let strip_bytes = D::LAYOUT.matrix_bytes(1, cols);
+        let panel_bytes = D::LAYOUT.matrix_bytes(1, cols);
         for first in product.rows.clone().step_by(ROWS) {
             let rows = (product.rows.end - first).min(ROWS);
-            let strip = product.weights.bytes().as_ptr().wrapping_add(first / ROWS * strip_bytes);
+            let panel = product.weights.bytes().as_ptr().wrapping_add(first / ROWS * panel_bytes);
             let mut m = 0;
-            // SAFETY: the contract of `Product::run`; the strip has all tiles of its rows, `m..m + M` are rows of `x`.
+            // SAFETY: the contract of `Product::run`; the panel has all tiles of its rows, `m..m + M` are rows of `x`.
             // (Loops, because a closure that is not inlined lacks the instruction set.)
             unsafe {
                 while D::EIGHT && m + 8 <= count {
-                    product.strip::<S, D, 8>(strip, first, rows, m);
+                    product.panel::<S, D, 8>(panel, first, rows, m);
                     m += 8;
                 }
                 while !D::EIGHT && m + 4 <= count {
-                    product.strip::<S, D, 4>(strip, first, rows, m);
+                    product.panel::<S, D, 4>(panel, first, rows, m);
                     m += 4;
                 }
                 while m < count {
-                    product.strip::<S, D, 1>(strip, first, rows, m);
+                    product.panel::<S, D, 1>(panel, first, rows, m);
                     m += 1;
                 }
             }
@@ -102,16 +104,16 @@ impl<D: Dot> Kernel for Strips<'_, D> {
 }
 
 impl Product<'_> {
-    /// 16 rows of weights by `M` rows of activations.
+    /// The product of one panel (16 weight rows) with `M` rows of activations.
     #[inline(always)]
-    unsafe fn strip<S: Simd, D: Dot, const M: usize>(&self, strip: *const u8, first: usize, rows: usize, m: usize) {
+    unsafe fn panel<S: Simd, D: Dot, const M: usize>(&self, panel: *const u8, first: usize, rows: usize, m: usize) {
         // SAFETY: the contract of `run`.
         unsafe {
             let groups = self.weights.cols().div_ceil(GROUP);
             let mut totals = [S::splat(0.0); M];
             for index in 0..CHUNKS {
                 let chunk = index * groups / CHUNKS..(index + 1) * groups / CHUNKS;
-                let sums = D::chunk::<S, M>(strip, chunk, self.x, m);
+                let sums = D::chunk::<S, M>(panel, chunk, self.x, m);
                 for (total, sum) in totals.iter_mut().zip(sums) {
                     *total = S::add(*total, sum);
                 }
@@ -130,19 +132,21 @@ impl Product<'_> {
     }
 }
 
-/// One chunk of a row of tiles by `M` rows of activations.
+/// How to multiply weights of one format with activations.
 trait Dot {
-    /// Where the parts of a tile are.
+    /// Memory layout of a tile.
     const LAYOUT: Layout;
-    /// Rows of activations that are taken together where there are as many: eight, or four. Each further number would be a copy of
-    /// the kernel, which compiles for seconds.
+    /// Whether activation rows are processed eight at a time instead of four; the remaining ones run singly. Each
+    /// further size would be another copy of the kernel, which takes seconds to compile.
     const EIGHT: bool = false;
+    /// The sums of one chunk of columns, for `M` rows of activations.
+    ///
     /// # Safety
-    /// The machine has `S`; the strip has tiles for all columns of `x`; `x` has the rows `m..m + M`.
-    unsafe fn chunk<S: Simd, const M: usize>(strip: *const u8, groups: Range<usize>, x: &Rows, m: usize) -> [S::F; M];
+    /// The machine has `S`; the panel has tiles for all columns of `x`; `x` has the rows `m..m + M`.
+    unsafe fn chunk<S: Simd, const M: usize>(panel: *const u8, groups: Range<usize>, x: &Rows, m: usize) -> [S::F; M];
 }
 
-/// A format of quantised weights.
+/// A quantised weight format.
 trait Format {
     const KIND: QuantType;
     const LAYOUT: Layout = Layout::of(Self::KIND);
@@ -159,11 +163,11 @@ macro_rules! formats {
 
 formats! { Q4_0 Q4_0; Q4_1 Q4_1; Q5_0 Q5_0; Q5_1 Q5_1; Q8_0 Q8_0; Q4K Q4K; Q5K Q5K; Q6K Q6K; }
 
-/// Bytes by which a single row of activations asks for weights before it needs them: measured a quarter faster than
-/// leaving it to the hardware, which stops at every page.
+/// Prefetch distance in bytes for a single row of activations: measured 25 % faster than the hardware prefetcher, which
+/// stops at page boundaries.
 const AHEAD: usize = 4096;
 
-/// Quantised weights by activations as integers.
+/// Quantised weights times integer activations.
 struct Integers<T>(T);
 
 impl<T: Format> Dot for Integers<T> {
@@ -171,13 +175,13 @@ impl<T: Format> Dot for Integers<T> {
     const EIGHT: bool = true;
 
     #[inline(always)]
-    unsafe fn chunk<S: Simd, const M: usize>(strip: *const u8, groups: Range<usize>, x: &Rows, m: usize) -> [S::F; M] {
+    unsafe fn chunk<S: Simd, const M: usize>(panel: *const u8, groups: Range<usize>, x: &Rows, m: usize) -> [S::F; M] {
         // SAFETY: the caller's contract; a row of `x` has two blocks for each tile.
         unsafe {
             let mut sums = [S::splat(0.0); M];
             let (first, stride) = (x.blocks_at(m), block_count(x.cols()));
             for g in groups {
-                let tile = strip.add(g * T::LAYOUT.tile_bytes);
+                let tile = panel.add(g * T::LAYOUT.tile_bytes);
                 if M == 1 {
                     for line in (0..T::LAYOUT.tile_bytes).step_by(64) {
                         S::prefetch(tile.wrapping_add(line + AHEAD));
@@ -191,7 +195,7 @@ impl<T: Format> Dot for Integers<T> {
     }
 }
 
-/// Block `B` of a tile by the blocks of `M` rows of activations, which lie `stride` apart.
+/// Block `B` of a tile times the blocks of `M` rows of activations, `stride` blocks apart.
 #[inline(always)]
 unsafe fn integer_block<S: Simd, T: Format, const M: usize, const B: usize>(
     tile: *const u8,
@@ -227,7 +231,7 @@ unsafe fn integer_block<S: Simd, T: Format, const M: usize, const B: usize>(
 
 #[inline(always)]
 unsafe fn whole_dot<S: Simd, T: Format>(w: &[S::U; 8], x: &Block) -> S::I {
-    // `OFFSET` is one of a few; naming each lets it be a constant.
+    // Dispatch over the few possible offsets makes `OFFSET` a compile-time constant.
     // SAFETY: the machine has `S`.
     unsafe {
         match T::LAYOUT.offset {
@@ -314,7 +318,7 @@ unsafe fn slots<S: Simd, T: Format, const B: usize>(tile: *const u8) -> [S::U; 8
     }
 }
 
-/// Scales of 16 rows in half `HALF` of block `B`.
+/// Scales of the 16 rows in half `HALF` of block `B`.
 #[inline(always)]
 unsafe fn scale<S: Simd, T: Format, const B: usize, const HALF: usize>(tile: *const u8) -> S::F {
     // SAFETY: the caller's contract.
@@ -329,7 +333,7 @@ unsafe fn scale<S: Simd, T: Format, const B: usize, const HALF: usize>(tile: *co
     }
 }
 
-/// Minima of 16 rows in block `B`.
+/// Minima of the 16 rows in block `B`.
 #[inline(always)]
 unsafe fn minimum<S: Simd, T: Format, const B: usize>(tile: *const u8) -> S::F {
     // SAFETY: the caller's contract.
@@ -346,20 +350,20 @@ unsafe fn minimum<S: Simd, T: Format, const B: usize>(tile: *const u8) -> S::F {
     }
 }
 
-/// Quantised weights by activations as they are: each weight is rounded once, each product with its sum once.
+/// Quantised weights times float activations: each dequantised weight is rounded once, each multiply-add once.
 struct Floats<T>(T);
 
 impl<T: Format> Dot for Floats<T> {
     const LAYOUT: Layout = T::LAYOUT;
 
     #[inline(always)]
-    unsafe fn chunk<S: Simd, const M: usize>(strip: *const u8, groups: Range<usize>, x: &Rows, m: usize) -> [S::F; M] {
+    unsafe fn chunk<S: Simd, const M: usize>(panel: *const u8, groups: Range<usize>, x: &Rows, m: usize) -> [S::F; M] {
         // SAFETY: the caller's contract; rows of `x` are padded to whole groups.
         unsafe {
             let mut sums = [S::splat(0.0); M];
             let (first, stride) = (x.floats_at(m), x.cols().next_multiple_of(GROUP));
             for g in groups {
-                let tile = strip.add(g * T::LAYOUT.tile_bytes);
+                let tile = panel.add(g * T::LAYOUT.tile_bytes);
                 float_block::<S, T, M, 0>(tile, first.add(g * GROUP), stride, &mut sums);
                 float_block::<S, T, M, 1>(tile, first.add(g * GROUP + BLOCK), stride, &mut sums);
             }
@@ -393,14 +397,14 @@ unsafe fn float_block<S: Simd, T: Format, const M: usize, const B: usize>(
     }
 }
 
-/// Weights that are numbers already.
+/// Weights that are not quantised.
 struct Plain<T>(T);
 
-/// A stored number.
+/// A float format of stored weights.
 trait Number {
     const KIND: QuantType;
     /// # Safety
-    /// The machine has `S`; 16 numbers lie at `from`.
+    /// The machine has `S`; 16 numbers are readable at `from`.
     unsafe fn load<S: Simd>(from: *const u8) -> S::F;
 }
 
@@ -438,14 +442,14 @@ impl<T: Number> Dot for Plain<T> {
     const LAYOUT: Layout = Layout::of(T::KIND);
 
     #[inline(always)]
-    unsafe fn chunk<S: Simd, const M: usize>(strip: *const u8, groups: Range<usize>, x: &Rows, m: usize) -> [S::F; M] {
+    unsafe fn chunk<S: Simd, const M: usize>(panel: *const u8, groups: Range<usize>, x: &Rows, m: usize) -> [S::F; M] {
         // SAFETY: the caller's contract; rows of `x` are padded to whole groups.
         unsafe {
             let mut sums = [S::splat(0.0); M];
             let (first, stride) = (x.floats_at(m), x.cols().next_multiple_of(GROUP));
             let column_bytes = Self::LAYOUT.tile_bytes / GROUP;
             for column in groups.start * GROUP..groups.end * GROUP {
-                let from = strip.add(column * column_bytes);
+                let from = panel.add(column * column_bytes);
                 if M == 1 {
                     S::prefetch(from.wrapping_add(AHEAD));
                 }

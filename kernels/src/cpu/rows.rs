@@ -1,4 +1,4 @@
-//! What is done to one row at a time: RMSNorm, gated activations, rotary embedding, in the order of [`crate::order`].
+//! Row kernels: RMSNorm, gated activations and rotary embedding, in the order of [`crate::order`].
 use super::activations::{Block, Quantise};
 use super::simd::{Kernel, Simd};
 use crate::order::{
@@ -10,7 +10,7 @@ use crate::order::{
 pub(crate) unsafe fn exp<S: Simd>(x: S::F) -> S::F {
     // SAFETY: the caller's contract: the machine has `S`.
     unsafe {
-        let x = S::min(S::splat(EXP_MAX), S::max(S::splat(-EXP_MAX), x)); // in this order what is no number stays
+        let x = S::min(S::splat(EXP_MAX), S::max(S::splat(-EXP_MAX), x)); // this operand order propagates NaN
         let t = S::fma(x, S::splat(std::f32::consts::LOG2_E), S::splat(ROUND));
         let n = S::sub(t, S::splat(ROUND));
         let r = S::fma(n, S::splat(LN_2[1]), S::fma(n, S::splat(LN_2[0]), x));
@@ -53,13 +53,13 @@ pub(crate) unsafe fn soft_cap<S: Simd>(x: S::F, cap: f32) -> S::F {
 /// hidden += delta, then x = hidden / rms(hidden) · weight.
 pub(crate) struct NormRow<'a> {
     pub(crate) hidden: &'a mut [f32],
-    /// Empty: nothing is added.
+    /// Added to `hidden`; may be empty.
     pub(crate) delta: &'a [f32],
     pub(crate) weight: &'a [f32],
     pub(crate) eps: f32,
     /// At least as long as `hidden`.
     pub(crate) x: &'a mut [f32],
-    /// Where `x` goes as integers; empty if not wanted.
+    /// Receives `x` as integers; empty if not needed.
     pub(crate) blocks: &'a mut [Block],
 }
 
@@ -84,7 +84,7 @@ impl Kernel for NormRow<'_> {
     }
 }
 
-/// What RMSNorm multiplies a row by.
+/// The factor that RMSNorm multiplies a row by.
 #[inline(always)]
 unsafe fn inverse_rms<S: Simd>(row: &[f32], eps: f32) -> f32 {
     // SAFETY: the caller's contract; lanes beyond the row are not touched.
@@ -113,7 +113,7 @@ pub(crate) unsafe fn tree<S: Simd>(lanes: [S::F; LANES / 16]) -> f32 {
     }
 }
 
-/// RMSNorm of each head of a row, in place.
+/// In-place RMSNorm of each head of a row.
 pub(crate) struct NormHeads<'a> {
     /// Whole heads of `weight.len()` each.
     pub(crate) row: &'a mut [f32],
@@ -141,7 +141,7 @@ pub(crate) struct GateRow<'a> {
     pub(crate) up: &'a [f32],
     /// Padded to whole vectors.
     pub(crate) x: &'a mut [f32],
-    /// Where `x` goes as integers; empty if not wanted.
+    /// Receives `x` as integers; empty if not needed.
     pub(crate) blocks: &'a mut [Block],
 }
 
@@ -172,16 +172,16 @@ impl Kernel for GateRow<'_> {
     }
 }
 
-/// Turns the first `2 · cos.len()` elements of each head by the angles of a position.
+/// Rotary embedding: rotates the first `2 · cos.len()` elements of each head by the angles of a position.
 pub(crate) struct RotateHeads<'a> {
     /// Whole heads.
     pub(crate) row: &'a mut [f32],
     pub(crate) head_dim: usize,
-    /// Pairs are (i, i + pairs) instead of (2i, 2i + 1).
+    /// Whether pairs are (i, i + pairs) instead of (2i, 2i + 1).
     pub(crate) halves: bool,
     pub(crate) cos: &'a [f32],
     pub(crate) sin: &'a [f32],
-    /// Multiplied in afterwards: the scale of attention for queries, 1 for keys.
+    /// Factor applied after the rotation: the attention scale for queries, 1 for keys.
     pub(crate) scale: f32,
 }
 

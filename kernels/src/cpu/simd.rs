@@ -1,8 +1,9 @@
-//! The vector vocabulary every CPU kernel is written in, so that one text gives the same bits on every instruction set.
+//! The SIMD abstraction that every CPU kernel is written in, so that one source gives the same bits on every
+//! instruction set.
 //!
-//! A vector is always 16 `f32`, 16 `i32` or 64 bytes wide, whatever the registers are: AVX-512 holds it in one register,
-//! AVX2 in two, the portable version in an array. A kernel is written once over [`Simd`] and compiled once per
-//! instruction set; the order of every sum is fixed by the 16 lanes and therefore the same everywhere.
+//! A vector is always 16 `f32`, 16 `i32` or 64 bytes wide, whatever the register size: AVX-512 holds it in one
+//! register, AVX2 in two, the portable version in an array. A kernel is written once over [`Simd`] and compiled once
+//! per instruction set; the 16 lanes fix the order of every sum.
 //! Next: `avx512.rs`, `avx2.rs`, `portable.rs`.
 
 use super::words::Words;
@@ -10,7 +11,7 @@ use super::words::Words;
 /// A computation that can be compiled for each instruction set. `run` must be `#[inline(always)]`, and so must
 /// everything it calls that touches vectors.
 pub(crate) trait Kernel {
-    /// What it gives.
+    /// The result.
     type Output;
     /// Runs with the vectors of `S`.
     ///
@@ -36,26 +37,26 @@ pub(crate) trait Simd: Words {
     unsafe fn splat(value: f32) -> Self::F;
     /// 16 lanes from memory.
     unsafe fn load(from: *const f32) -> Self::F;
-    /// The first `lanes` (0 to 16) from memory, the rest zero; memory behind them is not touched.
+    /// The first `lanes` (0 to 16) from memory, the rest zero; memory beyond them is not accessed.
     unsafe fn load_first(from: *const f32, lanes: usize) -> Self::F;
     /// 16 IEEE half-precision numbers.
     unsafe fn load_f16(from: *const u16) -> Self::F;
     /// 16 bfloat16 numbers.
     unsafe fn load_bf16(from: *const u16) -> Self::F;
-    /// 16 unsigned bytes as numbers.
+    /// 16 unsigned bytes as `f32`.
     unsafe fn load_u8(from: *const u8) -> Self::F;
-    /// 16 signed bytes as numbers.
+    /// 16 signed bytes as `f32`.
     unsafe fn load_i8(from: *const u8) -> Self::F;
     /// 16 lanes to memory.
     unsafe fn store(v: Self::F, to: *mut f32);
-    /// The same past the caches where there is a way: `to` is a multiple of 64 bytes, and nobody else reads there before
-    /// [`Self::fence`].
+    /// Non-temporal store of 16 lanes, if supported: `to` is aligned to 64 bytes, and no other thread reads there
+    /// before [`Self::fence`].
     #[inline(always)]
     unsafe fn stream(v: Self::F, to: *mut f32) {
         // SAFETY: the caller's contract.
         unsafe { Self::store(v, to) }
     }
-    /// What was streamed is in order before what is stored after this.
+    /// Store fence: orders earlier streaming stores before later stores.
     #[inline(always)]
     unsafe fn fence() {}
     /// 16 lanes to memory as half precision.
@@ -70,23 +71,23 @@ pub(crate) trait Simd: Words {
     unsafe fn div(a: Self::F, b: Self::F) -> Self::F;
     /// a · b + c, rounded once.
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
-    /// The larger of each lane; `b` where one of them is not a number.
+    /// The larger of each lane; `b` if either is NaN.
     unsafe fn max(a: Self::F, b: Self::F) -> Self::F;
-    /// The smaller of each lane; `b` where one of them is not a number.
+    /// The smaller of each lane; `b` if either is NaN.
     unsafe fn min(a: Self::F, b: Self::F) -> Self::F;
     /// Magnitudes.
     unsafe fn abs(a: Self::F) -> Self::F;
-    /// p · 2^n, where `n` are the low bits of the pattern of `t` (a sum with [`ROUND`](crate::order::ROUND)).
+    /// p · 2^n, where `n` is in the low bits of `t` (a sum with [`ROUND`](crate::order::ROUND)).
     unsafe fn scale_pow2(p: Self::F, t: Self::F) -> Self::F;
-    /// The number whose pattern is `pattern` less that of each lane: a guess of a reciprocal.
+    /// The number with bits `pattern` - bits of the lane: an initial guess for reciprocals.
     unsafe fn reflect(pattern: u32, v: Self::F) -> Self::F;
     /// Sums of four vectors, each in the tree order (i, i+8), (i, i+4), (i, i+2), (i, i+1).
     unsafe fn sum4(v: [Self::F; 4]) -> [f32; 4];
     /// Largest lane.
     unsafe fn max_lane(v: Self::F) -> f32;
-    /// Numbers.
+    /// Lanes converted to `f32`.
     unsafe fn to_f32(v: Self::I) -> Self::F;
-    /// Rounded to nearest even, the low byte of each lane to memory: 16 bytes. Lanes are within -128 to 127.
+    /// Rounds each lane to nearest even and stores 16 bytes. Lanes must be within -128 to 127.
     unsafe fn store_i8(v: Self::F, to: *mut i8);
 
     /// 64 bytes from memory.
@@ -100,15 +101,15 @@ pub(crate) trait Simd: Words {
     unsafe fn join_bit<const AT: u32>(low: Self::U, plane: Self::U) -> Self::U;
     /// `low` with bits `AT` and `AT + 1` of each byte of `plane` as bits 4 and 5.
     unsafe fn join_two_bits<const AT: u32>(low: Self::U, plane: Self::U) -> Self::U;
-    /// Byte `INDEX` of each group of four as a number.
+    /// Byte `INDEX` of each group of four as `f32`.
     unsafe fn byte<const INDEX: u32>(v: Self::U) -> Self::F;
-    /// What the sums of a block begin with, so that [`Self::dot`] counts codes less `OFFSET`; `total`: the sum of all `x`.
+    /// Initial sums of a block, which make [`Self::dot`] count codes minus `OFFSET`; `total`: the sum of all `x`.
     unsafe fn begin<const OFFSET: i32>(total: i32) -> Self::I;
-    /// Lane i: `sum` plus Σ w · x over the bytes 4 i to 4 i + 3 of both, `x` being four signed bytes within ±127 each, and
-    /// `w` unsigned: up to 63, or up to 255 if `OFFSET` is 128. Exact.
+    /// Lane i: `sum` plus Σ w · x over the bytes 4 i to 4 i + 3 of both pairs. Each `x` is four signed bytes within
+    /// ±127, `w` is unsigned: up to 63, or up to 255 if `OFFSET` is 128. Exact.
     unsafe fn dot<const OFFSET: i32>(sum: Self::I, w: (Self::U, Self::U), x: (i32, i32)) -> Self::I;
 
-    /// Hints that a line of memory is read soon. Any address will do.
+    /// Prefetches a cache line. Any address is allowed.
     #[inline(always)]
     unsafe fn prefetch(at: *const u8) {
         #[cfg(target_arch = "x86_64")]

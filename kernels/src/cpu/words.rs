@@ -1,6 +1,6 @@
-//! The vector vocabulary of bit-packed grids: eight 64-bit words at once, the same on every instruction set.
+//! The SIMD abstraction of bit-packed grids: vectors of eight 64-bit words on every instruction set.
 //!
-//! Part of what [`super::simd::Simd`] promises; apart from it because products of matrices need none of this.
+//! A supertrait of [`super::simd::Simd`], kept separate because matrix products need none of it.
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
@@ -13,12 +13,12 @@ use super::{avx2::Avx2, avx512::Avx512};
 /// # Safety of all functions
 /// The machine has the instruction set; pointers are valid for `WORDS` words. No alignment is needed.
 pub(crate) trait Words: Copy {
-    /// How many words a vector has: eight, but for [`One`].
+    /// Words per vector: eight, except for [`One`].
     const WORDS: usize = 8;
-    /// So many `u64`.
+    /// A vector of `WORDS` `u64`.
     type W: Copy;
 
-    /// So many times `value`.
+    /// All words `value`.
     unsafe fn splat_word(value: u64) -> Self::W;
     /// Words from memory.
     unsafe fn load_words(from: *const u64) -> Self::W;
@@ -125,7 +125,7 @@ impl Words for Avx2 {
     }
 }
 
-// Calls on x86-64, for the reason given in `portable.rs`.
+// Not inlined on x86-64, for the reason given in `portable.rs`.
 impl Words for Portable {
     type W = [u64; 8];
 
@@ -173,7 +173,7 @@ impl Words for Portable {
     }
 }
 
-/// A single word: what is left over at the end of a row.
+/// A single word, for the remainder of a row.
 #[derive(Clone, Copy)]
 pub(crate) struct One;
 

@@ -1,29 +1,30 @@
-//! Steps of decoding on a device that draws tokens itself: the next step is queued before the token of the last one is read.
+//! Step-ahead decoding: on a device that samples tokens itself, queues the next decode step before the host reads the last
+//! token.
 //!
-//! The device has the token before the host does, so it need not wait for a caller who will most likely ask for just this step. If
-//! another batch comes, the queued step is waited for and forgotten: what it wrote lies behind the positions that are held.
+//! The device has the token before the host does, and the caller will most likely ask for exactly this step. If another batch
+//! comes, the queued step is awaited and discarded: it wrote only beyond the cached positions.
 use super::{Decoder, Engine, RowAt};
 use crate::sampler::SamplerSettings;
 use crate::stage::{Rows, RowsIn, RowsOut, StageError, Want};
 use crate::threads::Threads;
 
-/// A step of decoding: a row and a draw per sequence.
+/// A decode step: one row and one draw per sequence.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Step {
     rows: Vec<RowAt>,
     draws: Vec<(SamplerSettings, u32)>,
 }
 
-/// A step that was queued before it was asked for.
+/// A step that was queued ahead of its request.
 #[derive(Debug)]
 pub(super) struct Ahead {
     step: Step,
-    /// The tokens that its rows are made of, as the step before drew them.
+    /// Its input tokens, sampled by the previous step.
     tokens: Vec<u32>,
 }
 
 impl Step {
-    /// The step that follows if every sequence goes on.
+    /// The following step if every sequence continues.
     fn next(&self) -> Self {
         let row = |row: &RowAt| RowAt { sequence: row.sequence, position: row.position + 1 };
         Self {
@@ -34,7 +35,7 @@ impl Step {
 }
 
 impl<E: Engine> Decoder<E> {
-    /// The batch as a step that the engine draws the tokens of, and the tokens that it is made of; `None` if it is none.
+    /// The batch as a decode step with its input tokens; `None` if the engine cannot sample it.
     pub(super) fn step_of(&self, batch: &[Rows<'_>]) -> Option<(Step, Vec<u32>)> {
         if !(self.embeds() && self.last) || batch.is_empty() {
             return None;
@@ -55,7 +56,7 @@ impl<E: Engine> Decoder<E> {
         Some((step, tokens))
     }
 
-    /// Queues a step, unless it is queued already, and then the next one, which is given: its tokens need not be read first.
+    /// Queues `step` unless it is already queued, then the step after it, which needs no host round trip. Returns the latter.
     pub(super) fn begin_step(
         &mut self,
         batch: &[Rows<'_>],
@@ -81,7 +82,7 @@ impl<E: Engine> Decoder<E> {
         }
     }
 
-    /// Waits for a step, behind which `next` is queued, and gives its tokens.
+    /// Waits for a step, behind which `next` is queued, and returns its tokens.
     pub(super) fn end_step(
         &mut self,
         threads: &mut Threads,
@@ -90,7 +91,7 @@ impl<E: Engine> Decoder<E> {
     ) -> Result<Vec<RowsOut>, StageError> {
         let drawn = self.engine.collect()?;
         if let Some(step) = next {
-            // Tokens that the device did not decide are drawn below; the step that was made of them is forgotten then.
+            // Tokens that the device left undecided are sampled below; that also discards the queued step that used them.
             let tokens = drawn.iter().map(|token| token.unwrap_or(u32::MAX)).collect();
             self.ahead = Some(Ahead { step, tokens });
         }
@@ -102,7 +103,7 @@ impl<E: Engine> Decoder<E> {
         self.end(batch, passes)
     }
 
-    /// Queues a step of the tokens that the step before draws, if there is room for it.
+    /// Queues a step whose input is the output of the previous step, if there is room for it.
     fn queue_ahead(&mut self, next: &Step) -> Result<bool, StageError> {
         if next.rows.iter().any(|row| row.position >= self.context) {
             return Ok(false);
@@ -115,7 +116,7 @@ impl<E: Engine> Decoder<E> {
         Ok(true)
     }
 
-    /// Waits for the step that was queued and that nobody asks for.
+    /// Waits for the step queued ahead and discards it.
     pub(super) fn forget_ahead(&mut self) -> Result<(), StageError> {
         if self.ahead.take().is_some() {
             self.engine.collect()?;

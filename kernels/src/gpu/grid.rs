@@ -1,8 +1,9 @@
-//! A tile of a grid on a device: the same life as [`crate::grid::tile::Tile`], its cells in the device's memory.
+//! A grid tile in GPU memory, with the same life cycle as [`crate::grid::tile::Tile`].
 //!
-//! Two states of the whole tile, each one buffer with all fields, halos around the cells; a step is one launch, which finds
-//! what is beyond the tile's ends by arithmetic, so no ghosts are made. Strips and interior are the same kernel over other
-//! cells, hence the same bits. Between devices of different makers floats may round differently: their tiles do not mix.
+//! The tile is double-buffered: two states, each one buffer with all fields and halos around the cells. A step is one kernel
+//! launch. It evaluates boundary conditions by index arithmetic, so no ghost cells are stored. Halo strips and interior run the
+//! same kernel on different cells, so their bits are the same. GPUs of different vendors may round floats differently: do not
+//! mix their tiles in one grid.
 //!
 //! Next: `gpu/grid/place.rs`, then `gpu/grid/scalar.rs` for the shortest rule.
 use cubecl::prelude::*;
@@ -42,10 +43,10 @@ mod totals;
 
 pub use open::{cuda_tile, vulkan_tile};
 
-/// A box of a grid on a device and what is known around it.
+/// A region of a grid on a GPU, with its halo.
 ///
-/// Invariants: as those of [`crate::grid::tile::Tile`]; once a call failed with [`GridError::Device`], nothing that the
-/// device says of this tile can be trusted, and the tile must be dropped.
+/// Invariants: as those of [`crate::grid::tile::Tile`]. After a call failed with [`GridError::Device`], the contents of the
+/// tile are undefined and it must be dropped.
 pub struct GpuTile<R: Runtime> {
     client: ComputeClient<R>,
     frame: Frame,
@@ -56,9 +57,9 @@ pub struct GpuTile<R: Runtime> {
     state: Buffer,
     next: Buffer,
     exchange: Exchange,
-    /// A few words that are read only to learn how far the device is.
+    /// A few words that are read back only to observe the progress of the device.
     stamp: Buffer,
-    /// Bits of the owned cells that the rule hides.
+    /// Bitmask of the owned cells that the rule hides (they read as 0).
     hidden: Option<Buffer>,
     half: bool,
     fresh: usize,
@@ -66,12 +67,12 @@ pub struct GpuTile<R: Runtime> {
 }
 
 impl<R: Runtime> GpuTile<R> {
-    /// A tile that owns `region`, all cells zero. `depth`: steps that one exchange of halos serves. `free`: bytes of the
-    /// device's memory that it may take.
+    /// Creates a tile that owns `region`, all cells zero. `depth`: halo depth in steps per exchange. `free`: bytes of device
+    /// memory that the tile may use.
     ///
     /// # Errors
-    /// The rule does not fit the grid or the device, the tile not in the grid, the halo not in the tile, or the tile not into
-    /// the memory.
+    /// The rule does not fit the grid or the device, the region is not in the grid, the halo is deeper than the tile, or the
+    /// tile exceeds `free`.
     pub fn new(
         client: &ComputeClient<R>,
         grid: &Grid,
@@ -82,7 +83,7 @@ impl<R: Runtime> GpuTile<R> {
     ) -> Result<Self, GridError> {
         rule.check(grid)?;
         if rule.format() == Format::Half && !has_halves(client) {
-            let what = "this GPU keeps no numbers of 16 bits: use storage = \"f32\" on it".into();
+            let what = "this GPU does not support 16-bit storage: set storage = \"f32\"".into();
             return Err(GridError::Parameter { rule: rule.name(), what });
         }
         let frame = Frame::new(grid, region, depth, rule.radius(), rule.format())?;
@@ -124,7 +125,7 @@ impl<R: Runtime> GpuTile<R> {
         Ok(tile)
     }
 
-    /// Compiles what a run needs: a step of nothing and a look at it, so that its first step takes no longer than any other.
+    /// Warms up: compiles all kernels that a run needs, so that its first step takes no longer than any other.
     fn warm(&self) -> Result<(), GridError> {
         self.motion.prepare(&self.client, &self.state, &self.memory);
         self.compute(&self.frame.span(0));
@@ -139,46 +140,46 @@ impl<R: Runtime> GpuTile<R> {
         check(&self.client)
     }
 
-    /// Bytes of the device's memory that such a tile takes for its cells and masks.
+    /// Bytes of device memory for the cells and masks of such a tile.
     ///
     /// # Errors
-    /// As [`Self::new`], memory excepted.
+    /// As [`Self::new`], except for memory.
     pub fn bytes(grid: &Grid, rule: &Rule, region: Region, depth: usize) -> Result<usize, GridError> {
         let frame = Frame::new(grid, region, depth, rule.radius(), rule.format())?;
         Ok(2 * rule.fields() * frame.plane_bytes() + Motion::bytes(rule, &frame))
     }
 
-    /// The cells it owns.
+    /// The owned cells.
     pub fn region(&self) -> Region {
         self.frame.owned
     }
 
-    /// Steps made since the cells were loaded.
+    /// Steps completed since the cells were loaded.
     pub fn steps(&self) -> u64 {
         self.step
     }
 
-    /// Numbers of a cell.
+    /// Fields per cell.
     pub fn fields(&self) -> usize {
         self.fields
     }
 
-    /// Steps that can be made before halos must be exchanged.
+    /// Steps that can be computed before the next halo exchange.
     pub fn left(&self) -> usize {
         self.fresh
     }
 
-    /// Makes so many steps, or rather tells the device to: it is still at work when this returns.
+    /// Queues `steps` steps on the device; they may still be running when this returns.
     ///
     /// # Errors
-    /// The halo does not last for them, a step is half made, or the device failed.
+    /// The halo does not last for `steps`, a step is half computed, or the device failed.
     pub fn advance(&mut self, steps: usize) -> Result<(), GridError> {
         self.whole()?;
         if steps > self.fresh {
             return Err(GridError::Stale { steps, left: self.fresh });
         }
         for _ in 0..steps {
-            let after = if self.lonely() { 0 } else { self.fresh - 1 };
+            let after = if self.has_no_halo() { 0 } else { self.fresh - 1 };
             self.motion.prepare(&self.client, &self.state, &self.memory);
             self.compute(&self.frame.span(after));
             self.finish();
@@ -186,11 +187,12 @@ impl<R: Runtime> GpuTile<R> {
         check(&self.client)
     }
 
-    /// The first part of the last step of a cycle: what neighbours wait for. [`Self::pack`] then packs it, and
-    /// [`Self::interior`] must follow, best before that: strips travel from the device while it computes.
+    /// Computes the first part of the last step of a cycle: the halo strips that neighbours wait for. [`Self::pack_into`] then
+    /// packs them, and [`Self::interior`] must follow, best before packing: the halo strips are then copied while the device
+    /// computes.
     ///
     /// # Errors
-    /// It is not the last step, its strips are made already, or the device failed.
+    /// It is not the last step of the cycle, its halo strips are already computed, or the device failed.
     pub fn strips(&mut self) -> Result<(), GridError> {
         self.whole()?;
         if self.fresh != 1 {
@@ -204,10 +206,10 @@ impl<R: Runtime> GpuTile<R> {
         check(&self.client)
     }
 
-    /// The second part: everything else. Then the step is made.
+    /// Computes the second part, the interior, which completes the step.
     ///
     /// # Errors
-    /// The first part is not made, or the device failed.
+    /// The first part is not computed, or the device failed.
     pub fn interior(&mut self) -> Result<(), GridError> {
         if !self.half {
             return Err(GridError::Parts { left: self.fresh });
@@ -217,22 +219,22 @@ impl<R: Runtime> GpuTile<R> {
         self.half = false;
         let packed = std::mem::replace(&mut self.exchange.packed, exchange::Packed::Nothing);
         self.finish();
-        // What was fetched is of the state that is now the whole one.
+        // The fetched halo strips belong to the state that is now current.
         self.exchange.packed = packed;
         check(&self.client)
     }
 
-    /// Says who the neighbours are. What it knew of neighbours before is void.
+    /// Sets the neighbours. Halo data from previous neighbours becomes invalid.
     ///
     /// # Errors
-    /// They do not cover the halo, each cell of it once, or one is out of its reach, or a step is half made, or the device has
-    /// no memory for the lists. Nothing is changed then.
+    /// The neighbours do not cover each cell of the halo exactly once, one is out of reach of the halo, a step is half
+    /// complete, or the device has no memory for the lists. Nothing is changed then.
     pub fn link(&mut self, links: &[Link]) -> Result<(), GridError> {
         self.whole()?;
         let travels: Vec<_> = (0..self.fields).map(|field| self.stepper.travels(field)).collect();
         let strips = halo::strips(&self.frame, &travels, links)?;
         self.exchange = Exchange::new(&self.client, &self.frame, &self.memory, strips)?;
-        // As in `warm`: what is put into the halo is replaced before it counts.
+        // As in `warm`, this compiles the kernels; the inserted zeros are overwritten before the halo counts as fresh.
         self.exchange.fetch(&self.client, &self.state, &self.memory);
         for link in 0..self.exchange.strips.len() {
             let nothing = vec![0; self.exchange.strips[link].bytes_in];
@@ -242,12 +244,12 @@ impl<R: Runtime> GpuTile<R> {
         check(&self.client)
     }
 
-    /// The neighbours, as [`Self::link`] was told.
+    /// The neighbours set by [`Self::link`].
     pub fn links(&self) -> impl ExactSizeIterator<Item = &Link> {
         self.exchange.strips.iter().map(|strips| &strips.link)
     }
 
-    /// Bytes of the strip to a neighbour. One of none need not be sent.
+    /// Bytes of the halo strip to a neighbour. An empty one need not be sent.
     ///
     /// # Errors
     /// There is no such link.
@@ -255,7 +257,7 @@ impl<R: Runtime> GpuTile<R> {
         Ok(self.strips_at(link)?.bytes_out)
     }
 
-    /// Bytes of the strip from a neighbour. One of none is not waited for.
+    /// Bytes of the halo strip from a neighbour. An empty one is not waited for.
     ///
     /// # Errors
     /// There is no such link.
@@ -263,8 +265,8 @@ impl<R: Runtime> GpuTile<R> {
         Ok(self.strips_at(link)?.bytes_in)
     }
 
-    /// Adds what a neighbour needs for its next cycle to `strip`, fetched from the device for all neighbours at once. While a
-    /// step is half made: of the new state.
+    /// Appends to `strip` the halo strip that a neighbour needs for its next cycle. The first call fetches those of all
+    /// neighbours. While a step is half computed, they belong to the new state.
     ///
     /// # Errors
     /// There is no such link, or the device failed.
@@ -278,11 +280,10 @@ impl<R: Runtime> GpuTile<R> {
         self.exchange.packed(link, strip)
     }
 
-    /// Takes the strip that a neighbour packed after the same step. When the last one is here, the halo is fresh.
+    /// Inserts the halo strip that a neighbour packed after the same step. After the last one, the halo is fresh.
     ///
     /// # Errors
-    /// There is no such link, the strip has another length than it must have, or a step is half made. Nothing is changed
-    /// then.
+    /// There is no such link, the halo strip has the wrong length, or a step is half computed. Nothing is changed then.
     pub fn unpack(&mut self, link: usize, strip: &[u8]) -> Result<(), GridError> {
         self.whole()?;
         let expected = self.bytes_in(link)?;
@@ -298,7 +299,7 @@ impl<R: Runtime> GpuTile<R> {
         Ok(())
     }
 
-    /// Waits until the device has done everything it was told.
+    /// Waits until the device has executed everything queued.
     ///
     /// # Errors
     /// The device failed.
@@ -307,9 +308,9 @@ impl<R: Runtime> GpuTile<R> {
         cubecl::future::block_on(self.client.sync()).map_err(memory::failed)
     }
 
-    /// Marks the end of what the device was told so far.
+    /// Marks the end of the work queued so far.
     pub fn mark(&self) -> Mark {
-        // A read is done in its turn, so one that is with the device already tells when that has come.
+        // The device executes in order, so when a read queued now completes, everything before it has completed.
         let coming = crate::gpu::submitted(self.client.clone(), self.stamp.handle.clone());
         Mark::new(move || cubecl::future::block_on(coming).map(drop).map_err(memory::failed))
     }
@@ -319,7 +320,7 @@ impl<R: Runtime> GpuTile<R> {
         strips.get(link).ok_or(GridError::NoLink { link, links: strips.len() })
     }
 
-    /// How kernels count elements of the state.
+    /// Index type of kernels for elements of the state.
     fn address(&self) -> AddressType {
         address(&self.client, self.state.len * self.memory.of_word)
     }
@@ -328,15 +329,15 @@ impl<R: Runtime> GpuTile<R> {
         if self.half { Err(GridError::Half) } else { Ok(()) }
     }
 
-    fn lonely(&self) -> bool {
+    fn has_no_halo(&self) -> bool {
         self.frame.halo == [[0; 2]; 3]
     }
 
-    /// Halos have to come before the next step.
+    /// Requires a halo exchange before the next step.
     fn await_halo(&mut self) {
         self.exchange.forget();
         self.exchange.strips.iter_mut().for_each(|strips| strips.arrived = false);
-        self.fresh = if self.lonely() { usize::MAX } else { 0 };
+        self.fresh = if self.has_no_halo() { usize::MAX } else { 0 };
     }
 
     fn compute(&self, span: &Span) {
@@ -349,7 +350,7 @@ impl<R: Runtime> GpuTile<R> {
         std::mem::swap(&mut self.state, &mut self.next);
         self.step += 1;
         self.exchange.forget();
-        if !self.lonely() {
+        if !self.has_no_halo() {
             self.fresh -= 1;
             self.exchange.strips.iter_mut().for_each(|strips| strips.arrived = false);
         }

@@ -1,4 +1,4 @@
-//! A tile wherever it is computed: what the rest of the program sees of tiles, on the processor and on GPUs alike.
+//! The tile interface ([`GridTile`]) that the rest of the program uses, for tiles on the CPU and on GPUs alike.
 use super::frame::Format;
 use super::number::{Half, Number};
 use super::rule::Stepper;
@@ -7,27 +7,26 @@ use super::tile::Tile;
 use super::{GridError, Link, Region};
 use crate::threads::Threads;
 
-/// Takes y and z, and what was asked for of the row of each field.
+/// Receives [y, z] of a row, and the row's values for each requested field.
 pub type TakeRow<'a> = &'a mut dyn FnMut([usize; 2], &[Vec<f32>]);
 
-/// Cells that can be looked at.
+/// Read access to cells.
 pub trait Fields {
-    /// The cells that are here.
+    /// The cells available here.
     fn region(&self) -> Region;
 
-    /// Numbers of a cell.
+    /// Values per cell.
     fn fields(&self) -> usize;
 
-    /// Calls with y and z and the row of each of these fields, for each row of a region of these cells whose y is a multiple of
-    /// `every`, in the order of z and y: of the row the cells whose x is such a multiple. Bits are 0 and 1, cells that the rule
-    /// hides are 0.
+    /// Calls `row([y, z], values)` for every row of `region` with `y % every == 0`, in z-major order. `values[i]` holds
+    /// field `fields[i]`, sampled at `x % every == 0`. Bits read as 0 and 1, cells hidden by the rule as 0.
     ///
     /// # Errors
-    /// The region is not here, the rule has no such field, a step is half made, or the device failed.
+    /// The region is not available, the rule has no such field, a step is half computed, or the device failed.
     fn rows(&self, fields: &[usize], region: Region, every: usize, row: TakeRow<'_>) -> Result<(), GridError>;
 
-    /// How many cells of the first field are not 0 in each of the blocks that a region of these cells touches, as
-    /// [`blocks`] counts them, x innermost: only the region's cells count.
+    /// Counts the non-zero cells of the first field per block ([`blocks`]) that the region touches, x innermost. Cells
+    /// outside the region do not count.
     ///
     /// # Errors
     /// As [`Self::rows`].
@@ -36,7 +35,7 @@ pub trait Fields {
     }
 }
 
-/// [`Fields::living`] by looking at all rows of the region.
+/// [`Fields::living`] by reading all rows of the region.
 pub(crate) fn count(
     rows: &mut dyn FnMut(TakeRow<'_>) -> Result<(), GridError>,
     region: Region,
@@ -59,30 +58,30 @@ pub(crate) fn count(
     Ok(counts)
 }
 
-/// The blocks that a region touches, in blocks: `stride` cells along x and y each, counted from the grid's corner. Layers
-/// are not thinned.
+/// The blocks of `stride` × `stride` cells along x and y that a region touches, in block coordinates from the grid's
+/// origin. Not downsampled along z.
 pub fn blocks(region: Region, stride: usize) -> Region {
     let stride = stride.max(1);
     let ([x, y, z], [right, top, up]) = (region.start, region.end);
     Region { start: [x / stride, y / stride, z], end: [right.div_ceil(stride), top.div_ceil(stride), up] }
 }
 
-/// A tile on the processor or on a GPU. The methods are those of [`Tile`], and so are their contracts; whatever fails with
-/// [`GridError::Device`] has lost its cells. `threads` compute where the processor does.
+/// A tile on the CPU or on a GPU. Methods have the contracts of those of [`Tile`]. After [`GridError::Device`] the
+/// tile's cells are lost. CPU tiles compute on `threads`.
 pub trait GridTile: Fields + Send {
-    /// Steps made since the cells were loaded.
+    /// The current step: steps computed since [`Self::load`], or as set by [`Self::resume`].
     fn steps(&self) -> u64;
 
-    /// Steps that can be made before halos must be exchanged.
+    /// Steps that can be computed before the next halo exchange.
     fn left(&self) -> usize;
 
-    /// Whether it computes while the caller goes on: then the interior is begun before strips are packed, so that they travel
-    /// meanwhile, and [`Self::wait`] tells when all is done.
+    /// Whether steps run asynchronously. Then the interior is enqueued before halo strips are packed, so that sending
+    /// overlaps with computing, and [`Self::wait`] waits for completion.
     fn is_detached(&self) -> bool {
         false
     }
 
-    /// Waits until everything is done.
+    /// Waits until all submitted work is complete.
     ///
     /// # Errors
     /// The device failed.
@@ -90,149 +89,151 @@ pub trait GridTile: Fields + Send {
         Ok(())
     }
 
-    /// Marks the end of what it was told so far.
+    /// Marks the end of the work submitted so far.
     fn mark(&self) -> Mark {
         Mark::reached()
     }
 
-    /// Sets all owned cells; `cell` is given global coordinates and writes the fields.
+    /// Sets all owned cells; `cell` receives global coordinates and writes the fields.
     ///
     /// # Errors
     /// The device failed.
     fn load(&mut self, cell: &mut dyn FnMut([usize; 3], &mut [f32])) -> Result<(), GridError>;
 
-    /// Makes so many steps; a GPU may be still at work when this returns.
+    /// Computes `steps` steps; a GPU may still be computing when this returns.
     ///
     /// # Errors
-    /// The halo does not last for them, a step is half made, or the device failed.
+    /// The halo is not valid for that many steps, a step is half computed, or the device failed.
     fn advance(&mut self, threads: &mut Threads, steps: usize) -> Result<(), GridError>;
 
-    /// Steps of a cycle's end that [`Self::strips`] and [`Self::interior`] make: one, or as many as one pass makes.
+    /// Maximum steps of the split pass at the end of a cycle ([`Self::strips`], [`Self::interior`]): one, or the fused
+    /// steps of one pass.
     fn tail(&self) -> usize {
         1
     }
 
-    /// The first part of the last pass of a cycle.
+    /// Computes the boundary strips of the last pass of a cycle.
     ///
     /// # Errors
-    /// More steps are left than its, its strips are made already, or the device failed.
+    /// More steps are left than [`Self::tail`] or none, the boundary strips are already computed, or the device failed.
     fn strips(&mut self, threads: &mut Threads) -> Result<(), GridError>;
 
-    /// The second part.
+    /// Computes the interior of that pass.
     ///
     /// # Errors
-    /// The first part is not made, or the device failed.
+    /// The boundary strips are not computed, or the device failed.
     fn interior(&mut self, threads: &mut Threads) -> Result<(), GridError>;
 
-    /// Says who the neighbours are.
+    /// Sets the neighbours.
     ///
     /// # Errors
-    /// They do not cover the halo, or a step is half made, or the device has no memory for it.
+    /// The links do not cover the halo, a step is half computed, or the device has no memory for them.
     fn link(&mut self, links: &[Link]) -> Result<(), GridError>;
 
-    /// Bytes of the strip to a neighbour.
+    /// Bytes of the halo strip sent to a neighbour.
     ///
     /// # Errors
     /// There is no such link.
     fn bytes_out(&self, link: usize) -> Result<usize, GridError>;
 
-    /// Bytes of the strip from a neighbour.
+    /// Bytes of the halo strip received from a neighbour.
     ///
     /// # Errors
     /// There is no such link.
     fn bytes_in(&self, link: usize) -> Result<usize, GridError>;
 
-    /// Adds what a neighbour needs for its next cycle to `strip`.
+    /// Appends the cells that a neighbour needs for its next cycle to `strip`.
     ///
     /// # Errors
     /// There is no such link, or the device failed.
     fn pack_into(&mut self, link: usize, strip: &mut Vec<u8>) -> Result<(), GridError>;
 
-    /// Takes the strip that a neighbour packed after the same step.
+    /// Stores a halo strip that the neighbour packed after the same step.
     ///
     /// # Errors
-    /// There is no such link, the strip has another length than it must have, or a step is half made.
+    /// There is no such link, the halo strip's length is wrong, or a step is half computed.
     fn unpack(&mut self, link: usize, strip: &[u8]) -> Result<(), GridError>;
 
-    /// The state of a region of owned cells, the same bytes from whatever tile.
+    /// Serializes a region of owned cells; the bytes do not depend on the partition or the device.
     ///
     /// # Errors
-    /// The tile does not own the region, a step is half made, or the device failed.
+    /// The tile does not own the region, a step is half computed, or the device failed.
     fn save(&self, region: Region) -> Result<Vec<u8>, GridError>;
 
-    /// Puts a region back as it was saved.
+    /// Restores a region from the bytes of [`Self::save`].
     ///
     /// # Errors
-    /// The tile does not own the region, the bytes are of another length, a step is half made, or the device failed.
+    /// The tile does not own the region, the length is wrong, a step is half computed, or the device failed.
     fn restore(&mut self, region: Region, bytes: &[u8]) -> Result<(), GridError>;
 
-    /// Says that its cells, loaded or restored, are those after so many steps.
+    /// Sets the step of the cells, after they were loaded or restored.
     fn resume(&mut self, step: u64);
 
     /// This tile's part of the grid's state hash.
     ///
     /// # Errors
-    /// A step is half made, or the device failed.
+    /// A step is half computed, or the device failed.
     fn state_hash(&self, threads: &mut Threads) -> Result<u128, GridError>;
 
     /// The sum of a field over the owned cells, in units of 2^-40.
     ///
     /// # Errors
-    /// No such field, a step is half made, or the device failed.
+    /// No such field, a step is half computed, or the device failed.
     fn total(&self, field: usize) -> Result<i128, GridError>;
 
-    /// Those of all fields.
+    /// The sums of all fields.
     ///
     /// # Errors
-    /// A step is half made, or the device failed.
+    /// A step is half computed, or the device failed.
     fn totals(&self) -> Result<Vec<i128>, GridError> {
         (0..self.fields()).map(|field| self.total(field)).collect()
     }
 
-    /// Drag and lift: this tile's part of what the fluid gives its mask in a step, in units of 2^-40.
+    /// Drag and lift: this tile's share of the momentum per step that the fluid transfers to its mask, in units of
+    /// 2^-40.
     ///
     /// # Errors
-    /// The rule is no fluid, a step is half made, or the device failed.
+    /// The rule is no fluid, a step is half computed, or the device failed.
     fn force(&self) -> Result<[i128; 3], GridError>;
 
-    /// The first owned cell one of whose fields is infinite or no number, and that field.
+    /// The first owned cell with a NaN or infinite field, and that field.
     ///
     /// # Errors
-    /// A step is half made, or the device failed.
+    /// A step is half computed, or the device failed.
     fn first_not_finite(&self) -> Result<Option<([usize; 3], usize)>, GridError>;
 
-    /// Both, which may be quicker.
+    /// [`Self::totals`] and [`Self::first_not_finite`] in one call, which may be faster.
     ///
     /// # Errors
-    /// A step is half made, or the device failed.
+    /// A step is half computed, or the device failed.
     fn look(&self, threads: &mut Threads) -> Result<Look, GridError> {
         let _ = threads;
         Ok(Look { totals: self.totals()?, not_finite: self.first_not_finite()? })
     }
 }
 
-/// A place in what a tile was told, for whoever wants to know when all before it is done. One that is dropped is waited for.
+/// A completion marker in a tile's queue of submitted work. Dropping one waits for it.
 pub struct Mark(Option<Wait>);
 
 type Wait = Box<dyn FnOnce() -> Result<(), GridError> + Send>;
 
 impl Mark {
-    /// Everything is done.
+    /// A marker that is already complete.
     pub fn reached() -> Self {
         Self(None)
     }
 
-    /// All is done when this returns.
+    /// A marker that completes when `wait` returns.
     pub(crate) fn new(wait: impl FnOnce() -> Result<(), GridError> + Send + 'static) -> Self {
         Self(Some(Box::new(wait)))
     }
 
-    /// Whether there is nothing to wait for.
+    /// Whether [`Self::wait`] returns without waiting.
     pub fn is_reached(&self) -> bool {
         self.0.is_none()
     }
 
-    /// Returns when it is reached.
+    /// Waits for completion.
     ///
     /// # Errors
     /// The device failed.
@@ -244,7 +245,7 @@ impl Mark {
 impl Drop for Mark {
     fn drop(&mut self) {
         if let Some(wait) = self.0.take() {
-            // Whoever dropped it does not care how it ended.
+            // The result does not matter to a caller that dropped the marker.
             let _ = wait();
         }
     }
@@ -279,7 +280,8 @@ impl Fields for Tile {
     }
 }
 
-/// A field of a region's row; cells that the rule hides are 0. The same as [`Tile::read`], by rows rather than by cells.
+/// Reads one field of a row of `region`, hidden cells as 0. Same values as [`Tile::read`], but by row instead of by
+/// cell.
 pub(super) fn read(tile: &Tile, field: usize, region: Region, [y, z]: [usize; 2], row: &mut Vec<f32>) {
     let (start, end) = (region.start[0], region.end[0]);
     let at = tile.frame.local([start, y, z]);
@@ -300,7 +302,7 @@ pub(super) fn read(tile: &Tile, field: usize, region: Region, [y, z]: [usize; 2]
     hide(&*tile.stepper, region, [y, z], row);
 }
 
-/// Keeps the cells whose x is a multiple of `every`, of those from `start` on.
+/// Keeps the cells whose x is a multiple of `every`; `row` begins at x = `start`.
 fn thin(row: &mut Vec<f32>, start: usize, every: usize) {
     if every > 1 {
         let first = start.next_multiple_of(every) - start;
@@ -310,7 +312,7 @@ fn thin(row: &mut Vec<f32>, start: usize, every: usize) {
     }
 }
 
-/// Sets the cells of a region's row that the rule hides to 0.
+/// Sets the hidden cells of a region's row to 0.
 fn hide(stepper: &dyn Stepper, region: Region, [y, z]: [usize; 2], row: &mut [f32]) {
     let (start, end) = (region.start[0], region.end[0]);
     for word in start / 64..end.div_ceil(64) {

@@ -1,8 +1,8 @@
-//! How fast grids advance on this machine's CPU, beside what its memory can deliver in the same minutes.
+//! CPU benchmarks of grid steps, measured next to the memory bandwidth of the same machine at the same time.
 //!
-//! A fluid's step by itself reads and writes every population once, so cells times bytes against a copy with streaming
-//! stores says how much of the machine is used; where a pass over the memory makes several steps (`grid/fused.rs`) that
-//! goes beyond 1. Figures are medians of rounds in which every measurement takes its turn.
+//! An unfused fluid step reads and writes every population once, so its bytes per second relative to a copy with
+//! non-temporal stores is the share of the bandwidth used; fused steps (`grid/fused.rs`) can exceed 1. Figures are
+//! medians over rounds that interleave all measurements.
 use std::time::Instant;
 
 use serde::Serialize;
@@ -18,10 +18,10 @@ use crate::cpu::Isa;
 use crate::cpu::simd::{Kernel, Simd};
 use crate::threads::Threads;
 
-/// Each measurement of a round takes about so long: others who need the machine disturb both alike.
+/// Duration of each measurement in a round: short, so that other load on the machine disturbs both alike.
 const SECONDS: f64 = 0.05;
 
-/// What a fluid's steps cost.
+/// Performance of a fluid.
 #[derive(Clone, Debug, Serialize)]
 pub struct FluidFigures {
     /// d2q9 or d3q19.
@@ -32,19 +32,19 @@ pub struct FluidFigures {
     pub instruction_set: &'static str,
     /// Cells along each axis.
     pub size: Vec<usize>,
-    /// Million cells advanced by a step per second.
+    /// Million lattice updates (cells times steps) per second.
     pub mlups: f64,
-    /// Steps that one pass over the memory makes at most.
+    /// Maximum steps per pass over memory.
     pub steps_per_pass: usize,
-    /// Bytes read and written for a cell in a step that is a pass by itself.
+    /// Bytes read and written per cell and step, unfused.
     pub bytes_per_cell_step: usize,
-    /// Bytes read plus bytes written per second by a copy with streaming stores between buffers of the same size.
+    /// Bytes read plus bytes written per second by a copy with non-temporal stores between buffers of the same size.
     pub copy_bandwidth: f64,
-    /// The fluid's bytes per second, as if each step were a pass, over the copy's in the same round: the median over rounds.
+    /// The fluid's bytes per second (as if unfused) divided by the copy's in the same round: the median over rounds.
     pub share_of_copy_bandwidth: f64,
 }
 
-/// What Life's steps cost.
+/// Performance of Life.
 #[derive(Clone, Debug, Serialize)]
 pub struct LifeFigures {
     /// Compute threads.
@@ -55,17 +55,17 @@ pub struct LifeFigures {
     pub size: [usize; 2],
     /// The rule.
     pub rule: String,
-    /// Cells advanced by a step per second.
+    /// Cell updates (cells times steps) per second.
     pub cells_per_s: f64,
 }
 
-/// Measures a periodic box of D2Q9.
+/// Measures D2Q9 in a periodic box.
 ///
 /// # Errors
 /// The box does not fit into memory.
 ///
 /// # Panics
-/// The operating system refuses threads.
+/// The operating system refuses to create threads.
 pub fn fluid(fluid: &Fluid, size: [usize; 2], threads: usize, rounds: usize) -> Result<FluidFigures, GridError> {
     let wave = |at: usize, axis: usize| 0.02 * (at as f64 / size[axis] as f64 * std::f64::consts::TAU).sin();
     let load = |[x, y, _]: [usize; 3], cell: &mut [f32]| {
@@ -74,13 +74,13 @@ pub fn fluid(fluid: &Fluid, size: [usize; 2], threads: usize, rounds: usize) -> 
     measure(&Rule::D2q9(fluid.clone()), &size, &load, threads, rounds)
 }
 
-/// Measures a periodic box of D3Q19.
+/// Measures D3Q19 in a periodic box.
 ///
 /// # Errors
 /// The box does not fit into memory.
 ///
 /// # Panics
-/// The operating system refuses threads.
+/// The operating system refuses to create threads.
 pub fn fluid3(fluid: &Fluid3, size: [usize; 3], threads: usize, rounds: usize) -> Result<FluidFigures, GridError> {
     let wave = |at: usize, axis: usize| 0.02 * (at as f64 / size[axis] as f64 * std::f64::consts::TAU).sin();
     let load = |[x, y, z]: [usize; 3], cell: &mut [f32]| {
@@ -89,7 +89,7 @@ pub fn fluid3(fluid: &Fluid3, size: [usize; 3], threads: usize, rounds: usize) -
     measure(&Rule::D3q19(fluid.clone()), &size, &load, threads, rounds)
 }
 
-/// Sets a cell's fields from its place in the grid.
+/// Sets a cell's fields from its global coordinates.
 type Load<'a> = &'a dyn Fn([usize; 3], &mut [f32]);
 
 fn measure(
@@ -119,7 +119,7 @@ fn measure(
             bandwidths.push(bandwidth);
             shares.push(rate * bytes_per_cell_step as f64 / bandwidth);
         }
-        // Whole passes of several steps.
+        // Whole fused passes.
         steps = ((SECONDS * steps as f64 / stepping) as usize).next_multiple_of(STEPS_MAX).max(STEPS_MAX);
         copies = (SECONDS * copies as f64 / copying).max(1.0) as usize;
     }
@@ -136,13 +136,13 @@ fn measure(
     })
 }
 
-/// Measures a periodic soup of Life.
+/// Measures Life on a periodic grid of random cells.
 ///
 /// # Errors
-/// It does not fit into memory.
+/// The grid does not fit into memory.
 ///
 /// # Panics
-/// The operating system refuses threads.
+/// The operating system refuses to create threads.
 pub fn life(life: Life, size: [usize; 2], threads: usize, rounds: usize) -> Result<LifeFigures, GridError> {
     let grid = Grid::periodic(&size)?;
     let mut tile = Tile::new(&grid, &Rule::Life(life), grid.region(), 1)?;
@@ -180,7 +180,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// Copies so many `f32` past the caches.
+/// Copies `len` values of `f32` with non-temporal stores.
 fn copy(from: &Planes, to: &mut Planes, len: usize, threads: &mut Threads) {
     let (isa, from, to) = (Isa::detect(), from.plane::<f32>(0), to.shared());
     threads.pool().run(len / 16, 1 << 12, &|_, blocks| {
@@ -201,7 +201,7 @@ impl Kernel for Copy {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: the contract of `copy`, passed on.
+        // SAFETY: the contract of `copy` holds here too.
         unsafe {
             for i in 0..self.blocks {
                 S::stream(S::load(self.from.add(16 * i)), self.to.add(16 * i));

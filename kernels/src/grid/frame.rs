@@ -1,26 +1,25 @@
-//! Where a tile's cells are in memory: the owned box, the halo where neighbours are, and a ring of ghosts where there are
-//! none.
+//! Memory layout of a tile: the owned box, the halo towards neighbours, and ghost cells elsewhere.
 //!
-//! Coordinates here are local: the owned box begins at 0, cells of halo and ghosts before it are negative. A *halo* cell
-//! is a neighbour's, computed here too while the halo lasts. A *ghost* is beyond a face of the grid, or the other end of
-//! a periodic axis that is owned whole; ghosts are made anew before each step.
+//! Coordinates are local: the owned box begins at 0, halo and ghost cells before it are negative. *Halo* cells belong
+//! to neighbours and are recomputed here while the halo is valid. *Ghost* cells are outside a face of the grid, or
+//! copies of the other end of a periodic axis that the tile owns whole; they are refilled before each step.
 use std::ops::Range;
 
 use super::{AXES, Face, Grid, GridError, RUN, Region, SIZE_MAX};
 
-/// How cells lie in a row.
+/// Storage format of the cells in a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Format {
-    /// One `f32` a cell; rows begin at multiples of 64 bytes.
+    /// One `f32` per cell; rows are aligned to 64 bytes.
     Float,
-    /// One number of half precision a cell ([`Half`](super::number::Half)); rows begin at multiples of 32 bytes.
+    /// One half-precision number per cell ([`Half`](super::number::Half)); rows are aligned to 32 bytes.
     Half,
-    /// One bit a cell, 64 in a `u64`, the lowest bit first.
+    /// One bit per cell, 64 in a `u64`, lowest bit first.
     Bit,
 }
 
 impl Format {
-    /// Cells of an element.
+    /// Cells per element.
     pub(crate) fn cells(self) -> usize {
         match self {
             Self::Float | Self::Half => 1,
@@ -36,7 +35,7 @@ impl Format {
         }
     }
 
-    /// Cells that are computed together: a part of a row that is asked for is computed up to multiples of this.
+    /// Cells per block: kernels round the ends of a row up to multiples of this.
     pub(crate) fn block(self) -> usize {
         match self {
             Self::Float | Self::Half => 16,
@@ -62,13 +61,13 @@ impl Span {
         self.0.iter().map(Range::len).product()
     }
 
-    /// What is in both.
+    /// The intersection.
     pub(crate) fn meet(&self, other: &Self) -> Self {
         let (a, b) = (&self.0, &other.0);
         Self(std::array::from_fn(|axis| a[axis].start.max(b[axis].start)..a[axis].end.min(b[axis].end)))
     }
 
-    /// All (y, z), z outermost.
+    /// All (y, z) pairs, z outermost.
     pub(crate) fn rows(&self) -> impl Iterator<Item = (isize, isize)> + use<> {
         let (y, z) = (self.0[1].clone(), self.0[2].clone());
         z.flat_map(move |z| y.clone().map(move |y| (y, z)))
@@ -80,25 +79,25 @@ impl Span {
 pub(crate) struct Frame {
     pub(crate) grid: Grid,
     pub(crate) owned: Region,
-    /// Steps that one exchange of halos serves.
+    /// Halo depth: steps between halo exchanges.
     pub(crate) depth: usize,
-    /// How far a rule looks.
+    /// Stencil radius of the rule.
     pub(crate) radius: usize,
     pub(crate) format: Format,
     /// Owned cells along each axis.
     pub(crate) size: [isize; 3],
-    /// Cells of halo at both ends: `depth · radius` where a neighbour is, else none.
+    /// Halo width in cells at both ends of each axis: `depth · radius` towards a neighbour, else 0.
     pub(crate) halo: [[isize; 2]; 3],
-    /// Cells kept around the owned ones: the halo, or ghosts as far as the rule looks.
+    /// Width in cells of the storage around the owned box: the halo, or ghost cells of one radius.
     pub(crate) ring: [[isize; 2]; 3],
-    /// Periodic axes that are owned whole.
+    /// Periodic axes that the tile owns whole.
     pub(crate) wraps: [bool; 3],
-    /// Elements from a row to the next, and from a layer to the next.
+    /// Elements between consecutive rows, and between consecutive layers.
     row: usize,
     layer: usize,
-    /// Element of the cell (0, 0, 0).
+    /// Element that holds the cell (0, 0, 0).
     first: usize,
-    /// Elements of a plane.
+    /// Elements per plane.
     len: usize,
 }
 
@@ -121,7 +120,7 @@ impl Frame {
                 return Err(GridError::Cut { x });
             }
         }
-        // Of a tile without neighbours any depth will do, and no sum overflows.
+        // A tile without neighbours allows any depth; the bound prevents overflow.
         let depth = depth.min(SIZE_MAX);
         let reach = depth.saturating_mul(radius);
         let halo = Self::halos(grid, owned, reach);
@@ -133,7 +132,7 @@ impl Frame {
             if wraps[axis] {
                 grid.check_radius(axis, radius)?;
             }
-            // A halo ends at a face, and nobody's own cells are in it.
+            // A halo ends at a face of the grid and never reaches the owned cells from the other side.
             let there = if grid.is_periodic(axis) { [size - (end - start); 2] } else { [start, size - end] };
             for side in 0..2 {
                 if halo[axis][side] > 0 && there[side] < reach {
@@ -144,8 +143,8 @@ impl Frame {
         }
         let size = owned.size();
         let cells = format.cells();
-        // Blocks that begin or end in the halo are computed whole and look a radius further: stay within the row. No rule looks
-        // farther than a block.
+        // Blocks that begin or end in the halo are computed whole and read one radius further: pad rows for that. No
+        // radius exceeds a block.
         let pad = |side: usize| match format {
             Format::Float | Format::Half => (halo[0][side] as usize).next_multiple_of(16) + 16,
             Format::Bit => (ring[0][side] as usize).div_ceil(cells).max(1) + usize::from(ring[0][side] > 1),
@@ -160,9 +159,10 @@ impl Frame {
         Ok(Self { grid: grid.clone(), owned, depth, radius, format, size, halo, ring, wraps, row, layer, first, len })
     }
 
-    /// Cells of halo at both ends of each axis of a region: so many where it does not reach a face and is not the whole axis.
+    /// Halo width in cells at both ends of each axis of a region: `reach`, or 0 at a face or if the region spans the
+    /// axis.
     pub(crate) fn halos(grid: &Grid, owned: Region, reach: usize) -> [[isize; 2]; 3] {
-        // Farther than any grid is long: no sum overflows.
+        // Longer than any grid: prevents overflow.
         let reach = reach.min(2 * SIZE_MAX) as isize;
         std::array::from_fn(|axis| {
             let (start, end) = (owned.start[axis], owned.end[axis]);
@@ -172,17 +172,17 @@ impl Frame {
         })
     }
 
-    /// Bytes of a plane.
+    /// Bytes per plane.
     pub(crate) fn plane_bytes(&self) -> usize {
         self.len * self.format.bytes()
     }
 
-    /// Elements of a plane.
+    /// Elements per plane.
     pub(crate) fn elements(&self) -> usize {
         self.len
     }
 
-    /// Elements between rows and between layers.
+    /// Elements between consecutive rows, and between consecutive layers.
     pub(crate) fn strides(&self) -> [isize; 2] {
         [self.row as isize, self.layer as isize]
     }
@@ -193,7 +193,7 @@ impl Frame {
         (self.first as isize + x + y * self.row as isize + z * self.layer as isize) as usize
     }
 
-    /// The owned cells and so many steps' worth of halo.
+    /// The owned cells and the part of the halo needed for `steps` further steps.
     pub(crate) fn span(&self, steps: usize) -> Span {
         let reach = (steps * self.radius) as isize;
         Span(std::array::from_fn(|axis| {
@@ -202,7 +202,7 @@ impl Frame {
         }))
     }
 
-    /// The owned cells as strips along neighbours, in whole blocks, and what is left between them.
+    /// Splits the owned cells into boundary strips along neighbours, in whole blocks, and the interior.
     pub(crate) fn cut(&self) -> (Vec<Span>, Span) {
         let mut rest = self.span(0);
         let mut strips = Vec::new();
@@ -223,12 +223,12 @@ impl Frame {
         (strips, rest)
     }
 
-    /// Everything there is memory for.
+    /// All stored cells.
     pub(crate) fn whole(&self) -> Span {
         Span(std::array::from_fn(|axis| -self.ring[axis][0]..self.size[axis] + self.ring[axis][1]))
     }
 
-    /// Where a cell is in the grid; `None` beyond a face.
+    /// Global coordinates of a local cell; `None` outside the grid.
     pub(crate) fn global(&self, at: [isize; 3]) -> Option<[usize; 3]> {
         let mut global = [0; 3];
         for axis in 0..3 {
@@ -242,18 +242,18 @@ impl Frame {
         Some(global)
     }
 
-    /// Where a cell that is owned is kept.
+    /// Local coordinates of an owned global cell.
     pub(crate) fn local(&self, at: [usize; 3]) -> [isize; 3] {
         std::array::from_fn(|axis| at[axis] as isize - self.owned.start[axis] as isize)
     }
 
-    /// A region of owned cells.
+    /// A region of owned cells in local coordinates.
     pub(crate) fn within(&self, region: Region) -> Span {
         let (start, end) = (self.local(region.start), self.local(region.end));
         Span(std::array::from_fn(|axis| start[axis]..end[axis]))
     }
 
-    /// The face of the grid at an end of an axis, if the tile reaches it and it is not periodic.
+    /// The boundary condition at an end of an axis, if the tile touches that face and the axis is not periodic.
     pub(crate) fn face(&self, axis: usize, side: usize) -> Option<Face> {
         let reached =
             if side == 0 { self.owned.start[axis] == 0 } else { self.owned.end[axis] == self.grid.size[axis] };

@@ -1,10 +1,10 @@
-//! Several steps of a tile in one pass over its memory, for rules whose arithmetic waits for memory.
+//! Temporal blocking: several steps of a tile in one pass over its memory, for memory-bound rules.
 //!
-//! Each thread takes a block of the result, some rows of some columns, and walks along y with all steps at once, each a row
-//! behind the one before: a row of step n needs three rows of step n - 1, so between the first and the last step only
-//! three rows of each are kept, in a ring that stays in the thread's own cache. Around its block a thread computes cells
-//! that its neighbours compute too, one less to each side with each step; nobody waits for anybody. A cell's arithmetic
-//! is the same as in single steps.
+//! Each thread computes a block of the result, some rows of some columns. It sweeps along y with all steps at the same
+//! time, each one row behind the previous step. A row of step n reads three rows of step n - 1, so each intermediate
+//! step keeps only three rows, in a ring that stays in the core's cache. Around its block a thread also computes cells
+//! of the neighbouring blocks, one fewer per side with each step (overlapped tiling), so threads never wait for each
+//! other. The arithmetic of a cell is the same as in single steps.
 use std::ops::Range;
 
 use super::GridError;
@@ -12,71 +12,71 @@ use super::frame::Frame;
 use super::planes::{Planes, Shared};
 use crate::cpu::Isa;
 
-/// Most steps of a pass: beyond it there is little left to gain, and more is computed twice.
+/// Maximum steps per pass: more steps gain little, and more cells are computed twice.
 pub(crate) const STEPS_MAX: usize = 8;
-/// Most planes of a state that is passed over like this.
+/// Maximum number of planes of a state for fused passes.
 pub(crate) const PLANES_MAX: usize = 9;
-/// A thread takes so many rows for each step, where there are enough: of s steps, (s - 1) / rows is computed twice.
+/// Rows of a block per fused step, if the tile is high enough: with s steps, (s - 1) / rows of the work is redundant.
 const ROWS: usize = 16;
-/// Columns of a block: rows of all steps then fit a second-level cache.
+/// Columns per block: the rows of all steps then fit in the L2 cache.
 const COLUMNS: isize = 1024;
-/// States smaller than this stay in a core's cache from one step to the next anyway.
+/// Smaller states (bytes) stay in a core's cache between steps anyway.
 const SMALL: usize = 1 << 20;
 /// Cells that are computed together.
 pub(crate) const BLOCK: isize = 16;
 const LINE: usize = 64;
 
-/// A row of all planes of a state.
+/// A row in all planes of a state.
 #[derive(Clone, Copy)]
 pub(crate) struct RowAt {
-    /// Where the cell x = 0 of the first plane is.
+    /// The cell x = 0 in the first plane.
     start: *mut u8,
-    /// Bytes from a plane to the next.
+    /// Bytes between consecutive planes.
     stride: usize,
 }
 
 impl RowAt {
-    /// Where the cell x = 0 of a plane is.
+    /// The cell x = 0 in a plane.
     #[inline(always)]
     pub(crate) fn plane<T>(&self, plane: usize) -> *mut T {
         self.start.wrapping_add(plane * self.stride).cast()
     }
 }
 
-/// The rows below, at, and above one.
+/// The rows at y - 1, y and y + 1.
 pub(crate) type Near = [RowAt; 3];
 
-/// Cells of a row of a tile in two dimensions.
+/// Cells of one row of a two-dimensional tile.
 pub(crate) struct Cells {
     pub(crate) x: Range<isize>,
     pub(crate) y: isize,
 }
 
-/// How a row is to be read and written.
+/// Memory access hints for a row.
 #[derive(Clone, Copy)]
 pub(crate) struct Manner {
-    /// From memory: the machine is told what comes.
+    /// The row is read from memory: prefetch.
     pub(crate) reads_memory: bool,
-    /// To memory: past the caches where the state is too large for them.
+    /// The row is written to memory: use non-temporal stores if the state exceeds the caches.
     pub(crate) writes_memory: bool,
 }
 
-/// A rule of radius 1 in two dimensions that computes single rows, wherever they are. Rows are numbered as the tile numbers
-/// them; across an end of a periodic axis they go on from the other one.
+/// A two-dimensional rule of radius 1 that computes single rows, stored anywhere. Rows are numbered as in the tile and
+/// wrap around along a periodic axis.
 ///
 /// # Safety
-/// Of both methods: the cells and a block of 16 around them are in the rows, and nobody else reads or writes those that are
-/// written.
+/// For both methods: the rows contain the cells and one block of 16 on either side, and no other thread reads or writes
+/// the cells that are written.
 pub(crate) trait RowWise: Sync {
-    /// Writes what cells of a row look at where no cells are: beyond faces, and in masks. Cells before the first and after
-    /// the last one of a periodic axis that is owned whole are those at the other end.
+    /// Writes the ghost cells of a row: outside the faces, and in masks. On a periodic axis that the tile owns whole,
+    /// the cells before the first and after the last one are copies of the other end.
     unsafe fn before(&self, frame: &Frame, cells: &Cells, near: &Near);
 
-    /// Computes cells of a row, and at most the rest of their blocks.
+    /// Computes cells of a row; may also compute the rest of the blocks that they touch.
     unsafe fn row(&self, isa: Isa, frame: &Frame, cells: &Cells, near: &Near, to: RowAt, manner: Manner);
 }
 
-/// Most steps that one pass makes of a state of so many planes.
+/// Maximum steps per pass for a state of `planes` planes.
 pub(crate) fn steps(frame: &Frame, planes: usize) -> usize {
     let flat = frame.grid.dimensions() == 2 && frame.radius == 1 && planes <= PLANES_MAX;
     let [width, height, _] = frame.size;
@@ -84,17 +84,17 @@ pub(crate) fn steps(frame: &Frame, planes: usize) -> usize {
     if flat && large { STEPS_MAX } else { 1 }
 }
 
-/// So many of them are worth it for so many rows and threads.
+/// Number of fused steps that pay off for this many rows and threads.
 pub(crate) fn steps_for(height: usize, threads: usize) -> usize {
     height / (ROWS * threads)
 }
 
-/// Rows that a thread takes at a time.
+/// Rows per work item.
 pub(crate) fn grain(height: usize, steps: usize, threads: usize) -> usize {
     (ROWS * steps).min(height.div_ceil(threads)).max(1)
 }
 
-/// Blocks of columns next to each other.
+/// Splits a range of columns into blocks.
 pub(crate) fn columns(x: &Range<isize>) -> Vec<Range<isize>> {
     let count = (x.end - x.start + COLUMNS / 2).div_euclid(COLUMNS).max(1);
     let bound = |i: isize| x.start + (x.end - x.start) * i / count;
@@ -102,13 +102,13 @@ pub(crate) fn columns(x: &Range<isize>) -> Vec<Range<isize>> {
     (0..count).map(|i| bound(i)..bound(i + 1)).collect()
 }
 
-/// What a thread keeps between the steps of a pass.
+/// Rows of intermediate steps, private to a thread.
 pub(crate) struct Ring {
     planes: Planes,
 }
 
 impl Ring {
-    /// Of so many bytes.
+    /// A ring of `bytes` bytes.
     pub(crate) fn new(bytes: usize) -> Result<Self, GridError> {
         Ok(Self { planes: Planes::new(1, bytes)? })
     }
@@ -122,12 +122,12 @@ impl Ring {
     }
 }
 
-/// How rows lie in a ring.
+/// Layout of the rows in a ring.
 #[derive(Clone, Copy)]
 struct Layout {
-    /// Bytes from a row to the next: lines, an odd number of them, so that rows begin in different sets of a cache.
+    /// Bytes between consecutive rows: an odd number of cache lines, so that rows begin in different cache sets.
     pitch: usize,
-    /// Bytes from where a row begins to its cell x = 0.
+    /// Bytes from the start of a row to its cell x = 0.
     first: isize,
 }
 
@@ -135,32 +135,32 @@ impl Layout {
     fn new(frame: &Frame, x: &Range<isize>, steps: usize) -> Self {
         let (start, end) = blocks(&(x.start - steps as isize..x.end + steps as isize));
         let bytes = frame.format.bytes();
-        // Blocks look a cell further.
+        // Blocks read one cell further.
         let (start, end) = (start - BLOCK, end + BLOCK);
         let lines = ((end - start) as usize * bytes).div_ceil(LINE);
         Self { pitch: (lines | 1) * LINE, first: -start * bytes as isize }
     }
 }
 
-/// The blocks that cells are in: where the first one begins and the last one ends.
+/// The blocks that cells are in: start of the first, end of the last.
 pub(crate) fn blocks(x: &Range<isize>) -> (isize, isize) {
     (x.start.div_euclid(BLOCK) * BLOCK, (x.end + BLOCK - 1).div_euclid(BLOCK) * BLOCK)
 }
 
-/// One pass: from `state`, whose ghosts are made, to `next`.
+/// One pass from `state`, whose ghost cells are filled, to `next`.
 pub(crate) struct Pass<'a> {
     pub(crate) isa: Isa,
     pub(crate) frame: &'a Frame,
     pub(crate) rule: &'a dyn RowWise,
     pub(crate) planes: usize,
-    /// At least two.
+    /// At least 2.
     pub(crate) steps: usize,
     pub(crate) state: &'a Planes,
     pub(crate) next: Shared<'a>,
 }
 
 impl Pass<'_> {
-    /// Bytes of a ring that serves for such columns.
+    /// Bytes of a ring large enough for any of these column ranges.
     pub(crate) fn ring_bytes(&self, x: &[Range<isize>]) -> usize {
         let pitch = x.iter().map(|x| Layout::new(self.frame, x, self.steps).pitch).max().unwrap_or(0);
         (self.steps - 1) * 3 * self.planes * pitch
@@ -169,8 +169,8 @@ impl Pass<'_> {
     /// Computes a block.
     ///
     /// # Safety
-    /// The block, grown by as many cells as there are steps, is within what the halo serves. Nobody else reads or writes these
-    /// cells of `next`, nor the ring, which is large enough.
+    /// The block, grown by one cell per step, is within the valid halo. No other thread reads or writes these cells of
+    /// `next` or the ring, and the ring is large enough.
     pub(crate) unsafe fn block(&self, x: &Range<isize>, y: &Range<isize>, ring: Shared<'_>) {
         let (steps, last) = (self.steps as isize, self.steps);
         let layout = Layout::new(self.frame, x, last);
@@ -186,7 +186,7 @@ impl Pass<'_> {
                 if !rows.contains(&y) {
                     continue;
                 }
-                // Across the ends of a periodic axis rows go on in memory from the other one; beyond them are ghosts.
+                // Rows wrap around at the ends of a periodic axis; outside are ghost rows.
                 let own = if self.frame.wraps[1] { y.rem_euclid(self.frame.size[1]) } else { y };
                 let up = [-1, 0, 1];
                 let near = if step == 1 {
@@ -197,8 +197,8 @@ impl Pass<'_> {
                 let to = if step == last { self.memory(self.next, y) } else { kept(step, y) };
                 let manner = Manner { reads_memory: step == 1, writes_memory: step == last };
                 let cells = Cells { x: x.clone(), y: own };
-                // SAFETY: the rows are in the planes or in the ring, with a block to each side; by the caller's contract nobody
-                // else has them.
+                // SAFETY: the rows are in the planes or in the ring, with a block to each side; by the caller's
+                // contract no other thread accesses them.
                 unsafe {
                     if step > 1 {
                         self.rule.before(self.frame, &cells, &near);
@@ -209,7 +209,8 @@ impl Pass<'_> {
         }
     }
 
-    /// The cells of a step, so many before the last, that a block of the last one needs: not beyond faces.
+    /// The cells, `before` steps before the last one, that a block of the last step needs; clipped at the faces of the
+    /// grid.
     fn needed(&self, block: [&Range<isize>; 2], before: isize) -> [Range<isize>; 2] {
         std::array::from_fn(|axis| {
             let goes_on = |side: usize| self.frame.halo[axis][side] > 0 || self.frame.wraps[axis];

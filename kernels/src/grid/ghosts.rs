@@ -1,10 +1,11 @@
-//! Ghosts of fields of numbers: what is beyond the faces of the grid and the ends of periodic axes that are owned whole.
+//! Ghost cells of scalar fields: boundary conditions at the faces, and wrap-around of periodic axes that the tile owns
+//! whole.
 use super::Face;
 use super::frame::Frame;
 
-/// Makes all ghosts of a field, as far as the rule looks: the other end of a periodic axis, a wall's mirror image (so nothing
-/// flows through it), or fixed values. `corners`: also those beyond two faces at once; rules that look along the axes only
-/// see none of these.
+/// Fills the ghost cells of a field to the width of the rule's radius: the other end of a periodic axis, the mirror
+/// image at a wall (zero flux), or fixed values. `corners` fills edges and corners too; rules with axis-aligned
+/// stencils do not read them.
 pub(crate) fn fill(frame: &Frame, cells: &mut [f32], field: usize, corners: bool) {
     let radius = frame.radius as isize;
     let mut within = frame.span(frame.depth);
@@ -25,7 +26,7 @@ pub(crate) fn fill(frame: &Frame, cells: &mut [f32], field: usize, corners: bool
                     0 => (-1 - away, away, size - 1 - away),
                     _ => (size + away, size - 1 - away, away),
                 };
-                // An axis without neighbours may be shorter than the rule looks.
+                // An axis without neighbours may be shorter than the radius.
                 let last = size - 1 + frame.halo[axis][1];
                 let source = if wraps { other } else { mirror.clamp(-frame.halo[axis][0], last) };
                 let mut span = within.clone();

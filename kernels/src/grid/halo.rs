@@ -1,26 +1,26 @@
-//! What tiles send each other: the cells that another needs around its own, as they are in memory.
+//! Halo exchange: which cells tiles send each other, and how they are packed.
 //!
-//! Tiles need not lie in rows and columns: who is whose neighbour follows from the boxes that they own. A [`Link`] is one
-//! owner, at one place relative to a tile. Both ends of a link count the same cells in the same order, so a strip needs no
-//! header. How far a halo reaches, and what of it a rule needs, is the same arithmetic for both (`needed`).
+//! Tiles may be arbitrary boxes: neighbours follow from the boxes that tiles own. A [`Link`] is one neighbour at one
+//! periodic shift. Both ends of a link count the same cells in the same order, so a halo strip needs no header. Both
+//! ends compute the extent of a halo, and what the rule needs of it, with the same function (`needed`).
 use super::frame::{Format, Frame, Span};
 use super::number::Half;
 use super::planes::Planes;
 use super::tile::Tile;
 use super::{Grid, GridError, Region};
 
-/// A neighbour: the cells its tile owns, displaced by so many whole grids along each axis (where that is periodic).
+/// A neighbour: the region its tile owns, and its displacement in whole grids along each periodic axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Link {
-    /// What its tile owns.
+    /// The cells that its tile owns.
     pub region: Region,
-    /// Whole grids along x, y and z to where the neighbour is seen.
+    /// Displacement in whole grids along x, y and z.
     pub shift: [i8; 3],
 }
 
-/// All neighbours of the tile `me` among `regions`, which cover the grid, with the number of each: by that, then by shift in
-/// the order of x, y, z. `reach`: cells that halos are deep, `depth` times the rule's radius. The other end of a link has
-/// the opposite shift.
+/// All links of the tile `me`, each with the index of the neighbour in `regions`, which cover the grid. Ordered by
+/// index, then by shift (x, y, z). `reach`: halo width in cells, the halo depth times the rule's radius. The other end
+/// of a link has the opposite shift.
 pub fn links(grid: &Grid, regions: &[Region], me: usize, reach: usize) -> Vec<(usize, Link)> {
     let Some(&own) = regions.get(me) else { return Vec::new() };
     let shifts = |axis: usize| if axis < grid.dimensions && grid.is_periodic(axis) { -1..=1i8 } else { 0..=0 };
@@ -41,7 +41,7 @@ pub fn links(grid: &Grid, regions: &[Region], me: usize, reach: usize) -> Vec<(u
 }
 
 impl Link {
-    /// The neighbour's cells in the coordinates of a tile.
+    /// The neighbour's cells in the local coordinates of a tile.
     fn seen(&self, grid: &Grid, tile: Region) -> Span {
         let Span(own) = at(self.region, tile);
         let shift = |axis: usize| isize::from(self.shift[axis]) * grid.size[axis] as isize;
@@ -49,35 +49,35 @@ impl Link {
     }
 }
 
-/// A region in the coordinates of a tile.
+/// A region in the local coordinates of a tile.
 fn at(region: Region, tile: Region) -> Span {
     let from = |axis: usize, place: usize| place as isize - tile.start[axis] as isize;
     Span(std::array::from_fn(|axis| from(axis, region.start[axis])..from(axis, region.end[axis])))
 }
 
-/// A region's cells and its halo, from where its cells are seen.
+/// A region grown by its halo; `seen` is the region in local coordinates.
 fn grown(grid: &Grid, region: Region, Span(seen): Span, reach: usize) -> Span {
     let halo = Frame::halos(grid, region, reach);
     Span(std::array::from_fn(|axis| seen[axis].start - halo[axis][0]..seen[axis].end + halo[axis][1]))
 }
 
-/// A link at work: which cells of each field travel, in the coordinates of the tile.
+/// The halo strips of a link: which cells of each field are sent and received, in local coordinates.
 pub(crate) struct Strips {
     pub(crate) link: Link,
     pub(crate) out: Vec<Span>,
     pub(crate) into: Vec<Span>,
     pub(crate) bytes_out: usize,
     pub(crate) bytes_in: usize,
-    /// Whether the strip in is here, of the step that the tile is at.
+    /// Whether the halo strip of the current step was received.
     pub(crate) arrived: bool,
 }
 
 impl Tile {
-    /// Says who the neighbours are. What it knew of neighbours before is void.
+    /// Sets the neighbours. Invalidates the halo.
     ///
     /// # Errors
-    /// They do not cover the halo, each cell of it once, or one is out of its reach, or a step is half made. Nothing is
-    /// changed then.
+    /// The links do not cover every halo cell exactly once, one is out of reach, or a step is half computed. The tile
+    /// is then unchanged.
     pub fn link(&mut self, links: &[Link]) -> Result<(), GridError> {
         self.whole()?;
         let travels: Vec<_> = (0..self.fields()).map(|field| self.stepper.travels(field)).collect();
@@ -86,12 +86,12 @@ impl Tile {
         Ok(())
     }
 
-    /// The neighbours, as [`Self::link`] was told.
+    /// The links set by [`Self::link`].
     pub fn links(&self) -> impl ExactSizeIterator<Item = &Link> {
         self.strips.iter().map(|strips| &strips.link)
     }
 
-    /// Bytes of the strip to a neighbour. One of none need not be sent.
+    /// Bytes of the halo strip sent to a neighbour. An empty one need not be sent.
     ///
     /// # Errors
     /// There is no such link.
@@ -99,7 +99,7 @@ impl Tile {
         Ok(self.strips_at(link)?.bytes_out)
     }
 
-    /// Bytes of the strip from a neighbour. One of none is not waited for.
+    /// Bytes of the halo strip received from a neighbour. An empty one is not waited for.
     ///
     /// # Errors
     /// There is no such link.
@@ -107,7 +107,8 @@ impl Tile {
         Ok(self.strips_at(link)?.bytes_in)
     }
 
-    /// What a neighbour needs for its next cycle. While a step is half made: of the new state.
+    /// Packs the halo strip that a neighbour needs for its next cycle; while a pass is half computed, from its new
+    /// state.
     ///
     /// # Errors
     /// There is no such link.
@@ -117,7 +118,7 @@ impl Tile {
         Ok(strip)
     }
 
-    /// As [`Self::pack`], added to what there is.
+    /// As [`Self::pack`], appended to `strip`.
     ///
     /// # Errors
     /// As [`Self::pack`].
@@ -131,11 +132,10 @@ impl Tile {
         Ok(())
     }
 
-    /// Takes the strip that a neighbour packed after the same step. When the last one is here, the halo is fresh.
+    /// Stores a halo strip that the neighbour packed after the same step. After the last one the halo is valid again.
     ///
     /// # Errors
-    /// There is no such link, the strip has another length than it must have, or a step is half made. Nothing is changed
-    /// then.
+    /// There is no such link, the halo strip's length is wrong, or a step is half computed. The tile is then unchanged.
     pub fn unpack(&mut self, link: usize, strip: &[u8]) -> Result<(), GridError> {
         self.whole()?;
         let expected = self.bytes_in(link)?;
@@ -158,10 +158,10 @@ impl Tile {
     }
 }
 
-/// What travels between a tile and its neighbours; `travels`: of each field, where it moves to in a step.
+/// The halo strips of all links. `travels`: [`Stepper::travels`](super::rule::Stepper::travels) of each field.
 ///
 /// # Errors
-/// The neighbours do not cover the halo, each cell of it once, or one is out of its reach.
+/// The links do not cover every halo cell exactly once, or one is out of reach.
 pub(crate) fn strips(frame: &Frame, travels: &[Option<[i8; 3]>], links: &[Link]) -> Result<Vec<Strips>, GridError> {
     let (own, all) = (frame.span(0), frame.span(frame.depth));
     let reach = frame.depth * frame.radius;
@@ -199,7 +199,7 @@ pub(crate) fn strips(frame: &Frame, travels: &[Option<[i8; 3]>], links: &[Link])
     Ok(links.iter().zip(&seen).map(|(link, theirs)| strips_of(*link, theirs)).collect())
 }
 
-/// What a tile needs of a field in a cycle, its own cells among it: of the outermost layer of a halo only what moves inwards.
+/// The owned cells and the halo that a cycle needs of a field: in the outermost layers only fields that move inwards.
 fn needed(own: &Span, halo: [[isize; 2]; 3], radius: usize, travels: Option<[i8; 3]>) -> Span {
     Span(std::array::from_fn(|axis| {
         let [low, high] = [(0, 1), (1, -1)].map(|(side, inward)| {
@@ -210,7 +210,7 @@ fn needed(own: &Span, halo: [[isize; 2]; 3], radius: usize, travels: Option<[i8;
     }))
 }
 
-/// Bytes of a field of some cells: each row begins with a whole byte.
+/// Bytes of one field of a span; each row begins at a byte boundary.
 pub(crate) fn bytes(format: Format, span: &Span) -> usize {
     if span.is_empty() {
         return 0;
@@ -222,7 +222,7 @@ pub(crate) fn bytes(format: Format, span: &Span) -> usize {
     row * span.len(1) * span.len(2)
 }
 
-/// Appends a field of some cells.
+/// Appends one field of a span.
 pub(crate) fn read(frame: &Frame, planes: &Planes, field: usize, span: &Span, into: &mut Vec<u8>) {
     if span.is_empty() {
         return;
@@ -244,7 +244,7 @@ pub(crate) fn read(frame: &Frame, planes: &Planes, field: usize, span: &Span, in
     }
 }
 
-/// Sets a field of some cells; gives back what is left of `from`.
+/// Writes one field of a span; returns the rest of `from`.
 pub(crate) fn write<'a>(frame: &Frame, planes: &mut Planes, field: usize, span: &Span, mut from: &'a [u8]) -> &'a [u8] {
     if span.is_empty() {
         return from;
@@ -279,7 +279,7 @@ pub(crate) fn write<'a>(frame: &Frame, planes: &mut Planes, field: usize, span: 
     from
 }
 
-/// `count` (1 to 64) bits from bit `at` on; the others are zero.
+/// `count` (1 to 64) bits from bit `at` on, in the low bits of the result.
 pub(crate) fn bits(row: &[u64], at: usize, count: usize) -> u64 {
     let (word, shift) = (at / 64, at % 64);
     let low = row[word] >> shift;

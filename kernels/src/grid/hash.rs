@@ -1,8 +1,8 @@
-//! One number for the state of a grid, whoever holds which part of it.
+//! State hash of a grid: one number, independent of the partition.
 //!
 //! The wrapping sum, over all fields and all runs of 64 cells along x, of the first 128 bits of a keyed hash of (field,
-//! number of the run in the grid, its cells as they are in memory). A tile sums its runs; the sum of the tiles' sums is
-//! the grid's. Cuts across x fall between runs, so no cut changes anything.
+//! index of the run in the grid, its cells in memory format). Each tile sums its runs; the grid's hash is the sum of
+//! the tiles' sums. Cuts across x fall between runs, so the partition does not matter.
 use std::sync::Mutex;
 
 use super::frame::{Format, Frame};
@@ -12,14 +12,14 @@ use super::tile::Tile;
 use super::{GridError, RUN};
 use crate::threads::Threads;
 
-/// What the key of the hash is made of.
+/// Context string from which the hash key is derived.
 const CONTEXT: &str = "meshnode 2026 state of a grid";
 
 impl Tile {
-    /// This tile's part of the grid's state hash: add up those of all tiles, wrapping.
+    /// This tile's part of the grid's state hash; the wrapping sum over all tiles is the hash.
     ///
     /// # Errors
-    /// A step is half made.
+    /// A step is half computed.
     pub fn state_hash(&self, threads: &mut Threads) -> Result<u128, GridError> {
         self.whole()?;
         let key = key();
@@ -48,7 +48,7 @@ impl Tile {
     }
 }
 
-/// Cells of a row from the first that the tile owns on, as they are in memory.
+/// Cells of a row in memory format, beginning with the first owned cell.
 #[derive(Clone, Copy)]
 pub(crate) enum Cells<'a> {
     Float(&'a [f32]),
@@ -60,7 +60,7 @@ pub(crate) fn key() -> [u8; 32] {
     blake3::derive_key(CONTEXT, &[])
 }
 
-/// The part of one field of one owned row, which is local y and z. `hidden`: as [`Stepper::hidden`](super::rule::Stepper).
+/// The part of one field of one owned row at local `[y, z]`. `hidden`: as [`Stepper::hidden`](super::rule::Stepper).
 pub(crate) fn of_row(
     key: &[u8; 32],
     frame: &Frame,
@@ -73,7 +73,7 @@ pub(crate) fn of_row(
     let [width, rows, _] = frame.grid.size();
     let runs_before = (global_z * rows + global_y) * width.div_ceil(RUN);
     let mut sum = 0u128;
-    // The field, the run, and its cells.
+    // Field, run index, cells.
     let mut text = [0; 16 + 4 * RUN];
     text[..8].copy_from_slice(&(field as u64).to_le_bytes());
     for x in (0..frame.size[0] as usize).step_by(RUN) {

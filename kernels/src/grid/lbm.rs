@@ -1,9 +1,9 @@
-//! Fluids by the lattice Boltzmann method: populations that move to a neighbour and collide there, in one pass.
+//! Lattice Boltzmann fluids (D2Q9, D3Q19): streaming and collision fused in one pass, pull scheme.
 //!
-//! A cell holds what its last collision left, each population less its weight, so that small differences keep their
-//! digits. A step pulls from the neighbours and collides. Walls, masks and open faces write what a cell is to pull into
-//! the places beyond it before the step (`lbm/edges.rs`), so the pass itself knows nothing of them, and every cell's
-//! arithmetic is the same. Next: `lbm/flow.rs`, `lbm/edges.rs`, `lbm/d2q9.rs`.
+//! A cell stores its post-collision populations minus their weights, so that small deviations keep their precision. A
+//! step pulls from the neighbours and collides. Before the step, boundary conditions (walls, masks, open faces) are
+//! written into the ghost and solid cells that fluid cells pull from (`lbm/edges.rs`), so the kernel has no special
+//! cases and every cell's arithmetic is the same. Next: `lbm/flow.rs`, `lbm/edges.rs`, `lbm/d2q9.rs`.
 use super::frame::{Format, Frame};
 use super::number::Half;
 use super::rule::{CellMap, Stepper};
@@ -17,15 +17,15 @@ mod flow;
 
 pub(crate) use flow::{Flow, Lattice};
 
-/// The directions in which populations move, rest first.
+/// The discrete velocities of a lattice, rest first.
 pub(crate) struct Directions {
     pub(crate) c: &'static [[i8; 3]],
-    /// Which one is turned round.
+    /// Index of the opposite direction.
     pub(crate) opposite: &'static [usize],
     pub(crate) w: &'static [f64],
 }
 
-/// Of a fluid in two dimensions.
+/// The two-dimensional lattice.
 pub(crate) const D2Q9: Directions = Directions {
     c: &[[0, 0, 0], [1, 0, 0], [0, 1, 0], [-1, 0, 0], [0, -1, 0], [1, 1, 0], [-1, 1, 0], [-1, -1, 0], [1, -1, 0]],
     opposite: &[0, 3, 4, 1, 2, 7, 8, 5, 6],
@@ -35,7 +35,7 @@ pub(crate) const D2Q9: Directions = Directions {
     },
 };
 
-/// Of a fluid in three dimensions: opposites follow each other.
+/// The three-dimensional lattice; opposite directions are adjacent.
 pub(crate) const D3Q19: Directions = Directions {
     c: &[
         [0, 0, 0],
@@ -70,28 +70,28 @@ pub(crate) const D3Q19: Directions = Directions {
 pub struct LatticeFluid<const D: usize> {
     /// Relaxation time in steps, above 1/2: the viscosity is (tau - 1/2) / 3.
     pub tau: f64,
-    /// How populations relax.
+    /// Collision operator.
     pub collision: Collision,
-    /// Relaxation rates (1 / tau) cell by cell instead of `tau`.
+    /// Relaxation rates (1 / tau) per cell instead of `tau`.
     pub omega: Option<CellMap<f32>>,
-    /// Cells that are solid: the fluid rests half-way to them.
+    /// Solid cells: no slip half-way between them and the fluid cells.
     pub solid: Option<CellMap<bool>>,
-    /// Of which solid cells the force is told; of all, if it says nothing.
+    /// The solid cells whose force is measured; `None`: all.
     pub pushed: Option<CellMap<bool>>,
-    /// Force on each cell: density times acceleration.
+    /// Body force per cell: density times acceleration.
     pub force: [f32; D],
-    /// What populations are kept as between steps.
+    /// Storage format of populations between steps.
     pub storage: Storage,
 }
 
-/// What populations are kept as; they collide in single precision always.
+/// Storage format of populations; collisions are always in single precision.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Storage {
     /// 32 bits.
     #[default]
     Single,
-    /// 16 bits: half the memory and traffic, three digits of what differs from the fluid at rest. A flow that a force drives
-    /// loses a ten-thousandth of its speed a step to rounding.
+    /// 16 bits: half the memory and traffic, three digits of the deviation from rest. A flow driven by a force loses a
+    /// ten-thousandth of its velocity per step to rounding.
     Half,
 }
 
@@ -104,15 +104,15 @@ impl Storage {
     }
 }
 
-/// How populations relax.
+/// Collision operator.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Collision {
-    /// All at one rate.
+    /// Single relaxation time (BGK).
     Bgk,
-    /// The odd parts at a rate of their own, such that (1/omega+ - 1/2)(1/omega- - 1/2) is `magic`: 3/16 puts walls exactly
-    /// half-way whatever the viscosity.
+    /// Two relaxation times: the odd parts relax at their own rate, such that (1/omega+ - 1/2)(1/omega- - 1/2) is
+    /// `magic`; 3/16 puts walls exactly half-way for any viscosity.
     Trt {
-        /// The product.
+        /// The magic parameter.
         magic: f64,
     },
 }
@@ -135,8 +135,8 @@ impl<const D: usize> std::fmt::Debug for LatticeFluid<D> {
 }
 
 impl Fluid {
-    /// The fields of a cell with that density and velocity, in equilibrium but for the stress of a velocity gradient:
-    /// `gradient[a][b]` is how component b changes along a.
+    /// The fields of a cell with this density and velocity, in equilibrium except for the stress of a velocity
+    /// gradient: `gradient[a][b]` is the derivative of component b along a.
     pub fn cell(&self, density: f64, velocity: [f64; 2], gradient: [[f64; 2]; 2]) -> [f32; 9] {
         std::array::from_fn(|i| self.population(D2Q9.c[i], D2Q9.w[i], density, velocity, gradient))
     }
@@ -148,8 +148,8 @@ impl Fluid {
 }
 
 impl Fluid3 {
-    /// The fields of a cell with that density and velocity, in equilibrium but for the stress of a velocity gradient:
-    /// `gradient[a][b]` is how component b changes along a.
+    /// The fields of a cell with this density and velocity, in equilibrium except for the stress of a velocity
+    /// gradient: `gradient[a][b]` is the derivative of component b along a.
     pub fn cell(&self, density: f64, velocity: [f64; 3], gradient: [[f64; 3]; 3]) -> [f32; 19] {
         std::array::from_fn(|i| self.population(D3Q19.c[i], D3Q19.w[i], density, velocity, gradient))
     }
@@ -161,13 +161,13 @@ impl Fluid3 {
 }
 
 impl<const D: usize> LatticeFluid<D> {
-    /// A fluid of that relaxation time, everything else plain.
+    /// A BGK fluid with this relaxation time: single precision, no masks, no force.
     pub fn new(tau: f64) -> Self {
         let (collision, storage) = (Collision::Bgk, Storage::Single);
         Self { tau, collision, omega: None, solid: None, pushed: None, force: [0.0; D], storage }
     }
 
-    /// The viscosity of `tau`, in cells² a step.
+    /// The viscosity of `tau`, in cells² per step.
     pub fn viscosity(&self) -> f64 {
         (self.tau - 0.5) / 3.0
     }
@@ -180,7 +180,8 @@ impl<const D: usize> LatticeFluid<D> {
         let divergence: f64 = (0..D).map(|axis| gradient[axis][axis]).sum();
         let strain: f64 = (0..D).map(|axis| c[axis] * dot(c, gradient[axis])).sum();
         let stress = -3.0 * density * self.tau * (strain - divergence / 3.0);
-        // What a collision leaves of it. Half of the force is not in the populations before it, but is after it.
+        // Post-collision stress. Half of the force is missing in the populations before a collision and in excess after
+        // it.
         let force = 1.5 * dot(c, self.force.map(f64::from));
         (w * (equilibrium + (1.0 - 1.0 / self.tau) * stress + force)) as f32
     }
@@ -202,7 +203,7 @@ impl<const D: usize> LatticeFluid<D> {
         })
     }
 
-    /// The rates of the even and of the odd parts for a relaxation time.
+    /// Relaxation rates of the even and the odd parts for a relaxation time.
     pub(crate) fn rates(&self, tau: f64) -> [f64; 2] {
         match self.collision {
             Collision::Bgk => [1.0 / tau; 2],
@@ -219,16 +220,16 @@ impl<const D: usize> LatticeFluid<D> {
         });
         let fastest = speeds.fold(0.0, f32::max);
         if fastest > SUBSONIC {
-            return Some(format!("a velocity of {fastest} cells a step: above {SUBSONIC} errors grow fast, use less"));
+            return Some(format!("velocity of {fastest} cells per step: above {SUBSONIC} errors grow fast, use less"));
         }
-        if self.tau < THIN {
-            let what = "a fluid is easily unstable, use more cells or less speed";
-            return Some(format!("tau = {}: below {THIN} {what}", self.tau));
+        if self.tau < TAU_UNSTABLE {
+            let what = "the fluid easily becomes unstable, use more cells or a lower velocity";
+            return Some(format!("tau = {}: below {TAU_UNSTABLE} {what}", self.tau));
         }
         let rounded = self.storage == Storage::Half && self.force.iter().any(|part| *part != 0.0);
         rounded.then(|| {
-            "a force with 16 bits a number: rounding takes a ten-thousandth of the speed a step, use storage = \"f32\" \
-             unless the force gives a hundred times as much"
+            "a force with 16-bit storage: rounding removes a ten-thousandth of the velocity per step, use storage = \
+             \"f32\" unless the force adds a hundred times as much"
                 .to_owned()
         })
     }
@@ -237,7 +238,7 @@ impl<const D: usize> LatticeFluid<D> {
         let rule = Self::NAME;
         let error = |what| Err(GridError::Parameter { rule, what });
         if grid.dimensions() != D {
-            return error(format!("it is for {D} dimensions, the grid has {}", grid.dimensions()));
+            return error(format!("expected a grid of {D} dimensions, found {}", grid.dimensions()));
         }
         if !(self.tau > 0.5 && self.tau.is_finite()) {
             return error(format!("tau = {}: it must be above 1/2, the viscosity is (tau - 1/2) / 3", self.tau));
@@ -248,7 +249,7 @@ impl<const D: usize> LatticeFluid<D> {
             return error(format!("magic = {magic}: it must be positive, 3/16 is usual"));
         }
         if !self.force.iter().all(|part| part.is_finite()) {
-            return error(format!("force = {:?}: numbers are needed", self.force));
+            return error(format!("force = {:?}: expected finite numbers", self.force));
         }
         let fast = |velocity: [f32; 3]| {
             let found = speed(velocity.map(f64::from));
@@ -259,7 +260,7 @@ impl<const D: usize> LatticeFluid<D> {
             for (side, face) in grid.faces(axis).into_iter().enumerate() {
                 let wrong = match face {
                     Face::Periodic | Face::Wall => None,
-                    Face::Fixed(_) => Some(KNOWN.to_owned()),
+                    Face::Fixed(_) => Some(FACES.to_owned()),
                     Face::Moving { velocity } if velocity[axis] != 0.0 => {
                         Some(format!("a wall that moves along itself: the {} of its velocity is 0", AXES[axis]))
                     }
@@ -280,21 +281,21 @@ impl<const D: usize> LatticeFluid<D> {
     pub(crate) const NAME: &'static str = if D == 2 { "d2q9" } else { "d3q19" };
 }
 
-const KNOWN: &str = "\"periodic\", \"wall\", { moving = VELOCITY }, { inlet = VELOCITY } or { outlet = DENSITY }";
-/// The speed of sound, which nothing may reach.
-const FAST: f64 = 0.577;
+const FACES: &str = "\"periodic\", \"wall\", { moving = VELOCITY }, { inlet = VELOCITY } or { outlet = DENSITY }";
+/// The speed of sound in cells per step; velocities must stay below it.
+const SPEED_OF_SOUND: f64 = 0.577;
 
-/// How long a velocity is.
+/// Magnitude of a velocity.
 pub(crate) fn speed<const D: usize>(velocity: [f64; D]) -> f64 {
     velocity.iter().map(|part| part * part).sum::<f64>().sqrt()
 }
 
-/// Whether it is below the speed of sound, and a number.
+/// Whether a speed is below the speed of sound, and not NaN.
 pub(crate) fn is_subsonic(speed: f64) -> bool {
-    speed < FAST
+    speed < SPEED_OF_SOUND
 }
 
-/// Beyond this velocity the fluid is far from incompressible.
+/// Above this velocity, in cells per step, compressibility errors are large.
 pub(crate) const SUBSONIC: f32 = 0.2;
-/// Below this relaxation time hardly anything is smoothed.
-const THIN: f64 = 0.505;
+/// Below this relaxation time viscosity damps almost nothing.
+const TAU_UNSTABLE: f64 = 0.505;

@@ -1,8 +1,8 @@
-//! Cells that are born and survive by the number of their eight neighbours: 64 cells a word, sums as bit planes.
+//! Life-like cellular automata, bit-sliced: 64 cells per word, neighbour counts as bit planes.
 //!
-//! Each row's sums of three neighbours side by side are two bit planes; adding those of three rows gives the number of
-//! living cells in a 3 × 3 square as four planes, and the rule is a formula of these and the cell itself. Walking down a
-//! column of words needs each row's sums once.
+//! For each row, the sums of three adjacent cells are two bit planes. Adding those of three rows gives the number of
+//! live cells in the 3 × 3 square as four planes, and the rule is a boolean function of these and the cell itself.
+//! Going down a column of words, each row's sums are computed once.
 use super::frame::Frame;
 use super::planes::{Planes, Shared};
 use super::rule::{Rows, Stepper};
@@ -16,7 +16,7 @@ pub use pattern::{Pattern, RUNS_MAX, Run};
 
 mod pattern;
 
-/// A rule of the family of Life, in two dimensions: with how many living neighbours a cell is born, and survives.
+/// A two-dimensional Life-like rule: the neighbour counts with which a cell is born, and with which it survives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Life {
     /// Bit n: born with n neighbours.
@@ -29,13 +29,13 @@ impl Life {
     /// Conway's: born with 3, survives with 2 or 3.
     pub const CONWAY: Self = Self { birth: 1 << 3, survival: 1 << 2 | 1 << 3 };
 
-    /// From `B3/S23`, also without the stroke (`b3s23`), or the older `23/3` with survival first.
+    /// Parses `B3/S23`, also without the slash (`b3s23`), or the older `23/3` with survival first.
     ///
     /// # Errors
     /// Another form, or a digit above 8.
     pub fn parse(text: &str) -> Result<Self, GridError> {
         let error = |what: String| GridError::Parameter { rule: "life", what };
-        let form = || error(format!("{text:?} is no rule: expected one such as B3/S23, b3s23 or 23/3"));
+        let form = || error(format!("{text:?} is not a rule: expected one such as B3/S23, b3s23 or 23/3"));
         let text = text.trim();
         let second_letter = || text.char_indices().skip(1).find(|(_, sign)| sign.is_ascii_alphabetic());
         let parts = text.split_once('/').or_else(|| second_letter().map(|(at, _)| text.split_at(at)));
@@ -60,20 +60,20 @@ impl Life {
         Ok(Self { birth: counts(&birth)?, survival: counts(&survival)? })
     }
 
-    /// Bit n: born, and survives, with n neighbours.
+    /// Birth and survival masks. Bit n: born, or survives, with n neighbours.
     pub(crate) fn counts(&self) -> (u16, u16) {
         (self.birth, self.survival)
     }
 
     pub(crate) fn check(&self, grid: &Grid) -> Result<(), GridError> {
         if grid.dimensions() != 2 {
-            let what = format!("two dimensions, not {}", grid.dimensions());
+            let what = format!("expected a grid of two dimensions, found {}", grid.dimensions());
             return Err(GridError::Parameter { rule: "life", what });
         }
         for axis in 0..grid.dimensions() {
             for (side, face) in grid.faces(axis).into_iter().enumerate() {
                 if !matches!(face, Face::Periodic | Face::Wall) {
-                    let expected = "\"periodic\" or \"wall\" (dead cells beyond it)";
+                    let expected = "\"periodic\" or \"wall\" (dead cells outside)";
                     return Err(grid.bad_face("life", axis, side, expected));
                 }
             }
@@ -123,7 +123,7 @@ impl Stepper for Life {
             rows: rows.y.len(),
             words: end - start,
         };
-        // SAFETY: a row, a word to either side and the rows above and below are within the plane; the instruction set was
+        // SAFETY: a row, one word on either side and the rows above and below lie in the plane; the instruction set was
         // detected.
         unsafe {
             if *self == Self::CONWAY {
@@ -135,7 +135,7 @@ impl Stepper for Life {
     }
 }
 
-/// The ghost beyond one end of a row.
+/// Fills the ghost cell at one end of a row.
 fn fill_end(frame: &Frame, cells: &mut [u64], y: isize, side: usize) {
     let width = frame.size[0];
     let (ghost, source) = if side == 0 { (-1, width - 1) } else { (width, 0) };
@@ -144,7 +144,7 @@ fn fill_end(frame: &Frame, cells: &mut [u64], y: isize, side: usize) {
     *word = *word & !(1 << bit) | u64::from(alive) << bit;
 }
 
-/// Whole words of some rows.
+/// A block of rows, in whole words.
 #[derive(Clone, Copy)]
 struct Part {
     from: *const u64,
@@ -154,7 +154,7 @@ struct Part {
     words: usize,
 }
 
-/// A cell's next state from the bit planes of the living in its square, itself included, and itself.
+/// A cell's next state from the cell and the bit planes of the live count in its 3 × 3 square, which includes it.
 trait Next: Copy {
     unsafe fn next<V: Words>(&self, count: [V::W; 4], cell: V::W) -> V::W;
 }
@@ -163,12 +163,12 @@ trait Next: Copy {
 struct Conway;
 
 impl Next for Conway {
-    /// Three in the square, or four and the cell is one of them.
+    /// Three in the square, or four with the cell alive.
     #[inline(always)]
     unsafe fn next<V: Words>(&self, [t0, t1, t2, _]: [V::W; 4], cell: V::W) -> V::W {
         // SAFETY: the caller's contract.
         unsafe {
-            // t0 & t1 & !t2, or cell & !t0 & !t1 & t2: nine is 1001, so t3 decides nothing.
+            // t0 & t1 & !t2, or cell & !t0 & !t1 & t2. Nine is 1001, so t3 is not needed.
             let three = V::and(t0, t1);
             let low = V::or(t0, t1);
             let four = V::and(V::xor(V::or(low, cell), low), t2);
@@ -177,12 +177,12 @@ impl Next for Conway {
     }
 }
 
-/// Any rule: what becomes of dead and of living cells by the number in the square.
+/// Any rule, as tables over the count in the square.
 #[derive(Clone, Copy)]
 struct Counted {
-    /// All bits set where a dead cell is born.
+    /// All bits set for counts with which a dead cell is born.
     born: [u64; 10],
-    /// All bits set where it matters whether the cell lives.
+    /// All bits set for counts with which dead and live cells have different next states.
     differs: [u64; 10],
 }
 
@@ -207,7 +207,7 @@ impl Next for Counted {
     }
 }
 
-// Functions and not closures: those would not be compiled for the instruction set.
+// Functions, not closures: closures would not be compiled for the instruction set.
 impl Counted {
     #[inline(always)]
     unsafe fn four<V: Words>(&self, count: usize, t0: V::W, t1: V::W, cell: V::W) -> V::W {
@@ -248,7 +248,7 @@ impl<N: Next> Kernel for Walk<N> {
         let Self { part, next } = self;
         aligned_frame();
         let mut word = 0;
-        // SAFETY: the contract of `Stepper::rows`, passed on.
+        // SAFETY: the contract of `Stepper::rows` holds here too.
         unsafe {
             while word + S::WORDS <= part.words {
                 column::<S, N>(part, next, word);
@@ -262,13 +262,13 @@ impl<N: Next> Kernel for Walk<N> {
     }
 }
 
-/// Two bit planes: sums of three bits.
+/// Two bit planes: the sum of three bits.
 type Sums<V> = (<V as Words>::W, <V as Words>::W);
 
-/// All rows of one vector's width.
+/// Computes all rows of a column as wide as one vector.
 #[inline(always)]
 unsafe fn column<V: Words, N: Next>(part: Part, next: N, word: usize) {
-    // SAFETY: the contract of `Stepper::rows`: rows -1 to `rows` and a word to either side are readable.
+    // SAFETY: by the contract of `Stepper::rows`, rows -1 to `rows` and one word on either side are readable.
     unsafe {
         let (mut from, mut to) = (part.from.add(word).offset(-part.stride), part.to.add(word));
         let (mut above, _) = side_by_side::<V>(from);

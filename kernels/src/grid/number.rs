@@ -1,25 +1,25 @@
-//! Numbers of a cell that take half the memory: arithmetic is done in `f32`, and rounded when it is stored.
+//! Storage formats of field values: `f32`, or half precision for half the memory. Arithmetic is always in `f32`.
 use bytemuck::{Pod, Zeroable};
 
 use crate::cpu::simd::Simd;
 
-/// IEEE half precision of 2^15 times the number: what is left of a population less its weight is small, and would lose its
-/// digits among numbers too small for the usual range. Up to ±2 fit.
+/// IEEE half precision of the value times 2^15. Stored values (populations minus their weights) are small; the scale
+/// keeps them out of the subnormal range. Magnitudes up to 2 fit.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(transparent)]
 pub(crate) struct Half(u16);
 
 const SCALE: f32 = 32768.0;
 
-/// What planes of numbers are made of.
+/// Element types of value planes.
 pub(crate) trait Number: Pod + Send + Sync {
     fn value(self) -> f32;
     fn of(value: f32) -> Self;
 
-    /// 16 numbers.
+    /// Loads 16 values.
     unsafe fn load<S: Simd>(from: *const Self) -> S::F;
 
-    /// 16 numbers; `STREAM`: past the caches.
+    /// Stores 16 values; `STREAM` uses non-temporal stores.
     unsafe fn put<S: Simd, const STREAM: bool>(v: S::F, to: *mut Self);
 }
 
@@ -66,7 +66,7 @@ impl Number for Half {
 
     #[inline(always)]
     unsafe fn put<S: Simd, const STREAM: bool>(v: S::F, to: *mut Self) {
-        // Not past the caches: half a line at a time, that is slower by far.
+        // No non-temporal store: at half a cache line per store it is much slower.
         // SAFETY: the caller's contract.
         unsafe { S::store_f16(S::mul(v, S::splat(SCALE)), to.cast()) }
     }

@@ -1,4 +1,4 @@
-//! The memory of a tile: one plane of cells for each field, aligned for streaming stores, in large pages where there are any.
+//! Cell memory of a tile: one plane per field, aligned for non-temporal stores, in huge pages where available.
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
 
@@ -6,18 +6,18 @@ use bytemuck::Pod;
 
 use super::GridError;
 
-/// From this size on memory begins at large pages and the system is asked for them: a stencil walks along many rows of
-/// many planes at once, more than there are entries for small pages.
+/// Allocations of at least this size are huge-page aligned, and the system is asked for huge pages: a stencil walks
+/// along many rows of many planes, more than the TLB has entries for small pages.
 const LARGE: usize = 2 << 20;
 const LINE: usize = 64;
-/// Planes of a power of two would all begin in the same set of the caches; each begins so many lines further.
+/// Padding between planes, so that planes of a power-of-two size do not all begin in the same cache set.
 const STAGGER: usize = 7 * LINE;
 
-/// Planes of the same length, zero at first.
+/// Planes of equal length, initially zero.
 pub(crate) struct Planes {
     memory: NonNull<u8>,
     layout: Layout,
-    /// Bytes of one, a multiple of 64.
+    /// Bytes per plane, a multiple of 64.
     len: usize,
     count: usize,
 }
@@ -28,7 +28,7 @@ unsafe impl Send for Planes {}
 unsafe impl Sync for Planes {}
 
 impl Planes {
-    /// What `count` planes of `len` bytes take.
+    /// Bytes allocated for `count` planes of `len` bytes.
     pub(crate) fn bytes(count: usize, len: usize) -> usize {
         count.saturating_mul(len.next_multiple_of(LINE) + STAGGER)
     }
@@ -53,7 +53,7 @@ impl Planes {
         self.count
     }
 
-    /// One plane's cells.
+    /// The cells of one plane.
     pub(crate) fn plane<T: Pod>(&self, plane: usize) -> &[T] {
         assert!(plane < self.count, "plane {plane} of {}", self.count);
         // SAFETY: within the memory, initialised, and borrowed as long as `self`.
@@ -62,7 +62,7 @@ impl Planes {
         })
     }
 
-    /// One plane's cells.
+    /// The cells of one plane, mutable.
     pub(crate) fn plane_mut<T: Pod>(&mut self, plane: usize) -> &mut [T] {
         assert!(plane < self.count, "plane {plane} of {}", self.count);
         // SAFETY: as above, and borrowed exclusively.
@@ -71,12 +71,12 @@ impl Planes {
         })
     }
 
-    /// For those who only read.
+    /// Read-only access.
     pub(crate) fn shared_to_read(&self) -> Shared<'_> {
         Shared { planes: self }
     }
 
-    /// For threads that write different rows of the same planes.
+    /// Access for threads that write different rows of the same planes.
     pub(crate) fn shared(&mut self) -> Shared<'_> {
         Shared { planes: self }
     }
@@ -89,19 +89,19 @@ impl Drop for Planes {
     }
 }
 
-/// Planes that several threads write at the same time, each its own rows.
+/// Planes that several threads write concurrently, each its own rows.
 #[derive(Clone, Copy)]
 pub(crate) struct Shared<'a> {
     planes: &'a Planes,
 }
 
 impl Shared<'_> {
-    /// Bytes from a plane's beginning to the next one's.
+    /// Bytes between the beginnings of consecutive planes.
     pub(crate) fn stride(&self) -> usize {
         self.planes.len + STAGGER
     }
 
-    /// Where a plane begins. Whoever writes sees to it that nobody else reads or writes there.
+    /// Start of a plane. The caller ensures that no other thread reads or writes the cells it writes.
     pub(crate) fn start<T: Pod>(&self, plane: usize) -> *mut T {
         assert!(plane < self.planes.count, "plane {plane} of {}", self.planes.count);
         // SAFETY: within the memory.

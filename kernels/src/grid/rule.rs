@@ -1,4 +1,4 @@
-//! What a cell becomes next: the rules there are, and what a tile asks of each.
+//! Cell update rules, and the interface between a rule and a tile (`Stepper`).
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -16,34 +16,35 @@ use crate::grid::scalar::{GrayScott, Heat, Local, Scalar, Wave};
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Rule {
-    /// Cells that live and die by the number of their neighbours.
+    /// Life-like cellular automata.
     Life(Life),
-    /// A fluid in two dimensions; the fields of a cell come from [`Fluid::cell`] and go to [`Fluid::moments`].
+    /// Two-dimensional lattice Boltzmann; [`Fluid::cell`] makes the fields of a cell, [`Fluid::moments`] reads them.
     D2q9(Fluid),
-    /// A fluid in three dimensions; fields as in two.
+    /// Three-dimensional lattice Boltzmann; fields as in two dimensions.
     D3q19(Fluid3),
-    /// Heat that spreads.
+    /// The heat equation.
     Heat(Heat),
-    /// Waves.
+    /// The wave equation.
     Wave(Wave),
-    /// Two substances that react and spread.
+    /// Gray-Scott reaction-diffusion.
     GrayScott(GrayScott),
-    /// Whatever a text says.
+    /// A rule defined by a rule file.
     Text(TextRule),
 }
 
-/// What a cell costs, as planners of grids count.
+/// Cost of a cell, in the planner's units.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Costs {
-    /// Bits in memory, all copies.
+    /// Bits in memory per cell, both time levels included.
     pub state_bits: u64,
-    /// Bits read and written in a step.
+    /// Bits read and written per cell and step.
     pub traffic_bits: u64,
-    /// Bits sent of a cell in the outermost layers of a halo: only what moves inwards, if the rule knows.
+    /// Bits sent per cell in the outermost layers of a halo; less than `cell_bits` if the rule needs only the fields
+    /// that move inwards.
     pub face_bits: u64,
-    /// Bits sent of a cell in the other layers.
+    /// Bits sent per cell in the other layers of a halo.
     pub cell_bits: u64,
-    /// Arithmetic operations in a step, about: of use where a rule computes more than it reads.
+    /// Approximate arithmetic operations per cell and step, for rules that are compute-bound.
     pub operations: u64,
 }
 
@@ -51,7 +52,7 @@ pub struct Costs {
 pub type CellMap<T> = Arc<dyn Fn([usize; 3]) -> T + Send + Sync>;
 
 impl Rule {
-    /// How it is called in messages.
+    /// The rule's name in messages.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Life(_) => "life",
@@ -64,7 +65,7 @@ impl Rule {
         }
     }
 
-    /// Numbers of a cell.
+    /// Values per cell.
     pub fn fields(&self) -> usize {
         match self {
             Self::Life(_) => 1,
@@ -77,7 +78,7 @@ impl Rule {
         }
     }
 
-    /// What these numbers are called.
+    /// The names of the fields.
     pub fn field_names(&self) -> Vec<String> {
         let own = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
         match self {
@@ -90,7 +91,7 @@ impl Rule {
         }
     }
 
-    /// How far a cell looks in a step.
+    /// The stencil radius: the farthest cell that one step reads, along any axis.
     pub fn radius(&self) -> usize {
         match self {
             Self::Life(_) | Self::D2q9(_) | Self::D3q19(_) | Self::Heat(_) | Self::Wave(_) | Self::GrayScott(_) => 1,
@@ -98,10 +99,10 @@ impl Rule {
         }
     }
 
-    /// What a cell costs.
+    /// The cost of a cell.
     pub fn costs(&self) -> Costs {
         let fields = self.fields() as u64;
-        // Numbers of a cell: `f32` kept beside the fields, fields sent of the outermost layers, and operations.
+        // `f32` values per cell stored beside the fields, fields sent per cell of the outermost layers, and operations.
         let (beside, crossing, operations) = match self {
             Self::Life(_) => {
                 return Costs { state_bits: 2, traffic_bits: 2, face_bits: 1, cell_bits: 1, operations: 1 };
@@ -114,7 +115,7 @@ impl Rule {
             Self::Text(text) => {
                 let program = text.program();
                 let alone = (0..program.fields().len()).filter(|&field| program.is_alone(field)).count() as u64;
-                // A rule all of whose fields are alone sends them, too.
+                // A rule whose fields are all local still sends them.
                 let crossing = if alone == fields { fields } else { fields - alone };
                 (0, crossing, program.operations().len() as u64)
             }
@@ -124,7 +125,7 @@ impl Rule {
         Costs { state_bits: all, traffic_bits: all, face_bits: bits * crossing, cell_bits: bits * fields, operations }
     }
 
-    /// Most steps that a processor makes in one pass over the memory of a tile (`grid/fused.rs`).
+    /// Maximum number of steps that a CPU tile computes in one pass over its memory (`grid/fused.rs`).
     pub fn pass_steps(&self, grid: &Grid) -> usize {
         match self {
             Self::D2q9(_) if grid.dimensions() == 2 => STEPS_MAX,
@@ -146,10 +147,10 @@ impl Rule {
         }
     }
 
-    /// Whether the rule fits the grid: dimensions, faces, parameters.
+    /// Checks that the rule fits the grid: dimensions, boundary conditions, parameters.
     ///
     /// # Errors
-    /// What does not fit.
+    /// The first mismatch.
     pub fn check(&self, grid: &Grid) -> Result<(), GridError> {
         match self {
             Self::Life(life) => life.check(grid),
@@ -163,7 +164,7 @@ impl Rule {
         (0..grid.dimensions()).try_for_each(|axis| grid.check_radius(axis, self.radius()))
     }
 
-    /// What is possible and yet likely to end badly: parameters at which the rule is unstable.
+    /// Warns about parameters that are valid but make the rule unstable.
     pub fn warning(&self, grid: &Grid) -> Option<String> {
         let dimensions = grid.dimensions() as f32;
         let spread = 0.5 / dimensions;
@@ -172,20 +173,20 @@ impl Rule {
             Self::D2q9(fluid) => fluid.warning(grid),
             Self::D3q19(fluid) => fluid.warning(grid),
             Self::Heat(heat) => (heat.rate > spread)
-                .then(|| format!("heat with rate {} is unstable: {spread} is the most in this grid", heat.rate)),
+                .then(|| format!("heat with rate {} is unstable: the limit in this grid is {spread}", heat.rate)),
             Self::Wave(wave) => {
                 let most = dimensions.sqrt().recip();
                 let fast = wave.speed.abs() > most;
-                fast.then(|| format!("waves of speed {} are unstable: {most} is the most in this grid", wave.speed))
+                fast.then(|| format!("waves of speed {} are unstable: the limit in this grid is {most}", wave.speed))
             }
             Self::GrayScott(reaction) => {
                 let most = reaction.diffusion[0].max(reaction.diffusion[1]);
-                (most > spread).then(|| format!("diffusion {most} is unstable: {spread} is the most in this grid"))
+                (most > spread).then(|| format!("diffusion {most} is unstable: the limit in this grid is {spread}"))
             }
         }
     }
 
-    /// What moves a tile of that geometry.
+    /// The rule, prepared for a tile of this geometry.
     pub(crate) fn stepper(&self, frame: &Frame) -> Result<Box<dyn Stepper>, GridError> {
         Ok(match self {
             Self::Life(life) => Box::new(*life),
@@ -199,7 +200,7 @@ impl Rule {
     }
 }
 
-/// Cells of some rows: one layer, a range of rows, a part of each.
+/// A block of rows to compute: one layer, a range of rows, a range of cells in each.
 #[derive(Clone, Debug)]
 pub(crate) struct Rows {
     pub(crate) z: isize,
@@ -207,48 +208,49 @@ pub(crate) struct Rows {
     pub(crate) x: Range<isize>,
 }
 
-/// The sum of a field of the state over elements of its plane, in units of 2^-40.
+/// Sums a field of the state over the given elements of its plane, in units of 2^-40.
 pub(crate) type SumOf<'a> = &'a mut dyn FnMut(usize, &[usize]) -> Result<i128, GridError>;
 
-/// A rule at work on one tile.
+/// A rule bound to one tile.
 pub(crate) trait Stepper: Send + Sync {
-    /// Makes the ghosts of a state before so many steps are computed from it in one pass.
+    /// Fills the ghost cells of `state` before a pass computes `steps` steps from it.
     fn fill(&self, frame: &Frame, state: &mut Planes, steps: usize);
 
-    /// Computes rows of the next state, and at most the rest of their blocks.
+    /// Computes these rows of the next state; may also compute the rest of the blocks that they touch.
     ///
     /// # Safety
-    /// `rows` and what is a radius around them are within the frame; nobody else reads or writes these rows of `next`.
+    /// `rows`, grown by the radius, lie within the frame. No other thread reads or writes these rows of `next`.
     unsafe fn rows(&self, isa: Isa, frame: &Frame, state: &Planes, next: Shared<'_>, rows: &Rows);
 
-    /// The same by single rows, if it can.
+    /// The same rule row by row, for rules that support fused steps.
     fn row_wise(&self) -> Option<&dyn RowWise> {
         None
     }
 
-    /// Where a field moves to in a step if it moves with every step: of the outermost layer of a halo only what moves
-    /// inwards is needed. `None`: all of it is.
+    /// The direction in which a field streams, if it moves one cell with every step: of the outermost layer of a halo
+    /// only fields that move inwards are needed. `None`: the field is always needed.
     fn travels(&self, _field: usize) -> Option<[i8; 3]> {
         None
     }
 
-    /// What the next step gives the cells that the rule hides, if it moves anything, in units of 2^-40. `sum`: see there.
+    /// Momentum that the next step transfers to hidden solid cells, in units of 2^-40; `None` if the rule has no
+    /// forces.
     fn force(&self, _sum: SumOf<'_>) -> Result<Option<[i128; 3]>, GridError> {
         Ok(None)
     }
 
-    /// Which of the 64 cells from a multiple of 64 on are no part of the state, the lowest bit first.
+    /// Bit mask of the cells hidden from the state among the 64 from `at` on (x a multiple of 64), lowest bit first.
     fn hidden(&self, _at: [usize; 3]) -> u64 {
         0
     }
 }
 
-/// Called in a kernel, sees to it that registers are saved at aligned places: the compiler aligns a frame only if there is
-/// something aligned in it before it knows what it has to save. Else, depending on where the stack happens to be, such a
-/// place may lie across a page boundary, and all of the kernel is three times slower.
+/// Aligns the stack frame of the kernel that calls it, so that spilled vector registers do not cross page boundaries:
+/// the compiler aligns a frame only if an aligned object is in it before register allocation. Without it a kernel can
+/// be three times slower, depending on where the stack happens to be.
 #[inline(always)]
 pub(crate) fn aligned_frame() {
     #[repr(align(64))]
-    struct Aligned(#[expect(dead_code, reason = "only its place matters")] [u8; 64]);
+    struct Aligned(#[expect(dead_code, reason = "only its alignment matters")] [u8; 64]);
     std::hint::black_box(&mut Aligned([0; 64]));
 }

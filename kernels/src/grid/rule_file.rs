@@ -1,4 +1,4 @@
-//! Rules as text: fields, parameters and update expressions over neighbours, read once and run fused.
+//! Rule files: a small language of fields, parameters and stencil update expressions, compiled once and run fused.
 //!
 //! ```text
 //! # Gray-Scott: two substances that react and spread
@@ -12,10 +12,10 @@
 //! v' = v + dv * lap(v) + reaction - (feed + kill) * v
 //! ```
 //!
-//! A field's name alone is the cell itself, `u[1, 0]` its neighbour (x, y and, in three dimensions, z). Comparisons are 1 or
-//! 0. All cells are updated at once, from the state before. A file becomes a [`Program`]: a list of operations on rows of
-//! cells, bounded in length, in which nothing is computed twice. Next: `rule_file/parse.rs`, `rule_file/program.rs`,
-//! `rule_file/interpreter.rs`.
+//! A field's name alone is the cell itself, `u[1, 0]` its neighbour (x, y and, in 3D, z). Comparisons give 1 or 0. All
+//! cells are updated simultaneously from the previous state. A file compiles to a [`Program`]: a list of operations on
+//! rows of cells, bounded in length, with common subexpressions merged. Next: `rule_file/parse.rs`,
+//! `rule_file/program.rs`, `rule_file/interpreter.rs`.
 use std::fmt;
 use std::sync::Arc;
 
@@ -28,34 +28,34 @@ mod lex;
 mod parse;
 mod program;
 
-/// Bytes of a rule file at most: a page of formulas is a hundredth of it.
+/// Maximum bytes of a rule file: a hundred times a page of formulas.
 pub const TEXT_BYTES_MAX: usize = 64 << 10;
-/// Fields of a rule at most: each is a grid of its own.
+/// Maximum fields of a rule: each is a full grid.
 pub const FIELDS_MAX: usize = 16;
-/// Parameters at most.
+/// Maximum parameters of a rule.
 pub const PARAMETERS_MAX: usize = 64;
-/// Operations at most: what a compiler for GPUs takes in a reasonable time.
+/// Maximum operations of a rule: what GPU compilers handle in reasonable time.
 pub const OPERATIONS_MAX: usize = 1000;
-/// Parentheses and calls inside each other at most.
+/// Maximum nesting of parentheses and calls.
 pub const DEPTH_MAX: usize = 64;
-/// How far a rule may look along each axis.
+/// Maximum stencil radius in cells along each axis.
 pub const OFFSET_MAX: i32 = 8;
 
-/// A parameter and its usual value.
+/// A parameter with its default value.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Parameter {
-    /// Its name.
+    /// Name in the rule file.
     pub name: String,
-    /// What it is where nobody says otherwise.
+    /// Default value.
     pub value: f32,
 }
 
-/// Why a rule file was refused, and where.
+/// Why and where a rule file was rejected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub struct RuleError {
     /// Counted from 1.
     pub line: usize,
-    /// Character in the line, counted from 1.
+    /// In characters, counted from 1.
     pub column: usize,
     /// What was expected and what was found.
     pub what: String,
@@ -67,15 +67,15 @@ impl fmt::Display for RuleError {
     }
 }
 
-/// Reads a rule file.
+/// Parses and compiles a rule file.
 ///
 /// # Errors
-/// What is wrong with it, where, and what was expected there.
+/// The file is invalid; with line, column, and what was expected and found.
 pub fn parse(text: &str) -> Result<Program, RuleError> {
     parse::program(text)
 }
 
-/// The rule of a file, with values for its parameters.
+/// A compiled rule file with values for its parameters.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TextRule {
     program: Arc<Program>,
@@ -83,7 +83,7 @@ pub struct TextRule {
 }
 
 impl TextRule {
-    /// With the usual values.
+    /// Parses a rule file, with the default parameter values.
     ///
     /// # Errors
     /// As [`parse`].
@@ -93,7 +93,7 @@ impl TextRule {
         Ok(Self { program: Arc::new(program), parameters })
     }
 
-    /// The operations.
+    /// The compiled program.
     pub fn program(&self) -> &Program {
         &self.program
     }
@@ -106,26 +106,30 @@ impl TextRule {
     /// Sets a parameter.
     ///
     /// # Errors
-    /// There is none of that name, or the value is infinite or no number.
+    /// There is no parameter of that name, or the value is NaN or infinite.
     pub fn set(&mut self, name: &str, value: f32) -> Result<(), GridError> {
         let error = |what| Err(GridError::Parameter { rule: NAME, what });
         let known = self.program.parameters();
         let Some(at) = known.iter().position(|parameter| parameter.name == name) else {
             let known: Vec<&str> = known.iter().map(|parameter| parameter.name.as_str()).collect();
-            let known = if known.is_empty() { "it has none".into() } else { format!("it has {}", known.join(", ")) };
-            return error(format!("there is no parameter `{name}`: {known}"));
+            let known = if known.is_empty() {
+                "the rule has none".into()
+            } else {
+                format!("expected one of {}", known.join(", "))
+            };
+            return error(format!("unknown parameter `{name}`: {known}"));
         };
         if !value.is_finite() {
-            return error(format!("{name} = {value}: a number is needed"));
+            return error(format!("expected a finite number, found {name} = {value}"));
         }
         self.parameters[at] = value;
         Ok(())
     }
 
-    /// That its formulas are numbers with these parameters.
+    /// Checks that with these parameters every formula can be finite.
     ///
     /// # Errors
-    /// Where something is divided by zero, infinite or no number, whatever the cells hold.
+    /// A needed subexpression is a division by zero, NaN or infinite whatever the cells hold; with its position.
     pub fn check_numbers(&self) -> Result<(), RuleError> {
         self.program.check(&self.parameters)
     }
@@ -134,7 +138,8 @@ impl TextRule {
         self.check_numbers().map_err(|wrong| GridError::Parameter { rule: NAME, what: wrong.to_string() })?;
         let dimensions = self.program.dimensions() as usize;
         if dimensions != grid.dimensions() {
-            let what = format!("it is for {dimensions} dimensions (`dimensions`), the grid has {}", grid.dimensions());
+            let what =
+                format!("the rule has {dimensions} dimensions, the grid {}: set `dimensions`", grid.dimensions());
             return Err(GridError::Parameter { rule: NAME, what });
         }
         scalar::check_faces(grid, NAME)

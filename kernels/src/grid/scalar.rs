@@ -1,7 +1,7 @@
-//! Fields of numbers that change by their neighbours along the axes: heat, waves, Gray-Scott, in two and three dimensions.
+//! Scalar field rules with a von Neumann stencil: heat, wave and Gray-Scott, in two and three dimensions.
 //!
-//! A rule is a function of [`Around`], written once; the walk over rows, the ghosts and both numbers of dimensions are
-//! here for all. Next: the three rules at the end.
+//! A rule is a function of [`Around`], written once. The loop over rows, the ghost cells and the dispatch on the number
+//! of dimensions are shared. Next: the three rules at the end.
 use super::frame::Frame;
 use super::ghosts;
 use super::planes::{Planes, Shared};
@@ -10,37 +10,37 @@ use super::{Face, Grid, GridError};
 use crate::cpu::Isa;
 use crate::cpu::simd::{Kernel, Simd};
 
-/// States larger than this are written past the caches.
+/// States larger than this many bytes are written with non-temporal stores.
 const STREAM: usize = 16 << 20;
-/// Cells that are fetched so much before they are needed: the machine itself stops to read ahead at the ends of pages.
+/// Software prefetch distance, in cells: the hardware prefetcher stops at page boundaries.
 const AHEAD: isize = 256;
 
-/// The heat equation, a step forward in time: u + rate · ∇²u.
+/// The heat equation, forward Euler: u + rate · ∇²u.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Heat {
-    /// Diffusivity in cells² a step: above 1 / (2 · dimensions) it is unstable.
+    /// Diffusivity in cells² per step; unstable above 1 / (2 · dimensions).
     pub rate: f32,
 }
 
-/// The wave equation by leapfrog: 2u - before + speed² · ∇²u. Field 0 is now, field 1 the step before.
+/// The wave equation, leapfrog: 2u - before + speed² · ∇²u. Field 0 is the current step, field 1 the previous one.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Wave {
-    /// Cells a step: above 1 / √dimensions it is unstable.
+    /// Cells per step; unstable above 1 / √dimensions.
     pub speed: f32,
 }
 
-/// Gray's and Scott's reaction of u (field 0), which is fed, with v (field 1), which dies.
+/// The Gray-Scott reaction of u (field 0, fed) and v (field 1, killed).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GrayScott {
-    /// Diffusivities of u and of v, cells² a step.
+    /// Diffusivities of u and of v, in cells² per step.
     pub diffusion: [f32; 2],
-    /// How fast u comes in and both go out.
+    /// Feed rate of u; both substances drain at the same rate.
     pub feed: f32,
-    /// How fast v dies beside that.
+    /// Additional removal rate of v.
     pub kill: f32,
 }
 
-/// What a cell sees.
+/// The stencil around 16 cells.
 struct Around<'a, S: Simd, const THREE: bool> {
     planes: &'a [*const f32; 2],
     at: isize,
@@ -64,7 +64,7 @@ impl<S: Simd, const THREE: bool> Around<'_, S, THREE> {
         }
     }
 
-    /// The sum of the neighbours less as many times the cell.
+    /// The sum of the neighbours minus the cell times their number.
     #[inline(always)]
     unsafe fn laplacian(&self, field: usize) -> S::F {
         // SAFETY: the contract of `Stepper::rows`.
@@ -82,14 +82,14 @@ impl<S: Simd, const THREE: bool> Around<'_, S, THREE> {
 pub(crate) trait Local: Copy + Send + Sync + 'static {
     const NAME: &'static str;
     const FIELDS: usize;
-    /// Fields of which a cell sees its own only.
+    /// Fields that a step reads only at the cell itself.
     const ALONE: &'static [usize] = &[];
 
-    /// The fields of 16 cells next; those that there are not may be anything.
+    /// The next fields of 16 cells; entries past `FIELDS` are ignored.
     #[allow(private_interfaces)]
     unsafe fn next<S: Simd, const THREE: bool>(self, around: &Around<'_, S, THREE>) -> [S::F; 2];
 
-    /// What is wrong with the parameters.
+    /// An error text if the parameters are invalid.
     fn wrong(&self) -> Option<String>;
 
     fn check(&self, grid: &Grid) -> Result<(), GridError> {
@@ -100,7 +100,7 @@ pub(crate) trait Local: Copy + Send + Sync + 'static {
     }
 }
 
-/// The faces that fields of numbers know.
+/// Checks that scalar rules support the boundary conditions.
 pub(crate) fn check_faces(grid: &Grid, rule: &'static str) -> Result<(), GridError> {
     for axis in 0..grid.dimensions() {
         for (side, face) in grid.faces(axis).into_iter().enumerate() {
@@ -117,7 +117,7 @@ pub(crate) fn check_faces(grid: &Grid, rule: &'static str) -> Result<(), GridErr
     Ok(())
 }
 
-/// A rule on one tile.
+/// A scalar rule bound to one tile.
 pub(crate) struct Scalar<R> {
     rule: R,
     three: bool,
@@ -150,8 +150,8 @@ impl<R: Local> Stepper for Scalar<R> {
             cells: (end - start) as usize,
         };
         let rule = self.rule;
-        // SAFETY: blocks and a cell around them are in the planes by the caller's contract and the padding of rows; the
-        // instruction set was detected.
+        // SAFETY: by the caller's contract and the padding of rows, the blocks and one cell around them lie in the
+        // planes; the instruction set was detected.
         unsafe {
             match (self.three, self.stream) {
                 (false, false) => isa.run(Walk::<R, false, false> { part, rule }),
@@ -163,7 +163,7 @@ impl<R: Local> Stepper for Scalar<R> {
     }
 
     fn travels(&self, field: usize) -> Option<[i8; 3]> {
-        // What is not looked at from outside is needed where cells are computed only, as if it stayed.
+        // A field read only at the cell itself is needed only where cells are computed, as if it stayed in place.
         R::ALONE.contains(&field).then_some([0; 3])
     }
 }
@@ -188,13 +188,13 @@ impl<R: Local, const THREE: bool, const STREAM: bool> Kernel for Walk<R, THREE, 
     unsafe fn run<S: Simd>(self) {
         let Self { part, rule } = self;
         aligned_frame();
-        // SAFETY: the contract of `Stepper::rows`, passed on.
+        // SAFETY: the contract of `Stepper::rows` holds here too.
         unsafe {
             for y in 0..part.rows as isize {
                 for x in (0..part.cells as isize).step_by(16) {
                     let (at, lanes) = (y * part.strides[0] + x, std::marker::PhantomData);
                     if STREAM {
-                        // The row that nobody has read yet.
+                        // The row that this walk has not read yet.
                         let new = at + part.strides[usize::from(THREE)] + AHEAD;
                         S::prefetch(part.from[0].wrapping_offset(new).cast());
                         if R::FIELDS == 2 {
@@ -235,7 +235,7 @@ impl Local for Heat {
 
     fn wrong(&self) -> Option<String> {
         let fits = self.rate >= 0.0 && self.rate.is_finite();
-        (!fits).then(|| format!("rate = {}: it must not be negative", self.rate))
+        (!fits).then(|| format!("rate = {}: expected a finite number; it must not be negative", self.rate))
     }
 }
 
@@ -256,7 +256,7 @@ impl Local for Wave {
     }
 
     fn wrong(&self) -> Option<String> {
-        (!self.speed.is_finite()).then(|| format!("speed = {}: a number is needed", self.speed))
+        (!self.speed.is_finite()).then(|| format!("speed = {}: expected a finite number", self.speed))
     }
 }
 
@@ -285,7 +285,7 @@ impl Local for GrayScott {
         let fits = all.iter().all(|part| *part >= 0.0 && part.is_finite());
         (!fits).then(|| {
             let Self { diffusion: [du, dv], feed, kill } = self;
-            format!("du = {du}, dv = {dv}, feed = {feed}, kill = {kill}: expected numbers of which none is negative")
+            format!("du = {du}, dv = {dv}, feed = {feed}, kill = {kill}: expected finite numbers, none negative")
         })
     }
 }

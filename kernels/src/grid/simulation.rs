@@ -1,4 +1,4 @@
-//! A simulation as people write it down: a job file and the files that it names, read once, carried to every node.
+//! Simulation job files: a TOML description of a grid run, parsed once and sent to every node with the files it names.
 //!
 //! ```toml
 //! name = "Decaying vortices"
@@ -20,9 +20,8 @@
 //! every = 20
 //! ```
 //!
-//! Every node that holds the same bytes has the same grid, rule and initial state, to the last bit. Whatever is wrong with a
-//! file is told with its place. Next: `simulation/keys.rs`, `simulation/physics.rs`, `simulation/initial.rs`,
-//! `simulation/sample.rs`.
+//! Nodes with the same bytes have bit-identical grids, rules and initial states. Errors give the file, line and column.
+//! Next: `simulation/keys.rs`, `simulation/physics.rs`, `simulation/initial.rs`, `simulation/sample.rs`.
 use std::path::{Path, PathBuf};
 
 use thiserror::Error;
@@ -56,28 +55,28 @@ mod sample;
 #[cfg(test)]
 mod tests;
 
-/// Bytes of a job with all its files at most: every node that computes it fetches and keeps them.
+/// Maximum bytes of a job with all its files: every node that computes it fetches and stores them.
 pub const SIMULATION_MAX: usize = 64 << 20;
-/// Bytes of the job file itself at most: what it is parsed into takes many times as much.
+/// Maximum bytes of the job file itself: its parsed form takes many times the memory.
 pub const JOB_TEXT_MAX: usize = 2 << 20;
-/// Cells of a grid at most: what is counted in cells and bytes stays far from the ends of 64 bits.
+/// Maximum cells of a grid: keeps cell and byte counts far from overflowing 64 bits.
 const CELLS_MAX: u64 = 1 << 40;
-/// Steps at most: numbers that other programs read from JSON are exact up to it.
+/// Maximum steps: JSON readers that use f64 represent integers exactly up to here.
 const STEPS_MAX: u64 = 1 << 53;
-/// Characters of a job's name at most.
+/// Maximum characters of a job's name.
 const NAME_MAX: usize = 64;
-/// Constants of a job at most.
+/// Maximum constants of a job.
 const CONSTANTS_MAX: usize = 64;
-/// Steps between two looks at sums and at cells that are no numbers, where nobody says otherwise: a look takes as long as one
-/// step to three, so it costs a hundredth at most.
+/// Bounds of the default interval, in steps, between field checks (conservation and NaN). A check costs one to three
+/// steps, so at most 1 % of the run.
 const CHECK_EVERY: [u64; 2] = [300, 1000];
-/// Cells that are computed from one look to the next at least, if that is possible: tenths of a second on a core, far longer
-/// than what is told takes on its way.
+/// The default interval between field checks covers at least this many cell updates, within [`CHECK_EVERY`]: tenths of
+/// a second on one core, far longer than the report takes to arrive.
 const CHECK_CELLS: u64 = 1 << 26;
-/// Steps that one exchange of halos may serve at most.
+/// Maximum halo depth in steps per exchange.
 const DEPTH_MAX: u64 = 64;
 
-/// What is computed, from which state on, and what of it is kept. Immutable, and complete without any file.
+/// A parsed job: grid, rule, initial state and outputs. Immutable; needs no files once built.
 pub struct Simulation {
     files: Files,
     name: String,
@@ -95,18 +94,18 @@ pub struct Simulation {
     identity: [u8; 32],
 }
 
-/// Who stands by for the node that computes a tile.
+/// Standby tier of the tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tier {
-    /// Nobody: the run goes back to its last checkpoint.
+    /// No standby: after a loss the run rolls back to its last checkpoint.
     None,
-    /// A node that holds the last snapshot and computes again from there.
+    /// A node holds the last snapshot and replays from there.
     Warm,
-    /// A node that computes the same tile at the same time.
+    /// A node computes the same tile in parallel.
     Hot,
 }
 
-/// Why there is no such simulation.
+/// Why a job was rejected.
 #[derive(Clone, Debug, PartialEq, Error)]
 #[allow(missing_docs)]
 pub enum SimulationError {
@@ -114,42 +113,42 @@ pub enum SimulationError {
     File { path: PathBuf, what: String },
     #[error("{file}, line {line}, column {column}{}: {what}", if .key.is_empty() { String::new() } else { format!(" ({key})") })]
     Key { file: String, line: usize, column: usize, key: String, what: String },
-    #[error("these bytes are no simulation: {what}")]
+    #[error("invalid packed simulation: {what}")]
     Packed { what: String },
-    #[error("there is no quantity {found:?} here: expected one of {known}")]
+    #[error("unknown quantity {found:?}: expected one of {known}")]
     Quantity { found: String, known: String },
     #[error(transparent)]
     Grid(#[from] GridError),
 }
 
 impl Simulation {
-    /// Reads a job file and the files it names, which are looked for beside it.
+    /// Reads a job file and the files it names, relative to its folder.
     ///
     /// # Errors
-    /// What is wrong in which file, and where.
+    /// A file cannot be read, or is invalid; with file, line and column.
     pub fn read(path: &Path) -> Result<Self, SimulationError> {
         Self::build(Files::open(path)?)
     }
 
-    /// All of it, for another node: at most [`SIMULATION_MAX`] bytes.
+    /// The job with all its files, packed for another node: at most [`SIMULATION_MAX`] bytes.
     pub fn to_bytes(&self) -> Vec<u8> {
         self.files.pack()
     }
 
-    /// The same in pieces, as long as they are wanted (`each` is true): none is copied.
+    /// Passes the bytes of [`Self::to_bytes`] to `each` piece by piece, without copying, until it returns false.
     pub fn pack(&self, each: &mut dyn FnMut(&[u8]) -> bool) {
         self.files.pack_into(each);
     }
 
-    /// Bytes that [`Self::to_bytes`] gives.
+    /// Length of [`Self::to_bytes`] in bytes.
     pub fn packed_len(&self) -> usize {
         self.files.packed_len()
     }
 
-    /// What [`Self::to_bytes`] gave.
+    /// Unpacks the output of [`Self::to_bytes`].
     ///
     /// # Errors
-    /// The bytes are none, of another version, cut short, or say what no job file may say.
+    /// The bytes are not a packed simulation, have another version, are truncated, or contain an invalid job file.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, SimulationError> {
         Self::build(Files::unpack(bytes)?)
     }
@@ -163,18 +162,18 @@ impl Simulation {
         let _ = (keys.has("seed"), keys.has("constants"));
 
         let name = name(&keys)?;
-        let steps = keys.need("steps", "how many steps are made")?.whole(1..=STEPS_MAX)?;
+        let steps = keys.need("steps", "the number of steps")?.whole(1..=STEPS_MAX)?;
         let size = size(&keys)?;
         let boundary = keys.get("boundary");
         let grid = physics::grid(&size, boundary.clone())?;
-        let rule = keys.need("rule", "a table that says how cells change")?;
+        let rule = keys.need("rule", "a table with the update rule")?;
         let physics = physics::physics(&rule, keys.get("force").as_ref(), (&grid, boundary.as_ref()), &mut files)?;
         let item = keys.get("initial");
         let initial = Initial::read(item.as_ref(), &physics.kind, &grid, document.names.seed, &mut files)?;
         let fields: &[String] = if let Kind::Fields(names) = &physics.kind { names } else { &[] };
         if let Some(Impossible { key, what }) = initial.first_impossible(&grid, fields) {
-            let said = item.as_ref().and_then(Item::as_table).and_then(|keys| keys.get(&key));
-            return Err(said.or(item).map_or_else(|| keys.error(&what), |item| item.error(&what)));
+            let source = item.as_ref().and_then(Item::as_table).and_then(|keys| keys.get(&key));
+            return Err(source.or(item).map_or_else(|| keys.error(&what), |item| item.error(&what)));
         }
         for cell in spots(&grid) {
             if let Some(what) = initial.wrong(cell, physics.rule.fields()) {
@@ -198,7 +197,7 @@ impl Simulation {
         warnings.extend(outputs.iter().filter_map(|output| output.warning(steps)));
         let fastest = spots(&grid).map(|cell| initial.speed(cell)).fold(0.0, f64::max);
         if fastest > f64::from(SUBSONIC) {
-            let what = "cells a step at first: above 0.2 errors grow fast, use less";
+            let what = "cells per step in the initial state: above 0.2 errors grow fast, use less";
             warnings.push(format!("a velocity of {fastest:.3} {what}"));
         }
         let identity = identity(&physics, &table, &document.names, &files);
@@ -220,18 +219,18 @@ impl Simulation {
         };
         let bytes = simulation.packed_len();
         if bytes > SIMULATION_MAX {
-            let what = format!("with its files it has {bytes} bytes, at most {SIMULATION_MAX} are possible");
+            let what = format!("expected at most {SIMULATION_MAX} bytes including the files it names, found {bytes}");
             return Err(SimulationError::File { path: file.into(), what });
         }
         Ok(simulation)
     }
 
-    /// How people call it.
+    /// The job's human-readable name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The grid and its faces.
+    /// The grid and its boundary conditions.
     pub fn grid(&self) -> &Grid {
         &self.grid
     }
@@ -241,47 +240,48 @@ impl Simulation {
         &self.physics.rule
     }
 
-    /// How many steps are made.
+    /// The number of steps.
     pub fn steps(&self) -> u64 {
         self.steps
     }
 
-    /// What is written.
+    /// The outputs.
     pub fn outputs(&self) -> &[OutputSpec] {
         &self.outputs
     }
 
-    /// Steps from a checkpoint to the next, if any are wanted.
+    /// Steps between checkpoints; `None`: no checkpoints.
     pub fn checkpoint_every(&self) -> Option<u64> {
         self.checkpoint_every
     }
 
-    /// Who stands by for a tile.
+    /// Standby tier of the tiles.
     pub fn standby(&self) -> Tier {
         self.standby
     }
 
-    /// Steps that one exchange of halos serves, if the job says so.
+    /// Halo depth in steps per exchange, if the job sets it.
     pub fn depth(&self) -> Option<usize> {
         self.depth
     }
 
-    /// Steps between two looks at sums and at cells that are no numbers.
+    /// Steps between field checks (conservation and NaN).
     pub fn check_every(&self) -> u64 {
         self.check_every
     }
 
-    /// What a checkpoint depends on: grid, rule, parameters, masks and the initial state; not steps and outputs.
+    /// Hash of everything a checkpoint depends on: grid, rule, parameters, masks and initial state; not steps or
+    /// outputs.
     pub fn identity(&self) -> [u8; 32] {
         self.identity
     }
 
-    /// What is possible and yet likely to end badly.
+    /// Warnings about settings that are valid but likely unstable or unintended.
     pub fn warnings(&self) -> Vec<String> {
         self.warnings.clone()
     }
 
-    /// Sets a tile's cells to what they are before the first step.
+    /// Loads the initial state into a tile.
     ///
     /// # Errors
     /// The tile's device failed.
@@ -294,32 +294,32 @@ impl Simulation {
         Ok(())
     }
 
-    /// Boxes of a region that together are it, whole along x, each of a few megabytes.
+    /// Splits a region into boxes of a few megabytes, each spanning the region along x.
     pub fn initial_parts(&self, region: Region) -> Vec<Region> {
         initial::parts(region, self.rule())
     }
 
-    /// The cells of a box before the first step, as [`Tile::save`](super::tile::Tile::save) writes them.
+    /// The initial state of a box, in the format of [`Tile::save`](super::tile::Tile::save).
     pub fn initial(&self, region: Region, threads: usize) -> Vec<u8> {
         self.initial.cells(region, self.rule(), threads)
     }
 
-    /// What can be looked at.
+    /// The quantities that can be sampled.
     pub fn quantities(&self) -> &[String] {
         &self.quantities
     }
 
-    /// What one looks at who does not choose.
+    /// The quantity shown by default.
     pub fn default_quantity(&self) -> &str {
         sample::default_quantity(&self.physics.kind, &self.quantities)
     }
 
-    /// Whether a cell is solid, so that nothing that can be looked at is in it.
+    /// Whether a cell is solid, so that its quantities have no meaning.
     pub fn is_solid(&self, at: [usize; 3]) -> bool {
         self.physics.kind.solid().is_some_and(|solid| solid(at))
     }
 
-    /// Whether y goes upwards in pictures of it; in Life's world it goes down.
+    /// Whether y points up in images; in Life it points down.
     pub fn is_upright(&self) -> bool {
         self.physics.kind.is_upright()
     }
@@ -332,7 +332,8 @@ impl std::fmt::Debug for Simulation {
     }
 }
 
-/// See [`Simulation::identity`]: the rule as it came out, the initial state as it is written, with what it is made of.
+/// See [`Simulation::identity`]: hashes the parsed rule, and the text of the initial state with the seed, constants and
+/// files it uses.
 fn identity(physics: &Physics, table: &DeTable<'_>, names: &Names, files: &Files) -> [u8; 32] {
     let mut hasher = blake3::Hasher::new_derive_key("meshnode 2026 what a grid's checkpoint is of, and how it began");
     hasher.update(blake3::hash(&physics.described).as_bytes());
@@ -359,7 +360,7 @@ fn name(keys: &Keys<'_>) -> Result<String, SimulationError> {
     if (1..=NAME_MAX).contains(&count) && !name.chars().any(char::is_control) {
         return Ok(name.into());
     }
-    Err(item.error(format!("expected {expected}, found {count}, or one that cannot be printed")))
+    Err(item.error(format!("expected {expected}, no control characters, found {count} characters")))
 }
 
 /// `[grid]`.
@@ -374,13 +375,13 @@ fn size(keys: &Keys<'_>) -> Result<Vec<usize>, SimulationError> {
     let size = list.iter().map(|item| item.whole(1..=SIZE_MAX as u64)).collect::<Result<Vec<_>, _>>()?;
     let cells = size.iter().try_fold(1u64, |cells, size| cells.checked_mul(*size));
     if cells.is_none_or(|cells| cells > CELLS_MAX) {
-        return Err(item.error(format!("expected at most {CELLS_MAX} cells in all, found more")));
+        return Err(item.error(format!("expected at most {CELLS_MAX} cells in total, found more")));
     }
     keys.done()?;
     Ok(size.into_iter().map(|size| size as usize).collect())
 }
 
-/// The names that expressions know: the grid's size, pi and the job's `[constants]`, which may be made of each other.
+/// The names that expressions can use: the grid's size, pi and the job's `[constants]`, which may depend on each other.
 fn names(keys: &Keys<'_>) -> Result<Names, SimulationError> {
     let mut names = Names::default();
     if let Some(item) = keys.get("seed") {
@@ -400,14 +401,15 @@ fn names(keys: &Keys<'_>) -> Result<Names, SimulationError> {
         let letters = name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
         let begins = name.chars().next().is_some_and(|c| c.is_ascii_alphabetic() || c == '_');
         if !letters || !begins || name.len() > NAME_MAX {
-            return Err(item.error("a constant's name has letters, digits and _, a letter first, at most 64"));
+            return Err(item.error("expected a name of at most 64 letters, digits and _, not beginning with a digit"));
         }
         if expression::is_taken(name) || names.constants.iter().any(|(known, _)| known == name) {
             return Err(item.error("the name is taken: choose another"));
         }
     }
     let mut left = all;
-    // Each round finds those that are made of known ones; without any, what is left has something wrong.
+    // Each round resolves the constants whose dependencies are known. A round without progress means an error or a
+    // cycle.
     loop {
         let mut rest = Vec::new();
         let mut first = None;
@@ -440,7 +442,7 @@ fn names(keys: &Keys<'_>) -> Result<Names, SimulationError> {
     }
 }
 
-/// Some cells of a grid, evenly spread, both ends of each axis among them: what is wrong everywhere is seen there.
+/// Sample cells of a grid, evenly spread and including both ends of each axis, for checks of the whole grid.
 fn spots(grid: &Grid) -> impl Iterator<Item = [usize; 3]> {
     const ALONG: usize = 9;
     let along = |size: usize| {

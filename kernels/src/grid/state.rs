@@ -1,4 +1,4 @@
-//! A tile's own cells as a whole: saved and restored, summed, and looked through for what is no number.
+//! Whole-tile operations on the owned cells: save and restore, conservation sums, and the NaN check.
 use std::sync::{Mutex, PoisonError};
 
 use super::any_tile::{Fields, read};
@@ -11,28 +11,28 @@ use crate::cpu::Isa;
 use crate::cpu::simd::{Kernel, Simd};
 use crate::threads::Threads;
 
-/// Totals are counted in units of 2^-40, so that no order of adding matters.
+/// Totals are fixed-point sums in units of 2^-40, so that they do not depend on the order of addition.
 const TOTAL_BITS: u32 = 40;
 
-/// A number in units of 2^-40.
+/// Converts to units of 2^-40.
 fn units(number: f32) -> i128 {
     (f64::from(number) * (1u64 << TOTAL_BITS) as f64).round_ties_even() as i128
 }
 
-/// The sum of numbers in units of 2^-40. Those below 2048 in amount are rounded by what adding a number so large does
-/// (Dekker's trick) and summed in 64 bits, which is the same and many times faster.
+/// Sums in units of 2^-40. Numbers of magnitude below 2048 are rounded by adding a large constant (Dekker's trick) and
+/// summed in 64 bits: same result, many times faster.
 pub(crate) fn sum(numbers: &[f32]) -> i128 {
     sum_and_largest(numbers).0
 }
 
-/// The sum, and the largest of the numbers as integers without their signs: what is no number, or infinite, is above every
-/// number.
+/// The sum, and the largest bit pattern without the sign bit, as an integer: NaN and infinity compare above every
+/// finite number.
 #[inline(always)]
 fn sum_and_largest(numbers: &[f32]) -> (i128, i32) {
-    /// 2^52 + 2^51: a sum with it has no bits below 1, and its lowest bits are the other number's.
+    /// 2^52 + 2^51: adding it rounds to an integer, which the low bits of the result then hold.
     const ROUND: f64 = 6_755_399_441_055_744.0;
     let (mut total, mut largest) = (0i128, 0);
-    // Loops and no closures: those would not be compiled for the instruction set.
+    // Loops, not closures: closures would not be compiled for the instruction set.
     for some in numbers.chunks(2048) {
         let mut top = 0;
         for number in some {
@@ -55,7 +55,7 @@ fn sum_and_largest(numbers: &[f32]) -> (i128, i32) {
     (total, largest)
 }
 
-/// [`sum_and_largest`] with the widest registers there are.
+/// [`sum_and_largest`] compiled for the detected instruction set.
 struct Sum<'a>(&'a [f32]);
 
 impl Kernel for Sum<'_> {
@@ -68,7 +68,7 @@ impl Kernel for Sum<'_> {
 }
 
 impl Tile {
-    /// Bytes of [`Self::save`] for a region.
+    /// Length in bytes of [`Self::save`] for a region.
     pub fn saved_len(&self, region: Region) -> usize {
         let [width, height, depth] = region.size();
         let row = match self.frame.format {
@@ -78,11 +78,11 @@ impl Tile {
         row * height * depth * self.fields()
     }
 
-    /// The state of a region of owned cells, field by field, rows along x, as in memory; bits begin a byte with each row.
-    /// Halos are not in it: who restores exchanges them before the next step, and gets the same bits.
+    /// Serializes a region of owned cells, field by field, rows along x, in their memory format; rows of bits are
+    /// padded to whole bytes. Halos are not included: exchange them after restoring, and the results are bit-identical.
     ///
     /// # Errors
-    /// The tile does not own the region, or a step is half made.
+    /// The tile does not own the region, or a step is half computed.
     pub fn save(&self, region: Region) -> Result<Vec<u8>, GridError> {
         self.whole()?;
         self.own(region)?;
@@ -92,10 +92,10 @@ impl Tile {
         Ok(bytes)
     }
 
-    /// Puts a region back as it was saved, by whatever tile. When all is back, [`Self::resume`] says at which step.
+    /// Restores a region from the bytes of [`Self::save`] of any tile. After the last region call [`Self::resume`].
     ///
     /// # Errors
-    /// The tile does not own the region, the bytes are of another length, or a step is half made. Nothing is changed then.
+    /// The tile does not own the region, the length is wrong, or a step is half computed. The tile is then unchanged.
     pub fn restore(&mut self, region: Region, bytes: &[u8]) -> Result<(), GridError> {
         self.whole()?;
         self.own(region)?;
@@ -110,11 +110,11 @@ impl Tile {
         Ok(())
     }
 
-    /// The sum of a field over the owned cells, in units of 2^-40 of what the field is counted in: the same whatever the
-    /// cuts, when the tiles' totals are added. What is no number, or too large for it, counts nothing.
+    /// The sum of a field over the owned cells, in units of 2^-40. The sum of all tiles' totals does not depend on the
+    /// partition. NaN counts as 0; values out of range saturate.
     ///
     /// # Errors
-    /// No such field, or a step is half made.
+    /// No such field, or a step is half computed.
     pub fn total(&self, field: usize) -> Result<i128, GridError> {
         let mut total = 0i128;
         self.each_row(field, &mut |_, row| {
@@ -124,13 +124,13 @@ impl Tile {
         Ok(total)
     }
 
-    /// Drag and lift: the momentum that the fluid gives the solid cells of its mask (those that are `pushed`) in a step, seen
-    /// from the fluid beside them that this tile owns, in units of 2^-40 (density times cells a step); faces of the grid are no mask. The pressure of the
-    /// fluid at rest with density 1 counts nothing. The same whatever the cuts, when the tiles' forces are added;
-    /// [`Self::total_value`] makes numbers of them.
+    /// Drag and lift: the momentum per step (density times cells per step, in units of 2^-40) that fluid cells owned by
+    /// this tile transfer to adjacent solid cells of the mask, those that are `pushed`; walls at the faces of the grid
+    /// do not count. Pressure is relative to fluid at rest with density 1. The sum of all tiles' forces does not depend
+    /// on the partition; [`Self::total_value`] converts it.
     ///
     /// # Errors
-    /// The rule is no fluid, or a step is half made.
+    /// The rule is no fluid, or a step is half computed.
     pub fn force(&self) -> Result<[i128; 3], GridError> {
         self.whole()?;
         let state = &self.state;
@@ -145,16 +145,16 @@ impl Tile {
         force.ok_or(GridError::NoForce)
     }
 
-    /// What is asked now and then, all at once, by all threads: much quicker than [`Self::total`] of each field and
+    /// The periodic field check on all threads: much faster than [`Self::total`] of each field and
     /// [`Self::first_not_finite`].
     ///
     /// # Errors
-    /// A step is half made.
+    /// A step is half computed.
     pub fn look(&self, threads: &mut Threads) -> Result<Look, GridError> {
         self.whole()?;
         let region = self.region();
         let [width, height, depth] = region.size();
-        let grain = (LOOKED_AT / (width * self.fields())).max(1);
+        let grain = (CHECK_GRAIN / (width * self.fields())).max(1);
         let isa = Isa::detect();
         let all = Mutex::new((vec![0i128; self.fields()], true));
         threads.pool().run(height * depth, grain, &|_, rows| {
@@ -167,7 +167,7 @@ impl Tile {
                         continue;
                     }
                     read(self, field, region, at, &mut cells);
-                    // SAFETY: the instruction set was detected, and nothing else is asked for.
+                    // SAFETY: the instruction set was detected; the kernel has no other requirement.
                     let (sum, largest) = unsafe { isa.run(Sum(&cells)) };
                     *total = total.wrapping_add(sum);
                     finite &= largest < f32::INFINITY.to_bits() as i32;
@@ -182,31 +182,31 @@ impl Tile {
         Ok(Look { totals, not_finite })
     }
 
-    /// How many cells of an owned row live, each one bit.
+    /// Number of live cells in an owned row of bits.
     fn living_of(&self, [y, z]: [usize; 2]) -> u64 {
         let first = self.frame.at(self.frame.local([self.region().start[0], y, z]));
         let width = self.region().size()[0];
         let words = &self.state.plane::<u64>(0)[first..first + width.div_ceil(64)];
         let beyond = (words.len() * 64 - width) as u32;
         let whole: u64 = words.iter().map(|word| u64::from(word.count_ones())).sum();
-        // A row begins a word, and may end within one.
+        // A row begins at a word boundary, and may end within a word.
         whole - words.last().map_or(0, |last| u64::from(last.checked_shr(64 - beyond).unwrap_or(0).count_ones()))
     }
 
-    /// A total as a number.
+    /// Converts a total from units of 2^-40.
     pub fn total_value(total: i128) -> f64 {
         total as f64 / (1u64 << TOTAL_BITS) as f64
     }
 
-    /// The first owned cell, in the order of z, y, x, one of whose fields is infinite or no number, and that field.
+    /// The first owned cell, in z, y, x order, with a NaN or infinite field, and that field.
     ///
     /// # Errors
-    /// A step is half made.
+    /// A step is half computed.
     pub fn first_not_finite(&self) -> Result<Option<([usize; 3], usize)>, GridError> {
         first_not_finite(self.fields(), &mut |field, call| self.each_row(field, call))
     }
 
-    /// Calls with where a row begins and its cells, until that says no.
+    /// Calls with the position and the cells of each row, until `call` returns false.
     fn each_row(&self, field: usize, call: &mut dyn FnMut([usize; 3], &[f32]) -> bool) -> Result<(), GridError> {
         let region = self.region();
         let mut more = true;
@@ -217,23 +217,23 @@ impl Tile {
     }
 }
 
-/// What is asked of a tile now and then.
+/// The result of a field check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Look {
-    /// The sum of each field, as [`Tile::total`] counts it.
+    /// The sum of each field, as [`Tile::total`] computes it.
     pub totals: Vec<i128>,
-    /// What [`Tile::first_not_finite`] finds.
+    /// The result of [`Tile::first_not_finite`].
     pub not_finite: Option<([usize; 3], usize)>,
 }
 
-/// Numbers that a thread looks at together: tens of microseconds of work.
-const LOOKED_AT: usize = 1 << 16;
+/// Values per work item of a field check: tens of microseconds of work.
+const CHECK_GRAIN: usize = 1 << 16;
 
-/// Called with where a row begins and its cells, in order; says whether more are wanted.
+/// Receives the position and the cells of a row, in order; returns false to stop.
 pub(crate) type Row<'a> = dyn FnMut([usize; 3], &[f32]) -> bool + 'a;
 
-/// The first cell, in the order of z, y, x, one of whose fields is infinite or no number, and that field. `each_row` goes
-/// through the rows of a field.
+/// The first cell, in z, y, x order, with a NaN or infinite field, and that field. `each_row` iterates over the rows of
+/// a field.
 pub(crate) fn first_not_finite(
     fields: usize,
     each_row: &mut dyn FnMut(usize, &mut Row<'_>) -> Result<(), GridError>,
@@ -249,7 +249,7 @@ pub(crate) fn first_not_finite(
             let Some(there) = row.iter().position(|cell| !cell.is_finite()) else { return true };
             let found = ([x + there, y, z], field);
             first = Some(first.map_or(found, |first| if order(found) < order(first) { found } else { first }));
-            // Later rows of this field come later anyway.
+            // Later rows of this field are later in the order too.
             false
         })?;
     }

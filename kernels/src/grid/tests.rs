@@ -1,4 +1,4 @@
-//! One tile and many: whatever the cuts, the depth of halos, the threads and the instruction set, the same bits.
+//! Bit identity: any partition, halo depth, thread count and instruction set gives the same state as a single tile.
 mod fluid;
 mod fluid3;
 mod half;
@@ -15,10 +15,10 @@ use super::{Grid, GridError, Link, Region, links};
 use crate::cpu::Isa;
 use crate::threads::Threads;
 
-/// Sets a cell's fields from its place in the grid.
+/// Sets a cell's fields from its global coordinates.
 pub(super) type Init<'a> = &'a dyn Fn([usize; 3], &mut [f32]);
 
-/// Tiles in one process that exchange strips as nodes would.
+/// Tiles in one process that exchange halo strips as nodes would.
 pub(super) struct Mesh {
     pub(super) tiles: Vec<Tile>,
     /// By tile, the peer and the shift of each link.
@@ -37,7 +37,7 @@ impl Mesh {
         let (mut tiles, mut all) = (Vec::new(), Vec::new());
         for (me, &region) in regions.iter().enumerate() {
             let mut tile = Tile::with_isa(grid, rule, region, depth, isa).unwrap();
-            // Tiles as small as these would not make several steps in a pass.
+            // Tiles this small would not use fused steps by default.
             if tile.stepper.row_wise().is_some() && tile.frame.size[0] >= 4 * BLOCK {
                 tile.fused = STEPS_MAX;
             }
@@ -53,7 +53,7 @@ impl Mesh {
         self.tiles.iter_mut().for_each(|tile| tile.load(&mut |at, cell| init(at, cell)));
     }
 
-    /// By sender, receiver and shift as the receiver sees it.
+    /// Packs all halo strips; keys are the sender, the receiver, and the shift from the receiver's side.
     fn packed(&self) -> BTreeMap<(usize, usize, [i8; 3]), Vec<u8>> {
         let mut strips = BTreeMap::new();
         for (me, tile) in self.tiles.iter().enumerate() {
@@ -76,12 +76,12 @@ impl Mesh {
         }
     }
 
-    /// One step a pass.
+    /// Disables fused steps.
     pub(super) fn single_steps(&mut self) {
         self.tiles.iter_mut().for_each(|tile| tile.fused = 1);
     }
 
-    /// Every cycle's last pass in two parts, strips first.
+    /// The last pass of every cycle is split, boundary strips first.
     pub(super) fn advance(&mut self, steps: usize) {
         if self.tiles.len() == 1 {
             return self.tiles[0].advance(&mut self.threads, steps).unwrap();
@@ -111,7 +111,7 @@ impl Mesh {
     }
 }
 
-/// The boxes that planes cut; `cuts`: where each axis is cut.
+/// Partition by planes; `cuts`: the cut positions along each axis.
 pub(super) fn planes(grid: &Grid, cuts: [&[usize]; 3]) -> Vec<Region> {
     let bounds: [Vec<usize>; 3] = std::array::from_fn(|axis| [&[0], cuts[axis], &[grid.size()[axis]]].concat());
     let mut regions = Vec::new();
@@ -123,7 +123,8 @@ pub(super) fn planes(grid: &Grid, cuts: [&[usize]; 3]) -> Vec<Region> {
     regions
 }
 
-/// So many boxes, halved again and again at random places: neighbours at parts of faces. None is thinner than 8 cells.
+/// Partition into `count` boxes by random bisection, so that neighbours share parts of faces. No box is thinner than 8
+/// cells.
 pub(super) fn halves(grid: &Grid, count: usize, salt: u64) -> Vec<Region> {
     let mut regions = vec![grid.region()];
     for step in 0.. {
@@ -144,7 +145,7 @@ pub(super) fn halves(grid: &Grid, count: usize, salt: u64) -> Vec<Region> {
     regions
 }
 
-/// The hash after some steps.
+/// The state hash after some steps.
 pub(super) fn run(
     grid: &Grid,
     rule: &Rule,
@@ -159,8 +160,8 @@ pub(super) fn run(
     mesh.hash()
 }
 
-/// 1, 2, 3, 5 and more tiles, cut along each axis, along several and anyhow, depths 1 to 8, 1 to 3 threads, all instruction
-/// sets.
+/// Compares single-step results of one tile with partitions along one axis, along several, and by random bisection,
+/// with halo depths 1 to 8, 1 to 3 threads and all instruction sets.
 pub(super) fn same_bits_however_it_is_cut(grid: &Grid, rule: &Rule, init: Init, steps: usize) {
     let one = [grid.region()];
     let mut single = Mesh::new(grid, rule, &one, (1, 1, Isa::detect()));
@@ -195,11 +196,11 @@ pub(super) fn same_bits_however_it_is_cut(grid: &Grid, rule: &Rule, init: Init, 
     }
     let isas = Isa::all();
     for (number, cut) in cuts.iter().enumerate() {
-        // Of three dimensions, which take longer, each cut meets two depths.
+        // In three dimensions, which take longer, each partition is tested with two depths.
         let all: Vec<usize> = (1..=8).collect();
         let some = if grid.dimensions() == 3 { vec![1 + number * 5 % 8, 1 + (number * 3 + 5) % 8] } else { all };
         for k in some.into_iter().filter(|k| k * rule.radius() <= 8) {
-            // Each cut and depth meets some number of threads and some instruction set.
+            // Vary the number of threads and the instruction set with the partition and the depth.
             let (threads, isa) = (1 + (number + k) % 3, isas[(number + k / 2) % isas.len()]);
             let found = run(grid, rule, init, steps, cut, (k, threads, isa));
             assert_eq!(found, expected, "{} cut as {cut:?}, depth {k}, {threads} threads, {isa:?}", rule.name());
@@ -207,7 +208,7 @@ pub(super) fn same_bits_however_it_is_cut(grid: &Grid, rule: &Rule, init: Init, 
     }
 }
 
-/// Pseudo-random bits of a place, the same everywhere.
+/// Deterministic pseudo-random bits for a cell.
 pub(super) fn noise([x, y, z]: [usize; 3], salt: u64) -> u64 {
     let mut v = x as u64 ^ (y as u64) << 20 ^ (z as u64) << 40 ^ salt.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     for _ in 0..3 {
@@ -217,7 +218,7 @@ pub(super) fn noise([x, y, z]: [usize; 3], salt: u64) -> u64 {
 }
 
 #[test]
-fn what_cannot_be_is_named() {
+fn invalid_input_is_rejected_with_its_reason() {
     let life = Rule::Life(super::life::Life::CONWAY);
     let grid = Grid::periodic(&[200, 40]).unwrap();
     let region = |x: [usize; 2], y: [usize; 2]| Region { start: [x[0], y[0], 0], end: [x[1], y[1], 1] };
@@ -269,7 +270,7 @@ fn what_cannot_be_is_named() {
 }
 
 #[test]
-fn halos_deeper_than_neighbours_are_filled_by_those_behind() {
+fn halos_wider_than_a_neighbour_reach_the_tiles_behind_it() {
     use super::scalar::Heat;
     let rule = Rule::Heat(Heat { rate: 0.1 });
     let init = |at: [usize; 3], cell: &mut [f32]| cell[0] = (noise(at, 5) % 100) as f32;
@@ -279,13 +280,13 @@ fn halos_deeper_than_neighbours_are_filled_by_those_behind() {
     for depth in [1, 4, 7, 13] {
         assert_eq!(run(&grid, &rule, &init, 17, &thin, (depth, 1, Isa::detect())), expected, "depth {depth}");
     }
-    // Only what is beyond a face is not there.
+    // At a face of the grid the halo cannot be filled from further tiles.
     let closed = Grid::closed(&[128, 40]).unwrap();
     assert!(matches!(Tile::new(&closed, &rule, thin[2], 4), Err(GridError::Deep { cells: 3, .. })));
 }
 
 #[test]
-fn both_ends_of_a_link_count_the_same() {
+fn both_ends_of_a_link_agree_on_the_strip_size() {
     use super::lbm::{Fluid, Fluid3};
     use super::scalar::Wave;
     let plane = Grid::new(&[320, 60], &[[super::Face::Wall; 2], [super::Face::Periodic; 2]]).unwrap();
@@ -313,7 +314,7 @@ fn both_ends_of_a_link_count_the_same() {
 }
 
 #[test]
-fn costs_are_what_is_sent() {
+fn face_and_cell_costs_match_the_strip_sizes() {
     use super::lbm::{Fluid, Storage};
     use super::rule_file::TextRule;
     use super::scalar::{GrayScott, Heat, Wave};
@@ -333,7 +334,7 @@ fn costs_are_what_is_sent() {
         assert_eq!([found.state_bits, found.traffic_bits, found.face_bits, found.cell_bits], costs, "{rule:?}");
         for depth in 1..4 {
             let mesh = Mesh::new(&grid, &rule, &regions, (depth, 1, Isa::detect()));
-            // Two links, to above and to below.
+            // Two links: to the tile above and to the tile below.
             let sent = (0..2).map(|link| mesh.tiles[0].bytes_out(link).unwrap()).sum::<usize>();
             let layers = found.face_bits + (depth as u64 - 1) * found.cell_bits;
             assert_eq!(sent as u64 * 8, 2 * 64 * rule.radius() as u64 * layers, "{rule:?} {depth}");
@@ -342,7 +343,7 @@ fn costs_are_what_is_sent() {
 }
 
 #[test]
-fn what_is_likely_to_end_badly_is_warned_of() {
+fn unstable_parameters_produce_a_warning() {
     use super::lbm::Fluid;
     use super::scalar::{GrayScott, Heat, Wave};
     let gray_scott = |most| Rule::GrayScott(GrayScott { diffusion: [most, 0.1], feed: 0.04, kill: 0.06 });
@@ -361,5 +362,5 @@ fn what_is_likely_to_end_badly_is_warned_of() {
     }
     let lid = [super::Face::Wall, super::Face::Moving { velocity: [0.3, 0.0, 0.0] }];
     let cavity = Grid::new(&[8, 8], &[[super::Face::Wall; 2], lid]).unwrap();
-    assert!(Rule::D2q9(Fluid::new(0.8)).warning(&cavity).is_some_and(|warning| warning.contains("0.3 cells a step")));
+    assert!(Rule::D2q9(Fluid::new(0.8)).warning(&cavity).is_some_and(|warning| warning.contains("0.3 cells per step")));
 }

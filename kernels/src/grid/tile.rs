@@ -1,10 +1,10 @@
-//! A box of the grid on one machine: its cells, a halo around them, and how they advance.
+//! A tile on the CPU: a box of the grid, its halo, and how it advances.
 //!
-//! A cycle: the halos are exchanged (`grid/halo.rs`), then up to `depth` steps are computed. Each computes the owned
-//! cells and as much of the halo as the steps after it will look at, so the computed part shrinks by the radius each
-//! time. Where a rule can, several steps are made in one pass over the memory (`grid/fused.rs`). The last pass of a cycle
-//! can be made in two parts, strips that neighbours wait for first: while they travel, the interior is computed. All this
-//! only chooses which cells are computed when: a cell's arithmetic is the same everywhere.
+//! A cycle begins with a halo exchange (`grid/halo.rs`), then up to `depth` steps are computed. Each step computes the
+//! owned cells and the part of the halo that later steps read, so the computed region shrinks by the radius per step.
+//! Rules that support it compute several steps in one pass over memory (`grid/fused.rs`). The last pass of a cycle can
+//! be split: first the boundary strips that neighbours wait for, then, while these are sent, the interior. This only
+//! changes which cells are computed when; a cell's arithmetic is always the same.
 use std::ops::Range;
 
 use super::frame::{Format, Frame, Span};
@@ -17,35 +17,36 @@ use super::{Grid, GridError, Region};
 use crate::cpu::Isa;
 use crate::threads::Threads;
 
-/// Most steps that a processor makes in one pass over a tile's memory, whatever the rule.
+/// Maximum steps that a CPU tile computes in one pass over its memory, for any rule.
 pub const PASS_STEPS_MAX: usize = fused::STEPS_MAX;
 
-/// A box of a grid and what is known around it.
+/// A box of the grid and its halo.
 ///
-/// Invariants: `state` holds step `step` of all owned cells and of `fresh` steps' worth of halo. While `half` is not 0 the
-/// strips of the state so many steps on are in `next`, and `state` is still whole.
+/// Invariants: `state` holds step `step` of all owned cells and of a halo valid for `fresh` steps. While `half` is not
+/// 0, `next` holds the boundary strips of step `step + half`, and `state` is unchanged.
 pub struct Tile {
     pub(crate) frame: Frame,
     pub(crate) stepper: Box<dyn Stepper>,
     pub(crate) state: Planes,
     pub(crate) next: Planes,
-    /// Steps of a pass that is half made.
+    /// Steps of the half-computed pass; 0 if there is none.
     pub(crate) half: usize,
-    /// Steps that the halo still serves.
+    /// Steps for which the halo is valid.
     pub(crate) fresh: usize,
-    /// What travels to and from each neighbour.
+    /// The halo strips to and from each neighbour.
     pub(crate) strips: Vec<Strips>,
     isa: Isa,
     step: u64,
-    /// Most steps of a pass.
+    /// Maximum steps per pass.
     pub(crate) fused: usize,
 }
 
 impl Tile {
-    /// A tile that owns `region`, all cells zero. `depth`: steps that one exchange of halos serves.
+    /// A tile that owns `region`, all cells zero. `depth`: halo depth in steps.
     ///
     /// # Errors
-    /// The rule does not fit the grid, the tile not in it, the halo not in the tile, or nothing into memory.
+    /// The rule does not fit the grid, the region is not in the grid, the halo does not fit beside it, or memory is
+    /// short.
     pub fn new(grid: &Grid, rule: &Rule, region: Region, depth: usize) -> Result<Self, GridError> {
         Self::with_isa(grid, rule, region, depth, Isa::detect())
     }
@@ -79,37 +80,36 @@ impl Tile {
         Ok(tile)
     }
 
-    /// Bytes that such a tile takes for its cells.
+    /// Bytes of cell memory of such a tile.
     ///
     /// # Errors
-    /// As [`Self::new`], memory excepted.
+    /// As [`Self::new`], except for memory.
     pub fn bytes(grid: &Grid, rule: &Rule, region: Region, depth: usize) -> Result<usize, GridError> {
         let frame = Frame::new(grid, region, depth, rule.radius(), rule.format())?;
         Ok(2 * Planes::bytes(rule.fields(), frame.plane_bytes()))
     }
 
-    /// The cells it owns.
+    /// The owned cells.
     pub fn region(&self) -> Region {
         self.frame.owned
     }
 
-    /// Steps made since the cells were loaded.
+    /// The current step: steps computed since [`Self::load`], or as set by [`Self::resume`].
     pub fn steps(&self) -> u64 {
         self.step
     }
 
-    /// Numbers of a cell.
+    /// Values per cell.
     pub fn fields(&self) -> usize {
         self.state.count()
     }
 
-    /// Steps that can be made before halos must be exchanged.
+    /// Steps that can be computed before the next halo exchange.
     pub fn left(&self) -> usize {
         self.fresh
     }
 
-    /// Sets all owned cells; `cell` is given global coordinates and writes the fields. What it knew of its neighbours is
-    /// void.
+    /// Sets all owned cells; `cell` receives global coordinates and writes the fields. Invalidates the halo.
     pub fn load(&mut self, cell: &mut dyn FnMut([usize; 3], &mut [f32])) {
         let fields = self.fields();
         let mut values = vec![0.0; fields];
@@ -127,10 +127,10 @@ impl Tile {
         self.await_halo();
     }
 
-    /// One field of a region of owned cells, x innermost; bits are 0 and 1, cells that the rule hides are 0.
+    /// One field of a region of owned cells, x innermost. Bits read as 0 and 1, cells hidden by the rule as 0.
     ///
     /// # Errors
-    /// The tile does not own the region, the rule has no such field, or a step is half made.
+    /// The tile does not own the region, the rule has no such field, or a step is half computed.
     pub fn read(&self, field: usize, region: Region) -> Result<Vec<f32>, GridError> {
         self.whole()?;
         if field >= self.fields() {
@@ -150,10 +150,10 @@ impl Tile {
         Ok(values)
     }
 
-    /// Makes so many steps.
+    /// Computes `steps` steps.
     ///
     /// # Errors
-    /// The halo does not last for them, or a step is half made.
+    /// The halo is not valid for that many steps, or a step is half computed.
     pub fn advance(&mut self, threads: &mut Threads, steps: usize) -> Result<(), GridError> {
         self.whole()?;
         if steps > self.fresh {
@@ -164,7 +164,7 @@ impl Tile {
             let worth = fused::steps_for(self.frame.size[1] as usize, threads.count()).max(1);
             let pass = left.min(self.fused).min(worth);
             self.stepper.fill(&self.frame, &mut self.state, pass);
-            let after = if self.lonely() { 0 } else { self.fresh - pass };
+            let after = if self.has_no_halo() { 0 } else { self.fresh - pass };
             let span = self.frame.span(after);
             self.compute(threads, &span, pass)?;
             self.finish(pass);
@@ -173,33 +173,33 @@ impl Tile {
         Ok(())
     }
 
-    /// Steps of a cycle's end that [`Self::strips`] and [`Self::interior`] can make: as many as one pass makes.
+    /// Maximum steps of the split pass at the end of a cycle ([`Self::strips`], [`Self::interior`]).
     pub fn tail(&self) -> usize {
-        if self.lonely() { 1 } else { self.fused.min(self.frame.depth) }
+        if self.has_no_halo() { 1 } else { self.fused.min(self.frame.depth) }
     }
 
-    /// The first part of the last pass of a cycle, [`Self::tail`] steps or fewer: what neighbours wait for. [`Self::pack`]
-    /// then packs it, and [`Self::interior`] must follow.
+    /// Computes the boundary strips of the last pass of a cycle (at most [`Self::tail`] steps), which neighbours wait
+    /// for. Then [`Self::pack`] them and call [`Self::interior`].
     ///
     /// # Errors
-    /// More steps are left, or its strips are made already, or there is no memory.
+    /// More steps or none are left, the boundary strips are already computed, or memory is short.
     pub fn strips(&mut self, threads: &mut Threads) -> Result<(), GridError> {
         self.whole()?;
         if self.fresh == 0 || self.fresh > self.tail() {
             return Err(GridError::Parts { left: self.fresh });
         }
         self.stepper.fill(&self.frame, &mut self.state, self.fresh);
-        for strip in self.frame.cut().0 {
-            self.compute(threads, &strip, self.fresh)?;
+        for boundary in self.frame.cut().0 {
+            self.compute(threads, &boundary, self.fresh)?;
         }
         self.half = self.fresh;
         Ok(())
     }
 
-    /// The second part: everything else. Then the steps are made.
+    /// Computes the interior of the split pass and completes its steps.
     ///
     /// # Errors
-    /// The first part is not made, or there is no memory.
+    /// The boundary strips are not computed, or memory is short.
     pub fn interior(&mut self, threads: &mut Threads) -> Result<(), GridError> {
         if self.half == 0 {
             return Err(GridError::Parts { left: self.fresh });
@@ -211,7 +211,7 @@ impl Tile {
         Ok(())
     }
 
-    /// Says that its cells, loaded or restored, are those after so many steps.
+    /// Sets the step of the cells, after they were loaded or restored.
     pub fn resume(&mut self, step: u64) {
         self.step = step;
     }
@@ -226,26 +226,26 @@ impl Tile {
         if self.half > 0 { Err(GridError::Half) } else { Ok(()) }
     }
 
-    /// Halos have to come before the next step.
+    /// Invalidates the halo: the next step needs an exchange.
     pub(crate) fn await_halo(&mut self) {
         self.strips.iter_mut().for_each(|strips| strips.arrived = false);
-        self.fresh = if self.lonely() { usize::MAX } else { 0 };
+        self.fresh = if self.has_no_halo() { usize::MAX } else { 0 };
     }
 
-    fn lonely(&self) -> bool {
+    fn has_no_halo(&self) -> bool {
         self.frame.halo == [[0; 2]; 3]
     }
 
     fn finish(&mut self, steps: usize) {
         std::mem::swap(&mut self.state, &mut self.next);
         self.step += steps as u64;
-        if !self.lonely() {
+        if !self.has_no_halo() {
             self.fresh -= steps;
             self.strips.iter_mut().for_each(|strips| strips.arrived = false);
         }
     }
 
-    /// Computes cells of the state so many steps on.
+    /// Computes a span of cells `steps` steps ahead, from `state` into `next`.
     fn compute(&mut self, threads: &mut Threads, span: &Span, steps: usize) -> Result<(), GridError> {
         if span.is_empty() {
             return Ok(());
@@ -263,8 +263,8 @@ impl Tile {
             pool.run(height * columns.len(), grain, &|worker, range| {
                 parts(range, height, &mut |column, rows| {
                     let rows = y.start + rows.start as isize..y.start + rows.end as isize;
-                    // SAFETY: so many steps are left of the halo; a row of a column is in one range only, and a ring with one
-                    // worker.
+                    // SAFETY: the halo is valid for `steps` steps; ranges do not overlap, and each worker has its own
+                    // ring.
                     unsafe { pass.block(&columns[column], &rows, rings[worker]) };
                 });
             });
@@ -276,8 +276,8 @@ impl Tile {
             parts(range, height, &mut |layer, rows| {
                 let first = y.start + rows.start as isize;
                 let rows = Rows { z: z.start + layer as isize, y: first..first + rows.len() as isize, x: x.clone() };
-                // SAFETY: spans to compute and a radius around them are within the frame; a unit is a row, and each is in
-                // one range only.
+                // SAFETY: spans to compute, grown by the radius, lie within the frame; an item is a row, and each row
+                // is in one range only.
                 unsafe { stepper.rows(isa, frame, state, next, &rows) };
             });
         });
@@ -285,7 +285,7 @@ impl Tile {
     }
 }
 
-/// A range of rows of layers of so many each: layer by layer.
+/// Splits a range of rows, numbered layer by layer with `height` rows each, at layer boundaries.
 fn parts(range: Range<usize>, height: usize, part: &mut dyn FnMut(usize, Range<usize>)) {
     let mut unit = range.start;
     while unit < range.end {
@@ -296,10 +296,10 @@ fn parts(range: Range<usize>, height: usize, part: &mut dyn FnMut(usize, Range<u
     }
 }
 
-/// Threads share rows by so many elements: tens of microseconds of work.
+/// Elements per work item: tens of microseconds of work.
 const GRAIN_CELLS: usize = 8192;
 
-/// A cell's value.
+/// The value of a cell.
 pub(crate) fn get(frame: &Frame, planes: &Planes, field: usize, at: [isize; 3]) -> f32 {
     match frame.format {
         Format::Float => planes.plane::<f32>(field)[frame.at(at)],

@@ -1,4 +1,4 @@
-//! Weights of a range of layers on their way from the file into tiles.
+//! Loads the weights of a range of layers from the file and converts them to tiles.
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
@@ -12,7 +12,7 @@ use crate::stage::StageError;
 use crate::tile::{Layout, ROWS, Tiles, convert};
 use crate::weights::{ModelConfig, ModelFile};
 
-/// A matrix as tiles in memory of its own.
+/// A matrix stored as tiles.
 pub(crate) struct Matrix {
     kind: QuantType,
     rows: usize,
@@ -20,14 +20,14 @@ pub(crate) struct Matrix {
     bytes: MmapMut,
 }
 
-/// Gives the tiles of some rows.
+/// Writes the tiles of a range of rows.
 type Fill<'a> = dyn Fn(Range<usize>, &mut [u8]) -> Result<(), StageError> + Sync + 'a;
 
 impl Matrix {
-    /// Makes a matrix on all threads: `fill` gives the tiles of some rows, of which the first begins a tile.
+    /// Builds a matrix on all threads. `fill` writes the tiles of a row range, which starts at a tile boundary.
     ///
     /// # Errors
-    /// One of `fill`, or no memory.
+    /// An error of `fill`, or no memory.
     pub(crate) fn filled(
         pool: &mut Pool,
         kind: QuantType,
@@ -37,16 +37,16 @@ impl Matrix {
         let layout = Layout::of(kind);
         let size = layout.matrix_bytes(rows, cols);
         let no_memory = |e| StageError::Device(format!("no memory for {size} bytes of weights: {e}"));
-        // Pages come zeroed when they are first written, by the thread that writes them.
+        // The kernel zeroes a page on first touch, by the thread that writes it.
         let mut bytes = MmapMut::map_anon(size.max(1)).map_err(no_memory)?;
         #[cfg(target_os = "linux")]
         let _ = bytes.advise(memmap2::Advice::HugePage); // a hint
-        let strip_bytes = layout.matrix_bytes(1, cols);
+        let tile_row_bytes = layout.matrix_bytes(1, cols);
         let (out, failed) = (Shared::of(&mut bytes[..size]), Mutex::new(None::<StageError>));
-        pool.run(rows.div_ceil(ROWS), 1, &|_, strips| {
-            let mine = strips.start * ROWS..(strips.end * ROWS).min(rows);
-            // SAFETY: strips do not overlap.
-            let tiles = unsafe { out.slice(strips.start * strip_bytes..strips.end * strip_bytes) };
+        pool.run(rows.div_ceil(ROWS), 1, &|_, tile_rows| {
+            let mine = tile_rows.start * ROWS..(tile_rows.end * ROWS).min(rows);
+            // SAFETY: the pool's ranges do not overlap.
+            let tiles = unsafe { out.slice(tile_rows.start * tile_row_bytes..tile_rows.end * tile_row_bytes) };
             if let Err(error) = fill(mine, tiles) {
                 *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
             }
@@ -57,10 +57,10 @@ impl Matrix {
         }
     }
 
-    /// A matrix of rows in memory, as a file stores them.
+    /// Converts rows from the storage format of a file.
     ///
     /// # Errors
-    /// A number that is not finite, or no memory.
+    /// A non-finite number, or no memory.
     pub(crate) fn convert(
         pool: &mut Pool,
         kind: QuantType,
@@ -74,7 +74,6 @@ impl Matrix {
         })
     }
 
-    /// Its tiles.
     pub(crate) fn tiles(&self) -> Tiles<'_> {
         let size = Layout::of(self.kind).matrix_bytes(self.rows, self.cols);
         Tiles::new(self.kind, self.rows, self.cols, &self.bytes[..size]).expect("made for these rows and columns")
@@ -87,11 +86,11 @@ pub(crate) struct LayerWeights {
     /// Query, key, value.
     pub(crate) inputs: [Matrix; 3],
     pub(crate) input_biases: Option<[Vec<f32>; 3]>,
-    /// Of the heads of query and key.
+    /// RMSNorm weights of the query and key heads.
     pub(crate) head_norms: Option<[Vec<f32>; 2]>,
     pub(crate) output: Matrix,
     pub(crate) output_bias: Option<Vec<f32>>,
-    /// Of what attention and feed-forward give.
+    /// RMSNorm weights after attention and feed-forward.
     pub(crate) norms_after: Option<[Vec<f32>; 2]>,
     pub(crate) ffn_norm: Vec<f32>,
     /// Gate and up.
@@ -105,7 +104,7 @@ pub(crate) struct Head {
     pub(crate) matrix: Matrix,
 }
 
-/// Takes tensors out of a file and counts their bytes in memory.
+/// Loads tensors from a file and counts the bytes they take in memory.
 pub(crate) struct Loader<'a> {
     pub(crate) file: &'a ModelFile,
     pub(crate) pool: &'a mut Pool,

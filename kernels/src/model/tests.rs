@@ -1,4 +1,4 @@
-//! Equal bits for every instruction set through a whole model.
+//! All instruction sets give the same bits for a whole model.
 use super::*;
 use crate::quant::QuantType;
 use crate::stage::{Activations, Rows, RowsIn, RowsOut, Want};
@@ -21,7 +21,7 @@ fn instruction_sets_agree_bit_for_bit() {
                     let Ok(Some(RowsOut::Logits(row))) =
                         stage.forward(&mut Threads::new(1).unwrap(), &[rows]).map(|mut out| out.pop())
                     else {
-                        panic!("logits are wanted");
+                        panic!("expected logits");
                     };
                     logits.extend(row.into_iter().map(f32::to_bits));
                 }

@@ -1,7 +1,7 @@
-//! The scalar reference against f64, and the properties that let others compute parts of it.
+//! Tests of the scalar reference against f64, and of the properties that allow distributed computation.
 use super::*;
 
-/// Numbers in ±1 that depend on the seed alone.
+/// Pseudo-random numbers in ±1, a function of the seed.
 fn random(count: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -14,7 +14,7 @@ fn random(count: usize, seed: u64) -> Vec<f32> {
 }
 
 #[test]
-fn chunks_are_whole_groups_and_together_the_row() {
+fn chunks_are_whole_groups_and_partition_the_row() {
     for cols in [1, 31, 64, 65, 127, 128, 576, 1000, 3584, 18944, 18945] {
         let mut end = 0;
         for index in 0..CHUNKS {
@@ -25,7 +25,7 @@ fn chunks_are_whole_groups_and_together_the_row() {
         }
         assert_eq!(end, cols);
     }
-    // The same bounds for a row of 7B and for its parts on 2, 4 and 8 ranks.
+    // The same chunk bounds for a row of a 7B model and for its shards on 2, 4 and 8 ranks.
     assert_eq!(chunk(3584, 3), 1344..1792);
 }
 
@@ -61,7 +61,7 @@ fn functions_agree_with_f64() {
 }
 
 #[test]
-fn integers_are_rounded_to_even_and_keep_the_block() {
+fn quantisation_rounds_to_even_per_block() {
     let mut row = vec![0.0; 70];
     row[0] = 127.0;
     row[1] = 0.5;
@@ -72,7 +72,7 @@ fn integers_are_rounded_to_even_and_keep_the_block() {
     let quantised = quantise(&row);
     assert_eq!(quantised.codes.len(), 128);
     assert_eq!(quantised.codes[..4], [127, 0, 2, -127]);
-    assert_eq!(quantised.scales[1..], [0.0; 3], "what is below the smallest is zero");
+    assert_eq!(quantised.scales[1..], [0.0; 3], "values up to SMALLEST become zero");
     for (x, (code, scale)) in
         random(4096, 3).iter().zip(quantise(&random(4096, 3)).codes.iter().zip((0..4096).map(|i| i / BLOCK)))
     {
@@ -118,7 +118,7 @@ fn norms_agree_with_f64() {
 }
 
 #[test]
-fn attention_agrees_with_f64_and_sees_its_window_only() {
+fn attention_agrees_with_f64_and_ignores_positions_outside_its_window() {
     let (size, held) = (48, 300);
     let query: Vec<f32> = random(size, 7).iter().map(|q| 2.0 * q).collect();
     let (keys, values) = (random(size * held, 8), random(size * held, 9));
@@ -139,7 +139,7 @@ fn attention_agrees_with_f64_and_sees_its_window_only() {
             assert!((f64::from(*found) - exact).abs() < 1e-5, "{seen:?} {cap:?}: {found} for {exact}");
         }
     }
-    // What is not seen has no influence, not even on the last bit.
+    // Positions outside the window have no influence, not even on the last bit.
     let mut other = values.clone();
     let nan = vec![f32::NAN; size];
     other[129] = &nan;
@@ -147,7 +147,7 @@ fn attention_agrees_with_f64_and_sees_its_window_only() {
 }
 
 #[test]
-fn what_is_not_finite_stays_so() {
+fn non_finite_inputs_give_non_finite_outputs() {
     for bad in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         let mut row = random(96, 1);
         row[40] = bad;
@@ -162,7 +162,7 @@ fn what_is_not_finite_stays_so() {
             let mut other = keys.clone();
             other[at] = &row[32..64];
             let found = attend(&random(32, 5), &other, &values, 0..300, None);
-            // A score of minus infinity is a weight of zero; all others are not.
+            // A score of minus infinity has weight zero; all other non-finite scores propagate.
             let score: f32 = random(32, 5).iter().zip(&row[32..64]).fold(0.0, |sum, (q, k)| q.mul_add(*k, sum));
             assert!(score == f32::NEG_INFINITY || found.iter().all(|x| x.is_nan()), "{bad} at {at}");
             let mut other = values.clone();

@@ -1,10 +1,9 @@
-//! Block formats against what ggml says they mean, element by element.
+//! Tests of the block formats against ggml's definition, element by element.
 use half::f16;
 
 use super::{QUANT_TYPES, QuantType, quantize, random_blocks};
 
-/// ggml's scalar code, transcribed with its own walking pointers and f32 arithmetic: written apart from the formulas it
-/// checks.
+/// ggml's scalar code, transcribed with its own pointer arithmetic and f32 arithmetic: independent of the formulas it checks.
 fn ggml(kind: QuantType, block: &[u8]) -> Vec<f32> {
     let half = |at: usize| f16::from_le_bytes([block[at], block[at + 1]]).to_f32();
     let scale_min = |j: usize, q: &[u8]| {
@@ -99,16 +98,16 @@ fn ggml(kind: QuantType, block: &[u8]) -> Vec<f32> {
 }
 
 #[test]
-fn every_format_means_what_ggml_means() {
+fn every_format_dequantises_as_ggml_does() {
     for kind in QUANT_TYPES {
         let bytes = random_blocks(kind, 200, 7);
         let len = 200 * kind.block_len();
         let (mut single, mut double) = (vec![0f32; len], vec![0f64; len]);
         kind.dequantize(&bytes, &mut single);
         kind.dequantize_f64(&bytes, &mut double);
-        let wanted: Vec<f32> = bytes.chunks_exact(kind.block_bytes()).flat_map(|b| ggml(kind, b)).collect();
-        // Zero has two signs; the formats' zeros are equal all the same.
-        assert_eq!(single, wanted, "{}", kind.name());
+        let expected: Vec<f32> = bytes.chunks_exact(kind.block_bytes()).flat_map(|b| ggml(kind, b)).collect();
+        // 0.0 == -0.0, so zeros of either sign compare equal.
+        assert_eq!(single, expected, "{}", kind.name());
         for (s, d) in single.iter().zip(&double) {
             assert!((f64::from(*s) - d).abs() <= d.abs() * 6e-8, "{}: {s} for {d}", kind.name());
             assert!(d.abs() <= 2.5, "{}: {d} from a random block", kind.name());
@@ -117,7 +116,7 @@ fn every_format_means_what_ggml_means() {
 }
 
 #[test]
-fn numbers_and_sizes_are_ggmls() {
+fn type_numbers_and_block_sizes_match_ggml() {
     let table = [
         (QuantType::F32, 0, 1, 4),
         (QuantType::F16, 1, 1, 2),
@@ -140,7 +139,7 @@ fn numbers_and_sizes_are_ggmls() {
     assert_eq!(QuantType::from_ggml(11), None);
 }
 
-/// The error of a quantised weight is at most half a step (and a rounding of the scale).
+/// The error of a quantised weight is at most half a step (plus the rounding of the scale).
 #[test]
 fn quantisers_keep_weights_within_half_a_step() {
     let mut weights = vec![0f32; 32 * 64];
@@ -159,7 +158,7 @@ fn quantisers_keep_weights_within_half_a_step() {
         let mut back = vec![0f32; weights.len()];
         kind.dequantize(&bytes, &mut back);
         for (w, b) in weights.iter().zip(&back) {
-            // Q4_0 has 7 steps on one side only: the outermost weight there is off by a whole one.
+            // Q4_0 has only 7 steps on one side: the outermost weight there is off by a whole step.
             let bound = if kind == QuantType::Q4_0 { 1.01 } else { 0.51 } / steps + 1e-3;
             assert!((w - b).abs() <= bound, "{}: {w} came back as {b}", kind.name());
         }

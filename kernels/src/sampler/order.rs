@@ -1,34 +1,33 @@
-//! Where in the order of likelihood a share of the total weight lies, found without sorting the vocabulary.
+//! Weighted selection: finds the token at a given share of the total weight without sorting the vocabulary.
 //!
-//! A weight is an integer: 2^(logit difference in octaves) in units of 2^-43 of the greatest. Integer sums are exact, so
-//! neither the width of vectors nor the division into buckets changes a result. One pass adds the weights into buckets by
-//! logit; the cut-off or the draw falls into one of them, and only its members are collected and partly sorted.
+//! A weight is an integer: 2^(logit difference in octaves), scaled so that the greatest is 2^43. Integer sums are exact, so
+//! neither the vector width nor the bucket boundaries change a result. One pass adds the weights into buckets by logit; the
+//! cut-off or the draw falls into one bucket, and only its members are collected and partly sorted.
 use std::cmp::Ordering;
 
 use crate::cpu::Isa;
 use crate::cpu::simd::{Kernel, Simd};
 
-/// Most logits whose weights add up to less than 2^64.
+/// Maximum number of logits: the sum of their weights stays below 2^64.
 pub const LOGITS_MAX: usize = 1 << 20;
-/// The weight of the most likely token. A token less than 2^-44 as likely weighs nothing.
+/// log2 of the most likely token's weight. A token less than 2^-44 as likely has weight zero.
 const GREATEST_WEIGHT_BITS: u32 = 43;
-/// log2 of the least weight told from nothing, rounded down, and somewhat beneath it.
+/// Lower clamp of log2(relative weight): below the smallest weight that does not round to zero, with a margin.
 pub const OCTAVES_MIN: f64 = -46.0;
-/// Adding it to octaves between [`OCTAVES_MIN`] and 0 leaves a number between 128 and 256: fixed point in steps of 2^-45.
+/// Adding this to octaves between [`OCTAVES_MIN`] and 0 gives a number between 128 and 256: fixed point in steps of 2^-45.
 pub const ORIGIN: f64 = 192.0;
-/// Of the 52 bits behind the point: octaves above 128, then 1/512 octaves, then the rest.
-/// Bits of a place below its octave.
+/// Bits of a place below its octave. The 52 mantissa bits hold whole octaves above 128, then 1/512 octaves, then the rest.
 pub const OCTAVE_SHIFT: u32 = 45;
-/// Bits of a place below its step.
+/// Bits of a place below its step (1/512 octave).
 pub const STEP_SHIFT: u32 = OCTAVE_SHIFT - STEPS.trailing_zeros();
-/// Steps of an octave in [`POWERS`].
+/// Steps per octave in [`POWERS`].
 pub const STEPS: usize = 512;
-/// 16 KiB of sums: half of a small first-level cache.
+/// 16 KiB of sums: half of a small L1 cache.
 pub const BUCKETS: usize = 2048;
-/// Fewer are sorted.
+/// Larger sets of candidates are bisected before they are sorted.
 const SORTED_MAX: usize = 64;
 
-/// The weights of a step: from logits to shares of the greatest weight.
+/// Maps logits to weights, at a temperature and relative to the greatest logit.
 #[derive(Clone, Copy, Debug)]
 pub struct Scale {
     greatest: f64,
@@ -43,25 +42,25 @@ impl Scale {
         Self { greatest: f64::from(greatest), octaves: std::f64::consts::LOG2_E / f64::from(temperature) }
     }
 
-    /// The weight of a logit; never less for a greater logit.
+    /// The weight of a logit; monotonic in the logit.
     #[must_use]
     pub fn weight(self, logit: f32) -> u64 {
         weight(self.place(logit))
     }
 
-    /// The bits of [`ORIGIN`] + log2(weight): an integer that grows with the logit.
+    /// The bits of [`ORIGIN`] + log2(relative weight): an integer that grows with the logit.
     #[inline(always)]
     #[must_use]
     pub fn place(self, logit: f32) -> u64 {
         let octaves = (f64::from(logit) - self.greatest) * self.octaves;
-        // A comparison, not `f64::max`, which spends instructions on NaN.
+        // A comparison, because `f64::max` spends instructions on NaN.
         let octaves = if octaves > OCTAVES_MIN { octaves } else { OCTAVES_MIN };
         (octaves + ORIGIN).to_bits()
     }
 }
 
-/// 2^(place - ORIGIN + 43), rounded to an integer. The cubic's error is below 2^-46 of the weight and equal at both ends of a
-/// step, and neighbouring places differ by 2^-45 octaves: more than rounding errors, so that the weight never falls.
+/// 2^(place - ORIGIN + 43), rounded to an integer. The cubic's relative error is below 2^-46 and equal at both ends of a step,
+/// and neighbouring places differ by 2^-45 octaves. That exceeds the rounding errors, so the weight is monotonic.
 #[inline(always)]
 fn weight(place: u64) -> u64 {
     const LN2: f64 = std::f64::consts::LN_2;
@@ -96,7 +95,7 @@ pub const POWERS: [u64; STEPS] = {
     powers
 };
 
-/// A token with its place in the order.
+/// A token with its logit and weight.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Candidate {
     pub(super) id: u32,
@@ -105,18 +104,18 @@ pub(super) struct Candidate {
 }
 
 impl Candidate {
-    /// Most likely first, of equals the lowest id. Logits are no NaN, and -0 equals 0.
+    /// Most likely first; among equals the lowest id. Logits are never NaN, and -0 equals 0.
     pub(super) fn order(&self, other: &Self) -> Ordering {
         other.logit.partial_cmp(&self.logit).unwrap_or(Ordering::Equal).then(self.id.cmp(&other.id))
     }
 }
 
-/// What the sums of an [`Order`] add up.
+/// The quantity that an [`Order`] sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Measure {
-    /// Tokens.
+    /// Number of tokens.
     Count,
-    /// Their weights.
+    /// Token weights.
     Weight,
 }
 
@@ -134,26 +133,27 @@ impl Scratch {
         Self { isa, sums: Box::new([0; BUCKETS]), near: Vec::new() }
     }
 
-    /// Reads all logits once; there is at least one.
+    /// Reads all logits once; there must be at least one.
     pub(super) fn survey(&self, logits: &[f32]) -> Survey {
-        // SAFETY: the machine has the instruction set.
+        // SAFETY: `isa` comes from `Isa::detect` or `Isa::all`, so the machine supports it.
         unsafe { self.isa.run(ReadAll { logits }) }
     }
 }
 
-/// Logits in the order of [`Candidate::order`], with sums of a measure.
+/// The logits in the order of [`Candidate::order`], with bucket sums of a measure.
 pub(super) struct Order<'a> {
     logits: &'a [f32],
     scale: Scale,
     measure: Measure,
-    /// Places below the greatest, shifted by this, are bucket numbers below [`BUCKETS`].
+    /// Right shift that maps the distance of a place from the greatest to a bucket number below [`BUCKETS`].
     shift: u32,
     greatest: f32,
     scratch: &'a mut Scratch,
 }
 
 impl<'a> Order<'a> {
-    /// With the least and the greatest of the logits, of which there are 1 to [`LOGITS_MAX`]: no NaN, none +∞, not all -∞.
+    /// Sums `logits` into buckets. Expects their least and greatest value, and 1 to [`LOGITS_MAX`] logits: no NaN, no +∞, not
+    /// all -∞.
     pub(super) fn new(
         logits: &'a [f32],
         (least, greatest): (f32, f32),
@@ -164,17 +164,17 @@ impl<'a> Order<'a> {
         let widest = ORIGIN.to_bits() - scale.place(least);
         let shift = (u64::BITS - widest.leading_zeros()).saturating_sub(BUCKETS.trailing_zeros());
         scratch.sums.fill(0);
-        // SAFETY: the machine has the instruction set.
+        // SAFETY: as in `survey`.
         unsafe { scratch.isa.run(AddUp { logits, scale, shift, measure, sums: &mut scratch.sums }) };
         Self { logits, scale, measure, shift, greatest, scratch }
     }
 
-    /// The sum over all.
+    /// The sum over all tokens.
     pub(super) fn total(&self) -> u64 {
         self.scratch.sums.iter().sum()
     }
 
-    /// The token at which the sum, in order, first exceeds `target` (below the total), and the sum up to and with it.
+    /// The token at which the prefix sum first exceeds `target` (which is below the total), and the sum up to and including it.
     pub(super) fn find(&mut self, target: u64) -> (Candidate, u64) {
         let (mut bucket, mut before) = (0, 0);
         while bucket + 1 < BUCKETS && before + self.scratch.sums[bucket] <= target {
@@ -188,7 +188,7 @@ impl<'a> Order<'a> {
             Measure::Weight => c.weight,
         };
         let mut near = &mut self.scratch.near[..];
-        // Halves, not pivots: linear whatever the logits are.
+        // Bisection by halves instead of pivots: linear time for any input.
         while near.len() > SORTED_MAX {
             let middle = near.len() / 2;
             near.select_nth_unstable_by(middle, Candidate::order);
@@ -208,10 +208,10 @@ impl<'a> Order<'a> {
                 return (*candidate, before);
             }
         }
-        unreachable!("a target below the total lies in a bucket")
+        unreachable!("a target below the total falls into a bucket")
     }
 
-    /// The sum over the tokens of weight at least `least` (1 to the greatest).
+    /// The sum over the tokens with weight at least `least` (1 to the greatest weight).
     pub(super) fn sum_from(&mut self, least: u64) -> u64 {
         let scale = self.scale;
         let logit = least_logit(self.greatest, |logit| scale.weight(logit) >= least);
@@ -225,12 +225,12 @@ impl<'a> Order<'a> {
         self.scratch.sums[..bucket].iter().sum::<u64>() + inside
     }
 
-    /// Where a logit belongs, also below the least that there is.
+    /// The bucket of a logit; values below the least logit fall into the last bucket.
     fn bucket(&self, logit: f32) -> usize {
         bucket(self.scale.place(logit), self.shift).min(BUCKETS - 1)
     }
 
-    /// The members of a bucket, to `near`.
+    /// Collects the members of a bucket into `near`.
     fn collect(&mut self, number: usize) {
         let low = least_logit(self.greatest, |logit| self.bucket(logit) <= number);
         let high = match number.checked_sub(1) {
@@ -239,7 +239,7 @@ impl<'a> Order<'a> {
         };
         self.scratch.near.clear();
         let (logits, near, scale) = (self.logits, &mut self.scratch.near, self.scale);
-        // SAFETY: the machine has the instruction set.
+        // SAFETY: as in `survey`.
         unsafe { self.scratch.isa.run(Collect { logits, range: (low, high), scale, near }) };
     }
 }
@@ -249,7 +249,8 @@ fn bucket(place: u64, shift: u32) -> usize {
     ((ORIGIN.to_bits() - place) >> shift) as usize
 }
 
-/// The least logit from -∞ to `greatest` for which `holds`; it holds for `greatest` and for all above the result.
+/// Binary search for the least logit from -∞ to `greatest` for which `holds`. `holds` must be monotonic and true for
+/// `greatest`.
 fn least_logit(greatest: f32, holds: impl Fn(f32) -> bool) -> f32 {
     let (mut low, mut high) = (key(f32::NEG_INFINITY), key(greatest));
     while low < high {
@@ -263,7 +264,7 @@ fn least_logit(greatest: f32, holds: impl Fn(f32) -> bool) -> f32 {
     number_of(high)
 }
 
-/// Adds what is measured into the buckets.
+/// Sums the measure into the buckets.
 struct AddUp<'a> {
     logits: &'a [f32],
     scale: Scale,
@@ -293,7 +294,7 @@ fn add_up(logits: &[f32], sums: &mut [u64; BUCKETS], scale: Scale, shift: u32, o
         let (mut buckets, mut values) = ([0; LANES], [0; LANES]);
         for ((into, value), &logit) in buckets.iter_mut().zip(&mut values).zip(chunk) {
             let place = scale.place(logit);
-            // No logit lies below the least: the remainder changes nothing and spares a check.
+            // No logit is below the least, so the remainder changes nothing; it avoids a bounds check.
             (*into, *value) = (bucket(place, shift) % BUCKETS, of(place));
         }
         for (bucket, value) in buckets.into_iter().zip(values) {
@@ -306,7 +307,7 @@ fn add_up(logits: &[f32], sums: &mut [u64; BUCKETS], scale: Scale, shift: u32, o
     }
 }
 
-/// Collects the logits of `range.0 <= logit < range.1`.
+/// Collects the logits with `range.0 <= logit < range.1`.
 struct Collect<'a> {
     logits: &'a [f32],
     range: (f32, f32),
@@ -333,12 +334,12 @@ impl Kernel for Collect<'_> {
     }
 }
 
-/// What one pass over the logits tells.
+/// Result of one pass over the logits.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Survey {
-    /// The least logit and the greatest; where one is NaN, one of the two is.
+    /// The least and the greatest logit. If any logit is NaN, one of the two is.
     pub(super) extremes: (f32, f32),
-    /// The lowest id with the greatest.
+    /// The lowest id with the greatest logit.
     pub(super) first: usize,
 }
 
@@ -349,7 +350,7 @@ struct ReadAll<'a> {
 impl Kernel for ReadAll<'_> {
     type Output = Survey;
 
-    /// Compares [`key`]s: NaNs lie outside the infinities, so that the extremes show them.
+    /// Compares [`key`]s: NaNs sort outside the infinities, so the extremes reveal them.
     #[inline(always)]
     unsafe fn run<S: Simd>(self) -> Survey {
         const LANES: usize = 32;
@@ -367,7 +368,7 @@ impl Kernel for ReadAll<'_> {
             let low = low.into_iter().chain(rest.iter().map(|&l| key(l))).fold(least, i32::min);
             let high = high.into_iter().chain(rest.iter().map(|&l| key(l))).fold(i32::MIN, i32::max);
             least = low;
-            // 0 in a later chunk is no greater than -0.
+            // 0 in a later chunk is not greater than -0.
             if high > greatest && number_of(high) != number_of(greatest) {
                 (greatest, chunk_of_greatest) = (high, number);
             }
@@ -379,14 +380,14 @@ impl Kernel for ReadAll<'_> {
     }
 }
 
-/// An integer in the order of the numbers: negative NaNs, -∞ to -0, 0 to +∞, NaNs.
+/// Maps a float to an integer of the same order: negative NaNs, -∞ to -0, 0 to +∞, NaNs.
 #[inline(always)]
 fn key(number: f32) -> i32 {
     let bits = number.to_bits() as i32;
     bits ^ ((bits >> 31) as u32 >> 1) as i32
 }
 
-/// The number of a [`key`].
+/// Inverse of [`key`].
 fn number_of(key: i32) -> f32 {
     f32::from_bits((key ^ ((key >> 31) as u32 >> 1) as i32) as u32)
 }

@@ -1,5 +1,5 @@
-//! The sampler beside a simple one that sorts, beside the exact distribution, one setting after the other, at extremes, and
-//! with logits that are not numbers.
+//! Tests of the sampler against a sorting reference and the exact distribution, of single settings and extremes, and with
+//! invalid logits.
 use super::order::{LOGITS_MAX, Scale};
 use super::{Changes, SampleError, Sampler, SamplerSettings, random};
 use crate::cpu::Isa;
@@ -12,7 +12,7 @@ fn sample(logits: &[f32], s: &SamplerSettings, position: u32) -> u32 {
     Sampler::new().sample(logits, s, position, &Changes::default()).expect("sound logits")
 }
 
-/// Sums of four uniform numbers, as logits of a language model are spread.
+/// Sums of four uniform numbers: a spread similar to a language model's logits.
 fn some_logits(count: usize, mut state: u64, width: f32) -> Vec<f32> {
     let mut uniform = || {
         state ^= state << 13;
@@ -23,7 +23,7 @@ fn some_logits(count: usize, mut state: u64, width: f32) -> Vec<f32> {
     (0..count).map(|_| (uniform() + uniform() + uniform() + uniform()) * width).collect()
 }
 
-/// The same definition as a sort and plain loops, with the sampler's weights.
+/// Reference implementation: a sort and plain loops, with the sampler's weights.
 fn sorted_draw(logits: &[f32], s: &SamplerSettings, position: u32) -> u32 {
     let mut order: Vec<u32> = (0..logits.len() as u32).collect();
     let of = |id: u32| logits[id as usize];
@@ -38,9 +38,9 @@ fn sorted_draw(logits: &[f32], s: &SamplerSettings, position: u32) -> u32 {
         let enough = ((f64::from(s.top_p) * total as f64).ceil() as u64).clamp(1, total);
         let mut before = 0;
         let kept = tokens.iter().take_while(|t| {
-            let wanted = before < enough;
+            let keep = before < enough;
             before += t.1;
-            wanted
+            keep
         });
         let kept = kept.count();
         tokens.truncate(kept);
@@ -83,7 +83,7 @@ fn many_settings() -> Vec<SamplerSettings> {
     all
 }
 
-/// Logits that are hard for buckets: many equal ones, gaps, masks, outliers, both zeros.
+/// Logits that are hard for bucketing: ties, gaps, masks, outliers, both zeros.
 fn hard_logits() -> Vec<Vec<f32>> {
     let mut masked = some_logits(3000, 5, 6.0);
     masked.iter_mut().step_by(3).for_each(|l| *l = f32::NEG_INFINITY);
@@ -112,7 +112,7 @@ fn hard_logits() -> Vec<Vec<f32>> {
 }
 
 #[test]
-fn buckets_draw_what_a_sort_draws_on_every_instruction_set() {
+fn buckets_and_a_sort_draw_the_same_on_every_instruction_set() {
     for (number, logits) in hard_logits().iter().enumerate() {
         for (i, s) in many_settings().iter().enumerate() {
             for position in 0..4 {
@@ -128,7 +128,7 @@ fn buckets_draw_what_a_sort_draws_on_every_instruction_set() {
 }
 
 #[test]
-fn the_largest_vocabulary_is_drawn_from_and_a_larger_one_is_an_error() {
+fn the_largest_vocabulary_works_and_a_larger_one_is_an_error() {
     for logits in [some_logits(262_144, 9, 5.0), vec![1.0; LOGITS_MAX]] {
         for s in [settings(), SamplerSettings { top_k: 40, top_p: 0.95, min_p: 0.05, ..settings() }] {
             assert_eq!(sample(&logits, &s, 3), sorted_draw(&logits, &s, 3), "{s:?}");
@@ -138,7 +138,7 @@ fn the_largest_vocabulary_is_drawn_from_and_a_larger_one_is_an_error() {
     assert_eq!(error, Err(SampleError::TooMany { count: LOGITS_MAX + 1 }));
 }
 
-/// Probabilities by the definitions in float64, written without regard to speed; ties go to lower ids.
+/// Exact probabilities from the definitions in f64, not optimised; ties go to lower ids.
 fn exact(logits: &[f32], s: &SamplerSettings) -> Vec<f64> {
     let mut order: Vec<usize> = (0..logits.len()).collect();
     order.sort_by(|&a, &b| logits[b].partial_cmp(&logits[a]).expect("numbers").then(a.cmp(&b)));
@@ -166,8 +166,8 @@ fn exact(logits: &[f32], s: &SamplerSettings) -> Vec<f64> {
     p.iter().map(|w| w / total).collect()
 }
 
-/// Pearson's statistic against its one-in-a-million quantile (Wilson and Hilferty). Outcomes expected less than 10 times
-/// are counted together; impossible ones must not come at all.
+/// Pearson's chi-square statistic against its one-in-a-million quantile (Wilson and Hilferty). Outcomes with fewer than 10
+/// expected occurrences are pooled; impossible outcomes must not occur.
 fn assert_follows(counts: &[u32], p: &[f64], draws: u32, what: &str) {
     let (mut statistic, mut kinds) = (0.0, 0u32);
     let mut add = |count: f64, expected: f64| {
@@ -178,7 +178,7 @@ fn assert_follows(counts: &[u32], p: &[f64], draws: u32, what: &str) {
     };
     let mut rare = (0.0, 0.0);
     for (id, (&count, &p)) in counts.iter().zip(p).enumerate() {
-        assert!(p > 0.0 || count == 0, "{what}: token {id} came {count} times and never should");
+        assert!(p > 0.0 || count == 0, "{what}: token {id} is impossible but was drawn {count} times");
         let expected = p * f64::from(draws);
         if expected < 10.0 {
             rare = (rare.0 + f64::from(count), rare.1 + expected);
@@ -226,7 +226,7 @@ fn draws_follow_the_exact_distribution() {
 
 #[test]
 #[should_panic(expected = "chi-square")]
-fn another_temperature_does_not_pass_for_the_distribution() {
+fn the_wrong_temperature_fails_the_chi_square_test() {
     let logits = some_logits(300, 4, 2.0);
     let warmer = SamplerSettings { temperature: 1.2, ..settings() };
     let mut counts = vec![0u32; logits.len()];
@@ -236,7 +236,7 @@ fn another_temperature_does_not_pass_for_the_distribution() {
     assert_follows(&counts, &exact(&logits, &settings()), 40_000, "warmer");
 }
 
-/// The draw depends on (seed, position) alone: a stage that takes over draws the same.
+/// The draw depends on (seed, position) alone: a stage that takes over draws the same token.
 #[test]
 fn the_same_seed_and_position_draw_the_same() {
     let logits: Vec<f32> = (0..1000).map(|i| ((i * 37) % 101) as f32 / 16.0).collect();
@@ -248,7 +248,7 @@ fn the_same_seed_and_position_draw_the_same() {
     }
     let other: Vec<u32> = (0..100).map(|p| sample(&logits, &SamplerSettings { seed: 6, ..s }, p)).collect();
     assert_ne!(forward, other);
-    // Written down: a change of the numbers is a change of the protocol and needs another `NUMERICS`.
+    // Golden values: a change of the random numbers is a protocol change and requires another `NUMERICS`.
     let share = |bits: u64| (bits as f64 / 2f64.powi(64) * 1e6) as u32;
     assert_eq!([random(0, 0), random(1, 0), random(0, 1)].map(share), [751_958, 453_482, 745_157]);
     assert_eq!(forward[..12], GOLDEN);
@@ -287,7 +287,7 @@ fn ties_go_to_the_lowest_id() {
 }
 
 #[test]
-fn repetition_costs() {
+fn repetition_penalty_applies_once_per_token() {
     let greedy = SamplerSettings { repetition_penalty: 2.0, ..SamplerSettings::greedy() };
     let mut sampler = Sampler::new();
     let mut choose = |logits: &[f32], history: &[u32]| {
@@ -296,30 +296,30 @@ fn repetition_costs() {
     };
     assert_eq!(choose(&[4.0, 3.0, 1.0], &[]), 0);
     assert_eq!(choose(&[4.0, 3.0, 1.0], &[0]), 1);
-    // Once, however often it came; a token outside the vocabulary is nothing.
+    // The penalty applies once, however often the token occurred; a token outside the vocabulary is ignored.
     assert_eq!(choose(&[4.0, 1.9, 1.0], &[0, 0, 0, 77]), 0);
     assert_eq!(choose(&[-1.0, -1.5], &[0]), 1);
-    // What a penalty takes beyond the numbers stays a number.
+    // A result beyond the f32 range is clamped.
     let harsh = SamplerSettings { repetition_penalty: 1e-3, ..settings() };
     let changes = Changes { history: &[0, 1], ..Changes::default() };
     assert_eq!(Sampler::new().sample(&[f32::MAX, f32::NEG_INFINITY], &harsh, 0, &changes), Ok(0));
 }
 
 #[test]
-fn presence_costs_once_and_frequency_each_time_but_not_for_the_prompt() {
+fn presence_applies_once_and_frequency_per_occurrence_excluding_the_prompt() {
     let mut sampler = Sampler::new();
     let mut choose = |presence_penalty, frequency_penalty, history: &[u32], prompt| {
         let s = SamplerSettings { presence_penalty, frequency_penalty, ..SamplerSettings::greedy() };
         let changes = Changes { history, prompt, ..Changes::default() };
         sampler.sample(&[4.0, 3.0, 1.9], &s, 0, &changes).expect("sound")
     };
-    assert_eq!(choose(1.5, 0.0, &[0, 0], 2), 0, "the prompt's");
+    assert_eq!(choose(1.5, 0.0, &[0, 0], 2), 0, "prompt tokens are exempt");
     assert_eq!(choose(1.5, 0.0, &[0, 0], 1), 1);
     assert_eq!(choose(0.9, 0.0, &[0, 0, 0, 0], 0), 0, "once");
     assert_eq!(choose(0.0, 0.9, &[0], 0), 0);
     assert_eq!(choose(0.0, 0.9, &[0, 0], 0), 1);
     assert_eq!(choose(0.0, 0.6, &[0, 1, 0, 1, 0, 1, 0], 0), 2);
-    // A negative one favours what came.
+    // A negative penalty favours tokens that occurred.
     assert_eq!(choose(-1.2, 0.0, &[1], 0), 1);
 }
 
@@ -335,11 +335,11 @@ fn a_bias_is_added_before_penalties() {
     assert_eq!(choose(&[(1, 999_999)], 1.0), 0);
     assert_eq!(choose(&[(1, 1_000_001)], 1.5), 0);
     assert_eq!(choose(&[(1, 1_000_001), (0, -100_000_000), (77, 5)], 1.5), 1);
-    assert_eq!(choose(&[(2, 100_000_000)], 1.0), 0, "what cannot be stays so");
+    assert_eq!(choose(&[(2, 100_000_000)], 1.0), 0, "a masked token stays masked");
 }
 
 #[test]
-fn unsound_logits_and_settings_are_errors() {
+fn invalid_logits_and_settings_are_errors() {
     let greedy = SamplerSettings::greedy();
     for isa in Isa::all() {
         let mut sampler = Sampler::on(isa);
@@ -374,9 +374,9 @@ fn unsound_logits_and_settings_are_errors() {
     }
 }
 
-/// Within 2^-46 of the exact weight or half a unit, and never less for a greater logit.
+/// Within a relative 2^-45 of the exact weight plus about half a unit, and monotonic in the logit.
 #[test]
-fn weights_are_the_exponential_and_never_fall() {
+fn weights_approximate_the_exponential_and_are_monotonic() {
     let greatest = (1u64 << 43) as f64;
     for temperature in [0.3, 1.0, 77.0] {
         let scale = Scale::new(0.0, temperature);
@@ -390,7 +390,7 @@ fn weights_are_the_exponential_and_never_fall() {
         assert_eq!(scale.weight(f32::MIN), 0);
         assert_eq!(scale.weight(f32::NEG_INFINITY), 0);
     }
-    // Neighbouring numbers around the ends of the table's steps, where an approximation would show a seam.
+    // Neighbouring numbers around the table's step boundaries, where an approximation could be discontinuous.
     let scale = Scale::new(0.0, 1.0);
     for step in 0..4096u32 {
         let seam = -(step as f32) / 512.0 * std::f32::consts::LN_2;

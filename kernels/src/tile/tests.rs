@@ -1,8 +1,8 @@
-//! Tiles hold exactly the weights of the file.
+//! Tests that tiles hold exactly the weights of the file.
 use super::*;
 use crate::quant::{QUANT_TYPES, random_blocks};
 
-/// A random matrix as stored, and its tiles.
+/// A random matrix in storage format, and its tiles.
 pub(crate) fn matrix(kind: QuantType, rows: usize, cols: usize, seed: u64) -> (Vec<u8>, Vec<u8>) {
     let stored = random_blocks(kind, rows * cols / kind.block_len(), seed);
     let mut tiles = vec![0xaa; Layout::of(kind).matrix_bytes(rows, cols)];
@@ -29,7 +29,7 @@ fn every_format_keeps_its_weights() {
 }
 
 #[test]
-fn what_fills_the_last_tile_is_zero() {
+fn padding_of_the_last_tile_is_zero() {
     for kind in QUANT_TYPES {
         let cols = kind.block_len().max(BLOCK) * 3;
         let (_, tiles) = matrix(kind, 17, cols, 9);
@@ -43,7 +43,7 @@ fn what_fills_the_last_tile_is_zero() {
 }
 
 #[test]
-fn rows_may_be_converted_apart() {
+fn rows_can_be_converted_in_parts() {
     for kind in QUANT_TYPES {
         let (rows, cols) = (50, 512);
         let (stored, all) = matrix(kind, rows, cols, 4);
@@ -60,7 +60,7 @@ fn rows_may_be_converted_apart() {
 }
 
 #[test]
-fn numbers_that_are_not_finite_are_found() {
+fn non_finite_numbers_are_found() {
     for kind in QUANT_TYPES {
         let (rows, cols) = (20, 512);
         let (mut stored, mut tiles) = matrix(kind, rows, cols, 5);
@@ -72,7 +72,7 @@ fn numbers_that_are_not_finite_are_found() {
             QuantType::F32 => at + 2,
             QuantType::F16 | QuantType::Bf16 | QuantType::Q4_0 | QuantType::Q5_0 | QuantType::Q8_0 => at,
         };
-        stored[place..place + 2].copy_from_slice(&[0x80, 0x7f]); // infinite as the upper half of an f32, no number as f16
+        stored[place..place + 2].copy_from_slice(&[0x80, 0x7f]); // infinity as the upper half of an f32, NaN as an f16
         let found = convert(kind, cols, 0..rows, &stored, &mut tiles);
         assert_eq!(found, Err(NotFinite { row: 18, column: 256 }), "{}", kind.name());
     }

@@ -1,8 +1,8 @@
-//! Byte-level BPE: words are bytes, merged pair by pair in the order the vocabulary was made.
+//! Byte-level BPE: splits text into words of bytes, then merges pairs in the order of the vocabulary's merge list.
 //!
-//! wordchipper ranks a merge by the id of the token it makes. To keep the model's order its ids are re-numbered inside
-//! (byte b is b, merge i is 256 + i). Where two merges make one token no single rank can hold both, and HF `tokenizers`,
-//! which ranks merges themselves, takes over.
+//! wordchipper ranks a merge by the id of the token that it produces. To keep the model's merge order, ids are renumbered
+//! internally (byte b is b, merge i is 256 + i). If two merges produce the same token, no single rank fits both; then HF
+//! `tokenizers` is used, which ranks the merges themselves.
 use std::collections::HashMap;
 
 use tokenizers::Model as _;
@@ -18,15 +18,15 @@ use super::{Kind, TokenizerError, Vocabulary};
 use crate::weights::Metadata;
 
 const MERGES: &str = "tokenizer.ggml.merges";
-/// Merges at most: Llama 3 lists 280,147 for its 128,256 tokens.
+/// Maximum number of merges: Llama 3 lists 280,147 for its 128,256 tokens.
 const MERGES_MAX: usize = 1 << 22;
 
-/// A byte-level vocabulary.
+/// A byte-level BPE vocabulary.
 pub(super) struct BytePair {
     splitter: Splitter,
-    /// Words that are tokens are taken whole; empty where merges decide alone.
+    /// Words that are tokens and skip merging; empty if merges always apply.
     whole: HashMap<Box<[u8]>, u32>,
-    /// Bytes without a token of their own: dropped before merging, as HF does.
+    /// Bytes without a token: removed before merging, as HF does.
     missing: [bool; 256],
     compose: bool,
     engine: Engine,
@@ -37,27 +37,27 @@ enum Engine {
     Listed(Box<Listed>),
 }
 
-/// By wordchipper.
+/// Encodes with wordchipper.
 struct Ranked {
     vocab: UnifiedTokenVocab<u32>,
-    /// The model's id for each number inside.
+    /// Model id of each internal id.
     back: Vec<u32>,
 }
 
-/// By HF `tokenizers`.
+/// Encodes with HF `tokenizers`.
 struct Listed {
     bpe: BPE,
     chars: [char; 256],
 }
 
 impl BytePair {
-    /// Also fills in what each token stands for, and returns whether prompts begin with beginning-of-text by default.
+    /// Also sets `vocabulary.bytes`. The flag says whether prompts begin with beginning-of-text by default.
     pub(super) fn read(metadata: &Metadata, vocabulary: &mut Vocabulary) -> Result<(Self, bool), TokenizerError> {
         let rules = Rules::named(metadata.text("tokenizer.ggml.pre")?)?;
         let chars = byte_chars();
         let bytes = token_bytes(vocabulary, &chars);
         let merges = read_merges(metadata)?;
-        // What merging may make; structure and padding are no words.
+        // Tokens that merging may produce; excludes control and padding tokens.
         let normal = |i: usize| matches!(vocabulary.kinds[i], Kind::Normal | Kind::Byte | Kind::Unknown);
         let mut ids: HashMap<&str, u32> = HashMap::new();
         for i in (0..vocabulary.texts.len()).filter(|&i| normal(i)) {
@@ -126,7 +126,7 @@ impl<'a> Merger<'a> {
     fn new(engine: &'a Engine) -> Self {
         match engine {
             Engine::Ranked(engine) => {
-                // wordchipper's default encoder builds a table for 100 ms; this one starts at once, with equal output.
+                // wordchipper's default encoder builds a table for 100 ms; this one starts immediately and gives equal output.
                 let encoder = SpanEncoderSelector::PriorityMerge.span_encoder_builder(&engine.vocab)();
                 Self::Ranked { engine, encoder, inner: Vec::new() }
             }
@@ -134,7 +134,7 @@ impl<'a> Merger<'a> {
         }
     }
 
-    /// Appends the ids of one word, all of whose bytes have tokens.
+    /// Appends the ids of one word. All its bytes must have tokens.
     fn merge(&mut self, word: &[u8], ids: &mut Vec<u32>) -> Result<(), TokenizerError> {
         match self {
             Self::Ranked { engine, encoder, inner } => {
@@ -153,8 +153,8 @@ impl<'a> Merger<'a> {
     }
 }
 
-/// The printable characters that byte-level vocabularies write bytes with: printable Latin-1 as it is, the others from
-/// U+0100 on.
+/// The printable characters that represent bytes in byte-level vocabularies: printable Latin-1 as is, the others from U+0100
+/// on.
 fn byte_chars() -> [char; 256] {
     let mut next = 0x100;
     std::array::from_fn(|byte| {
@@ -165,9 +165,9 @@ fn byte_chars() -> [char; 256] {
     })
 }
 
-/// What tokens stand for: written bytes for words, their text for everything else.
+/// Bytes of each token: decoded from the byte characters for words, the text itself for all others.
 fn token_bytes(vocabulary: &Vocabulary, chars: &[char; 256]) -> Vec<Box<[u8]>> {
-    // The characters lie below U+0144.
+    // All byte characters are below U+0144.
     let mut bytes = [None; 0x144];
     for (byte, &c) in chars.iter().enumerate() {
         bytes[c as usize] = Some(byte as u8);
@@ -186,7 +186,7 @@ fn read_merges(metadata: &Metadata) -> Result<Vec<(&str, &str)>, TokenizerError>
     let mut pairs = Vec::new();
     for merge in merges {
         let text = std::str::from_utf8(merge).ok().and_then(|m| m.split_once(' '));
-        // A space is never part of a spelling; the first character may be one in odd files, where it is no separator.
+        // Spellings never contain a space; a leading space in unusual files is not a separator.
         let pair = text.filter(|(a, b)| !a.is_empty() && !b.is_empty() && pairs.len() < MERGES_MAX);
         let (a, b) = pair.ok_or_else(|| {
             let shown: String = String::from_utf8_lossy(merge).chars().take(80).collect();
@@ -200,7 +200,7 @@ fn read_merges(metadata: &Metadata) -> Result<Vec<(&str, &str)>, TokenizerError>
     Ok(pairs)
 }
 
-/// Ranks by token, where that keeps the order of the merges; `None` where it cannot.
+/// Ranks merges by token if that preserves their order; `None` if it cannot.
 fn ranked(
     ids: &HashMap<&str, u32>,
     bytes: &[Box<[u8]>],
@@ -208,7 +208,7 @@ fn ranked(
     chars: &[char; 256],
 ) -> Result<Option<Ranked>, TokenizerError> {
     const NOT_MADE: u32 = u32::MAX;
-    // The number inside of each of the model's tokens, and back.
+    // Maps model ids to internal ids, and back.
     let mut inner = vec![NOT_MADE; bytes.len()];
     let mut back = Vec::with_capacity(256 + merges.len());
     for (byte, c) in chars.iter().enumerate() {
@@ -225,11 +225,11 @@ fn ranked(
         made.clear();
         made.extend([*a, *b]);
         let &id = ids.get(&*made).ok_or_else(|| {
-            TokenizerError::Malformed(format!("{MERGES}: {a:?} and {b:?} make no token of the vocabulary"))
+            TokenizerError::Malformed(format!("{MERGES}: {a:?} and {b:?} do not form a token of the vocabulary"))
         })?;
         let number = |part: &str| ids.get(part).map(|&id| inner[id as usize]).filter(|&n| n != NOT_MADE);
         let (Some(ia), Some(ib), NOT_MADE) = (number(a), number(b), inner[id as usize]) else {
-            // A part made by a later merge, if at all; or a token made twice.
+            // A part that no earlier merge produces, or a token produced twice.
             return Ok(None);
         };
         let token = back.len() as u32;
@@ -239,7 +239,7 @@ fn ranked(
         pairs.insert((ia, ib), token);
     }
     let table = ByteMapVocab::from_byte_to_token(&(0..256).collect::<Vec<u32>>());
-    // Splitting is done here, by `Splitter`; the pattern is never used.
+    // Unused: `Splitter` splits the text.
     let config = TextSpanningConfig::from_pattern(RegexPattern::Basic(".".to_owned()));
     let vocab = SpanMapVocab::new(table.clone(), spans)
         .and_then(|spans| UnifiedTokenVocab::new(config, spans, PairMapVocab::new(table, pairs)?));

@@ -1,7 +1,7 @@
-//! SentencePiece BPE: a space is U+2581, pieces merge by score, what no piece spells falls back to bytes.
+//! SentencePiece BPE: spaces become U+2581, pieces merge by score, and text without a piece falls back to byte tokens.
 //!
-//! The merges follow from the pieces (every split of a piece into two pieces, best score first), as HF `tokenizers` has
-//! them when it converts such a model.
+//! Merges are derived from the pieces: every split of a piece into two pieces, best score first. HF `tokenizers` does the same
+//! when it converts such a model.
 use std::collections::HashMap;
 
 use tokenizers::Model as _;
@@ -12,7 +12,7 @@ use crate::weights::Metadata;
 
 const SPACE: &str = "\u{2581}";
 const SCORES: &str = "tokenizer.ggml.scores";
-/// Merges that follow from the pieces at most; Gemma's 262,144 pieces give some 600,000.
+/// Maximum number of derived merges; Gemma's 262,144 pieces give about 600,000.
 const MERGES_MAX: usize = 1 << 23;
 
 /// A SentencePiece vocabulary.
@@ -22,12 +22,12 @@ pub(super) struct SentencePiece {
 }
 
 impl SentencePiece {
-    /// Also fills in what each token stands for.
+    /// Also sets `vocabulary.bytes`.
     pub(super) fn read(metadata: &Metadata, vocabulary: &mut Vocabulary) -> Result<Self, TokenizerError> {
         let scores = metadata.numbers(SCORES)?.ok_or_else(|| super::missing(SCORES))?;
         if scores.len() != vocabulary.texts.len() || scores.iter().any(|s| s.is_nan()) {
             return Err(TokenizerError::Malformed(format!(
-                "{SCORES}: expected {} numbers, found {} (or NaN)",
+                "{SCORES}: expected {} numbers without NaN, found {}",
                 vocabulary.texts.len(),
                 scores.len()
             )));
@@ -53,7 +53,7 @@ impl SentencePiece {
         Ok(Self { bpe, space_prefix })
     }
 
-    /// Text gets a space in front, which decoding takes away.
+    /// Whether encoding prepends a space, which decoding removes.
     pub(super) fn space_prefix(&self) -> bool {
         self.space_prefix
     }
@@ -66,7 +66,7 @@ impl SentencePiece {
     }
 }
 
-/// Every pair of pieces that joined make a piece, by falling score of what they make; equal scores in order of ids.
+/// Every pair of pieces whose concatenation is a piece, by descending score of the result; ties in order of ids.
 fn merges(vocabulary: &Vocabulary, scores: &[f64]) -> Result<Vec<(String, String)>, TokenizerError> {
     let normal = |i: &usize| vocabulary.kinds[*i] == Kind::Normal;
     let pieces: HashMap<&str, usize> =
@@ -79,7 +79,7 @@ fn merges(vocabulary: &Vocabulary, scores: &[f64]) -> Result<Vec<(String, String
             }
         }
         if found.len() > MERGES_MAX {
-            return Err(TokenizerError::Malformed(format!("the pieces make more than {MERGES_MAX} merges")));
+            return Err(TokenizerError::Malformed(format!("expected at most {MERGES_MAX} merges, found more")));
         }
     }
     found.sort_by(|a, b| b.0.total_cmp(&a.0).then_with(|| (a.1, a.2, a.3).cmp(&(b.1, b.2, b.3))));

@@ -1,8 +1,9 @@
-//! Text to words before merging: the regular expressions that each family of byte-level vocabularies was trained with.
+//! Pre-tokenizer: splits text into words before merging, with the regular expressions of each family of byte-level
+//! vocabularies.
 //!
-//! Published patterns end in `\s+(?!\S)|\s+`, which needs an engine that backtracks, gives up on long input and then drops
-//! text. Here the look-ahead is done by hand on a linear engine: a run of whitespace before something else leaves its last
-//! character to it. Nothing is ever dropped: what no pattern matches is a word too.
+//! Published patterns end in `\s+(?!\S)|\s+`. The look-ahead needs a backtracking engine, which fails on long input and then
+//! drops text. Here a linear engine matches and the look-ahead is done by hand: a run of whitespace before other text leaves
+//! its last character to that text. No text is dropped: what no pattern matches is a word too.
 use std::ops::Range;
 
 use wordchipper::support::regex::{RegexPattern, RegexWrapper};
@@ -47,15 +48,15 @@ const EAST_ASIAN: Pattern = plain(r"[\u{4e00}-\u{9fa5}\u{0800}-\u{4e00}\u{ac00}-
 const PUNCTUATION: Pattern = plain(r"[\p{P}\$\+<=>\^~\|]+");
 const PUNCTUATION_OR_BACKTICK: Pattern = plain(r"[\p{P}\$\+<=>\^~\|`]+");
 
-/// What `tokenizer.ggml.pre` names.
+/// The pre-tokenizer named by `tokenizer.ggml.pre`.
 pub(super) struct Rules {
-    /// Applied one after the other, each within the pieces of the one before.
+    /// Applied in order; each splits the pieces of the previous one.
     patterns: &'static [Pattern],
-    /// A word that is a token is taken whole, whatever the merges say.
+    /// A word that is a token is not merged.
     pub whole_words: bool,
-    /// Prompts begin with the beginning-of-text token unless the file says otherwise.
+    /// Prompts begin with the beginning-of-text token unless the file specifies otherwise.
     pub add_bos: bool,
-    /// Text is composed (NFC) first.
+    /// Text is normalised to NFC first.
     pub compose: bool,
 }
 
@@ -68,19 +69,19 @@ const fn plain(regex: &'static str) -> Pattern {
     Pattern { regex, whitespace: Whitespace::Whole }
 }
 
-/// What a match of whitespace alone does before something else.
+/// How a whitespace-only match treats its last character if other text follows.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Whitespace {
-    /// Nothing.
+    /// Keeps it.
     Whole,
-    /// Leaves its last character, if it has several, to what follows: `\s+(?!\S)|\s+`.
+    /// Leaves it to the following text, unless it is the only one: `\s+(?!\S)|\s+`.
     LeavesLast,
-    /// So too unless it ends a line: `\s*[\r\n]+|\s+(?!\S)|\s+`.
+    /// As `LeavesLast`, unless it is a line break: `\s*[\r\n]+|\s+(?!\S)|\s+`.
     LeavesLastWithinLine,
 }
 
 impl Rules {
-    /// The rules of a `tokenizer.ggml.pre`; a file without one has the oldest, "default".
+    /// The rules for a value of `tokenizer.ggml.pre`; a file without the key uses the oldest, "default".
     pub(super) fn named(pre: Option<&str>) -> Result<Self, TokenizerError> {
         let rules = |patterns| Self { patterns, whole_words: false, add_bos: false, compose: false };
         Ok(match pre.unwrap_or("default") {
@@ -102,7 +103,7 @@ impl Rules {
             other => {
                 return Err(TokenizerError::Unsupported(format!(
                     "pre-tokenizer {other:?} (tokenizer.ggml.pre); supported: default, smollm, gpt-2, llama-bpe, qwen2, \
-                     tekken, gpt-4o, falcon, starcoder, command-r and their kin"
+                     tekken, gpt-4o, falcon, starcoder, command-r and their aliases"
                 )));
             }
         })
@@ -117,7 +118,7 @@ impl Rules {
     }
 }
 
-/// Compiled rules.
+/// Compiled patterns.
 pub(super) struct Splitter {
     steps: Vec<(RegexWrapper, Whitespace)>,
 }
@@ -128,7 +129,7 @@ impl Splitter {
         self.step(0, text, 0, word);
     }
 
-    /// Splits `text`, which begins at byte `offset`, by the patterns from `step` on.
+    /// Splits `text`, which begins at byte `offset`, with the patterns from index `step` on.
     fn step(&self, step: usize, text: &str, offset: usize, word: &mut dyn FnMut(Range<usize>)) {
         let Some((regex, whitespace)) = self.steps.get(step) else {
             return word(offset..offset + text.len());
@@ -142,7 +143,7 @@ impl Splitter {
         while at < text.len() {
             let found = match regex {
                 RegexWrapper::Basic(regex) => regex.find_at(text, at).map(|m| m.range()),
-                // Never compiled above.
+                // `RegexPattern::Basic` never compiles to this.
                 RegexWrapper::Fancy(_) => None,
             };
             let Some(found) = found.filter(|f| !f.is_empty()) else {
@@ -158,7 +159,7 @@ impl Splitter {
 }
 
 impl Whitespace {
-    /// Bytes that a match leaves to the text after it.
+    /// Bytes at the end of a match that are left to the following text.
     fn left_over(self, found: &str, after: &str) -> usize {
         let Some(last) = found.chars().next_back() else { return 0 };
         let within_line = self == Self::LeavesLast || !matches!(last, '\r' | '\n');
@@ -183,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn whitespace_leaves_its_last_character() {
+    fn whitespace_leaves_its_last_character_to_the_next_word() {
         assert_eq!(words("gpt-2", "a   b \n\nc  "), ["a", "  ", " b", " \n", "\n", "c", "  "]);
         assert_eq!(
             words("llama-bpe", "a   b \n\n  c\t\td  "),
@@ -195,9 +196,9 @@ mod tests {
         assert_eq!(words("default", "It's 12345!  ok"), ["It", "'", "s", " ", "123", "45", "!", " ", " ok"]);
     }
 
-    /// A mebibyte without a break is neither dropped nor slow: linear patterns have no backtracking limit.
+    /// 256 KiB without a word boundary are neither dropped nor slow: linear engines have no backtracking limit.
     #[test]
-    fn nothing_is_dropped() {
+    fn long_runs_are_not_dropped() {
         for pre in ["gpt-2", "llama-bpe", "qwen2", "tekken", "gpt-4o", "default", "falcon"] {
             for unit in [" ", "\n", "x", "1", "!", "\u{301}", "\u{0}", " \n", "日"] {
                 let text = unit.repeat((1 << 18) / unit.len()) + "end";

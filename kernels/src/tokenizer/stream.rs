@@ -1,9 +1,9 @@
-//! Tokens of a stream become text as soon as they are whole characters.
+//! Streaming decoder: turns tokens into text as soon as they form complete characters.
 use super::Tokenizer;
 
-/// Decodes token by token; bytes of a character that is not complete yet are held back.
+/// Decodes one token at a time; the bytes of an incomplete character are held back.
 ///
-/// The pieces joined equal the lossy UTF-8 of all bytes.
+/// The concatenated output equals the lossy UTF-8 decoding of all bytes.
 #[derive(Debug)]
 pub struct Decoder<'a> {
     tokenizer: &'a Tokenizer,
@@ -15,19 +15,19 @@ impl<'a> Decoder<'a> {
         Self { tokenizer, pending: Vec::new() }
     }
 
-    /// Takes a token; returns the text that is complete now (possibly none).
+    /// Adds a token and returns the text completed by it (possibly empty).
     pub fn push(&mut self, id: u32) -> String {
         self.pending.extend(self.tokenizer.text_bytes(id));
         take_complete(&mut self.pending)
     }
 
-    /// Ends the stream: what was held back, as U+FFFD.
+    /// Ends the stream; incomplete bytes become U+FFFD.
     pub fn finish(&mut self) -> String {
         String::from_utf8_lossy(&std::mem::take(&mut self.pending)).into_owned()
     }
 }
 
-/// Removes what is decided from the front: valid characters, and U+FFFD for bytes that no continuation can mend.
+/// Removes the decided prefix: valid characters, and U+FFFD for bytes that no continuation can complete.
 fn take_complete(pending: &mut Vec<u8>) -> String {
     let mut text = String::new();
     let mut done = 0;
@@ -36,7 +36,7 @@ fn take_complete(pending: &mut Vec<u8>) -> String {
         done += chunk.valid().len();
         let invalid = chunk.invalid();
         let last = done + invalid.len() == pending.len();
-        // At the end, a prefix of a character may still be completed.
+        // An incomplete character at the end may still be completed.
         if last && std::str::from_utf8(invalid).is_err_and(|e| e.error_len().is_none()) {
             break;
         }
@@ -53,7 +53,7 @@ fn take_complete(pending: &mut Vec<u8>) -> String {
 mod tests {
     use super::take_complete;
 
-    /// Every way to cut a byte string into pieces of one to three bytes gives its lossy text.
+    /// Every split of a byte string into pieces of one to three bytes gives its lossy text.
     #[test]
     fn pieces_join_to_the_lossy_text() {
         let cases: [&[u8]; 6] = [

@@ -1,4 +1,4 @@
-//! Tokenizers against the oracles, against Hugging Face's, and against broken vocabularies.
+//! Tests of tokenizers against the oracles and Hugging Face's implementation, and with broken vocabularies.
 use std::sync::Arc;
 
 use super::{Tokenizer, TokenizerError};
@@ -74,7 +74,7 @@ impl Numbers {
     }
 }
 
-/// The real model, or `None` after saying so.
+/// The real model; if absent, prints that the test is skipped and returns `None`.
 fn real_model() -> Option<Arc<ModelFile>> {
     let path = testing::real_model_path()?;
     Some(ModelFile::open(&path).expect("the model opens"))
@@ -86,7 +86,7 @@ fn oracle() -> serde_json::Value {
 }
 
 #[test]
-fn oracle_prompts_have_the_oracles_ids() {
+fn oracle_prompts_encode_to_the_oracle_ids() {
     let Some(file) = real_model() else { return };
     let tokenizer = file.tokenizer().expect("a tokenizer");
     assert_eq!(tokenizer.engine(), "wordchipper");
@@ -108,7 +108,7 @@ fn tokens(file: &ModelFile, key: &str) -> Vec<String> {
     texts.map(|t| String::from_utf8_lossy(t).into_owned()).collect()
 }
 
-/// The whole tokenizer as HF builds it for SmolLM2: Digits(individual) then ByteLevel, special tokens added.
+/// The complete tokenizer as HF builds it for SmolLM2: Digits(individual) then ByteLevel, special tokens added.
 fn hugging_face(file: &ModelFile) -> tokenizers::Tokenizer {
     use tokenizers::AddedToken;
     use tokenizers::models::bpe::{BPE, Vocab};
@@ -134,14 +134,14 @@ fn random_texts_encode_as_hugging_face_does() {
     let mut numbers = Numbers(88_172_645_463_325_252);
     for _ in 0..20_000 {
         let text = numbers.text();
-        let wanted = theirs.encode(text.as_str(), false).expect("encodes").get_ids().to_vec();
-        assert_eq!(ours.encode(&text, true).expect("encodes"), wanted, "{text:?}");
+        let expected = theirs.encode(text.as_str(), false).expect("encodes").get_ids().to_vec();
+        assert_eq!(ours.encode(&text, true).expect("encodes"), expected, "{text:?}");
     }
 }
 
-/// Text comes back but for bytes that the vocabulary cannot spell; token by token the same as at once.
+/// Text round-trips, except for bytes that the vocabulary lacks; streaming gives the same text as decoding in one call.
 #[test]
-fn random_texts_come_back() {
+fn random_texts_round_trip() {
     let Some(file) = real_model() else { return };
     let tokenizer = file.tokenizer().expect("a tokenizer");
     let mut numbers = Numbers(4_242);
@@ -195,9 +195,9 @@ fn tiny(change: impl Fn(&mut GgufWriter)) -> Result<Tokenizer, TokenizerError> {
     ModelFile::from_bytes(w.write().into()).expect("the weights are sound").tokenizer()
 }
 
-/// Two merges that make one token have no single rank: HF ranks merges, and the text still comes out.
+/// Two merges that produce the same token have no single rank: HF ranks merges, and the text still round-trips.
 #[test]
-fn a_vocabulary_that_ranks_cannot_hold_goes_to_hugging_face() {
+fn a_vocabulary_without_unique_ranks_uses_hugging_face() {
     let merges = ["h e", "l l", "he ll", "e ll", "h ell", "hell o", "Ġ w", "o r", "Ġw or", "l d"];
     let mut texts: Vec<String> = Vec::new();
     let listed = tiny(|w| {
@@ -210,41 +210,41 @@ fn a_vocabulary_that_ranks_cannot_hold_goes_to_hugging_face() {
     for text in &texts {
         assert_eq!(&listed.decode(&listed.encode(text, false).expect("encodes")), text);
     }
-    // "h e" comes before "e ll": hell is he + ll, not h + ell.
+    // "h e" ranks before "e ll": hell is he + ll, not h + ell.
     assert_eq!(listed.encode("hello", false).expect("encodes"), [listed.token_id("hello").expect("a token")]);
     assert_eq!(listed.encode("ell", false).expect("encodes"), [listed.token_id("ell").expect("a token")]);
 }
 
-/// Replaces unused-looking single-byte tokens at the end of the byte range by other texts, keeping the count.
+/// Replaces single-byte tokens at the end of the byte range by other texts, keeping the count.
 fn texts_with(w: &mut GgufWriter, extra: &[&str]) {
     let file = ModelFile::from_bytes(TinyModel::default().writer().write().into()).expect("sound");
     let mut texts = tokens(&file, "tokenizer.ggml.tokens");
     for (i, text) in extra.iter().enumerate() {
-        // 0xff and below: bytes that no test text has.
+        // From 0xff down: bytes that occur in no test text.
         texts[3 + 255 - i] = (*text).to_owned();
     }
     w.texts("tokenizer.ggml.tokens", &texts);
 }
 
 #[test]
-fn broken_vocabularies_are_refused() {
-    let refused = |change: &dyn Fn(&mut GgufWriter) -> &mut GgufWriter, part: &str| {
+fn broken_vocabularies_are_rejected() {
+    let rejects = |change: &dyn Fn(&mut GgufWriter) -> &mut GgufWriter, part: &str| {
         let error = tiny(|w| _ = change(w)).expect_err(part).to_string();
         assert!(error.contains(part), "expected {part:?} in {error:?}");
     };
-    refused(&|w| w.text("tokenizer.ggml.model", "rwkv"), "\"rwkv\"; supported: gpt2");
-    refused(&|w| w.text("tokenizer.ggml.pre", "viking"), "\"viking\"");
-    refused(&|w| w.without("tokenizer.ggml.model"), "tokenizer.ggml.model");
-    refused(&|w| w.without("tokenizer.ggml.merges"), "tokenizer.ggml.merges");
-    refused(&|w| w.without("tokenizer.ggml.tokens"), "tokenizer.ggml.tokens");
-    refused(&|w| w.texts("tokenizer.ggml.merges", &["he"]), "pairs like");
-    refused(&|w| w.texts("tokenizer.ggml.merges", &["h x"]), "make no token");
-    refused(&|w| w.i32s("tokenizer.ggml.token_type", &[1, 2]), "kinds");
-    refused(&|w| w.u32("tokenizer.ggml.eos_token_id", 1 << 30), "of a vocabulary of");
-    refused(&|w| w.text("tokenizer.ggml.merges", "h e"), "found a string");
+    rejects(&|w| w.text("tokenizer.ggml.model", "rwkv"), "\"rwkv\"; supported: gpt2");
+    rejects(&|w| w.text("tokenizer.ggml.pre", "viking"), "\"viking\"");
+    rejects(&|w| w.without("tokenizer.ggml.model"), "tokenizer.ggml.model");
+    rejects(&|w| w.without("tokenizer.ggml.merges"), "tokenizer.ggml.merges");
+    rejects(&|w| w.without("tokenizer.ggml.tokens"), "tokenizer.ggml.tokens");
+    rejects(&|w| w.texts("tokenizer.ggml.merges", &["he"]), "pairs like");
+    rejects(&|w| w.texts("tokenizer.ggml.merges", &["h x"]), "do not form a token");
+    rejects(&|w| w.i32s("tokenizer.ggml.token_type", &[1, 2]), "kinds");
+    rejects(&|w| w.u32("tokenizer.ggml.eos_token_id", 1 << 30), "of a vocabulary of");
+    rejects(&|w| w.text("tokenizer.ggml.merges", "h e"), "found a string");
 }
 
-/// A SentencePiece vocabulary: spaces in front, merges by score, bytes for what no piece spells.
+/// A SentencePiece vocabulary: space prefix, merges by score, byte fallback.
 #[test]
 fn sentence_piece_vocabularies() {
     let count = TinyModel::default().open().config().vocab;
@@ -275,10 +275,10 @@ fn sentence_piece_vocabularies() {
         let ids = tokenizer.encode(text, false).expect("encodes");
         assert_eq!(tokenizer.decode(&ids), text, "{ids:?}");
     }
-    // A newline has no piece: its byte.
+    // A newline has no piece, so it becomes a byte token.
     let newline = tokenizer.encode("\n", false).expect("encodes");
     assert_eq!(newline.last(), Some(&(3 + 10)));
-    // After a special token the text has a space in front again, as the reference has it.
+    // Text after a special token gets a space prefix again, as in the reference.
     let again = tokenizer.encode("<s>he", true).expect("encodes");
     assert_eq!(again[0], 1);
     assert_eq!(tokenizer.encode("he", false).expect("encodes"), again[1..]);
@@ -286,13 +286,13 @@ fn sentence_piece_vocabularies() {
     assert_eq!(plain.decode(&plain.encode(" he", false).expect("encodes")), " he");
 }
 
-/// The vocabularies that llama.cpp ships for its own tests, with the ids that each model's original tokenizer gives. They
-/// are too large for this repository: `MESHNODE_VOCABS` names a folder with its `models/ggml-vocab-*` files.
+/// The vocabularies of llama.cpp's own tests, with the ids from each model's original tokenizer. They are too large for this
+/// repository: `MESHNODE_VOCABS` is the path of a folder with its `models/ggml-vocab-*` files.
 #[test]
-#[expect(clippy::print_stdout, reason = "a skipped test says so")]
+#[expect(clippy::print_stdout, reason = "a skipped test prints why")]
 fn published_vocabularies_give_published_ids() {
     let Some(dir) = std::env::var_os("MESHNODE_VOCABS").map(std::path::PathBuf::from) else {
-        println!("SKIPPED: MESHNODE_VOCABS names no folder with llama.cpp's ggml-vocab-*.gguf, .inp and .out files");
+        println!("SKIPPED: set MESHNODE_VOCABS to a folder with llama.cpp's ggml-vocab-*.gguf, .inp and .out files");
         return;
     };
     let engines = [
@@ -316,7 +316,7 @@ fn published_vocabularies_give_published_ids() {
         let tokenizer = Tokenizer::from_metadata(&metadata).expect("a tokenizer");
         println!("{name}: {} in {:?}", tokenizer.engine(), start.elapsed());
         if tokenizer.engine() != engine {
-            wrong.push(format!("{name}: by {}", tokenizer.engine()));
+            wrong.push(format!("{name}: uses {}", tokenizer.engine()));
         }
         let texts = String::from_utf8(read(".inp")).expect("UTF-8");
         let lines = String::from_utf8(read(".out")).expect("UTF-8");
@@ -328,7 +328,7 @@ fn published_vocabularies_give_published_ids() {
             }
             let back = tokenizer.decode(&found);
             if back != text && !text.is_empty() {
-                wrong.push(format!("{name}: {text:?} came back as {back:?}"));
+                wrong.push(format!("{name}: {text:?} decoded to {back:?}"));
             }
         }
     }

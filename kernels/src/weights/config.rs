@@ -1,4 +1,4 @@
-//! What a model is: its sizes, its rotary embedding, which tensors its architecture must have, and what each part costs.
+//! Model configuration: sizes, rotary embedding, the tensors an architecture requires, and the cost of each part.
 use std::collections::BTreeMap;
 use std::f64::consts::PI;
 use std::ops::Range;
@@ -9,39 +9,39 @@ use crate::kv_cache::position_bytes;
 use crate::stage::Activations;
 use crate::tile;
 
-/// Per-dimension factors that Llama 3 files carry for their long-context rotary embedding.
+/// Per-dimension RoPE factors for long contexts in Llama 3 files.
 pub(super) const ROPE_FACTORS: &str = "rope_freqs.weight";
-/// Blocks at most: the deepest published model has 126; a hostile count must not become a loop.
+/// Maximum number of blocks: the deepest published model has 126; a malicious count must not become a long loop.
 const LAYERS_MAX: usize = 4096;
-/// Largest hidden, feed-forward or head width: well above any model, small enough that products of two fit 64 bit.
+/// Maximum hidden, feed-forward or head width: well above any model, and products of two fit 64 bits.
 const WIDTH_MAX: usize = 1 << 20;
-/// Largest context: above it positions are no longer exact in f32.
+/// Maximum context: positions above it are not exact in f32.
 const CONTEXT_MAX: usize = 1 << 24;
-/// Bases of the rotary embedding that make sense: wavelengths grow.
+/// Valid RoPE bases: greater than 1, so that wavelengths increase.
 const ROPE_BASES: Range<f64> = 1.000_001..1e12;
-/// Bytes of one element of a hidden row at a boundary.
+/// Bytes per element of a hidden row sent between stages.
 const ACTIVATION_ELEMENT_BYTES: u64 = 4;
 
-/// Families of models that are computed here. All are pre-norm decoders with RMSNorm, grouped-query attention, rotary
-/// embedding and a gated feed-forward; what differs is in [`ModelConfig`] and in [`crate::recipe::Recipe`].
+/// Supported model families. All are pre-norm decoders with RMSNorm, grouped-query attention, rotary embedding and a gated
+/// feed-forward block; the differences are in [`ModelConfig`] and [`crate::recipe::Recipe`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Architecture {
-    /// SmolLM2, Llama 1 to 3, Mistral: rotary embedding on neighbouring pairs; few have biases in attention.
+    /// SmolLM2, Llama 1 to 3, Mistral: rotary embedding on adjacent pairs; a few have attention biases.
     Llama,
     /// Biases on query, key and value; rotary embedding on halves.
     Qwen2,
-    /// RMSNorm on each head of query and key; rotary embedding on halves.
+    /// RMSNorm on each query and key head; rotary embedding on halves.
     Qwen3,
-    /// RMSNorm on each head and behind each block, GeGLU, a scaled embedding; five of six layers see a window and turn by a base
-    /// of their own.
+    /// RMSNorm on each query and key head and after each block, GeGLU, a scaled embedding. Five of six layers use a sliding
+    /// window and their own RoPE base.
     Gemma3,
 }
 
 impl Architecture {
-    /// All of them.
+    /// All supported families.
     pub const ALL: [Self; 4] = [Self::Llama, Self::Qwen2, Self::Qwen3, Self::Gemma3];
 
-    /// As `general.architecture` spells it.
+    /// The name in `general.architecture`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -66,25 +66,25 @@ impl Architecture {
 /// Sizes and options of a model, consistent with the shapes of its tensors.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    /// Its family.
+    /// Model family.
     pub architecture: Architecture,
-    /// `general.name`, or the architecture's.
+    /// `general.name`, or the architecture name.
     pub name: String,
     /// Transformer blocks.
     pub layers: usize,
-    /// Elements of a hidden row.
+    /// Hidden width: elements of a hidden row.
     pub width: usize,
     /// Query heads; a multiple of `kv_heads`.
     pub heads: usize,
     /// Key and value heads.
     pub kv_heads: usize,
-    /// Elements of a head (query, key and value alike).
+    /// Elements per head (for query, key and value).
     pub head_dim: usize,
-    /// Elements between the feed-forward matrices.
+    /// Width of the feed-forward block.
     pub ffn: usize,
-    /// Tokens: rows of the embedding, length of the logits.
+    /// Vocabulary size: rows of the embedding, length of the logits.
     pub vocab: usize,
-    /// Positions the model was made for.
+    /// Context length that the model was trained for.
     pub context: usize,
     /// Epsilon of every RMSNorm.
     pub norm_eps: f32,
@@ -92,43 +92,43 @@ pub struct ModelConfig {
     pub rope: Rope,
     /// Biases on query, key and value (`blk.N.attn_{q,k,v}.bias`), in all blocks.
     pub attention_bias: bool,
-    /// A bias on what attention gives (`blk.N.attn_output.bias`), in all blocks.
+    /// A bias on the attention output projection (`blk.N.attn_output.bias`), in all blocks.
     pub attention_output_bias: bool,
-    /// RMSNorm on each head of query and key (`blk.N.attn_{q,k}_norm.weight`, `head_dim` weights).
+    /// RMSNorm on each query and key head (`blk.N.attn_{q,k}_norm.weight`, `head_dim` weights).
     pub qk_norm: bool,
-    /// RMSNorm on what attention and feed-forward give (`blk.N.post_{attention,ffw}_norm.weight`, `width` weights).
+    /// RMSNorm on the outputs of attention and feed-forward (`blk.N.post_{attention,ffw}_norm.weight`, `width` weights).
     pub norms_after: bool,
-    /// Layers that see a window, where the family has such layers.
+    /// Sliding-window layers, if the family has them.
     pub local: Option<LocalLayers>,
-    /// What queries are multiplied by.
+    /// Factor for queries.
     pub attention_scale: f32,
     /// Soft cap of the logits.
     pub logit_cap: Option<f32>,
-    /// The output head is the embedding (`token_embd.weight`); else `output.weight`.
+    /// Whether the output head is tied to the embedding (`token_embd.weight`); otherwise it is `output.weight`.
     pub tied: bool,
 }
 
-/// Layers that see a window of positions: all but each `period`-th.
+/// Sliding-window (local) layers: all but every `period`-th.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LocalLayers {
-    /// Positions that a row sees, its own included.
+    /// Window size: positions that a row attends to, its own included.
     pub window: usize,
-    /// The layers `period - 1`, `2 · period - 1` and so on see everything.
+    /// Layers `period - 1`, `2 · period - 1` and so on are global.
     pub period: usize,
-    /// How these layers turn queries and keys.
+    /// Rotary embedding of the local layers.
     pub rope: Rope,
 }
 
 /// Rotary position embedding.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
-    /// Which elements turn together.
+    /// Which elements form a pair.
     pub kind: RopeKind,
     /// Base of the geometric series of wavelengths.
     pub base: f32,
-    /// Elements of a head that turn, the first ones; even, at most `head_dim`.
+    /// Rotated elements per head, the first ones; even, at most `head_dim`.
     pub dims: usize,
-    /// Stretching to a longer context.
+    /// Scaling to a longer context.
     pub scaling: RopeScaling,
 }
 
@@ -141,51 +141,51 @@ pub enum RopeKind {
     Halves,
 }
 
-/// Whose order the rows of query and key matrices have: GGUF's converter interleaves Llama's halves.
+/// Row order of the query and key matrices: GGUF's converter interleaves Llama's halves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Layout {
     Gguf,
     HuggingFace,
 }
 
-/// How angles are stretched beyond the context of the original training.
+/// Scaling of angles beyond the original training context.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum RopeScaling {
-    /// Not at all (per-dimension factors of the file may still apply).
+    /// None (per-dimension factors of the file may still apply).
     None,
-    /// All angles divided by the factor.
+    /// Divides all angles by the factor.
     Linear {
-        /// By how much.
+        /// Divisor.
         factor: f64,
     },
-    /// Llama 3: wavelengths beyond `original_context / low` divided, those below `original_context / high` kept, a ramp of
-    /// frequencies between. (GGUF files carry the same as factors in a tensor.)
+    /// Llama 3: divides wavelengths longer than `original_context / low`, keeps those shorter than `original_context / high`,
+    /// with a ramp of frequencies between. (GGUF files store the equivalent factors in a tensor.)
     Llama3 {
-        /// By how much.
+        /// Divisor.
         factor: f64,
-        /// Context of the original training.
+        /// Original training context.
         original_context: usize,
-        /// Turns within the original context below which a dimension is divided.
+        /// Dimensions with fewer turns within the original context are divided.
         low: f64,
-        /// Turns above which it is kept.
+        /// Dimensions with more turns are kept.
         high: f64,
     },
-    /// YaRN: long wavelengths divided, short ones kept, a ramp between, cosine and sine scaled.
+    /// YaRN: divides long wavelengths, keeps short ones, with a ramp between; scales cosine and sine.
     Yarn {
-        /// By how much.
+        /// Divisor.
         factor: f64,
-        /// Context of the original training.
+        /// Original training context.
         original_context: usize,
-        /// Further scale of cosine and sine.
+        /// Additional scale of cosine and sine.
         attention_factor: f64,
-        /// Turns within the original context above which a dimension is kept.
+        /// Dimensions with more turns within the original context are kept.
         beta_fast: f64,
-        /// Turns below which it is divided.
+        /// Dimensions with fewer turns are divided.
         beta_slow: f64,
     },
 }
 
-/// What a table of cosines and sines is made from: angle of pair `i` at position `p` is `p × inverse[i]`.
+/// Parameters of a cosine and sine table: the angle of pair `i` at position `p` is `p × inverse[i]`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RotaryFrequencies {
     /// One per pair, `dims / 2`.
@@ -194,18 +194,18 @@ pub struct RotaryFrequencies {
     pub magnitude: f32,
 }
 
-/// Costs of a model, in the planner's units.
+/// Costs of a model, in the units of the partitioner.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelCosts {
-    /// First to last.
+    /// In layer order.
     pub layers: Vec<LayerCosts>,
     /// Bytes of the token embedding.
     pub embed_bytes: u64,
-    /// Bytes of final norm and output head; with tied embeddings the head's are the embedding's.
+    /// Bytes of the final norm and the output head. A tied head counts the embedding's bytes.
     pub head_bytes: u64,
-    /// Embedding and head are one matrix.
+    /// Whether embedding and output head are one matrix.
     pub tied: bool,
-    /// Flops per token of the head.
+    /// Flops per token of the output head.
     pub head_flops: u64,
     /// Bytes of one hidden row.
     pub activation_bytes: u64,
@@ -214,16 +214,16 @@ pub struct ModelCosts {
 /// Costs of one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerCosts {
-    /// Multiply-adds times two for one token, empty cache.
+    /// Flops (two per multiply-add) for one token with an empty cache.
     pub flops_per_token: u64,
-    /// Bytes in memory, on the device that takes most.
+    /// Bytes in memory, on the device that needs most.
     pub weight_bytes: u64,
-    /// Bytes of keys and values per position, on the device that takes most.
+    /// Bytes of KV cache per position, on the device that needs most.
     pub kv_bytes_per_token: u64,
 }
 
 impl ModelConfig {
-    /// Reads and checks the sizes. `tensor` looks tensors up: what a header leaves out follows from their shapes.
+    /// Reads and validates the sizes. Values missing from the header are derived from tensor shapes, which `tensor` looks up.
     pub(super) fn read<'a>(
         metadata: &Metadata,
         layout: Layout,
@@ -232,7 +232,7 @@ impl ModelConfig {
         let name = metadata.text("general.architecture")?.ok_or_else(|| missing("general.architecture"))?;
         let architecture = Architecture::parse(name)?;
         let keys = Keys { metadata, prefix: architecture.name() };
-        keys.refuse_unsupported()?;
+        keys.reject_unsupported()?;
         let embedding = tensor("token_embd.weight").ok_or_else(|| missing_tensor("token_embd.weight"))?;
         let width = keys.size("embedding_length", None, WIDTH_MAX)?;
         let heads = keys.size("attention.head_count", None, WIDTH_MAX)?;
@@ -253,7 +253,7 @@ impl ModelConfig {
             norm_eps: keys.norm_eps()?,
             rope: keys.rope(architecture, layout, head_dim)?,
             attention_bias: tensor("blk.0.attn_q.bias").is_some(),
-            // Qwen2's reference has none; the others' have one if `attention_bias` is set.
+            // Qwen2's reference implementation has none; other architectures have one if `attention_bias` is set.
             attention_output_bias: architecture != Architecture::Qwen2 && tensor("blk.0.attn_output.bias").is_some(),
             qk_norm: matches!(architecture, Architecture::Qwen3 | Architecture::Gemma3),
             norms_after: architecture == Architecture::Gemma3,
@@ -282,13 +282,13 @@ impl ModelConfig {
         Ok(config)
     }
 
-    /// Elements of all query heads together.
+    /// Combined width of all query heads.
     #[must_use]
     pub fn q_width(&self) -> usize {
         self.heads * self.head_dim
     }
 
-    /// Elements of all key (or value) heads together.
+    /// Combined width of all key (or value) heads.
     #[must_use]
     pub fn kv_width(&self) -> usize {
         self.kv_heads * self.head_dim
@@ -343,7 +343,8 @@ impl ModelConfig {
         }
     }
 
-    /// Every tensor of the architecture is there with its shape, and none that would be silently left out.
+    /// Checks that every tensor of the architecture is present with its shape, and that no other tensor would be silently
+    /// ignored.
     pub(super) fn check_tensors(
         &self,
         tensors: &[TensorInfo],
@@ -355,7 +356,7 @@ impl ModelConfig {
                 return Ok(());
             }
             Err(WeightsError::Malformed(format!(
-                "tensor {name:?}: expected {shape:?} rows and columns by the header's sizes, found {:?}",
+                "tensor {name:?}: expected {shape:?} rows and columns from the sizes in the header, found {:?}",
                 [tensor.rows, tensor.cols]
             )))
         };
@@ -379,7 +380,7 @@ impl ModelConfig {
             };
             if !known {
                 return Err(WeightsError::Unsupported(format!(
-                    "tensor {:?} is not part of a {} model of {} layers as computed here; results would be wrong without it",
+                    "tensor {:?} is not part of a {} model of {} layers; ignoring it would give wrong results",
                     tensor.name,
                     self.architecture.name(),
                     self.layers
@@ -435,7 +436,7 @@ fn resident_bytes(tensor: &TensorInfo) -> u64 {
 /// The block that a tensor belongs to, `blk.N.…`.
 fn layer_of(name: &str) -> Option<usize> {
     let (number, _) = name.strip_prefix("blk.")?.split_once('.')?;
-    // "07" is not how layer 7 is spelt.
+    // Only the canonical spelling counts: "07" is not layer 7.
     number.parse().ok().filter(|n: &usize| n.to_string() == number)
 }
 
@@ -471,26 +472,26 @@ impl Keys<'_> {
         Ok(value)
     }
 
-    /// Options that change the arithmetic in ways that are not computed here.
-    fn refuse_unsupported(&self) -> Result<(), WeightsError> {
-        let refuse = |key: &str, what: &str| {
+    /// Rejects options that change the arithmetic in unsupported ways.
+    fn reject_unsupported(&self) -> Result<(), WeightsError> {
+        let reject = |key: &str, what: &str| {
             Err(WeightsError::Unsupported(format!("{}: {what} is not supported", self.key(key))))
         };
         if self.metadata.unsigned(&self.key("expert_count"))?.unwrap_or(0) > 0 {
-            return refuse("expert_count", "a mixture of experts");
+            return reject("expert_count", "a mixture of experts");
         }
         if self.metadata.bool(&self.key("attention.causal"))? == Some(false) {
-            return refuse("attention.causal", "attention to later positions");
+            return reject("attention.causal", "attention to later positions");
         }
         for key in ["attention.clamp_kqv", "attention.max_alibi_bias", "attn_logit_softcapping", "logit_scale"] {
             if self.metadata.float(&self.key(key))?.unwrap_or(0.0) != 0.0 {
-                return refuse(key, "this option");
+                return reject(key, "this option");
             }
         }
         Ok(())
     }
 
-    /// A window of all layers bounds the context: within one window it is the same as full attention.
+    /// A sliding window on all layers limits the context: within one window it equals full attention.
     fn context(&self, architecture: Architecture) -> Result<usize, WeightsError> {
         let context = self.size("context_length", None, CONTEXT_MAX)?;
         let window = self.metadata.unsigned(&self.key("attention.sliding_window"))?.unwrap_or(0);
@@ -498,8 +499,8 @@ impl Keys<'_> {
         Ok(if all_layers { context.min(usize::try_from(window).unwrap_or(context)) } else { context })
     }
 
-    /// Gemma 3 (technical report, section 2.1): five local layers to a global one, each local layer with the rotary base of the
-    /// family's earlier models. Files name the window only.
+    /// Gemma 3 (technical report, section 2.1): five local layers per global one; local layers use the RoPE base of the
+    /// family's earlier models. Files specify only the window.
     fn local(
         &self,
         architecture: Architecture,
@@ -516,8 +517,8 @@ impl Keys<'_> {
         Ok(Some(LocalLayers { window, period, rope }))
     }
 
-    /// One over the root of a head's elements. Gemma 3's largest model takes width over heads in their place, and its file
-    /// does not say so: it is the one with 62 layers.
+    /// 1 / √(elements per head). Gemma 3's largest model uses width / heads instead; its file does not record that, so it is
+    /// recognised by its 62 layers.
     fn attention_scale(
         &self,
         architecture: Architecture,
@@ -527,7 +528,7 @@ impl Keys<'_> {
         const LARGEST: usize = 62;
         let largest = architecture == Architecture::Gemma3 && self.size("block_count", None, LAYERS_MAX)? == LARGEST;
         let usual = 1.0 / (if largest { width_per_head } else { head_dim } as f32).sqrt();
-        // Files that name no scale may say zero.
+        // A zero means that the scale is not specified.
         let given = self.float("attention.scale", Some(0.0), 0.0..1e3)? as f32;
         Ok(if given == 0.0 { usual } else { given })
     }
@@ -597,11 +598,11 @@ impl Keys<'_> {
 }
 
 impl Rope {
-    /// Inverse frequencies `base^(-2 i / dims)` with factors and scaling applied. Bit-equal on every machine: the power
-    /// is built from additions, multiplications and divisions only.
+    /// Inverse frequencies `base^(-2 i / dims)` with factors and scaling applied. Bit-identical on every machine: the power
+    /// uses only additions, multiplications and divisions.
     ///
     /// # Errors
-    /// Factors of another length than `dims / 2`, or not positive.
+    /// The factors do not number `dims / 2`, or are not positive.
     pub fn frequencies(&self, factors: Option<&[f32]>) -> Result<RotaryFrequencies, WeightsError> {
         let pairs = self.dims / 2;
         if let Some(factors) = factors
@@ -626,8 +627,8 @@ impl Rope {
                 ((0..pairs).map(stretched).collect(), 1.0)
             }
             RopeScaling::Yarn { factor, original_context, attention_factor, beta_fast, beta_slow } => {
-                // The dimension that turns `turns` times within the original context. Logarithms differ by at most an
-                // ulp between machines, which floor and ceil absorb.
+                // The dimension that makes `turns` turns within the original context. Logarithms differ by at most one ulp
+                // between machines, which floor and ceil absorb.
                 let dimension = |turns: f64| {
                     self.dims as f64 * (original_context as f64 / (turns * 2.0 * PI)).ln()
                         / (2.0 * f64::from(self.base).ln())
@@ -659,13 +660,13 @@ fn power(x: f64, n: i32) -> f64 {
     result
 }
 
-/// The n-th root of `a` in `0 < a < 1`, by Newton from above, where it falls monotonically.
+/// The n-th root of `a` for `0 < a < 1`, by Newton's method from above, which decreases monotonically.
 fn root(a: f64, n: i32) -> f64 {
     let mut x = 1.0f64;
     loop {
         let slope = f64::from(n) * power(x, n - 1);
         let next = x - (power(x, n) - a) / slope;
-        // NaN from a slope that underflowed ends it as well.
+        // A NaN from an underflowed slope also ends the loop.
         if next.partial_cmp(&x) != Some(std::cmp::Ordering::Less) {
             return x;
         }

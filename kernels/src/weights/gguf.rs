@@ -1,7 +1,7 @@
-//! The GGUF container, versions 2 and 3: header, key/values, tensor table, aligned data.
+//! Parser for the GGUF container, versions 2 and 3: header, key/values, tensor table, aligned data.
 //!
-//! Bytes of a hostile file reach nothing unchecked: each count is compared with what is left of the file before anything
-//! is allocated or walked, each product is checked, and every tensor's range lies inside the file and overlaps no other.
+//! Files are untrusted. Each count is checked against the remaining bytes before anything is allocated or iterated, products
+//! are checked for overflow, and every tensor lies inside the file and overlaps no other.
 use std::collections::{BTreeMap, BTreeSet};
 
 use bytes::Bytes;
@@ -11,32 +11,32 @@ use super::metadata::{Array, Element, Metadata, Value};
 use super::{TensorInfo, WeightsError};
 use crate::quant::QuantType;
 
-/// Largest alignment of tensor data: a huge page, beyond which padding would dominate. GGUF's default is 32.
+/// Maximum alignment of tensor data: a huge page; with larger ones padding would dominate. GGUF's default is 32.
 pub(super) const ALIGNMENT_MAX: u64 = 2 << 20;
-/// Longest key or tensor name; the specification's own limit for keys.
+/// Maximum length of a key or tensor name; the specification's limit for keys.
 const NAME_MAX: u64 = 65_535;
-/// Longest single string value: chat templates and licences stay far below.
+/// Maximum length of a string value: chat templates and licences are far shorter.
 const TEXT_MAX: u64 = 16 << 20;
-/// Largest row, so that every row fits one chunk of a shard index (the widest published model needs 0.25 MiB).
+/// Maximum bytes per row, so that every row fits into one chunk of a shard index (the widest published model needs 0.25 MiB).
 pub(super) const ROW_BYTES_MAX: usize = super::index::CHUNK_BYTES_MAX as usize;
-/// Tensors at most; mixtures with hundreds of experts per layer have some ten thousand.
+/// Maximum number of tensors; mixtures with hundreds of experts per layer have about ten thousand.
 const TENSORS_MAX: u64 = 1 << 17;
 
-/// A checked header.
+/// A validated header.
 pub(super) struct Header {
-    /// Bytes before the first tensor's data.
+    /// Length of the header and padding before the first tensor's data.
     pub header_len: u64,
     pub metadata: Metadata,
     /// In file order.
     pub tensors: Vec<TensorInfo>,
-    /// How attention matrices are laid out.
+    /// Row order of the query and key matrices.
     pub layout: Layout,
-    /// What peers get in place of the header, where that alone does not say what the tensors mean.
+    /// Header sent to peers instead of the file's own, if the latter does not contain all metadata.
     pub served: Option<Bytes>,
 }
 
-/// Reads and checks everything but the weights themselves. `bytes`: the file of `file_len` bytes, or its beginning; if the header
-/// does not end within, the error says which byte it reaches at least.
+/// Parses and validates the header. `bytes`: the file of `file_len` bytes, or a prefix of it; if the header does not end within
+/// it, [`WeightsError::Truncated`] gives the minimum length needed.
 pub(super) fn parse(bytes: &Bytes, file_len: u64) -> Result<Header, WeightsError> {
     let mut reader = Reader { bytes, at: 0 };
     let version = read_magic(&mut reader)?;
@@ -48,9 +48,9 @@ pub(super) fn parse(bytes: &Bytes, file_len: u64) -> Result<Header, WeightsError
     }
     let tensor_count = reader.u64("tensor count")?;
     let key_count = reader.u64("metadata count")?;
-    // The smallest entry: an 8-byte length with one byte of key, a 4-byte type, one byte of value.
+    // Smallest entry: an 8-byte length with one byte of key, a 4-byte type, one byte of value.
     let entries = read_entries(&mut reader, key_count)?;
-    // Only this part is kept: what was read may be far longer.
+    // Copy only this part: the bytes that were read may be far more.
     let metadata = Metadata::new(Bytes::copy_from_slice(&bytes[..reader.at]), entries);
     let alignment = read_alignment(&metadata)?;
     let table = read_table(&mut reader, tensor_count)?;
@@ -58,7 +58,7 @@ pub(super) fn parse(bytes: &Bytes, file_len: u64) -> Result<Header, WeightsError
         .checked_next_multiple_of(alignment)
         .ok_or_else(|| malformed(reader.at, "an aligned start of data", "an overflow"))?;
     let tensors = place(table, header_len, alignment, file_len)?;
-    // A file whose data begins beyond its end has no data at all.
+    // If the data would begin past the end of the file, there is no data.
     Ok(Header { header_len: header_len.min(file_len), metadata, tensors, layout: Layout::Gguf, served: None })
 }
 
@@ -103,7 +103,7 @@ fn read_alignment(metadata: &Metadata) -> Result<u64, WeightsError> {
     Ok(alignment)
 }
 
-/// A row of the tensor table with its offset into the data.
+/// An entry of the tensor table, with its offset into the data.
 pub(super) struct Entry {
     pub name: String,
     pub quant: QuantType,
@@ -166,7 +166,7 @@ fn read_table_row(reader: &mut Reader<'_>) -> Result<Entry, WeightsError> {
     Ok(Entry { name, quant, rows, cols, offset, size })
 }
 
-/// Turns offsets into file ranges: aligned, inside the file, not overlapping; sorted by position.
+/// Converts offsets to file ranges, sorted by position. Checks that they are aligned, inside the file and do not overlap.
 pub(super) fn place(
     table: Vec<Entry>,
     data: u64,
@@ -217,12 +217,12 @@ fn unsupported_type(name: &str, kind: u32) -> WeightsError {
     };
     let supported: Vec<_> = crate::quant::QUANT_TYPES.iter().map(|q| q.name()).collect();
     WeightsError::Unsupported(format!(
-        "tensor {name:?} is stored as ggml type {kind}{known}; supported: {}; take the file in one of these",
+        "tensor {name:?} is stored as ggml type {kind}{known}; supported: {}; get the file in a supported format",
         supported.join(", ")
     ))
 }
 
-/// A position in the file; reads what is asked or says what was missing.
+/// A cursor in the file. Reads past the end report what was being read.
 struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,
@@ -281,14 +281,14 @@ impl<'a> Reader<'a> {
                 ));
             }
             let raw = self.take(len as usize, key)?;
-            // Free text such as a licence may be in any encoding; what is compared or parsed is ASCII anyway.
+            // Free text such as a licence may have any encoding; everything that is compared or parsed is ASCII.
             return Ok(Value::Text(String::from_utf8_lossy(raw).into_owned()));
         };
         let raw = self.take(size, key)?;
         element.value(raw).ok_or_else(|| malformed(start, &format!("0 or 1 for {key:?}"), &format!("{raw:?}")))
     }
 
-    /// Walks an array without keeping its elements.
+    /// Skips an array without storing its elements.
     fn array(&mut self, element: Element, count: u64, key: &str) -> Result<Array, WeightsError> {
         let smallest = element.size().unwrap_or(8);
         self.expect_count(key, count, smallest as u64)?;
@@ -305,7 +305,7 @@ impl<'a> Reader<'a> {
         Ok(Array { element, len, range: start..self.at })
     }
 
-    /// Refuses a count that the rest of the file cannot hold, before anything is done `count` times.
+    /// Rejects a count that the rest of the file cannot hold, before looping `count` times.
     fn expect_count(&self, what: &str, count: u64, smallest: u64) -> Result<(), WeightsError> {
         let left = (self.bytes.len() - self.at) as u64;
         match count.checked_mul(smallest) {

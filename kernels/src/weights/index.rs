@@ -1,7 +1,8 @@
-//! A file as content-addressed chunks: what a peer asks for by hash when it lacks a stage's weights.
+//! Shard index: splits a weights file into content-addressed chunks, which peers request by hash when they lack a stage's
+//! weights.
 //!
-//! One index serves every format: it covers the file from end to end, header first, and says of each chunk which rows of
-//! which tensor it holds.
+//! One index covers any format. It spans the file from end to end, header first, and records which rows of which tensor each
+//! chunk holds.
 use std::ops::Range;
 
 use bytes::Bytes;
@@ -10,17 +11,17 @@ use serde::{Deserialize, Serialize};
 
 use super::{ModelFile, Served, TensorInfo, WeightsError};
 
-/// Bytes of a chunk at most: a fraction of a second on a slow link, and 40 thousand chunks for 40 GB.
+/// Maximum bytes per chunk: a fraction of a second on a slow link, and 40 thousand chunks for 40 GB.
 pub const CHUNK_BYTES_MAX: u64 = 1 << 20;
-/// Bytes of an encoded index at most: a million chunks, i.e. a terabyte of weights.
+/// Maximum bytes of an encoded index: a million chunks, that is a terabyte of weights.
 pub const INDEX_BYTES_MAX: usize = 64 << 20;
 const MAGIC: [u8; 4] = *b"MNIX";
 const VERSION: u32 = 1;
 const HEAD_BYTES: usize = 4 + 4 + 8 + 8 + 4;
-/// Length, tag, tensor, first row, rows, hash.
+/// Length, tag, tensor, first row, number of rows, hash.
 const CHUNK_RECORD_BYTES: usize = 4 + 1 + 4 + 8 + 8 + 32;
 
-/// The chunks of a file. Built or decoded it always covers `0..file_len` without gap or overlap.
+/// The chunks of a file. They always cover `0..file_len` without gaps or overlaps.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ShardIndex {
     file_len: u64,
@@ -28,14 +29,14 @@ pub struct ShardIndex {
     chunks: Vec<Chunk>,
 }
 
-/// Consecutive bytes of the file.
+/// A contiguous piece of the file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Chunk {
-    /// Where; 1 to [`CHUNK_BYTES_MAX`] bytes.
+    /// Byte range; 1 to [`CHUNK_BYTES_MAX`] bytes.
     pub range: Range<u64>,
-    /// What lies there.
+    /// What the bytes belong to.
     pub content: Content,
-    /// blake3 of the bytes.
+    /// blake3 hash of the bytes.
     pub hash: [u8; 32],
 }
 
@@ -44,23 +45,23 @@ pub struct Chunk {
 pub enum Content {
     /// Part of the header.
     Header,
-    /// Rows of the `tensor`-th tensor in file order, and the padding that follows the last one.
+    /// Rows of one tensor, and the padding after its last row.
     Rows {
         /// Index into [`ModelFile::tensors`].
         tensor: u32,
-        /// Which rows.
+        /// Row range.
         rows: Range<u64>,
     },
-    /// Bytes of no tensor.
+    /// Bytes outside all tensors.
     Padding,
 }
 
 impl ShardIndex {
-    /// Hashes a complete file on all cores. `progress` gets the bytes of each chunk done, from several threads.
+    /// Hashes a complete file on all cores. `progress` is called with the size of each finished chunk, from several threads.
     ///
     /// # Errors
-    /// [`IndexError::Partial`]: a file with holes has no content to name. [`IndexError::Unreadable`]: it cannot be read, or was
-    /// written while it was hashed.
+    /// [`IndexError::Partial`]: the file has holes, so its content is incomplete. [`IndexError::Unreadable`]: it cannot be
+    /// read, or was modified while it was hashed.
     pub fn build(file: &ModelFile, progress: impl Fn(u64) + Sync) -> Result<Self, IndexError> {
         if file.is_partial() {
             return Err(IndexError::Partial);
@@ -86,7 +87,7 @@ impl ShardIndex {
         self.file_len
     }
 
-    /// Bytes before the first tensor.
+    /// Length of the header.
     #[must_use]
     pub fn header_len(&self) -> u64 {
         self.header_len
@@ -98,25 +99,25 @@ impl ShardIndex {
         &self.chunks
     }
 
-    /// The name of the file's content: blake3 of [`Self::encode`].
+    /// Content id of the file: the blake3 hash of [`Self::encode`].
     #[must_use]
     pub fn content_id(&self) -> [u8; 32] {
         blake3::hash(&self.encode()).into()
     }
 
-    /// Numbers of the chunks that touch any of the ranges, ascending. The header's chunks are those of `0..header_len`.
+    /// Indices of the chunks that overlap any of the ranges, ascending. The header's chunks are those of `0..header_len`.
     #[must_use]
     pub fn chunks_for(&self, ranges: &[Range<u64>]) -> Vec<usize> {
-        let mut wanted = std::collections::BTreeSet::new();
+        let mut selected = std::collections::BTreeSet::new();
         for range in ranges.iter().filter(|r| r.start < r.end) {
             let first = self.chunks.partition_point(|c| c.range.end <= range.start);
             let end = self.chunks.partition_point(|c| c.range.start < range.end);
-            wanted.extend(first..end);
+            selected.extend(first..end);
         }
-        wanted.into_iter().collect()
+        selected.into_iter().collect()
     }
 
-    /// Whether these are the bytes of that chunk.
+    /// Whether `bytes` have the length and hash of a chunk.
     #[must_use]
     pub fn verify(&self, chunk: usize, bytes: &[u8]) -> bool {
         self.chunks.get(chunk).is_some_and(|c| {
@@ -124,7 +125,7 @@ impl ShardIndex {
         })
     }
 
-    /// The canonical bytes: equal indexes have equal bytes on every machine.
+    /// Canonical encoding: equal indexes have equal bytes on every machine.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(HEAD_BYTES + self.chunks.len() * CHUNK_RECORD_BYTES);
@@ -149,22 +150,22 @@ impl ShardIndex {
         out
     }
 
-    /// Reads what [`Self::encode`] wrote, from a peer that may lie: bounded, exact, canonical.
+    /// Decodes an index from an untrusted peer: bounded, exact, canonical.
     ///
     /// # Errors
     /// [`IndexError::Malformed`].
     pub fn decode(bytes: &[u8]) -> Result<Self, IndexError> {
         let wrong = |what: &str| IndexError::Malformed(what.to_owned());
         if bytes.len() > INDEX_BYTES_MAX {
-            return Err(wrong(&format!("{} bytes, at most {INDEX_BYTES_MAX}", bytes.len())));
+            return Err(wrong(&format!("expected at most {INDEX_BYTES_MAX} bytes, found {}", bytes.len())));
         }
-        let (head, records) = bytes.split_at_checked(HEAD_BYTES).ok_or_else(|| wrong("shorter than its head"))?;
+        let (head, records) = bytes.split_at_checked(HEAD_BYTES).ok_or_else(|| wrong("shorter than its header"))?;
         if head[..4] != MAGIC || u32_at(head, 4) != VERSION {
-            return Err(wrong("not an index of version 1"));
+            return Err(wrong("expected the magic bytes and version 1"));
         }
         let (file_len, header_len, count) = (u64_at(head, 8), u64_at(head, 16), u32_at(head, 24) as usize);
         if count.checked_mul(CHUNK_RECORD_BYTES) != Some(records.len()) {
-            return Err(wrong(&format!("{count} chunks declared, {} bytes of them", records.len())));
+            return Err(wrong(&format!("{count} chunks declared, but {} bytes of records", records.len())));
         }
         let mut chunks = Vec::with_capacity(count);
         let mut at = 0u64;
@@ -178,27 +179,27 @@ impl ShardIndex {
                 0 if at < header_len && (tensor, first, rows) == (0, 0, 0) => Content::Header,
                 // A row has at least one byte.
                 1 if at >= header_len && (1..=len).contains(&rows) => {
-                    let end = first.checked_add(rows).ok_or_else(|| wrong("rows beyond 64 bit"))?;
+                    let end = first.checked_add(rows).ok_or_else(|| wrong("a row range exceeds 64 bits"))?;
                     Content::Rows { tensor, rows: first..end }
                 }
                 2 if at >= header_len && (tensor, first, rows) == (0, 0, 0) => Content::Padding,
-                tag => return Err(wrong(&format!("a chunk of kind {tag} at byte {at}"))),
+                tag => return Err(wrong(&format!("invalid chunk record with tag {tag} at byte {at}"))),
             };
-            let hash = record[25..].try_into().map_err(|_| wrong("a hash"))?;
+            let hash = record[25..].try_into().map_err(|_| wrong("truncated hash"))?;
             // Fewer than 2^32 chunks of 2^20 bytes cannot overflow.
             chunks.push(Chunk { range: at..at + len, content, hash });
             at += len;
             if chunks.last().is_some_and(|c| c.content == Content::Header && at > header_len) {
-                return Err(wrong("a header chunk beyond the header"));
+                return Err(wrong("a header chunk extends past the header"));
             }
         }
         if at != file_len || header_len > file_len {
-            return Err(wrong(&format!("chunks of {at} bytes for a file of {file_len}")));
+            return Err(wrong(&format!("chunks cover {at} bytes, the file has {file_len}, its header {header_len}")));
         }
         Ok(Self { file_len, header_len, chunks })
     }
 
-    /// Whether this index describes that file's tensors: lengths, and each row range where the file has it.
+    /// Whether this index describes the layout of `file`: lengths, and the row range of every chunk.
     #[must_use]
     pub fn matches(&self, file: &ModelFile) -> bool {
         self.file_len == served_at(file, file.file_len())
@@ -207,7 +208,7 @@ impl ShardIndex {
     }
 }
 
-/// Serialised as its canonical bytes, so that what arrives has passed [`ShardIndex::decode`].
+/// Serialised in the canonical encoding, so that deserialising validates it with [`ShardIndex::decode`].
 impl Serialize for ShardIndex {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         self.encode().serialize(serializer)
@@ -224,12 +225,12 @@ fn served_header_len(file: &ModelFile) -> u64 {
     file.served_header().map_or(file.header_range().end, |header| header.len() as u64)
 }
 
-/// Where a byte behind the file's header is in the file that peers get.
+/// Maps a position after the file's header to the position in the file that peers receive.
 fn served_at(file: &ModelFile, at: u64) -> u64 {
     at - file.header_range().end + served_header_len(file)
 }
 
-/// The chunks of a file by its header alone.
+/// The chunks of a file, derived from its header alone.
 fn layout(file: &ModelFile) -> Vec<(Range<u64>, Content)> {
     let mut chunks = Vec::new();
     let (header, end) = (served_header_len(file), served_at(file, file.file_len()));
@@ -240,7 +241,7 @@ fn layout(file: &ModelFile) -> Vec<(Range<u64>, Content)> {
     let starts = file.tensors().iter().skip(1).map(start).chain([end]);
     for ((number, tensor), next) in file.tensors().iter().enumerate().zip(starts) {
         let (row_bytes, rows) = (tensor.row_bytes(), tensor.rows as u64);
-        // Rows of at most one chunk each: checked when the file was opened.
+        // Each row fits into a chunk; checked when the file was opened.
         let step = (CHUNK_BYTES_MAX / row_bytes).max(1);
         for first in (0..rows).step_by(step as usize) {
             let last = rows.min(first + step);
@@ -272,7 +273,7 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from(u32_at(bytes, at)) | u64::from(u32_at(bytes, at + 4)) << 32
 }
 
-/// Why there is no index.
+/// Why an index could not be built or decoded.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum IndexError {
     /// The file has holes.
@@ -281,7 +282,7 @@ pub enum IndexError {
     /// The file cannot be read.
     #[error("{0}")]
     Unreadable(String),
-    /// The bytes are no index.
+    /// The bytes are not a valid index.
     #[error("malformed shard index: {0}")]
     Malformed(String),
 }

@@ -1,5 +1,5 @@
-//! The header's keys and values. Arrays stay where they are in the file and are read on demand, so that a count in a
-//! hostile header allocates nothing.
+//! Key/value metadata of the header. Arrays stay in the header bytes and are read on demand, so that a count in a malicious
+//! header causes no allocation.
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
@@ -8,14 +8,14 @@ use bytes::Bytes;
 
 use super::WeightsError;
 
-/// Typed key/values.
+/// Typed key/value pairs.
 #[derive(Clone)]
 pub struct Metadata {
     bytes: Bytes,
     entries: BTreeMap<String, Value>,
 }
 
-/// One value. Integers and floats are widened: writers disagree about widths.
+/// One value. Integers and floats are widened, because writers use different widths.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Value {
     /// Any unsigned integer.
@@ -28,24 +28,24 @@ pub enum Value {
     Bool(bool),
     /// A string.
     Text(String),
-    /// Elements in the file.
+    /// An array in the header bytes.
     Array(Array),
 }
 
-/// An array whose elements were walked and found inside the file.
+/// An array whose elements have been checked to lie inside the file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Array {
-    /// Type of every element.
+    /// Type of all elements.
     pub element: Element,
-    /// How many.
+    /// Number of elements.
     pub len: usize,
-    /// Their bytes in the file.
+    /// Byte range in the file.
     pub range: Range<usize>,
 }
 
-/// Types that GGUF stores, without arrays.
+/// Element types of GGUF, without arrays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[expect(missing_docs, reason = "they are what they are called")]
+#[expect(missing_docs, reason = "the names are self-explanatory")]
 pub enum Element {
     U8,
     I8,
@@ -74,12 +74,12 @@ impl Element {
         }
     }
 
-    /// The value of one little-endian element of `size()` bytes; `None` for strings and impossible booleans.
+    /// Decodes one little-endian element of `size()` bytes; `None` for strings and invalid booleans.
     pub(super) fn value(self, b: &[u8]) -> Option<Value> {
         let mut wide = [0u8; 8];
         wide.get_mut(..b.len())?.copy_from_slice(b);
         let unsigned = u64::from_le_bytes(wide);
-        // Shifted up and arithmetically back, the sign bit of a short integer fills the rest.
+        // Sign-extend: shift the sign bit up to bit 63, then arithmetically back.
         let signed = || {
             let unused = 64 - 8 * b.len() as u32;
             (unsigned << unused).cast_signed() >> unused
@@ -100,15 +100,15 @@ impl Metadata {
         Self { bytes, entries }
     }
 
-    /// The header of any GGUF file, whatever model it holds or lacks.
+    /// The metadata of any GGUF file, even one without a model.
     ///
     /// # Errors
-    /// As for opening a model, but for what only models have.
+    /// As for opening a model, without the checks specific to models.
     pub fn from_gguf(bytes: &Bytes) -> Result<Self, WeightsError> {
         Ok(super::gguf::parse(bytes, bytes.len() as u64)?.metadata)
     }
 
-    /// Any value.
+    /// The value of a key.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.entries.get(key)
@@ -119,10 +119,10 @@ impl Metadata {
         self.entries.iter().map(|(k, v)| (k.as_str(), v))
     }
 
-    /// An integer that is not negative.
+    /// A non-negative integer.
     ///
     /// # Errors
-    /// The key holds something else.
+    /// The value has another type or is negative.
     pub fn unsigned(&self, key: &str) -> Result<Option<u64>, WeightsError> {
         match self.get(key) {
             None => Ok(None),
@@ -135,7 +135,7 @@ impl Metadata {
     /// A finite number.
     ///
     /// # Errors
-    /// The key holds something else, an infinity or NaN.
+    /// The value has another type, or is NaN or infinite.
     pub fn float(&self, key: &str) -> Result<Option<f64>, WeightsError> {
         match self.get(key) {
             None => Ok(None),
@@ -149,7 +149,7 @@ impl Metadata {
     /// A boolean.
     ///
     /// # Errors
-    /// The key holds something else.
+    /// The value has another type.
     pub fn bool(&self, key: &str) -> Result<Option<bool>, WeightsError> {
         match self.get(key) {
             None => Ok(None),
@@ -161,7 +161,7 @@ impl Metadata {
     /// A string.
     ///
     /// # Errors
-    /// The key holds something else.
+    /// The value has another type.
     pub fn text(&self, key: &str) -> Result<Option<&str>, WeightsError> {
         match self.get(key) {
             None => Ok(None),
@@ -170,10 +170,10 @@ impl Metadata {
         }
     }
 
-    /// An array of strings, in the bytes they are stored as (vocabularies carry pieces that are no UTF-8).
+    /// An array of strings, as raw bytes (vocabularies contain pieces that are not UTF-8).
     ///
     /// # Errors
-    /// The key holds something else.
+    /// The value has another type.
     pub fn texts(&self, key: &str) -> Result<Option<Texts<'_>>, WeightsError> {
         match self.get(key) {
             None => Ok(None),
@@ -187,7 +187,7 @@ impl Metadata {
     /// An array of numbers.
     ///
     /// # Errors
-    /// The key holds something else.
+    /// The value has another type.
     pub fn numbers(&self, key: &str) -> Result<Option<Vec<f64>>, WeightsError> {
         let array = match self.get(key) {
             None => return Ok(None),
@@ -215,7 +215,7 @@ impl fmt::Debug for Metadata {
     }
 }
 
-/// Strings of an array, one after the other.
+/// Iterator over the strings of an array.
 #[derive(Clone, Debug)]
 pub struct Texts<'a> {
     rest: &'a [u8],
@@ -227,7 +227,7 @@ impl<'a> Iterator for Texts<'a> {
 
     fn next(&mut self) -> Option<&'a [u8]> {
         self.left = self.left.checked_sub(1)?;
-        // Lengths were walked when the header was read.
+        // The lengths were checked when the header was parsed.
         let (len, rest) = self.rest.split_first_chunk::<8>()?;
         let (text, rest) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)?;
         self.rest = rest;

@@ -1,8 +1,8 @@
-//! Models as Hugging Face publishes them: a `.safetensors` file beside `config.json`, `tokenizer.json` and
-//! `tokenizer_config.json`, read into the same configuration, names and metadata as a GGUF file.
+//! Hugging Face model folders: a `.safetensors` file with `config.json`, `tokenizer.json` and `tokenizer_config.json`,
+//! converted to the configuration, names and metadata of a GGUF file.
 //!
-//! The weights are one file (no `…-00001-of-…` parts) in F32, F16 or BF16. Peers get it with `config.json` among the metadata
-//! of its header, which is all that a stage needs of what lies beside it; the tokenizer stays with the head.
+//! The weights must be a single file (no `…-00001-of-…` shards) in F32, F16 or BF16. Peers receive it with `config.json`
+//! embedded in its header; a stage needs nothing else from the folder. The tokenizer stays on the coordinator.
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -16,15 +16,15 @@ use super::gguf::{self, Entry, Header};
 use super::metadata::{Array, Element, Metadata, Value};
 use crate::quant::QuantType;
 
-/// Bytes of the JSON header at most; the format's own limit.
+/// Maximum bytes of the JSON header; the format's own limit.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
-/// Bytes of a file beside the weights at most: the largest tokenizers have some 30 MiB.
+/// Maximum bytes of another file in the folder: the largest tokenizers have about 30 MiB.
 const BESIDE_BYTES_MAX: u64 = 128 << 20;
 
-/// Where a header carries `config.json`.
+/// Header metadata key under which `config.json` is embedded for peers.
 const CONFIG_KEY: &str = "meshnode.config";
 
-/// A tensor as the header lists it.
+/// A tensor entry of the header.
 #[derive(Deserialize)]
 struct Listed {
     dtype: String,
@@ -37,8 +37,8 @@ pub(super) fn recognise(bytes: &[u8]) -> bool {
     bytes.first_chunk().is_some_and(|len| u64::from_le_bytes(*len) <= HEADER_BYTES_MAX) && bytes.get(8) == Some(&b'{')
 }
 
-/// Reads the header and what lies beside the file. `bytes`: the file of `file_len` bytes, or its beginning; if the header does not
-/// end within, the error says where it ends.
+/// Parses the header and the other files of the folder. `bytes`: the file of `file_len` bytes, or a prefix of it; if the header
+/// does not end within it, [`WeightsError::Truncated`] gives the length needed.
 pub(super) fn parse(bytes: &[u8], file_len: u64, path: Option<&Path>) -> Result<Header, WeightsError> {
     let (listed, data) = read_listed(bytes)?;
     let mut builder = Builder::default();
@@ -49,10 +49,10 @@ pub(super) fn parse(bytes: &[u8], file_len: u64, path: Option<&Path>) -> Result<
     builder.model(&config)?;
     let table = table(listed, config["tie_word_embeddings"].as_bool().unwrap_or(false))?;
     let tensors = gguf::place(table, data, 1, file_len)?;
-    // Kernels read whole numbers at a time.
+    // Kernels require aligned elements.
     if let Some(odd) = tensors.iter().find(|t| !t.range.start.is_multiple_of(t.quant.block_bytes() as u64)) {
         return Err(malformed(&format!(
-            "tensor {:?} begins at byte {}, which is odd for it",
+            "tensor {:?} begins at byte {}, which is not aligned to its elements",
             odd.name, odd.range.start
         )));
     }
@@ -81,7 +81,7 @@ fn read_beside(path: &Path) -> Result<Option<String>, WeightsError> {
     Ok(Some(text))
 }
 
-/// What the header lists, and where the data begins.
+/// The header's entries and the position where the data begins.
 fn read_listed(bytes: &[u8]) -> Result<(BTreeMap<String, Json>, u64), WeightsError> {
     let have = bytes.len() as u64;
     let truncated = |need| WeightsError::Truncated { what: "safetensors header".to_owned(), need, have };
@@ -93,10 +93,10 @@ fn read_listed(bytes: &[u8]) -> Result<(BTreeMap<String, Json>, u64), WeightsErr
     Ok((listed, data))
 }
 
-/// The header with `config.json` in it. Its length keeps the alignment of what follows.
+/// Embeds `config.json` in the header. The new length keeps the alignment of the data.
 fn carry(mut listed: BTreeMap<String, Json>, data: u64, config: &Json) -> Bytes {
     let metadata = listed.entry("__metadata__".to_owned()).or_insert(Json::Null);
-    // Of the rest of it nothing is read.
+    // The rest of the metadata is never read.
     *metadata = serde_json::json!({ CONFIG_KEY: config.to_string() });
     let mut text = serde_json::to_vec(&listed).unwrap_or_default();
     while !(8 + text.len() as u64).abs_diff(data).is_multiple_of(64) {
@@ -105,11 +105,11 @@ fn carry(mut listed: BTreeMap<String, Json>, data: u64, config: &Json) -> Bytes 
     [&(text.len() as u64).to_le_bytes()[..], &text].concat().into()
 }
 
-/// The tensors under GGUF's names.
+/// The tensors, with GGUF names.
 fn table(listed: BTreeMap<String, Json>, tied: bool) -> Result<Vec<Entry>, WeightsError> {
     let mut table = Vec::new();
     for (name, json) in listed {
-        // Inverse frequencies follow from the configuration; a tied head is the embedding again.
+        // Inverse frequencies are derived from the configuration; a tied head repeats the embedding.
         let derived = name == "__metadata__" || name.ends_with(".rotary_emb.inv_freq");
         if derived || (tied && name == "lm_head.weight") {
             continue;
@@ -141,8 +141,8 @@ fn entry(name: &str, listed: &Listed) -> Result<Entry, WeightsError> {
         return Err(wrong("expected dimensions of at least 1"));
     };
     let row_bytes = quant.row_bytes(cols).filter(|&b| b <= gguf::ROW_BYTES_MAX);
-    let row_bytes = row_bytes.ok_or_else(|| wrong("rows too long"))? as u64;
-    let size = row_bytes.checked_mul(rows as u64).ok_or_else(|| wrong("a size beyond 64 bit"))?;
+    let row_bytes = row_bytes.ok_or_else(|| wrong("rows are too long"))? as u64;
+    let size = row_bytes.checked_mul(rows as u64).ok_or_else(|| wrong("the size exceeds 64 bits"))?;
     let [start, end] = listed.data_offsets;
     if end.checked_sub(start) != Some(size) {
         return Err(wrong(&format!("expected {size} bytes, found the range {start}..{end}")));
@@ -150,7 +150,7 @@ fn entry(name: &str, listed: &Listed) -> Result<Entry, WeightsError> {
     Ok(Entry { name: gguf_name(name), quant, rows, cols, offset: start, size })
 }
 
-/// `model.layers.3.mlp.up_proj.weight` is `blk.3.ffn_up.weight`; unknown names stay and are refused later, by name.
+/// Maps `model.layers.3.mlp.up_proj.weight` to `blk.3.ffn_up.weight`. Unknown names are kept and rejected later, by name.
 fn gguf_name(name: &str) -> String {
     const PARTS: [(&str, &str); 15] = [
         ("input_layernorm.weight", "attn_norm.weight"),
@@ -183,7 +183,7 @@ fn gguf_name(name: &str) -> String {
     fixed.map(str::to_owned).or_else(block).unwrap_or_else(|| name.to_owned())
 }
 
-/// Metadata in GGUF's terms.
+/// Builds metadata with GGUF keys.
 #[derive(Default)]
 struct Builder {
     arrays: Vec<u8>,
@@ -220,7 +220,7 @@ impl Builder {
         self.set(key, Value::Array(Array { element: Element::F64, len, range }));
     }
 
-    /// Reads what lies beside the file; returns `config.json`, and the header that carries it.
+    /// Reads the other files of the folder. Returns `config.json` and the header that embeds it.
     fn folder(
         &mut self,
         path: Option<&Path>,
@@ -228,11 +228,13 @@ impl Builder {
         data: u64,
     ) -> Result<(Json, Option<Bytes>), WeightsError> {
         let dir = path.and_then(Path::parent).ok_or_else(|| {
-            WeightsError::Unsupported("a safetensors model is a folder: open it by its path".to_owned())
+            WeightsError::Unsupported(
+                "a safetensors model needs the other files of its folder: open it by its path".to_owned(),
+            )
         })?;
         let config = read_json(&dir.join("config.json"))?.ok_or_else(|| {
             WeightsError::Unsupported(format!(
-                "{} lacks config.json, which says what the tensors mean; fetch the model's whole folder, or take a GGUF file",
+                "{} lacks config.json, which describes the model; fetch the model's whole folder, or use a GGUF file",
                 dir.display()
             ))
         })?;
@@ -246,15 +248,15 @@ impl Builder {
         Ok((config, Some(served)))
     }
 
-    /// `config.json`.
+    /// Converts `config.json`.
     fn model(&mut self, config: &Json) -> Result<(), WeightsError> {
         let kind = config["model_type"].as_str().unwrap_or_default();
         if kind.starts_with("gemma") {
             return Err(WeightsError::Unsupported(format!(
-                "config.json: a {kind:?} model is read from GGUF files only (its folder stores norms less one); take the .gguf file"
+                "config.json: a {kind:?} model is supported in GGUF files only (its folder stores norm weights minus one); use the .gguf file"
             )));
         }
-        // Mistral is Llama with a window.
+        // Mistral is Llama with a sliding window.
         let arch = if kind == "mistral" { "llama" } else { kind };
         self.set("general.architecture", Value::Text(arch.to_owned()));
         if let Some(name) = config["_name_or_path"].as_str().filter(|n| !n.is_empty()) {
@@ -315,7 +317,7 @@ impl Builder {
         Ok(())
     }
 
-    /// The chat template: in `tokenizer_config.json` or a file of its own.
+    /// Reads the chat template from `tokenizer_config.json` or its own file.
     fn template(&mut self, options: &Json, dir: &Path) -> Result<(), WeightsError> {
         let inline = &options["chat_template"];
         let named = || {
@@ -332,7 +334,7 @@ impl Builder {
         Ok(())
     }
 
-    /// `tokenizer.json`: vocabulary and merges, by id.
+    /// Converts `tokenizer.json`: vocabulary by id, and merges.
     fn tokenizer(&mut self, tokenizer: &Json, options: &Json, config: &Json) -> Result<(), WeightsError> {
         const NORMAL: f64 = 1.0;
         const UNKNOWN: f64 = 2.0;
@@ -345,7 +347,7 @@ impl Builder {
         let vocab =
             vocab.ok_or_else(|| WeightsError::Unsupported("tokenizer.json: expected a BPE model".to_owned()))?;
         let sentence_piece = model["byte_fallback"] == Json::Bool(true);
-        // Rows of the embedding that no token uses are padding.
+        // Embedding rows without a token are padding.
         let count = config["vocab_size"].as_u64().unwrap_or(0).min(1 << 20) as usize;
         let mut tokens: Vec<(&str, f64)> = vec![("", UNUSED); count];
         let mut put = |id: Option<u64>, text, kind| {
@@ -388,7 +390,7 @@ impl Builder {
         let merges = merges(model)?;
         if sentence_piece {
             self.set("tokenizer.ggml.model", Value::Text("llama".to_owned()));
-            // The rank of the first merge that makes a piece stands for its score.
+            // The rank of the first merge that produces a piece serves as its score.
             let mut ranks: BTreeMap<String, f64> = BTreeMap::new();
             for (rank, (a, b)) in merges.iter().enumerate() {
                 ranks.entry(format!("{a}{b}")).or_insert(-(rank as f64));
@@ -421,7 +423,7 @@ impl Builder {
 
 /// Merges as `"a b"` (older files) or `["a", "b"]`.
 fn merges(model: &Json) -> Result<Vec<(&str, &str)>, WeightsError> {
-    let listed = model["merges"].as_array().ok_or_else(|| malformed("tokenizer.json: no merges"))?;
+    let listed = model["merges"].as_array().ok_or_else(|| malformed("tokenizer.json: expected a list of merges"))?;
     listed
         .iter()
         .map(|merge| match merge.as_array().map(Vec::as_slice) {
@@ -429,12 +431,11 @@ fn merges(model: &Json) -> Result<Vec<(&str, &str)>, WeightsError> {
             Some(_) => None,
             None => merge.as_str()?.split_once(' '),
         })
-        .map(|pair| pair.ok_or_else(|| malformed("tokenizer.json: a merge that is no pair")))
+        .map(|pair| pair.ok_or_else(|| malformed("tokenizer.json: expected each merge to be a pair")))
         .collect()
 }
 
-/// The name GGUF gives to a pre-tokenizer, told by its regular expression; one that is not known is refused by the
-/// tokenizer, with its text.
+/// GGUF's name of a pre-tokenizer, recognised by its regular expression. The tokenizer rejects an unknown one.
 fn pre_tokenizer(json: &Json) -> &str {
     let text = json.to_string();
     if text.contains(r"\\p{N}{1,3}") && !text.contains(r"\\p{Lu}") {

@@ -1,7 +1,7 @@
-//! Where a model's bytes are: in memory, or in a file that is read piece by piece.
+//! Source of a model's bytes: memory, or a file that is read in pieces.
 //!
-//! Files are not mapped: a page of a mapping that lies behind the end of a file which somebody has cut kills the process,
-//! where a read fails.
+//! Files are not memory-mapped: accessing a page of a mapping past the end of a truncated file kills the process (SIGBUS),
+//! whereas a read returns an error.
 use std::fmt;
 use std::fs::{File, Metadata, TryLockError};
 use std::io::{self, ErrorKind};
@@ -16,29 +16,29 @@ use super::WeightsError;
 /// The bytes of a model.
 #[derive(Debug)]
 pub(super) enum Source {
-    /// All of them.
+    /// In memory.
     Memory(Bytes),
     /// In a file.
     File(OpenFile),
 }
 
-/// A file that is open, with a shared lock for programs that ask before they write.
+/// An open file with a shared advisory lock.
 ///
-/// The open file is what counts, not its name: another file that took the name by a rename changes nothing here.
+/// It refers to the open file, not to its name: a rename of another file onto the path has no effect.
 #[derive(Debug)]
 pub(super) struct OpenFile {
     file: File,
     path: PathBuf,
-    /// Chunks from peers are written into it: its time changes, its length does not.
+    /// Chunks from peers are being written into the file: its modification time changes, its length does not.
     filling: bool,
     opened: Stamp,
 }
 
-/// What tells a file that was written from one that was not.
+/// Detects whether a file was modified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Stamp {
     bytes: u64,
-    /// Seconds and nanoseconds of the last write; `None` for a file that is being filled.
+    /// Modification time in seconds and nanoseconds; `None` for a file that is being filled.
     written: Option<(i64, i64)>,
 }
 
@@ -46,20 +46,20 @@ impl Source {
     /// Opens a file.
     ///
     /// # Errors
-    /// It cannot be opened, or another program has locked it to write.
+    /// It cannot be opened, or another program holds an exclusive lock.
     pub(super) fn open(path: &Path, filling: bool) -> Result<Self, WeightsError> {
         let failed = |source| WeightsError::Io { path: path.to_owned(), source };
         let file = File::open(path).map_err(failed)?;
         match file.try_lock_shared() {
             Err(TryLockError::WouldBlock) => return Err(WeightsError::Locked { path: path.to_owned() }),
-            // Some network file systems know no locks: length and time of the last write are compared all the same.
+            // Some network file systems do not support locks; length and modification time are still compared.
             Ok(()) | Err(TryLockError::Error(_)) => {}
         }
         let opened = Stamp::of(&file.metadata().map_err(failed)?, filling);
         Ok(Self::File(OpenFile { file, path: path.to_owned(), filling, opened }))
     }
 
-    /// Where it was opened from.
+    /// Path of the file; `None` if in memory.
     pub(super) fn path(&self) -> Option<&Path> {
         match self {
             Self::Memory(_) => None,
@@ -67,7 +67,7 @@ impl Source {
         }
     }
 
-    /// Whether there may be holes.
+    /// Whether the file may have holes.
     pub(super) fn is_filling(&self) -> bool {
         match self {
             Self::Memory(_) => false,
@@ -75,7 +75,7 @@ impl Source {
         }
     }
 
-    /// Length when it was opened.
+    /// Length when opened.
     pub(super) fn len(&self) -> u64 {
         match self {
             Self::Memory(bytes) => bytes.len() as u64,
@@ -83,10 +83,10 @@ impl Source {
         }
     }
 
-    /// Some of the bytes, copied from a file: callers ask for pieces. Holes read as zeros.
+    /// Reads a byte range. Holes read as zeros.
     ///
     /// # Errors
-    /// There are not as many, or the file cannot be read.
+    /// The range is out of bounds, or the file cannot be read.
     pub(super) fn read(&self, range: &Range<u64>) -> Result<Bytes, WeightsError> {
         let beyond = || {
             let what = format!("the range {}..{}", range.start, range.end);
@@ -118,7 +118,7 @@ impl OpenFile {
             Ok(()) => Ok(bytes.into()),
             Err(error) => {
                 if error.kind() == ErrorKind::UnexpectedEof {
-                    self.check_unchanged()?; // says more: the file was cut
+                    self.check_unchanged()?; // a better error: the file was truncated
                 }
                 Err(self.failed(error))
             }

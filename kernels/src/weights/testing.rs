@@ -1,4 +1,4 @@
-//! Small valid models made in memory, for tests and benches of whatever reads weights.
+//! Test support: builds small valid models in memory, for tests and benchmarks of everything that reads weights.
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::Command;
@@ -7,12 +7,12 @@ use std::sync::{Arc, OnceLock};
 use super::{Architecture, ModelFile};
 use crate::quant::{QuantType, random_blocks};
 
-/// Writes GGUF files, sound ones or not: nothing is checked.
+/// Writes GGUF files, valid or not; nothing is checked.
 #[derive(Clone, Debug)]
 pub struct GgufWriter {
     /// Format version.
     pub version: u32,
-    /// Alignment that offsets and the start of data follow; written as a key if not 32.
+    /// Alignment of tensor offsets and of the data start; written as a key if not 32.
     pub alignment: usize,
     keys: Vec<(String, Vec<u8>)>,
     tensors: Vec<TensorSource>,
@@ -21,13 +21,13 @@ pub struct GgufWriter {
 /// A tensor to write.
 #[derive(Clone, Debug)]
 pub struct TensorSource {
-    /// Its name.
+    /// Name.
     pub name: String,
     /// Dimensions in the file's order: columns first.
     pub dims: Vec<u64>,
-    /// ggml's number of the type.
+    /// ggml type number.
     pub kind: u32,
-    /// Its bytes.
+    /// Data.
     pub bytes: Vec<u8>,
     /// Written instead of the true offset.
     pub offset: Option<u64>,
@@ -102,12 +102,12 @@ impl GgufWriter {
         self
     }
 
-    /// The tensors, to be spoilt.
+    /// The tensors, so that tests can corrupt them.
     pub fn tensors_mut(&mut self) -> &mut Vec<TensorSource> {
         &mut self.tensors
     }
 
-    /// Everything before the tensors' data, padded to the alignment.
+    /// The header, padded to the alignment.
     #[must_use]
     pub fn header(&self) -> Vec<u8> {
         let mut keys: BTreeMap<&str, &Vec<u8>> = self.keys.iter().map(|(k, v)| (k.as_str(), v)).collect();
@@ -136,7 +136,7 @@ impl GgufWriter {
         out
     }
 
-    /// The whole file.
+    /// The complete file.
     #[must_use]
     pub fn write(&self) -> Vec<u8> {
         let mut out = self.header();
@@ -149,7 +149,7 @@ impl GgufWriter {
 }
 
 fn padded(len: usize, alignment: usize) -> usize {
-    // Tests write files of alignment 0 too.
+    // Tests also write files with alignment 0.
     len.next_multiple_of(alignment.max(1))
 }
 
@@ -157,12 +157,12 @@ fn string(bytes: &[u8]) -> Vec<u8> {
     [&(bytes.len() as u64).to_le_bytes()[..], bytes].concat()
 }
 
-/// What a small model is like. Widths are multiples of 256, so that every format fits.
+/// Parameters of a small model. Widths are multiples of 256, so that every format fits.
 #[derive(Clone, Copy, Debug)]
 pub struct TinyModel {
-    /// Its family.
+    /// Model family.
     pub architecture: Architecture,
-    /// Format of its matrices.
+    /// Storage format of the matrices.
     pub quant: QuantType,
     /// Blocks.
     pub layers: usize,
@@ -174,11 +174,11 @@ pub struct TinyModel {
     pub kv_heads: usize,
     /// Feed-forward width.
     pub ffn: usize,
-    /// Output head is the embedding.
+    /// Whether the output head is tied to the embedding.
     pub tied: bool,
-    /// All biases in attention that the architecture may have; Qwen2 has some anyway.
+    /// All attention biases that the architecture may have; Qwen2 always has some.
     pub biases: bool,
-    /// Of the random weights.
+    /// Seed of the random weights.
     pub seed: u64,
 }
 
@@ -199,13 +199,13 @@ impl Default for TinyModel {
     }
 }
 
-/// Merges of the small vocabulary, in order.
+/// Merges of the small vocabulary, by rank.
 pub const TINY_MERGES: [&str; 8] = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "l d"];
 /// Its control tokens: ids 0, 1 and 2.
 pub const TINY_CONTROL: [&str; 3] = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"];
 
 impl TinyModel {
-    /// The model as a file.
+    /// Writes the model as a GGUF file.
     #[must_use]
     pub fn writer(&self) -> GgufWriter {
         const HEAD: usize = 64;
@@ -227,7 +227,7 @@ impl TinyModel {
         w.f32(&format!("{arch}.attention.layer_norm_rms_epsilon"), 1e-5);
         w.f32(&format!("{arch}.rope.freq_base"), 10_000.0);
         if self.architecture == Architecture::Gemma3 {
-            // Windows end within the tests' prompts, and two of three layers have them.
+            // Windows are shorter than the tests' prompts, and two of three layers have them.
             w.f32("gemma3.rope.freq_base", 1e6).f32("gemma3.final_logit_softcapping", 30.0);
             w.u32("gemma3.attention.sliding_window", 9).u32("gemma3.attention.sliding_window_pattern", 3);
         }
@@ -276,17 +276,17 @@ impl TinyModel {
         w
     }
 
-    /// The model, opened.
+    /// Opens the model.
     ///
     /// # Panics
-    /// If it cannot be opened, which is a failure of the test that asked.
+    /// If it cannot be opened, which fails the calling test.
     #[must_use]
     pub fn open(&self) -> Arc<ModelFile> {
         ModelFile::from_bytes(self.writer().write().into()).expect("a sound small model")
     }
 }
 
-/// Control tokens, all bytes, a few merges; returns the number of tokens.
+/// Writes control tokens, all bytes and a few merges; returns the number of tokens.
 fn tiny_vocabulary(w: &mut GgufWriter) -> usize {
     let mut tokens: Vec<String> = TINY_CONTROL.iter().map(|&t| t.to_owned()).collect();
     let mut next = 0x100;
@@ -304,20 +304,20 @@ fn tiny_vocabulary(w: &mut GgufWriter) -> usize {
     tokens.len()
 }
 
-/// Where the real model is: `MESHNODE_MODEL`, else the cache that `meshnode pull` fills, fetched into it if need be. `None`
-/// after printing SKIPPED.
+/// Path of the real model: `MESHNODE_MODEL`, else the cache of `meshnode pull`, downloading it there if missing. Prints SKIPPED
+/// and returns `None` if it is not available.
 ///
 /// # Panics
-/// If it cannot be had and `MESHNODE_REQUIRE` lists `model`.
+/// If it is not available and `MESHNODE_REQUIRE` lists `model`.
 #[must_use]
-#[expect(clippy::print_stdout, reason = "a skipped test says so")]
+#[expect(clippy::print_stdout, reason = "a skipped test prints why")]
 pub fn real_model_path() -> Option<PathBuf> {
-    static FOUND: OnceLock<Result<PathBuf, String>> = OnceLock::new(); // one fetch, however many tests want it
+    static FOUND: OnceLock<Result<PathBuf, String>> = OnceLock::new(); // download once for all tests
     match FOUND.get_or_init(find_or_fetch) {
         Ok(path) => Some(path.clone()),
         Err(reason) => {
             let required = std::env::var("MESHNODE_REQUIRE").unwrap_or_default();
-            let reason = format!("{reason}; `meshnode pull smollm2-135m` fetches it, or MESHNODE_MODEL names it");
+            let reason = format!("{reason}; run `meshnode pull smollm2-135m`, or set MESHNODE_MODEL to its path");
             assert!(!required.split(',').any(|r| r == "model"), "the model is required: {reason}");
             println!("SKIPPED: {reason}");
             None
@@ -327,12 +327,12 @@ pub fn real_model_path() -> Option<PathBuf> {
 
 fn find_or_fetch() -> Result<PathBuf, String> {
     if let Some(named) = std::env::var_os("MESHNODE_MODEL").map(PathBuf::from) {
-        let missing = || format!("MESHNODE_MODEL names {}, which is not a file", named.display());
+        let missing = || format!("MESHNODE_MODEL is {}, which is not a file", named.display());
         return if named.is_file() { Ok(named) } else { Err(missing()) };
     }
     let home = || Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache"));
     let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).or_else(home);
-    let cache = cache.ok_or("neither XDG_CACHE_HOME nor HOME says where the cache is")?;
+    let cache = cache.ok_or("cannot locate the cache: neither XDG_CACHE_HOME nor HOME is set")?;
     let path = cache.join("meshnode/models/SmolLM2-135M-Instruct.Q4_1.gguf");
     if path.is_file() {
         return Ok(path);
@@ -341,7 +341,7 @@ fn find_or_fetch() -> Result<PathBuf, String> {
     let run = Command::new("python3").arg(script).arg(&path).status();
     match run {
         Ok(status) if status.success() => Ok(path),
-        Ok(status) => Err(format!("tests/fetch_model.py ended with {status}")),
-        Err(error) => Err(format!("python3 did not start to fetch the model: {error}")),
+        Ok(status) => Err(format!("tests/fetch_model.py failed with {status}")),
+        Err(error) => Err(format!("cannot run python3 to fetch the model: {error}")),
     }
 }

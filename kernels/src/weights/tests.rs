@@ -1,4 +1,4 @@
-//! Weights files: sound ones read back, and cut, flipped or lying ones refused with a reason.
+//! Tests of weights files: valid files round-trip; truncated, corrupted and malicious ones are rejected with a reason.
 use std::io::Write;
 
 use super::testing::{GgufWriter, TinyModel, real_model_path};
@@ -10,12 +10,12 @@ fn open(bytes: Vec<u8>) -> Result<std::sync::Arc<ModelFile>, WeightsError> {
     ModelFile::from_bytes(bytes.into())
 }
 
-fn refused(bytes: Vec<u8>, part: &str) {
+fn rejects(bytes: Vec<u8>, part: &str) {
     let error = open(bytes).expect_err(part).to_string();
     assert!(error.contains(part), "expected {part:?} in {error:?}");
 }
 
-/// A model small enough to be opened some ten thousand times.
+/// A model small enough to be opened about ten thousand times.
 fn smallest() -> GgufWriter {
     TinyModel { layers: 1, ..TinyModel::default() }.writer()
 }
@@ -35,7 +35,7 @@ fn every_architecture_in_every_format() {
 }
 
 #[test]
-fn the_real_model_is_what_its_card_says() {
+fn the_real_model_matches_its_model_card() {
     let Some(path) = real_model_path() else { return };
     let file = ModelFile::open(&path).expect("opens");
     let c = file.config();
@@ -51,9 +51,9 @@ fn the_real_model_is_what_its_card_says() {
     assert!(norms.iter().all(|w| w.is_finite() && w.abs() < 1e3));
 }
 
-/// Every cut gives each stage its tensors and nothing else; together they hold every byte of every tensor.
+/// Every partition gives each stage its own tensors only; together the stages hold every byte of every tensor.
 #[test]
-fn the_ranges_of_stages_make_the_model() {
+fn stage_ranges_cover_the_model() {
     for tied in [true, false] {
         let file = TinyModel { layers: 4, tied, ..TinyModel::default() }.open();
         for cut in 1..4 {
@@ -62,7 +62,7 @@ fn the_ranges_of_stages_make_the_model() {
                 let holds = |ranges: &[std::ops::Range<u64>]| {
                     ranges.iter().any(|r| r.start <= tensor.range.start && tensor.range.end <= r.end)
                 };
-                let wanted = match tensor.name.as_str() {
+                let expected = match tensor.name.as_str() {
                     "token_embd.weight" => (true, tied),
                     "output.weight" | "output_norm.weight" => (false, true),
                     name => {
@@ -70,7 +70,7 @@ fn the_ranges_of_stages_make_the_model() {
                         (layer < cut, layer >= cut)
                     }
                 };
-                assert_eq!((holds(&front), holds(&back)), wanted, "{} at cut {cut}", tensor.name);
+                assert_eq!((holds(&front), holds(&back)), expected, "{} at cut {cut}", tensor.name);
             }
             let bytes = |ranges: &[std::ops::Range<u64>]| ranges.iter().map(|r| r.end - r.start).sum::<u64>();
             let of_front = |tensor: &&super::TensorInfo| file.config().belongs_to(&tensor.name, &(0..cut));
@@ -85,9 +85,9 @@ fn the_ranges_of_stages_make_the_model() {
     }
 }
 
-/// Cut anywhere in the header, and at every tensor's boundaries: a clear error each time.
+/// Truncation anywhere in the header or at any tensor boundary gives a clear error.
 #[test]
-fn a_truncated_file_is_refused_at_every_length() {
+fn a_truncated_file_is_rejected_at_every_length() {
     let whole = smallest().write();
     let header = smallest().header().len();
     let file = open(whole.clone()).expect("sound");
@@ -106,11 +106,11 @@ fn a_truncated_file_is_refused_at_every_length() {
     assert!(open(Vec::new()).expect_err("empty").to_string().contains("truncated"));
 }
 
-/// Every byte of the header changed in four ways: refused, or read as something whose every range is inside the file.
+/// Every header byte is changed in four ways: the file is rejected, or all ranges lie inside it.
 #[test]
-fn a_flipped_header_never_panics() {
+fn a_corrupted_header_never_panics() {
     let whole = smallest().write();
-    let (mut refusals, mut sound) = (0, 0);
+    let (mut rejections, mut sound) = (0, 0);
     for at in 0..smallest().header().len() {
         for change in [0x01, 0x80, 0xff, 0x10] {
             let mut bytes = whole.clone();
@@ -118,13 +118,13 @@ fn a_flipped_header_never_panics() {
             match open(bytes) {
                 Err(error) => {
                     assert!(!error.to_string().is_empty());
-                    refusals += 1;
+                    rejections += 1;
                 }
                 Ok(file) => {
                     sound += 1;
                     let len = file.file_len();
                     assert!(file.tensors().iter().all(|t| t.range.end <= len && t.range.start < t.range.end));
-                    // Texts changed, vocabularies broken: later stages refuse or work, they do not panic.
+                    // With changed texts or a broken vocabulary, the later steps may fail but must not panic.
                     if sound % 32 == 0 {
                         let _ = file.tokenizer().map(|t| t.encode("hello <|im_end|> world", true));
                         let _ = file.chat_template();
@@ -134,72 +134,72 @@ fn a_flipped_header_never_panics() {
             }
         }
     }
-    // Most of the header is vocabulary, where a changed character is still a character.
-    assert!(refusals > 1000, "{refusals} refused, {sound} read");
+    // Most of the header is vocabulary, where a changed character remains a valid character.
+    assert!(rejections > 1000, "{rejections} rejected, {sound} accepted");
 }
 
 #[test]
-fn hostile_headers_say_what_is_wrong() {
+fn malicious_headers_give_specific_errors() {
     let header = |tensors: u64, keys: u64, rest: &[u8]| {
         [b"GGUF".as_slice(), &3u32.to_le_bytes(), &tensors.to_le_bytes(), &keys.to_le_bytes(), rest].concat()
     };
-    refused(b"GGML....".to_vec(), "not a GGUF file");
-    refused([b"GGUF".as_slice(), &1u32.to_le_bytes()].concat(), "version 1 is not supported");
-    refused([b"GGUF".as_slice(), &3u32.to_be_bytes()].concat(), "big-endian");
-    refused(header(u64::MAX, 0, &[]), "tensors (18446744073709551615 of them)");
-    refused(header(0, u64::MAX, &[]), "metadata entries (18446744073709551615 of them)");
-    refused(header(0, 1 << 40, &[0; 64]), "truncated");
-    refused(header(1 << 58, 0, &[0; 64]), "truncated");
+    rejects(b"GGML....".to_vec(), "not a GGUF file");
+    rejects([b"GGUF".as_slice(), &1u32.to_le_bytes()].concat(), "version 1 is not supported");
+    rejects([b"GGUF".as_slice(), &3u32.to_be_bytes()].concat(), "big-endian");
+    rejects(header(u64::MAX, 0, &[]), "tensors (18446744073709551615 of them)");
+    rejects(header(0, u64::MAX, &[]), "metadata entries (18446744073709551615 of them)");
+    rejects(header(0, 1 << 40, &[0; 64]), "truncated");
+    rejects(header(1 << 58, 0, &[0; 64]), "truncated");
     let key = |len: u64, rest: &[u8]| header(0, 1, &[&len.to_le_bytes(), rest].concat());
-    refused(key(u64::MAX, &[b'k'; 32]), "metadata key of 1 to 65535 bytes");
-    refused(key(0, &[b'k'; 32]), "metadata key of 1 to 65535 bytes");
-    refused(key(60_000, &[b'k'; 32]), "truncated");
-    refused(key(2, &[0xff, 0xfe, 4, 0, 0, 0, 1, 0, 0, 0]), "in UTF-8");
+    rejects(key(u64::MAX, &[b'k'; 32]), "metadata key of 1 to 65535 bytes");
+    rejects(key(0, &[b'k'; 32]), "metadata key of 1 to 65535 bytes");
+    rejects(key(60_000, &[b'k'; 32]), "truncated");
+    rejects(key(2, &[0xff, 0xfe, 4, 0, 0, 0, 1, 0, 0, 0]), "in UTF-8");
     let value = |kind: u32, rest: &[u8]| key(1, &[b"k".as_slice(), &kind.to_le_bytes(), rest].concat());
-    refused(value(13, &[0; 8]), "found type 13");
-    refused(value(7, &[2]), "0 or 1");
-    refused(value(8, &u64::MAX.to_le_bytes()), "a string of at most");
-    refused(value(8, &(1u64 << 20).to_le_bytes()), "truncated");
+    rejects(value(13, &[0; 8]), "found type 13");
+    rejects(value(7, &[2]), "0 or 1");
+    rejects(value(8, &u64::MAX.to_le_bytes()), "a string of at most");
+    rejects(value(8, &(1u64 << 20).to_le_bytes()), "truncated");
     let array =
         |kind: u32, count: u64, rest: &[u8]| value(9, &[&kind.to_le_bytes()[..], &count.to_le_bytes(), rest].concat());
-    refused(array(9, 1, &[0; 32]), "an array in an array");
-    refused(array(4, u64::MAX, &[0; 32]), "truncated");
-    refused(array(4, u64::MAX / 4 + 2, &[0; 32]), "truncated");
-    refused(array(8, 2, &[&1u64.to_le_bytes()[..], b"x", &u64::MAX.to_le_bytes()].concat()), "truncated");
+    rejects(array(9, 1, &[0; 32]), "an array in an array");
+    rejects(array(4, u64::MAX, &[0; 32]), "truncated");
+    rejects(array(4, u64::MAX / 4 + 2, &[0; 32]), "truncated");
+    rejects(array(8, 2, &[&1u64.to_le_bytes()[..], b"x", &u64::MAX.to_le_bytes()].concat()), "truncated");
     let twice = [&1u64.to_le_bytes()[..], b"k", &0u32.to_le_bytes(), &[1]].concat();
-    refused(header(0, 2, &[&twice[..], &twice].concat()), "\"k\" again");
+    rejects(header(0, 2, &[&twice[..], &twice].concat()), "\"k\" again");
 }
 
 #[test]
-fn hostile_tensor_tables_say_what_is_wrong() {
-    let spoilt = |change: &dyn Fn(&mut super::testing::TensorSource), part: &str| {
+fn malicious_tensor_tables_give_specific_errors() {
+    let corrupted = |change: &dyn Fn(&mut super::testing::TensorSource), part: &str| {
         let mut w = smallest();
         change(&mut w.tensors_mut()[4]);
-        refused(w.write(), part);
+        rejects(w.write(), part);
     };
-    spoilt(&|t| t.dims = vec![], "1 to 4 dimensions");
-    spoilt(&|t| t.dims = vec![1; 5], "1 to 4 dimensions");
-    spoilt(&|t| t.dims = vec![1; 300], "1 to 4 dimensions");
-    spoilt(&|t| t.dims = vec![256, 0], "at least 1");
-    spoilt(&|t| t.dims = vec![0, 256], "at least 1");
-    spoilt(&|t| t.dims = vec![u64::MAX, 1], "whole blocks");
-    spoilt(&|t| t.dims = vec![u64::MAX - 31, 1], "rows of at most");
-    spoilt(&|t| t.dims = vec![256, u64::MAX], "fits 64 bit");
-    spoilt(&|t| t.dims = vec![256, u64::MAX, 2], "fits 64 bit");
-    spoilt(&|t| t.dims = vec![256, 1 << 50], "truncated");
-    spoilt(&|t| t.dims = vec![255, 128], "whole blocks");
-    spoilt(&|t| t.dims = vec![1 << 25, 1], "rows of at most");
-    spoilt(&|t| t.kind = 11, "ggml type 11 (Q3_K); supported: F32");
-    spoilt(&|t| t.kind = u32::MAX, "ggml type 4294967295");
-    spoilt(&|t| t.offset = Some(u64::MAX - 31), "overflow");
-    spoilt(&|t| t.offset = Some(1 << 60), "truncated");
-    spoilt(&|t| t.offset = Some(33), "multiples of 32");
-    spoilt(&|t| t.offset = Some(0), "overlap");
-    spoilt(&|t| t.name = "token_embd.weight".into(), "\"token_embd.weight\" again");
-    spoilt(&|t| t.name = String::new(), "tensor name of 1 to");
-    spoilt(&|t| t.name = "x".repeat(70_000), "tensor name of 1 to");
-    spoilt(&|t| t.dims = vec![256, 64], "expected [128, 256] rows and columns");
-    spoilt(&|t| (t.kind, t.dims) = (QuantType::F32.ggml_id(), vec![16, 128]), "rows and columns");
+    corrupted(&|t| t.dims = vec![], "1 to 4 dimensions");
+    corrupted(&|t| t.dims = vec![1; 5], "1 to 4 dimensions");
+    corrupted(&|t| t.dims = vec![1; 300], "1 to 4 dimensions");
+    corrupted(&|t| t.dims = vec![256, 0], "at least 1");
+    corrupted(&|t| t.dims = vec![0, 256], "at least 1");
+    corrupted(&|t| t.dims = vec![u64::MAX, 1], "whole blocks");
+    corrupted(&|t| t.dims = vec![u64::MAX - 31, 1], "rows of at most");
+    corrupted(&|t| t.dims = vec![256, u64::MAX], "fits 64 bit");
+    corrupted(&|t| t.dims = vec![256, u64::MAX, 2], "fits 64 bit");
+    corrupted(&|t| t.dims = vec![256, 1 << 50], "truncated");
+    corrupted(&|t| t.dims = vec![255, 128], "whole blocks");
+    corrupted(&|t| t.dims = vec![1 << 25, 1], "rows of at most");
+    corrupted(&|t| t.kind = 11, "ggml type 11 (Q3_K); supported: F32");
+    corrupted(&|t| t.kind = u32::MAX, "ggml type 4294967295");
+    corrupted(&|t| t.offset = Some(u64::MAX - 31), "overflow");
+    corrupted(&|t| t.offset = Some(1 << 60), "truncated");
+    corrupted(&|t| t.offset = Some(33), "multiples of 32");
+    corrupted(&|t| t.offset = Some(0), "overlap");
+    corrupted(&|t| t.name = "token_embd.weight".into(), "\"token_embd.weight\" again");
+    corrupted(&|t| t.name = String::new(), "tensor name of 1 to");
+    corrupted(&|t| t.name = "x".repeat(70_000), "tensor name of 1 to");
+    corrupted(&|t| t.dims = vec![256, 64], "expected [128, 256] rows and columns");
+    corrupted(&|t| (t.kind, t.dims) = (QuantType::F32.ggml_id(), vec![16, 128]), "rows and columns");
 }
 
 #[test]
@@ -207,7 +207,7 @@ fn alignment_is_a_power_of_two() {
     for alignment in [0, 1, 3, 4, 33, 1 << 22] {
         let mut w = smallest();
         w.alignment = alignment;
-        refused(w.write(), "general.alignment: expected a power of two");
+        rejects(w.write(), "general.alignment: expected a power of two");
     }
     for alignment in [8, 64, 4096] {
         let mut w = smallest();
@@ -215,7 +215,7 @@ fn alignment_is_a_power_of_two() {
         let file = open(w.write()).expect("sound");
         assert!(file.tensors().iter().all(|t| t.range.start.is_multiple_of(alignment as u64)));
     }
-    refused(smallest().text("general.alignment", "32").write(), "found a string");
+    rejects(smallest().text("general.alignment", "32").write(), "found a string");
 }
 
 #[test]
@@ -229,7 +229,7 @@ fn files_that_cannot_be_opened() {
     assert!(ModelFile::open(&empty).expect_err("empty").to_string().contains("truncated"));
 }
 
-/// A peer's copy: full length, header and one stage's ranges filled, the rest holes.
+/// A peer's copy: full length, with the header and one stage's ranges filled and holes elsewhere.
 #[test]
 fn a_sparse_file_holds_a_stage() {
     let source = TinyModel::default().open();
@@ -250,7 +250,7 @@ fn a_sparse_file_holds_a_stage() {
     }
     assert!(file.tokenizer().is_ok());
     assert!(ShardIndex::build(&file, |_| ()).is_err(), "a file with holes has no content id");
-    // Cut short it is refused, sparse or not.
+    // A truncated sparse file is rejected too.
     part.set_len(source.file_len() - 64).expect("cut");
     assert!(matches!(ModelFile::open_partial(&path), Err(WeightsError::Truncated { .. })));
 }

@@ -1,6 +1,6 @@
-//! Who may join: invitations with an end and a number of uses, peers approved by name, or an open mesh.
+//! Admission to the mesh: invitations with an expiry and a number of uses, peers approved by name, or an open mesh.
 //!
-//! The shell proves that a joiner knows a secret (bound to its TLS channel); this decides what the secret is worth.
+//! The shell proves that a joiner knows a secret (bound to its TLS channel). This module decides what that secret permits.
 use crate::id::NodeId;
 use alloc::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -8,31 +8,31 @@ use alloc::{
 };
 use serde::{Deserialize, Serialize};
 
-/// Invitations kept: a person makes tickets by hand, a script that makes more should let old ones end.
+/// Invitations in the book: a user makes tickets by hand, and a script that makes more should let old ones expire.
 pub const INVITES_MAX: usize = 1024;
-/// Peers remembered that asked without a ticket: strangers can fill this list, so it is short.
+/// Peers remembered after a request without a ticket: strangers can fill this list, so it is short.
 pub const WAITING_MAX: usize = 64;
 
-/// One ticket's worth.
+/// An invitation behind a ticket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Invite {
-    /// Unix seconds after which it is worthless.
+    /// Unix seconds after which it expires.
     pub expiry: u64,
     /// Admissions left.
     pub uses_left: u32,
-    /// Unix seconds when it was made; 0 where an earlier version did not record it.
+    /// Unix seconds when it was issued; 0 where an earlier version did not record it.
     #[serde(default)]
     pub issued: u64,
 }
 
-/// What let a joiner in, and so what it may do.
+/// How a joiner was admitted, which decides what it may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Admitted {
-    /// A ticket.
+    /// By a ticket.
     Invited,
-    /// A member's approval by name.
+    /// By a member's approval of its id.
     Approved,
-    /// The mesh is open to the local network: nobody vouched for it, so it may not let in others.
+    /// By an open mesh, from the local network: no member vouched for it, so it may not admit others.
     Open,
 }
 
@@ -46,48 +46,49 @@ impl Admitted {
     }
 }
 
-/// What a joiner brings.
+/// The credential of a joiner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Claim {
-    /// It proved to know the secret with this id.
+    /// Proof that it knows the secret with this id.
     Secret([u8; 16]),
-    /// It named a secret that is not in the book.
+    /// A secret that is not in the book.
     UnknownSecret,
-    /// Nothing but its own identity.
+    /// None but its own identity.
     Nothing,
 }
 
-/// Why a joiner is refused.
+/// Why a joiner is rejected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
     /// The ticket was never issued here, or was dropped.
     Unknown,
-    /// Its time is over.
+    /// The ticket expired.
     Expired,
-    /// All its uses are spent.
+    /// All uses of the ticket are spent.
     UsedUp,
-    /// No ticket, and nobody approved the peer yet.
+    /// The peer has no ticket and is not approved yet.
     NotApproved,
 }
 
-/// What a revocation says whose signature holds.
+/// A revocation whose signature was verified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Revoked {
-    /// Who said so; `None` is the mesh's root key.
+    /// The issuer; `None` is the mesh's root key.
     pub by: Option<NodeId>,
-    /// Since when, unix seconds.
+    /// When it was issued, unix seconds.
     pub at: u64,
-    /// Who is out.
+    /// The banned node.
     pub banned: NodeId,
 }
 
-/// Who is banned, and by which revocation: the same on every node that holds the same revocations, in whatever order. The
-/// root's revocations hold before all others, then the earlier one; those of banned members have no effect.
-pub fn in_force(said: impl IntoIterator<Item = Revoked>) -> BTreeMap<NodeId, Revoked> {
-    let mut said: Vec<Revoked> = said.into_iter().collect();
-    said.sort_by_key(|revoked| (revoked.by.is_some(), revoked.at, revoked.by, revoked.banned));
+/// The banned nodes, each with the revocation that bans it. The result depends on the set of revocations only, not on their
+/// order. Revocations by the root come first, then earlier ones; a revocation issued by a node that is banned already has no
+/// effect.
+pub fn in_force(revocations: impl IntoIterator<Item = Revoked>) -> BTreeMap<NodeId, Revoked> {
+    let mut revocations: Vec<Revoked> = revocations.into_iter().collect();
+    revocations.sort_by_key(|revoked| (revoked.by.is_some(), revoked.at, revoked.by, revoked.banned));
     let mut out = BTreeMap::new();
-    for revoked in said {
+    for revoked in revocations {
         if revoked.by.is_none_or(|by| !out.contains_key(&by)) {
             out.entry(revoked.banned).or_insert(revoked);
         }
@@ -105,12 +106,12 @@ pub struct InviteBook {
 }
 
 impl InviteBook {
-    /// A book with the invitations that survived the last life; `open` admits every peer of the local network.
+    /// A book with the stored invitations of the previous run; `open` admits every peer of the local network.
     pub fn new(invites: impl IntoIterator<Item = ([u8; 16], Invite)>, open: bool) -> Self {
         Self { invites: invites.into_iter().take(INVITES_MAX).collect(), open, ..Self::default() }
     }
 
-    /// Enters a new invitation. The one that ends first makes room if the book is full.
+    /// Adds an invitation. A full book drops the one that expires first.
     pub fn issue(&mut self, id: [u8; 16], invite: Invite) {
         if self.invites.len() >= INVITES_MAX
             && let Some(oldest) = self.invites.iter().min_by_key(|(_, i)| i.expiry).map(|(id, _)| *id)
@@ -120,10 +121,10 @@ impl InviteBook {
         self.invites.insert(id, invite);
     }
 
-    /// Decides, and spends a use where a ticket admits. `local`: the peer asks from this machine or its local network.
+    /// Decides on a joiner, and spends one use of its ticket. `local`: the peer asks from this machine or its local network.
     ///
     /// # Errors
-    /// Why the peer stays outside.
+    /// Why the peer is rejected.
     pub fn decide(&mut self, peer: NodeId, claim: Claim, local: bool, now_unix: u64) -> Result<Admitted, Refusal> {
         let open = self.open && local;
         match claim {
@@ -140,7 +141,7 @@ impl InviteBook {
         }
     }
 
-    /// Revokes every invitation made until `issued_unix`; returns those that would still have admitted a node.
+    /// Revokes every invitation issued up to `issued_unix`; returns those that were still valid.
     pub fn void(&mut self, issued_unix: u64, now_unix: u64) -> Vec<Invite> {
         let (void, kept): (BTreeMap<_, _>, BTreeMap<_, _>) =
             core::mem::take(&mut self.invites).into_iter().partition(|(_, invite)| invite.issued <= issued_unix);
@@ -148,7 +149,7 @@ impl InviteBook {
         void.into_values().filter(|invite| invite.uses_left > 0 && now_unix <= invite.expiry).collect()
     }
 
-    /// Lets a peer in the next time it asks.
+    /// Admits a peer when it asks the next time.
     pub fn approve(&mut self, peer: NodeId) {
         self.waiting.retain(|p| *p != peer);
         self.approved.insert(peer);
@@ -159,7 +160,7 @@ impl InviteBook {
         self.waiting.iter().copied()
     }
 
-    /// The invitations, to be written to disk.
+    /// The invitations, for storage.
     pub fn invites(&self) -> Vec<([u8; 16], Invite)> {
         self.invites.iter().map(|(id, invite)| (*id, *invite)).collect()
     }
@@ -195,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ticket_admits_as_often_as_it_says() {
+    fn a_ticket_admits_up_to_its_number_of_uses() {
         let mut book = book();
         assert_eq!(book.decide(PEER, Claim::Secret(TICKET), FAR, 50), Ok(Admitted::Invited));
         assert_eq!(book.decide(PEER, Claim::Secret(TICKET), FAR, 50), Err(Refusal::UsedUp));
@@ -203,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ticket_ends() {
+    fn a_ticket_expires() {
         assert_eq!(book().decide(PEER, Claim::Secret(TICKET), FAR, 100), Ok(Admitted::Invited));
         assert_eq!(book().decide(PEER, Claim::Secret(TICKET), FAR, 101), Err(Refusal::Expired));
         assert_eq!(book().decide(PEER, Claim::Secret([8; 16]), FAR, 50), Err(Refusal::Unknown));
@@ -236,16 +237,16 @@ mod tests {
     }
 
     #[test]
-    fn who_is_out_does_not_depend_on_who_was_heard_first() {
+    fn bans_do_not_depend_on_the_order_of_revocations() {
         let node = |n: u8| NodeId([n; 16]);
         let say = |by: Option<u8>, at, banned| Revoked { by: by.map(node), at, banned: node(banned) };
         let cases: [(&[Revoked], &[u8]); 5] = [
             (&[say(Some(1), 5, 2)], &[2]),
-            // Two that ban each other: the earlier word holds.
+            // Two nodes that ban each other: the earlier revocation holds.
             (&[say(Some(1), 5, 2), say(Some(2), 6, 1)], &[2]),
-            // It bans others after it was banned, and one before.
+            // A banned node bans others: after its own ban without effect, before it with effect.
             (&[say(Some(1), 5, 2), say(Some(2), 6, 3), say(Some(2), 4, 4)], &[2, 4]),
-            // It dates its revenge back; the founder's word undoes it.
+            // A banned node backdates a counter-revocation: the root's revocation overrides it.
             (&[say(Some(1), 5, 2), say(Some(2), 1, 1)], &[1]),
             (&[say(Some(1), 5, 2), say(Some(2), 1, 1), say(None, 9, 2)], &[2]),
         ];
@@ -253,7 +254,7 @@ mod tests {
             let expected: BTreeSet<NodeId> = out.iter().copied().map(node).collect();
             let (there, back) = (in_force(said.iter().copied()), in_force(said.iter().rev().copied()));
             assert_eq!(there.keys().copied().collect::<BTreeSet<_>>(), expected, "{said:?}");
-            assert_eq!(back, there, "{said:?} the other way round");
+            assert_eq!(back, there, "{said:?} reversed");
         }
     }
 

@@ -1,8 +1,7 @@
-//! Messages, adverts and datagrams as bytes: the only user of bincode, with a limit on every decode.
+//! Encoding of messages, adverts and datagrams: the only user of bincode, with a size limit on every decode.
 //!
-//! Every encoding begins with `PROTOCOL`, so that nodes of different versions refuse each other by name instead of
-//! misreading each other. Decoding never allocates more than the limit of its kind and never panics.
-//! Next: `membership.rs`.
+//! Every encoding begins with `PROTOCOL`, so that nodes of different versions reject each other explicitly instead of
+//! misreading each other. Decoding never allocates more than the limit of its kind and never panics. Next: `membership.rs`.
 use crate::id::{Generation, NodeId};
 use crate::limits::{ADVERT_BYTES_MAX, DATAGRAM_BYTES_MAX, MESSAGE_BYTES_MAX};
 use crate::message::{Advert, Heartbeat, Message, SignedAdvert};
@@ -11,38 +10,38 @@ use bincode::config::{Configuration, Limit, LittleEndian, NoLimit, Varint};
 use bytes::{Buf, BufMut};
 use serde::{Serialize, de::DeserializeOwned};
 
-/// Version of every encoding in this file and of the protocol it serves. A change of meaning is a new number, and a new name of
-/// the protocol between nodes (`transport/src/version.rs`): connections of another name are refused before a message is read.
+/// Version of every encoding in this file and of the protocol it serves. A change of meaning needs a new number, and a new
+/// protocol name in `transport/src/version.rs`: connections with another name are rejected before a message is read.
 pub const PROTOCOL: u8 = 12;
 
-/// A datagram once opened. Its kind is its second byte.
+/// A decrypted datagram. Its second byte is its kind.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Datagram<'a> {
     /// A packet of the membership protocol, still encoded.
     Swim(&'a [u8]),
-    /// Sender suspects the receiver, who should refute at once.
+    /// The sender suspects the receiver, which should refute at once.
     Suspected {
-        /// Which life of the receiver.
+        /// The receiver's generation.
         generation: u64,
-        /// Which claim of that life to be alive is doubted.
+        /// The suspected incarnation.
         incarnation: u16,
     },
-    /// A node tells about itself, passed on by whoever sends it.
+    /// An advert of any node, forwarded by the sender.
     Advert(SignedAdvert),
-    /// A neighbour of a job lives.
+    /// A heartbeat from a node that shares a job.
     Heartbeat(Heartbeat),
 }
 
-/// Why bytes were refused; nothing of them has been used.
+/// Why bytes were rejected; nothing of them has been used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CodecError {
-    /// Nothing there.
+    /// No bytes.
     #[error("expected a protocol version byte, found no bytes")]
     Empty,
-    /// Another version.
+    /// Another protocol version.
     #[error("expected protocol {PROTOCOL}, found {found}: update meshnode {side}", found = .0, side = older(*.0))]
     Version(u8),
-    /// Longer than its kind may be.
+    /// Longer than the limit of its kind.
     #[error("expected at most {max} bytes, found {found}")]
     TooLong {
         /// The bound.
@@ -58,7 +57,7 @@ pub enum CodecError {
     Malformed {
         /// The type.
         what: &'static str,
-        /// bincode's words.
+        /// bincode's message.
         why: alloc::string::String,
     },
     /// Bytes after the end.
@@ -73,38 +72,38 @@ pub enum CodecError {
     },
 }
 
-/// Where the older of two meshnodes runs, for this node's user.
+/// Which side runs the older meshnode, in a message for this node's user.
 fn older(found: u8) -> &'static str {
     if found < PROTOCOL { "there" } else { "here" }
 }
 
-/// Encode a control message. Fails only when it is longer than any peer would accept.
+/// Encodes a control message. Fails only when it is longer than any peer would accept.
 pub fn encode_message(message: &Message) -> Result<Vec<u8>, CodecError> {
     let bytes = encode(&[PROTOCOL], message);
     within(bytes.len(), MESSAGE_BYTES_MAX)?;
     Ok(bytes)
 }
 
-/// Decode a control message.
+/// Decodes a control message.
 pub fn decode_message(bytes: &[u8]) -> Result<Message, CodecError> {
     within(bytes.len(), MESSAGE_BYTES_MAX)?;
     decode::<Message, MESSAGE_BYTES_MAX>("message", versioned(bytes)?)
 }
 
-/// Encode what a node will sign about itself.
+/// Encodes an advert, for signing.
 pub fn encode_advert(advert: &Advert) -> Result<Vec<u8>, CodecError> {
     let bytes = encode(&[PROTOCOL], advert);
     within(bytes.len(), ADVERT_BYTES_MAX)?;
     Ok(bytes)
 }
 
-/// Decode an advert (its signature is checked elsewhere).
+/// Decodes an advert. The caller verifies the signature.
 pub fn decode_advert(bytes: &[u8]) -> Result<Advert, CodecError> {
     within(bytes.len(), ADVERT_BYTES_MAX)?;
     decode::<Advert, ADVERT_BYTES_MAX>("advert", versioned(bytes)?)
 }
 
-/// Whose advert it is and which version, from its first bytes: the rest may still be nonsense.
+/// The node, generation and version of an advert, from its first bytes; the rest may be malformed.
 pub(crate) fn decode_advert_age(bytes: &[u8]) -> Result<(NodeId, Generation, u64), CodecError> {
     within(bytes.len(), ADVERT_BYTES_MAX)?;
     // In the order of `Advert`'s fields.
@@ -112,7 +111,7 @@ pub(crate) fn decode_advert_age(bytes: &[u8]) -> Result<(NodeId, Generation, u64
     decoded.map(|(age, _)| age).map_err(|e| CodecError::Malformed { what: "advert", why: e.to_string() })
 }
 
-/// Encode a datagram.
+/// Encodes a datagram.
 pub fn encode_datagram(datagram: &Datagram<'_>) -> Vec<u8> {
     match datagram {
         Datagram::Swim(packet) => [&[PROTOCOL, 0][..], packet].concat(),
@@ -122,7 +121,7 @@ pub fn encode_datagram(datagram: &Datagram<'_>) -> Vec<u8> {
     }
 }
 
-/// Decode a datagram; a membership packet stays encoded.
+/// Decodes a datagram; a membership packet stays encoded.
 pub fn decode_datagram(bytes: &[u8]) -> Result<Datagram<'_>, CodecError> {
     within(bytes.len(), DATAGRAM_BYTES_MAX)?;
     let Some((&kind, rest)) = versioned(bytes)?.split_first() else { return Err(CodecError::Empty) };
@@ -138,12 +137,12 @@ pub fn decode_datagram(bytes: &[u8]) -> Result<Datagram<'_>, CodecError> {
     }
 }
 
-/// Encode parts of the protocol that travel inside versioned envelopes (signed adverts, member lists).
+/// Encodes parts of the protocol that travel inside versioned envelopes (signed adverts, member lists).
 pub(crate) fn encode_part<T: Serialize>(part: &T) -> Vec<u8> {
     encode(&[], part)
 }
 
-/// Decode such a part, at most `LIMIT` bytes long, to its end.
+/// Decodes such a part of at most `LIMIT` bytes, and rejects trailing bytes.
 pub(crate) fn decode_part<T: DeserializeOwned, const LIMIT: usize>(
     what: &'static str,
     bytes: &[u8],
@@ -172,9 +171,9 @@ impl<T: Serialize + DeserializeOwned> foca::Codec<T> for SwimCodec {
     }
 }
 
-/// Write to a bounded buffer, or leave it as it was.
+/// Writes to a bounded buffer; on failure the buffer is unchanged.
 fn put<T: Serialize>(value: &T, mut buffer: impl BufMut) -> Result<(), CodecError> {
-    // Encoded aside first: foca demands that an item that does not fit leaves the buffer clean.
+    // Encoded to the stack first: foca requires that an item that does not fit leaves the buffer unchanged.
     let mut aside = [0u8; SWIM_ITEM_BYTES_MAX];
     let length = bincode::serde::encode_into_slice(value, &mut aside, UNLIMITED)
         .map_err(|e| CodecError::Malformed { what: "membership item", why: e.to_string() })?;
@@ -183,9 +182,9 @@ fn put<T: Serialize>(value: &T, mut buffer: impl BufMut) -> Result<(), CodecErro
     Ok(())
 }
 
-/// Read one item and advance past it.
+/// Reads one item and advances past it.
 fn take<T: DeserializeOwned>(what: &'static str, mut buffer: impl Buf) -> Result<T, CodecError> {
-    // foca promises a contiguous buffer, so `chunk` is all of it.
+    // foca guarantees a contiguous buffer, so `chunk` is all of it.
     let (value, used) = bincode::serde::decode_from_slice(buffer.chunk(), limited::<SWIM_ITEM_BYTES_MAX>())
         .map_err(|e| CodecError::Malformed { what, why: e.to_string() })?;
     buffer.advance(used);
@@ -194,7 +193,7 @@ fn take<T: DeserializeOwned>(what: &'static str, mut buffer: impl Buf) -> Result
 
 fn encode<T: Serialize>(prefix: &[u8], value: &T) -> Vec<u8> {
     let mut bytes = prefix.to_vec();
-    // Our types are plain structs, enums and sequences of known length: nothing in them can refuse to be encoded.
+    // Our types are plain structs, enums and sequences of known length: their encoding cannot fail.
     let body = bincode::serde::encode_to_vec(value, UNLIMITED).expect("types of the protocol can be encoded");
     bytes.extend_from_slice(&body);
     bytes
@@ -229,7 +228,7 @@ const fn limited<const LIMIT: usize>() -> Bincode<Limit<LIMIT>> {
     bincode::config::standard().with_limit::<LIMIT>()
 }
 
-/// More than any header or member takes (three identities of at most 46 bytes each), and a small stack buffer.
+/// More than any header or member takes (three identities of at most 46 bytes each), and small enough for a stack buffer.
 const SWIM_ITEM_BYTES_MAX: usize = 256;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! What a node is told at start; nothing here changes while it runs.
+//! Configuration of a node at start; nothing here changes while it runs.
 use crate::id::{Generation, NodeId};
 use crate::limits::{OWN_MEMORY_KEPT, SHARED_MEMORY_KEPT_PERCENT};
 use alloc::{string::String, vec::Vec};
@@ -9,15 +9,15 @@ use core::net::SocketAddr;
 pub struct Config {
     /// This node.
     pub node: NodeId,
-    /// This life of it, already persisted by the shell.
+    /// Its generation, already persisted by the shell.
     pub generation: Generation,
-    /// The libp2p `PeerId` bytes behind `node`, told to peers so that they can pin it.
+    /// The libp2p `PeerId` bytes behind `node`; peers pin it.
     pub peer_id: Vec<u8>,
-    /// Name shown to people.
+    /// Human-readable name.
     pub name: String,
-    /// Where gossip datagrams reach it (UDP P).
+    /// Its gossip addresses (UDP P).
     pub gossip_addrs: Vec<SocketAddr>,
-    /// Where the data plane reaches it (UDP P + 1).
+    /// Its data-plane addresses (UDP P + 1).
     pub data_addrs: Vec<SocketAddr>,
     /// What its device offers.
     pub capacity: Capacity,
@@ -26,35 +26,36 @@ pub struct Config {
 /// What a node offers to the mesh, as measured.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Capacity {
-    /// Hash of what tells one physical machine from another.
+    /// Hash that distinguishes physical machines.
     pub machine: u64,
-    /// Failure domain that the node's owner named, at most [`ZONE_BYTES_MAX`](crate::limits::ZONE_BYTES_MAX) bytes. Empty: unknown.
+    /// Failure domain named by the node's owner, at most [`ZONE_BYTES_MAX`](crate::limits::ZONE_BYTES_MAX) bytes. Empty:
+    /// unknown.
     pub zone: String,
-    /// "cpu", "cuda:0 NVIDIA H200", …: for people.
+    /// Human-readable: "cpu", "cuda:0 NVIDIA H200", …
     pub device: String,
-    /// Bytes that stages and tiles may take in all: plans fill them whole.
+    /// Bytes that stages and tiles may take in total: plans fill them completely.
     pub memory_total: u64,
     /// Bytes not yet taken.
     pub memory_free: u64,
-    /// Quantised weight bytes per second in decode, as the device's own products showed. 0: not measured.
+    /// Quantised weight bytes per second in decode, measured with the device's own products. 0: not measured.
     pub bytes_per_second: u64,
-    /// Flops per second in prefill, as they showed. 0: not measured.
+    /// Flops per second in prefill. 0: not measured.
     pub flops_per_second: u64,
-    /// Bytes per second that steps of a grid read and write in its memory. 0: not measured.
+    /// Bytes per second that grid steps read and write in the device's memory. 0: not measured.
     pub copy_bytes_per_second: u64,
     /// Fixed cost of one stage step, nanoseconds.
     pub step_ns: u64,
     /// Fixed cost of each layer of a step, nanoseconds: launches, and hand-overs between threads.
     pub layer_ns: u64,
-    /// Bytes of keys and values per second that attention of one row reads from the cache, as it showed. 0: not measured.
+    /// Bytes of keys and values per second that attention of one row reads from the cache. 0: not measured.
     pub cache_bytes_per_second: u64,
     /// Kernel set whose results agree bit for bit.
     pub numerics: u64,
-    /// Most steps of a grid that it makes in one pass over its memory; 1: each step is a pass.
+    /// Maximum number of grid steps per pass over the memory; 1: each step is a pass.
     pub pass_steps: u32,
 }
 
-/// A device as its machine found it and measured it.
+/// A device as detected and measured on its machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Measured {
     /// See [`Capacity::machine`].
@@ -63,9 +64,9 @@ pub struct Measured {
     pub device: String,
     /// Bytes of its memory that are free.
     pub memory_free: u64,
-    /// The memory is its own, and not the machine's.
+    /// The device has dedicated memory, separate from the machine's.
     pub own_memory: bool,
-    /// What it showed. Figures that it could not show are 0, never another device's.
+    /// Its measured speed. Figures that were not measured are 0, never another device's.
     pub speed: Speed,
     /// See [`Capacity::numerics`].
     pub numerics: u64,
@@ -73,7 +74,7 @@ pub struct Measured {
     pub pass_steps: u32,
 }
 
-/// How fast a device is, as it showed itself.
+/// Measured speed of a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Speed {
     /// See [`Capacity::bytes_per_second`].
@@ -91,11 +92,11 @@ pub struct Speed {
 }
 
 impl Capacity {
-    /// What a node with this device offers. `wish` is how much of the memory its owner gives, if that was said.
+    /// What a node with this device offers. `wish`: bytes of memory that its owner configured, if any.
     ///
-    /// The only place where memory is kept back: all that a node offers, plans may fill. Of a device with memory of its own,
-    /// [`OWN_MEMORY_KEPT`] is never offered. Where the memory is the machine's, [`SHARED_MEMORY_KEPT_PERCENT`] of what is free
-    /// is kept back unless the owner says how much to give.
+    /// The only place where memory is held back: plans may fill all that a node offers. Of a device with dedicated memory,
+    /// [`OWN_MEMORY_KEPT`] is never offered. Of the machine's memory, [`SHARED_MEMORY_KEPT_PERCENT`] of what is free is held
+    /// back unless the owner configured how much to offer.
     #[must_use]
     pub fn of(device: Measured, wish: Option<u64>) -> Self {
         let free = device.memory_free;

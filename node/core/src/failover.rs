@@ -1,8 +1,7 @@
-//! Which loss means that a job must be placed anew, and which nodes stay out of its next plan.
+//! Failure decisions: which loss requires a new placement of a job, and which nodes are excluded from its next plan.
 //!
-//! Evidence comes from several places (the head's own leases, neighbours' reports, SWIM, the executor); this machine
-//! weighs it for the jobs of which this node is the head. Replay itself is `job`'s: it holds the token log.
-//! Next: `job.rs`.
+//! Evidence comes from several sources (the coordinator's own leases, neighbours' reports, SWIM, the executor). This machine
+//! weighs it for the jobs that this node coordinates. `job` does the replay: it holds the token log. Next: `job.rs`.
 use crate::id::{Epoch, JobId, NodeId};
 use crate::limits::{EXCLUDED, LINK_CUT};
 use crate::planted::{self, Planted};
@@ -11,54 +10,54 @@ use crate::work::DownReason;
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{format, string::String, vec::Vec};
 
-/// What failover decides.
+/// A decision of failover.
 #[expect(missing_docs, reason = "fields of variants are named after what they are")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FailoverOutput {
-    /// A participant is lost: tell people.
+    /// A participant is lost: report it.
     Lost { job: JobId, node: NodeId, silent_ms: u64 },
-    /// Place the job anew without the excluded nodes.
+    /// Place the job again without the excluded nodes.
     Replan { job: JobId },
-    /// A standby is lost: the job goes on.
+    /// A standby is lost; the job continues.
     StandbyLost { job: JobId, node: NodeId },
-    /// An executor failed under the job's requests.
+    /// An executor failed while it ran the job's requests.
     Strike { job: JobId, reason: String },
     /// For the log.
     Refused { from: NodeId, what: String },
 }
 
-/// The participants of the jobs headed here, and who of them is not to be used.
+/// The participants of the jobs that this node coordinates, and the nodes excluded from each.
 #[derive(Debug, Default)]
 pub struct Failover {
-    jobs: BTreeMap<JobId, Guard>,
+    jobs: BTreeMap<JobId, Roster>,
     out: VecDeque<FailoverOutput>,
 }
 
 #[derive(Debug, Default)]
-struct Guard {
-    /// Under which placement.
+struct Roster {
+    /// The epoch of the placement.
     epoch: Option<Epoch>,
     participants: BTreeSet<NodeId>,
     standbys: BTreeSet<NodeId>,
     excluded: BTreeMap<NodeId, Instant>,
-    /// Nodes that this head hears but a neighbour does not: which neighbour, and since when.
+    /// Nodes that this coordinator hears but a neighbour reports silent: the neighbour, and since when.
     reported: BTreeMap<NodeId, (NodeId, Instant)>,
-    /// When a node's report cost another one its place last.
+    /// When a report by this node last cost another node its place.
     believed: BTreeMap<NodeId, Instant>,
-    /// Participants that hold their stage of the present placement no longer, and may still be used.
+    /// Participants that no longer hold their stage of the present placement, but may still be used.
     emptied: BTreeSet<NodeId>,
-    /// Requests were struck for a failure under this placement.
+    /// Requests received a strike for a failure under this placement.
     struck: bool,
-    /// When an executor failed last, per node.
+    /// When an executor last failed, per node.
     failed: BTreeMap<NodeId, Instant>,
 }
 
-impl Guard {
+impl Roster {
     fn has(&self, node: NodeId) -> bool {
         self.participants.contains(&node) || self.standbys.contains(&node)
     }
 
-    /// Which end of a link that did not heal goes, and for how long the other one was not heard.
+    /// Decides which end of a link that did not recover is lost, and how long the other end was silent.
     fn cut_off(&mut self, now: Instant) -> Option<(NodeId, Duration)> {
         let due = self.reported.iter().find(|&(_, &(_, since))| now.since(since) >= LINK_CUT);
         let (&node, &(by, since)) = due?;
@@ -70,24 +69,24 @@ impl Guard {
 }
 
 impl Failover {
-    /// A job has these standbys from now on.
+    /// Sets the standbys of a job.
     pub fn handle_standbys(&mut self, job: JobId, standbys: impl IntoIterator<Item = NodeId>) {
         self.jobs.entry(job).or_default().standbys = standbys.into_iter().collect();
     }
 
-    /// A job has these participants from now on; the same again (with other standbys) is no new placement.
+    /// Sets the participants of a job. The same epoch again (with other standbys) is not a new placement.
     pub fn handle_placed(&mut self, job: JobId, epoch: Epoch, participants: impl IntoIterator<Item = NodeId>) {
-        let guard = self.jobs.entry(job).or_default();
-        if guard.epoch.replace(epoch) == Some(epoch) {
+        let roster = self.jobs.entry(job).or_default();
+        if roster.epoch.replace(epoch) == Some(epoch) {
             return;
         }
-        guard.participants = participants.into_iter().collect();
-        guard.reported.clear();
-        guard.emptied.clear();
-        guard.struck = false;
+        roster.participants = participants.into_iter().collect();
+        roster.reported.clear();
+        roster.emptied.clear();
+        roster.struck = false;
     }
 
-    /// This node takes a job over from its coordinator, which is silent.
+    /// This node succeeds the silent coordinator of a job.
     pub fn handle_inherited(
         &mut self,
         now: Instant,
@@ -95,29 +94,29 @@ impl Failover {
         participants: impl IntoIterator<Item = NodeId>,
         silent: (NodeId, Duration),
     ) {
-        let guard = self.jobs.entry(job).or_default();
-        guard.participants = participants.into_iter().collect();
-        guard.excluded.insert(silent.0, now + EXCLUDED);
-        if guard.participants.contains(&silent.0) {
+        let roster = self.jobs.entry(job).or_default();
+        roster.participants = participants.into_iter().collect();
+        roster.excluded.insert(silent.0, now + EXCLUDED);
+        if roster.participants.contains(&silent.0) {
             self.lose(now, job, silent.0, silent.1);
         } else {
             self.replan(job);
         }
     }
 
-    /// A job is over.
+    /// The job ended.
     pub fn handle_ended(&mut self, job: JobId) {
         self.jobs.remove(&job);
     }
 
-    /// The head's own lease on a participant ran out.
+    /// The coordinator's own lease on a participant expired.
     pub fn handle_silent(&mut self, now: Instant, job: JobId, node: NodeId, silent: Duration) {
         self.lose(now, job, node, silent);
     }
 
-    /// A participant reports its neighbour silent, or (with no silence) heard again. If this head hears the neighbour
-    /// itself (`heard`), only their link may be cut: the neighbour goes if that has not healed after `LINK_CUT`. A node that does
-    /// not hear a second neighbour within a minute, though this one hears that one too, goes itself.
+    /// A participant reports its neighbour silent, or (with zero silence) heard again. If this coordinator hears the neighbour
+    /// itself (`heard`), only their link may be cut: the neighbour counts as lost if the link has not recovered after
+    /// `LINK_CUT`. If the reporter then reports a second such neighbour within a minute, the reporter counts as lost instead.
     pub fn handle_reported(
         &mut self,
         now: Instant,
@@ -127,84 +126,84 @@ impl Failover {
         silent: Duration,
         heard: bool,
     ) {
-        let both = |guard: &&mut Guard| guard.participants.contains(&node) && guard.participants.contains(&by);
-        let Some(guard) = self.jobs.get_mut(&job).filter(both) else { return };
+        let both = |roster: &&mut Roster| roster.participants.contains(&node) && roster.participants.contains(&by);
+        let Some(roster) = self.jobs.get_mut(&job).filter(both) else { return };
         if silent.is_zero() {
-            guard.reported.remove(&node);
+            roster.reported.remove(&node);
         } else if heard {
-            guard.reported.entry(node).or_insert((by, now));
+            roster.reported.entry(node).or_insert((by, now));
         } else {
             self.lose(now, job, node, silent);
         }
     }
 
-    /// Links that did not heal.
+    /// Checks for links that did not recover.
     pub fn handle_wakeup(&mut self, now: Instant) {
-        // One at a time: the ends of a cut link report each other, and losing one end settles it.
-        while let Some((job, node, silent)) = self.jobs.iter_mut().find_map(|(&job, guard)| {
-            let (node, silent) = guard.cut_off(now)?;
+        // One at a time: the ends of a cut link report each other, and losing one end settles both reports.
+        while let Some((job, node, silent)) = self.jobs.iter_mut().find_map(|(&job, roster)| {
+            let (node, silent) = roster.cut_off(now)?;
             Some((job, node, silent))
         }) {
             self.lose(now, job, node, silent);
         }
     }
 
-    /// When the next of them is due.
+    /// When the next link check is due.
     pub fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
-        let reported = self.jobs.values().flat_map(|guard| guard.reported.values());
+        let reported = self.jobs.values().flat_map(|roster| roster.reported.values());
         reported.map(|&(_, since)| since).min().map(|since| (since + LINK_CUT, "failover: a link may be cut"))
     }
 
-    /// SWIM says that a member is gone. A fresh lease (`heard`) outranks it, unless the node said so itself.
+    /// SWIM declared a member down. A fresh lease (`heard`) outranks that, unless the node itself announced that it leaves.
     pub fn handle_peer_down(&mut self, now: Instant, node: NodeId, reason: DownReason, heard: bool) {
         if reason == DownReason::Failed && heard {
             return;
         }
-        let takes_part = self.jobs.iter().filter(|(_, guard)| guard.has(node));
+        let takes_part = self.jobs.iter().filter(|(_, roster)| roster.has(node));
         let lost: Vec<JobId> = takes_part.map(|(&job, _)| job).collect();
         for job in lost {
             self.lose(now, job, node, Duration::ZERO);
         }
     }
 
-    /// A node joined, or came back: it may be used again.
+    /// A node joined or rejoined: it may be used again.
     pub fn handle_peer_up(&mut self, node: NodeId) {
         if planted::has(Planted::BackIgnored) {
             return;
         }
-        for guard in self.jobs.values_mut() {
-            guard.excluded.remove(&node);
+        for roster in self.jobs.values_mut() {
+            roster.excluded.remove(&node);
         }
     }
 
-    /// A participant that was lost is heard again before anything else was placed: it may be used.
+    /// A lost participant is heard again before a new placement was made: it may be used.
     pub fn handle_back(&mut self, job: JobId, node: NodeId) {
         if planted::has(Planted::BackIgnored) {
             return;
         }
-        if let Some(guard) = self.jobs.get_mut(&job) {
-            guard.excluded.remove(&node);
+        if let Some(roster) = self.jobs.get_mut(&job) {
+            roster.excluded.remove(&node);
         }
     }
 
-    /// A participant holds its stage no longer: its executor failed, or (not `held`) the node was restarted or dropped the job. A
-    /// standby takes the stage over; without one the stage is loaded again, on the same node too. A second executor failure within
-    /// a minute excludes the node. Only an executor failure counts against the running requests.
+    /// A participant no longer holds its stage: its executor failed, or (not `held`) the node restarted or dropped the job. A
+    /// standby takes the stage over; without one the stage is loaded again, possibly on the same node. A second executor
+    /// failure within a minute excludes the node. Only an executor failure counts against the running requests.
     pub fn handle_stage_failed(&mut self, now: Instant, job: JobId, node: NodeId, held: bool, reason: String) {
-        let Some(guard) = self.jobs.get_mut(&job).filter(|guard| guard.has(node)) else { return };
-        if guard.standbys.remove(&node) {
-            guard.excluded.insert(node, now + EXCLUDED);
+        let Some(roster) = self.jobs.get_mut(&job).filter(|roster| roster.has(node)) else { return };
+        if roster.standbys.remove(&node) {
+            roster.excluded.insert(node, now + EXCLUDED);
             let what = format!("standby of job {:x} failed: {reason}", job.0);
             self.out.push_back(FailoverOutput::Refused { from: node, what });
             return self.out.push_back(FailoverOutput::StandbyLost { job, node });
         }
-        if !guard.emptied.insert(node) {
+        if !roster.emptied.insert(node) {
             return;
         }
-        let strikes = held && !core::mem::replace(&mut guard.struck, true);
-        let again = held && guard.failed.insert(node, now).is_some_and(|before| now.since(before) < EXCLUDED * 6);
+        let strikes = held && !core::mem::replace(&mut roster.struck, true);
+        let again = held && roster.failed.insert(node, now).is_some_and(|before| now.since(before) < EXCLUDED * 6);
         if again {
-            guard.excluded.insert(node, now + EXCLUDED);
+            roster.excluded.insert(node, now + EXCLUDED);
         }
         let what = format!("stage of job {:x} failed: {reason}", job.0);
         self.out.push_back(FailoverOutput::Refused { from: node, what });
@@ -215,11 +214,11 @@ impl Failover {
         self.replan(job);
     }
 
-    /// A participant could not hold its stage.
+    /// A participant could not load its stage.
     pub fn handle_unprepared(&mut self, now: Instant, job: JobId, node: NodeId, reason: &str) {
-        let Some(guard) = self.jobs.get_mut(&job).filter(|guard| guard.has(node)) else { return };
-        guard.excluded.insert(node, now + EXCLUDED);
-        let owns = !guard.standbys.remove(&node);
+        let Some(roster) = self.jobs.get_mut(&job).filter(|roster| roster.has(node)) else { return };
+        roster.excluded.insert(node, now + EXCLUDED);
+        let owns = !roster.standbys.remove(&node);
         let what = format!("cannot hold a stage of job {:x}: {reason}", job.0);
         self.out.push_back(FailoverOutput::Refused { from: node, what });
         if owns {
@@ -228,41 +227,42 @@ impl Failover {
     }
 
     fn lose(&mut self, now: Instant, job: JobId, node: NodeId, silent: Duration) {
-        let Some(guard) = self.jobs.get_mut(&job) else { return };
-        if guard.standbys.remove(&node) {
-            guard.excluded.insert(node, now + EXCLUDED);
+        let Some(roster) = self.jobs.get_mut(&job) else { return };
+        if roster.standbys.remove(&node) {
+            roster.excluded.insert(node, now + EXCLUDED);
             return self.out.push_back(FailoverOutput::StandbyLost { job, node });
         }
-        if !guard.participants.remove(&node) {
-            guard.reported.remove(&node);
+        if !roster.participants.remove(&node) {
+            roster.reported.remove(&node);
             return;
         }
-        guard.reported.retain(|&silent, &mut (by, _)| silent != node && by != node);
+        roster.reported.retain(|&silent, &mut (by, _)| silent != node && by != node);
         if !planted::has(Planted::LostNotExcluded) {
-            guard.excluded.insert(node, now + EXCLUDED);
+            roster.excluded.insert(node, now + EXCLUDED);
         }
         let silent_ms = u64::try_from(silent.as_millis()).unwrap_or(u64::MAX);
         self.out.push_back(FailoverOutput::Lost { job, node, silent_ms });
         self.replan(job);
     }
 
-    /// Once for all losses noticed together: a second request would find nothing lost in the plan that the first one made.
+    /// One replan for all losses noticed together: a second one would find nothing lost in the plan that the first one
+    /// produced.
     fn replan(&mut self, job: JobId) {
         let replan = FailoverOutput::Replan { job };
         self.out.retain(|output| *output != replan);
         self.out.push_back(replan);
     }
 
-    /// Who must not be in the job's next plan.
+    /// Nodes that the job's next plan must not use.
     pub fn excluded(&self, now: Instant, job: JobId) -> impl Iterator<Item = NodeId> + '_ {
-        let excluded = self.jobs.get(&job).into_iter().flat_map(|guard| &guard.excluded);
+        let excluded = self.jobs.get(&job).into_iter().flat_map(|roster| &roster.excluded);
         let lasts = move |until: Instant| now < until || planted::has(Planted::BackIgnored);
         excluded.filter(move |(_, until)| lasts(**until)).map(|(&node, _)| node)
     }
 
-    /// Nodes whose stages need a standby or another placement: those that are excluded, and those that hold nothing any more.
+    /// Nodes whose stages need a standby or another placement: the excluded ones, and those that no longer hold their stage.
     pub fn lost(&self, now: Instant, job: JobId) -> impl Iterator<Item = NodeId> + '_ {
-        let emptied = self.jobs.get(&job).into_iter().flat_map(|guard| &guard.emptied).copied();
+        let emptied = self.jobs.get(&job).into_iter().flat_map(|roster| &roster.emptied).copied();
         self.excluded(now, job).chain(emptied)
     }
 
@@ -272,7 +272,7 @@ impl Failover {
     }
 }
 
-/// Within this time a node's reports cost one neighbour its place at most.
+/// A node's reports cost at most one neighbour its place within this time.
 const BELIEVED_ONCE: Duration = Duration::from_secs(60);
 
 #[cfg(test)]
@@ -289,7 +289,7 @@ mod tests {
         Instant(0) + Duration::from_millis(ms)
     }
 
-    fn guarded() -> Failover {
+    fn placed() -> Failover {
         let mut failover = Failover::default();
         failover.handle_placed(JOB, epoch(1), [A, B]);
         failover
@@ -300,8 +300,8 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_standby_disturbs_nobody() {
-        let mut failover = guarded();
+    fn a_lost_standby_does_not_interrupt_the_job() {
+        let mut failover = placed();
         let c = NodeId([3; 16]);
         failover.handle_standbys(JOB, [c]);
         failover.handle_silent(at(0), JOB, c, LEASE);
@@ -314,8 +314,8 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_node_is_lost_once_and_stays_out_until_it_comes_back() {
-        let mut failover = guarded();
+    fn a_lost_node_is_reported_once_and_excluded_until_it_rejoins() {
+        let mut failover = placed();
         failover.handle_silent(at(0), JOB, A, LEASE);
         failover.handle_silent(at(1), JOB, A, LEASE);
         assert_eq!(
@@ -329,7 +329,7 @@ mod tests {
 
     #[test]
     fn losses_noticed_together_are_replanned_together() {
-        let mut failover = guarded();
+        let mut failover = placed();
         failover.handle_silent(at(0), JOB, A, LEASE);
         failover.handle_silent(at(0), JOB, B, LEASE);
         let outputs = outputs(&mut failover);
@@ -348,7 +348,7 @@ mod tests {
 
     #[test]
     fn a_fresh_lease_outranks_swim_but_not_a_goodbye() {
-        let mut failover = guarded();
+        let mut failover = placed();
         failover.handle_peer_down(at(0), A, DownReason::Failed, true);
         assert_eq!(outputs(&mut failover), vec![]);
         failover.handle_peer_down(at(0), A, DownReason::Left, true);
@@ -358,8 +358,8 @@ mod tests {
     }
 
     #[test]
-    fn a_link_that_heals_in_time_costs_nobody_a_place() {
-        let mut failover = guarded();
+    fn a_link_that_recovers_in_time_costs_no_node_its_place() {
+        let mut failover = placed();
         failover.handle_reported(at(0), JOB, A, B, LEASE, true);
         failover.handle_reported(at(900), JOB, A, B, Duration::ZERO, true);
         failover.handle_wakeup(at(1000));
@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_that_reports_one_neighbour_after_the_other_goes_itself() {
+    fn a_node_that_reports_several_neighbours_is_lost_itself() {
         let mut failover = Failover::default();
         let [c, d] = [NodeId([3; 16]), NodeId([4; 16])];
         failover.handle_placed(JOB, epoch(1), [A, B, c, d]);
@@ -396,12 +396,12 @@ mod tests {
         failover.handle_placed(JOB, epoch(3), [A, c, d]);
         failover.handle_reported(at(70_000), JOB, A, c, LEASE, true);
         failover.handle_wakeup(at(71_000));
-        assert_eq!(lost(&mut failover), [c], "what was long ago does not count");
+        assert_eq!(lost(&mut failover), [c], "old reports do not count");
     }
 
     #[test]
-    fn a_standby_whose_device_fails_is_let_go_and_the_job_goes_on() {
-        let mut failover = guarded();
+    fn a_standby_whose_device_fails_is_released_and_the_job_continues() {
+        let mut failover = placed();
         let standby = NodeId([3; 16]);
         failover.handle_standbys(JOB, [standby]);
         failover.handle_stage_failed(at(0), JOB, standby, true, "out of memory".into());
@@ -416,7 +416,7 @@ mod tests {
 
     #[test]
     fn stages_that_fail_together_are_one_strike() {
-        let mut failover = guarded();
+        let mut failover = placed();
         for node in [A, B] {
             failover.handle_stage_failed(at(0), JOB, node, true, "device lost".into());
         }
@@ -429,12 +429,12 @@ mod tests {
         assert_eq!(strikes(&mut failover), 1, "another placement, another strike");
         failover.handle_placed(JOB, epoch(3), [A, B]);
         failover.handle_stage_failed(at(2), JOB, A, false, "this node holds no stage of the job".into());
-        assert_eq!(strikes(&mut failover), 0, "no request did that");
+        assert_eq!(strikes(&mut failover), 0, "no request caused it");
     }
 
     #[test]
     fn a_restarted_node_has_lost_its_stage_and_may_be_used() {
-        let mut failover = guarded();
+        let mut failover = placed();
         failover.handle_stage_failed(at(0), JOB, A, false, "this node holds no stage of the job".into());
         assert!(outputs(&mut failover).contains(&FailoverOutput::Replan { job: JOB }));
         assert_eq!(failover.lost(at(1), JOB).collect::<Vec<_>>(), vec![A]);
@@ -444,12 +444,12 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_fails_twice_is_left_out() {
-        let mut failover = guarded();
+    fn a_device_that_fails_twice_is_excluded() {
+        let mut failover = placed();
         failover.handle_stage_failed(at(0), JOB, A, true, "out of memory".into());
         assert_eq!(failover.excluded(at(1), JOB).count(), 0);
         failover.handle_stage_failed(at(1), JOB, A, true, "out of memory".into());
-        assert_eq!(failover.excluded(at(2), JOB).count(), 0, "the same failure, told twice");
+        assert_eq!(failover.excluded(at(2), JOB).count(), 0, "the same failure, reported twice");
         failover.handle_placed(JOB, epoch(2), [A, B]);
         failover.handle_stage_failed(at(500), JOB, A, true, "out of memory".into());
         assert_eq!(failover.excluded(at(501), JOB).collect::<Vec<_>>(), vec![A]);

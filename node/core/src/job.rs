@@ -1,7 +1,8 @@
-//! The jobs that this node coordinates, whatever they compute: models that it serves, grids that it steps.
+//! The jobs that this node coordinates: models that it serves, grids that it steps.
 //!
-//! A job is parts joined by channels. The coordinator is the node whose API took the job, or a successor of that. It issues the
-//! job's epochs, places its parts, and keeps what is needed to go on after a loss. It may or may not hold a part itself.
+//! A job is a set of parts joined by channels. Its coordinator is the node whose API accepted the job, or a successor
+//! of that node. The coordinator issues the job's epochs, places its parts, and keeps what a recovery needs: a token
+//! log or a checkpoint. It may or may not hold a part itself.
 //! Next: `job/lifecycle.rs`, then `job/workload.rs`.
 mod domains;
 mod gateway;
@@ -49,9 +50,9 @@ pub struct Jobs {
     me: NodeId,
     generation: Generation,
     jobs: BTreeMap<JobId, Job>,
-    /// Where each running call's request is. Ended calls are removed when their `Done` is reported.
+    /// The job of each running call. An ended call is removed when its `Done` is reported.
     calls: BTreeMap<CallId, JobId>,
-    /// Callers that wait for a plan.
+    /// Calls that wait for a plan.
     plans: BTreeMap<CallId, PlanCall>,
     jobs_made: u64,
     leaving: bool,
@@ -59,34 +60,34 @@ pub struct Jobs {
     out: Out,
 }
 
-/// A caller who only wants to know.
+/// A call that only asks for a plan.
 #[derive(Debug)]
 struct PlanCall {
     what: Box<PlanSpec>,
     standbys: bool,
-    /// The cut that was found, while its standbys are chosen.
+    /// The grid's partition, while the planner chooses its standbys.
     cut: Option<Box<GridPlan>>,
 }
 
-/// A participant could not do what it was asked for: failover weighs that.
+/// A participant could not do what the coordinator ordered. Failover decides what follows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Complaint {
     /// It cannot hold its part.
     Unprepared {
-        /// Why.
+        /// Reason.
         reason: String,
     },
-    /// A part failed, or (not `held`) the node holds it no more.
+    /// A part failed, or (not `held`) the node does not hold it.
     Failed {
-        /// It was there.
+        /// Whether the node holds the part.
         held: bool,
-        /// Why.
+        /// Reason.
         reason: String,
     },
 }
 
 impl Jobs {
-    /// No jobs yet.
+    /// A coordinator without jobs.
     pub fn new(me: NodeId, generation: Generation) -> Self {
         Jobs {
             me,
@@ -139,12 +140,12 @@ impl Jobs {
         self.insert(Job::new(id, self.me, name, Workload::Steps(Steps::new(self.me, spec)), Some(call)));
     }
 
-    /// Why no further job can be taken.
+    /// Why this node accepts no further job.
     fn full(&self) -> Option<String> {
         if self.leaving {
-            Some("this node is leaving the mesh: use another".into())
+            Some("this node is leaving the mesh: use another node".into())
         } else {
-            (self.jobs.len() >= JOBS_MAX).then(|| format!("{JOBS_MAX} jobs run here already"))
+            (self.jobs.len() >= JOBS_MAX).then(|| format!("{JOBS_MAX} jobs run here already: use another node"))
         }
     }
 
@@ -153,8 +154,8 @@ impl Jobs {
         self.jobs.insert(job.id, job);
     }
 
-    /// Hash of (coordinator, its generation, a counter): no other node or life makes the same, so epochs need not survive this
-    /// life.
+    /// Hash of (coordinator, its generation, a counter). No other node or generation produces the same id, so epochs
+    /// need not survive a restart.
     fn job_id(&self, counter: u64) -> JobId {
         let mut hasher = blake3::Hasher::new();
         hasher.update(&self.me.0).update(&self.generation.0.to_le_bytes()).update(&counter.to_le_bytes());
@@ -163,7 +164,7 @@ impl Jobs {
         JobId(u64::from_le_bytes(id))
     }
 
-    /// A caller wants to know how a job would be placed.
+    /// A caller asks how a job would be placed.
     pub fn handle_plan(&mut self, call: CallId, what: PlanSpec, standbys: bool) {
         let ask = match &what {
             PlanSpec::Model(model) => {
@@ -185,7 +186,7 @@ impl Jobs {
         self.out.push_back(JobOutput::Ask { asked: Asked::Caller(call), ask: Box::new(ask) });
     }
 
-    /// The job that serves a model, what nodes hold for it, and its placement.
+    /// The job that serves a model, the memory that nodes hold for it, and its placement.
     fn served(&self, model: &ModelSpec) -> Option<(JobId, Holdings, &Plan)> {
         self.jobs.values().find_map(|job| {
             let Workload::Serve(serve) = &job.workload else { return None };
@@ -243,10 +244,10 @@ impl Jobs {
         }
     }
 
-    /// A caller submits a request. Where another node took the job over from this one, that is asked.
+    /// A caller submits a request. If another node took the job over from this one, the request goes there.
     pub fn handle_submit(&mut self, now: Instant, call: CallId, job: JobId, request: Request) {
         let refusal = match self.jobs.get_mut(&job).and_then(Job::serve) {
-            Some(_) if self.leaving => DoneReason::Failed("this node is leaving the mesh: send it elsewhere".into()),
+            Some(_) if self.leaving => DoneReason::Failed("this node is leaving the mesh: use another node".into()),
             Some(serve) => {
                 if serve.requests.submit(now, Caller::Here(call), request, 0, &mut self.out) == Submitted::Taken {
                     self.calls.insert(call, job);
@@ -266,7 +267,7 @@ impl Jobs {
         self.gateway.ask(now, call, (to, job), (request, 0), &mut self.out);
     }
 
-    /// A node that has a caller asks for a job's tokens.
+    /// A message from a node that has a caller, to this node as the job's coordinator.
     pub fn handle_from_caller(&mut self, now: Instant, from: NodeId, job: JobId, call: CallId, say: FromCaller) {
         let caller = Caller::Away(from, call);
         let say = match (self.jobs.get_mut(&job).and_then(Job::serve), say) {
@@ -288,12 +289,12 @@ impl Jobs {
         self.out.push_back(JobOutput::Tell { to: from, call, say });
     }
 
-    /// A node that was asked for a call's tokens answers.
+    /// The coordinator of a call's request answers.
     pub fn handle_to_caller(&mut self, now: Instant, from: NodeId, call: CallId, say: ToCaller) {
         self.gateway.handle_said(now, from, call, say, &mut self.out);
     }
 
-    /// A caller has enough, or went away. Also ends a caller's wait for a job or a plan.
+    /// A caller cancelled or disconnected. Also ends its wait for a job or a plan.
     pub fn handle_cancel(&mut self, now: Instant, call: CallId) {
         self.plans.remove(&call);
         self.jobs.values_mut().for_each(|job| job.forget_caller(call));
@@ -315,11 +316,11 @@ impl Jobs {
         }
     }
 
-    /// This node leaves: it takes no new work. A served model ends with its last request. Other jobs go on where there is a
-    /// majority to succeed this node; else they end, and their checkpoints stay.
+    /// This node leaves and accepts no new work. A served model ends with its last request. A simulation continues at a
+    /// successor if a majority of its participants remains. Otherwise it ends, and its checkpoints stay.
     pub fn handle_leave(&mut self) {
         self.leaving = true;
-        // What a successor says counts from now on.
+        // From now on a successor's claim to the job is easier to believe (`handle_claim`).
         self.jobs.values_mut().for_each(|job| job.was_absent = true);
         for (_, mut job) in self.jobs.extract_if(.., |_, job| job.workload.goes_on_without_callers()) {
             if job.can_be_left() {
@@ -343,7 +344,7 @@ impl Jobs {
 
     // ---- participants
 
-    /// A participant reports. What failover has to weigh comes back.
+    /// A participant reports. Returns a complaint if failover has to act on it.
     pub fn handle_message(
         &mut self,
         now: Instant,
@@ -365,7 +366,7 @@ impl Jobs {
         let complaint = match say {
             ToCoordinator::Prepared { part, result: Err(reason) } => {
                 job.handle_unprepared(now, from, part, &reason, out)?;
-                // A node that owns another part is only unfit to be this one's standby.
+                // An owner of another part is only unfit as this part's standby.
                 let owns = job.owners().contains(&from) && job.role(from, part) != Some(Role::Owner);
                 (!owns).then_some(Complaint::Unprepared { reason })
             }
@@ -376,7 +377,7 @@ impl Jobs {
                     job.drop_standby(now, part, out);
                     job.unfit.insert(from, now + EXCLUDED);
                 }
-                // Its own tile may not be sound any more; of a stage that shows with the next batch.
+                // A failed executor may have damaged the node's own tile. For a stage, the next batch would show it.
                 let both = held && !matches!(job.workload, Workload::Serve(_));
                 (role == Role::Owner || both || !owns).then_some(Complaint::Failed { held, reason })
             }
@@ -395,7 +396,7 @@ impl Jobs {
         complaint
     }
 
-    /// What was to be fetched has been, or why not.
+    /// A saved state has been fetched, or could not be.
     pub fn handle_collected(
         &mut self,
         now: Instant,
@@ -409,7 +410,7 @@ impl Jobs {
         self.sweep(now);
     }
 
-    /// The checkpoint is the one to roll back to now, or could not be made that.
+    /// The checkpoint is now the one to roll back to, or could not be made that.
     pub fn handle_kept(&mut self, now: Instant, job: JobId, step: u32, result: Result<(), String>) {
         if let Some(job) = self.jobs.get_mut(&job) {
             job.handle_kept(now, step, result, &mut self.out);
@@ -417,7 +418,7 @@ impl Jobs {
         self.sweep(now);
     }
 
-    /// A node from which this one took a job over says that it coordinates the job, under whatever epoch.
+    /// A previous coordinator of the job reports that it coordinates it, under any epoch. This node stands down.
     pub fn handle_predecessor(&mut self, now: Instant, from: NodeId, id: JobId, theirs: Epoch) {
         if from == theirs.issuer
             && let Some(job) = self.jobs.get_mut(&id).filter(|job| job.succeeded(from))
@@ -427,16 +428,17 @@ impl Jobs {
         }
     }
 
-    /// A participant knows a higher epoch than this coordinator: one of its own that it has forgotten, or that of a successor. Only
-    /// nodes that were ordered to take part are believed, and only epochs that can have been issued meanwhile.
+    /// A participant reports a higher epoch than this coordinator's: one that this node issued and forgot, or a
+    /// successor's. Only nodes that were ordered to take part are believed, and only epochs that can have been issued
+    /// meanwhile.
     pub fn handle_stale(&mut self, now: Instant, from: NodeId, id: JobId, theirs: Epoch) {
         let me = self.me;
         let believed = |job: &&mut Job| {
             let ahead = theirs.counter.saturating_sub(job.epoch.counter);
-            // No node can know a higher one of this coordinator's while it has answered under the present one.
+            // A node that has answered under the present epoch knows no higher one of this coordinator.
             let known = if theirs.issuer == me { job.awaits(from) } else { job.knows(from) };
-            // One that was away may have issued higher ones since, which its participants did not adopt; and one that coordinates the
-            // job too is answered, whatever its epoch.
+            // A coordinator that was absent may have issued higher epochs since, which its participants did not adopt.
+            // Another coordinator of the job is answered whatever its epoch.
             let higher = job.epoch < theirs || theirs.issuer != me && (job.was_absent || from == theirs.issuer);
             higher && ahead <= EPOCHS_FORGOTTEN_MAX && known
         };
@@ -455,7 +457,7 @@ impl Jobs {
         self.jobs.get(&id).is_some_and(|job| job.doubts(now))
     }
 
-    /// This node takes a job over; whether it had not done so before.
+    /// This node takes a job over. Returns false if it cannot, or coordinates the job already.
     pub fn handle_inherited(&mut self, inheritance: Inheritance) -> bool {
         let id = inheritance.job;
         if self.leaving || self.jobs.contains_key(&id) {
@@ -466,14 +468,14 @@ impl Jobs {
         true
     }
 
-    /// Where the members stand, seen from this node, for the next placements.
+    /// Failure domains of the members, seen from this node, for the next placements.
     pub fn set_domains(&mut self, domains: &Domains) {
         self.jobs.values_mut().for_each(|job| job.domains = domains.clone());
     }
 
     // ---- losses
 
-    /// Something of the present placement is lost.
+    /// The job is placed again. The `lost` nodes do not hold their parts any more.
     pub fn handle_replan(&mut self, now: Instant, job: JobId, lost: &BTreeSet<NodeId>) {
         if let Some(job) = self.jobs.get_mut(&job) {
             if planted::has(Planted::LossFailsRequests)
@@ -486,7 +488,7 @@ impl Jobs {
         self.sweep(now);
     }
 
-    /// This node stood still for longer than a lease: others may have taken its jobs over.
+    /// This node stood still for longer than a lease: successors may have taken its jobs over.
     pub fn handle_stood_still(&mut self) {
         self.jobs.values_mut().for_each(|job| job.was_absent = true);
     }
@@ -505,61 +507,62 @@ impl Jobs {
         }
     }
 
-    /// This node's own executor is stalled: jobs that have a part here go on elsewhere, where they can.
+    /// This node's own executor is stalled. Jobs that have a part here move it to another node if they can.
     pub fn handle_stalled(&mut self, now: Instant) {
         self.jobs.values_mut().for_each(|job| job.handle_stalled(now, &mut self.out));
     }
 
-    /// A member is gone, for whatever reason.
+    /// A member is down, for any reason.
     pub fn handle_gone(&mut self, now: Instant, node: NodeId) {
         self.jobs.values_mut().for_each(|job| job.handle_gone(now, node, &mut self.out));
         self.jobs.values_mut().filter_map(Job::serve).for_each(|serve| serve.requests.handle_gone(now, node));
         self.gateway.handle_gone(now, node, &mut self.out);
     }
 
-    /// A node is gone for good, with all it held. One that only fell silent may come back and hold it still: were that
-    /// forgotten, its memory would count as taken by others, and a mesh without spare memory would not find a plan again.
+    /// A member is down for good, with all it held. A member that only fell silent may come back and still hold its
+    /// parts. If the coordinator forgot them, their memory would count as taken by other jobs, and a mesh without spare
+    /// memory would find no plan.
     pub fn handle_peer_left(&mut self, node: NodeId) {
         self.jobs.values_mut().for_each(|job| job.forget_resident(node));
     }
 
-    /// A connection stands again after it had broken.
+    /// A broken connection is up again.
     pub fn handle_reconnected(&mut self, now: Instant, node: NodeId) {
         self.jobs.values_mut().for_each(|job| job.handle_reconnected(now, node, &mut self.out));
     }
 
-    /// A member is alive again, or for the first time.
+    /// A member is alive, for the first time or again.
     pub fn handle_peer_up(&mut self, node: NodeId) {
         self.jobs.values_mut().for_each(|job| job.handle_back(node, &mut self.out));
     }
 
-    /// A participant that was lost is heard again. Returns whether the job waits for the others that are `lost` before it looks
-    /// for a plan.
+    /// A lost participant is heard again. Returns whether the job waits for the other `lost` nodes before it asks for a
+    /// plan.
     pub fn awaits_others(&mut self, now: Instant, job: JobId, lost: &BTreeSet<NodeId>) -> bool {
         self.jobs.get_mut(&job).is_some_and(|job| job.awaits_others(now, lost))
     }
 
-    /// A member joined or left, or memory became free; these nodes take no new work.
+    /// A member joined or left, or memory became free. The `draining` nodes take no new work.
     pub fn handle_fleet_changed(&mut self, now: Instant, draining: &BTreeSet<NodeId>) {
         self.jobs.values_mut().for_each(|job| job.handle_fleet_changed(now, draining, &mut self.out));
     }
 
     // ---- time
 
-    /// Watchdogs, retries and the end of patience.
+    /// Watchdogs, retries and timeouts.
     pub fn handle_wakeup(&mut self, now: Instant) {
         self.jobs.values_mut().for_each(|job| job.handle_wakeup(now, &mut self.out));
         self.gateway.handle_wakeup(now, &mut self.out);
         self.sweep(now);
     }
 
-    /// When the next of them is due.
+    /// When the next timer is due.
     pub fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
         let jobs = self.jobs.values().filter_map(Job::next_wakeup);
         jobs.chain(self.gateway.next_wakeup()).min()
     }
 
-    /// The next thing to do.
+    /// The next output.
     pub fn poll_output(&mut self) -> Option<JobOutput> {
         let output = self.out.pop_front()?;
         if let JobOutput::Notify(Event::Done { call, .. }) = &output {
@@ -569,7 +572,7 @@ impl Jobs {
         Some(output)
     }
 
-    /// Jobs that are over. Callers of one that another node coordinates now are answered from there.
+    /// Removes ended jobs. Callers of a job that another node coordinates now are served from there.
     fn sweep(&mut self, now: Instant) {
         for (id, mut job) in self.jobs.extract_if(.., |_, job| job.ending.is_some()) {
             if let Some(to) = job.successor
@@ -577,9 +580,9 @@ impl Jobs {
             {
                 self.gateway.note_moved(now, id, to, job.may_go_on());
                 let Some(serve) = job.serve() else { continue };
-                for (call, request, told) in serve.requests.hand_over() {
+                for (call, request, next) in serve.requests.hand_over() {
                     self.calls.remove(&call);
-                    self.gateway.ask(now, call, (to, id), (request, told), &mut self.out);
+                    self.gateway.ask(now, call, (to, id), (request, next), &mut self.out);
                 }
             }
             if let Some(ending) = job.ending.take() {
@@ -590,7 +593,7 @@ impl Jobs {
 
     // ---- views
 
-    /// What nodes hold for a job, as they reported.
+    /// Bytes that nodes hold for a job, as they reported.
     pub fn holdings(&self, job: JobId) -> Holdings {
         self.jobs.get(&job).map(Job::holdings).unwrap_or_default()
     }

@@ -1,8 +1,8 @@
-//! What should happen next: every decision a mesh node takes, as one state machine without clock, I/O or threads.
+//! The decisions of a mesh node, as one state machine without clock, I/O or threads.
 //!
-//! Start with `input` (everything that can happen to a node) and `output` (everything it can do); `node` routes between
-//! the child machines, which do not see each other. `node/src/driver.rs` runs this in the real world, `simnet` in a
-//! virtual one. Next: `input.rs`.
+//! Start with `input` (everything that can happen to a node) and `output` (everything it can do). `node` routes between the
+//! child machines, which do not know each other. `node/src/driver.rs` runs this in the real world, `simnet` in a simulated one.
+//! Next: `input.rs`.
 #![no_std]
 extern crate alloc;
 

@@ -1,231 +1,246 @@
 //! Every bound of a node, each with its reason.
 use core::time::Duration;
 
-/// Largest gossip datagram before it is sealed: packets of 1200 bytes fit any path without fragmentation (IPv6's
-/// minimum of 1280 less its headers), and the transport's seal adds 49 (`transport::gossip::PAYLOAD_BYTES_MAX`).
+/// Bytes of the largest gossip datagram before sealing: a UDP payload of 1200 bytes fits any path without fragmentation (IPv6
+/// guarantees packets of 1280 bytes), and the transport's seal adds 49 (`transport::gossip::PAYLOAD_BYTES_MAX`).
 pub const DATAGRAM_BYTES_MAX: usize = 1151;
-/// Largest encoded advert: with its signature it must fit into one datagram beside a header.
+/// Bytes of the largest encoded advert: with its signature and a header it must fit into one datagram.
 pub const ADVERT_BYTES_MAX: usize = 900;
-/// Contents an advert names (32 bytes each): what keeps it under its bound; the rest is found by asking.
+/// Contents named in an advert (32 bytes each): more would exceed the advert's size, and peers ask for the rest.
 pub const ADVERT_HOLDINGS_MAX: usize = 8;
-/// Nodes asked for the weights of one stage: more would not make a transfer faster.
+/// Nodes asked for the weights of one stage: more would not make the transfer faster.
 pub const SOURCES_MAX: usize = 16;
-/// Bytes of a node's name in its advert, cut at a character.
+/// Bytes of a node's name in its advert, truncated at a character boundary: leaves room for the other fields.
 pub const ADVERT_NAME_BYTES_MAX: usize = 64;
-/// Bytes of a zone's name in an advert, cut at a character: two words, beside a name and the holdings.
+/// Bytes of a zone's name in an advert, truncated at a character boundary: two words fit, and leave room for the name and the
+/// holdings.
 pub const ZONE_BYTES_MAX: usize = 32;
-/// Addresses of one kind in an advert: a few interfaces, the first reachable one is used.
+/// Addresses of one kind in an advert: a node has a few interfaces, and the first reachable address is used.
 pub const ADVERT_ADDRS_MAX: usize = 4;
-/// Largest control message: a full push-pull of 2,000 members with adverts, or a plan with its manifest.
+/// Bytes of the largest control message: a full push-pull of 2,000 members with adverts, or a plan with its manifest.
 pub const MESSAGE_BYTES_MAX: usize = 4 << 20;
-/// Members kept: foca scans them linearly and encodes them in every packet.
+/// Members in the table: foca scans the table linearly for every packet.
 pub const MEMBERS_MAX: usize = 4096;
-/// Jobs a node takes part in at once; each holds weights, so memory ends long before.
+/// Jobs that a node takes part in at the same time: each holds weights, so memory runs out long before this bound.
 pub const JOBS_MAX: usize = 64;
-/// Parts of one job that a node holds at once: tiles of a cut that gives each node several, and those of which it is the standby.
+/// Parts of one job on one node: a partition may give each node several tiles, and a node is the standby of other tiles too.
 pub const PARTS_MAX: usize = 256;
-/// Halos that a tile keeps, whatever their size: bounds the bookkeeping.
+/// Halo strips that a tile retains, whatever their size: bounds the bookkeeping.
 pub const HALO_ENTRIES_MAX: usize = 1 << 18;
-/// Requests running at once in one job (slots of the KV cache).
+/// Requests that run at the same time in one job: each takes one slot of the KV cache.
 pub const SEQUENCES_MAX: u32 = 64;
-/// Requests waiting behind them; the next one is refused (HTTP 429).
+/// Requests queued behind the running ones: a longer queue would only delay the rejection (HTTP 429).
 pub const QUEUE_MAX: usize = 64;
-/// Tokens of one request, prompt and answer: the longest context of the models we know.
+/// Tokens of one request, prompt and answer together: the longest context of known models.
 pub const CONTEXT_MAX: u32 = 1 << 20;
-/// Positions in one prefill chunk, and in one batch of chunks: large enough to saturate matrix products, small enough that
-/// decode of other requests waits no more than one chunk.
+/// Positions in one prefill chunk, and in one batch of chunks: enough to saturate matrix products, and few enough that decode
+/// steps of other requests wait for at most one chunk.
 pub const CHUNK_POSITIONS_MAX: u32 = 512;
-/// Positions of one request's chunk in the deepest pipelines: fewer rows would not share the weights that each pass reads.
+/// Positions of one request's chunk in the deepest pipelines: fewer rows would not amortise the weights that each forward pass
+/// reads.
 pub const CHUNK_POSITIONS_MIN: u32 = 16;
-/// Prefill chunks in flight per request: a pipeline that is deeper waits for some of them.
+/// Prefill chunks in flight per request: bounds the queues of a stage, and a deeper pipeline waits for some of the chunks.
 pub const CHUNKS_IN_FLIGHT_MAX: u32 = 64;
-/// Frames a stage keeps for requests it has no place for yet (their `Open`, or another's `Close`, travels on another stream):
-/// the chunks in flight of two.
+/// Frames that a stage parks for requests without a slot or an `Open` (the `Open`, or the `Close` of another request, travels
+/// on another stream): the chunks in flight of two requests.
 pub const PARKED_FRAMES_MAX: usize = 2 * CHUNKS_IN_FLIGHT_MAX as usize;
-/// Frames a stage accepts ahead of its executor: all chunks in flight of all sequences, and a decode step each.
+/// Frames queued ahead of a stage's executor: all chunks in flight of all sequences, and one decode step for each sequence.
 pub const STAGE_QUEUE_MAX: usize = SEQUENCES_MAX as usize * (CHUNKS_IN_FLIGHT_MAX as usize + 1);
-/// And positions of these frames: six whole chunks of each sequence, more than are ever in flight.
+/// Positions of the queued frames: six full chunks per sequence, the most ever in flight (in a pipeline of four stages).
 pub const STAGE_QUEUE_POSITIONS_MAX: u64 = 6 * SEQUENCES_MAX as u64 * CHUNK_POSITIONS_MAX as u64;
-/// Ended requests a stage remembers, so that their late frames open no cache: far more than can be on the way at once.
+/// Ended requests that a stage remembers so that late frames allocate no cache: far more than can be in transit.
 pub const CLOSED_REQUESTS_MAX: usize = 512;
-/// Bytes of hidden rows a stage keeps so that they can be sent again: a few thousand tokens of a wide model. What a stage's
-/// successors both hold goes first.
+/// Bytes of hidden rows in a stage's resend ring: a few thousand tokens of a wide model. Rows that the next stage's owner and
+/// its standby both hold are dropped first.
 pub const RING_BYTES_MAX: u64 = 64 << 20;
-/// Frames it keeps, whatever their size: bounds the bookkeeping.
+/// Frames in a stage's resend ring, whatever their size: bounds the bookkeeping.
 pub const RING_FRAMES_MAX: usize = 16_384;
-/// How often a stage tells those before it what it holds.
+/// How often a stage acknowledges the positions it holds to its senders: often enough that they can trim their rings.
 pub const HELD_EVERY: Duration = Duration::from_millis(100);
-/// How long a standby waits for what it asked for before it asks again.
+/// How long a standby waits for a resend before it requests it again: the answer may still be in transit.
 pub const RESUME_QUIET: Duration = Duration::from_millis(500);
-/// Positions by which a standby may be behind its stage and count as current: what is in flight between two reports.
+/// Positions by which a standby may trail its stage and still count as current: what is in flight between two reports.
 pub const STANDBY_LAG_MAX: u32 = 48;
-/// How often a job without all its standbys looks for them.
+/// How often a job with missing standbys looks for candidates: each search is a planner run.
 pub const STANDBY_RETRY: Duration = Duration::from_secs(1);
-/// Bytes of a GPU's own memory that no plan fills: the driver's context and the compiled kernels take about half of it, what
-/// allocators round up the rest.
+/// Bytes of a GPU's dedicated memory that no plan fills: the driver's context and the compiled kernels take about half of it,
+/// allocator rounding the rest.
 pub const OWN_MEMORY_KEPT: u64 = 1 << 30;
-/// Percent of a machine's free memory that its node keeps back when it is not told how much to offer: the user's programs, this
-/// process, and what allocators round up.
+/// Percent of a machine's free memory that the node holds back unless it is configured how much to offer: for the user's
+/// programs, this process and allocator rounding.
 pub const SHARED_MEMORY_KEPT_PERCENT: u64 = 25;
-/// How often peers that share a job tell each other that they live.
+/// Interval of heartbeats between peers that share a job: six fit into a [`LEASE`], so that one lost datagram expires none.
 pub const HEARTBEAT: Duration = Duration::from_millis(50);
-/// Silence after which a neighbour counts as crashed: a stall of 250 ms (a slow disk, a collector, a scheduler) just after a
-/// heartbeat was due kills nobody, and 40 ms for the path are left.
+/// Silence after which a neighbour counts as crashed: a stall of 250 ms (slow disk, garbage collector, scheduler) right before
+/// a heartbeat is due must not expire a lease, and 40 ms are left for the path.
 pub const LEASE: Duration = Duration::from_millis(340);
-/// How long a request may wait for a plan that does not exist any more before it fails.
+/// How long a request may wait while its job has no plan before it fails: a caller would not wait longer.
 pub const DEGRADED_MAX: Duration = Duration::from_secs(30);
-/// How long a stage keeps a job whose head is silent.
+/// How long a participant keeps its parts of a job whose coordinator is silent: other jobs may need the memory.
 pub const ORPHAN_MAX: Duration = Duration::from_secs(10);
-/// Push-pull of full member state with one random peer.
+/// Interval of the push-pull of full member state with one random peer: repairs what gossip lost.
 pub const PUSH_PULL: Duration = Duration::from_secs(30);
-/// How often the head repeats a `Prepare` that was not answered: a connection may have broken under it.
+/// How often the coordinator repeats an unanswered `Prepare`: a broken connection may have lost it.
 pub const PREPARE_RETRY: Duration = Duration::from_secs(1);
-/// How long a request may make no progress, at least, before the head sends it again from its log.
+/// Minimum time without progress before the coordinator resends a request from its log: shorter pauses are ordinary load.
 pub const WATCHDOG_MIN: Duration = Duration::from_secs(2);
-/// Times a request is sent again under one epoch before the job is placed anew.
+/// Resends of a request under one epoch before the job is placed again: if these do not help, a stage is at fault.
 pub const RESENDS_MAX: u32 = 3;
-/// Placements that failed because of one request's work before that request is given up: it may be what breaks them.
+/// Placements that failed during one request's work before the request is given up: the request itself may cause the failures.
 pub const REQUEST_STRIKES_MAX: u32 = 3;
-/// By how many epochs a stage may know better than its head: more than a head mints in a life, and far from all there are.
+/// How many epochs a node may be ahead of its coordinator's counter: more than a coordinator issues in one lifetime, and a
+/// small part of the 32-bit range.
 pub const EPOCHS_FORGOTTEN_MAX: u32 = 1 << 16;
-/// Attempts to place a job in a row before it counts as degraded and waits for the mesh to change.
+/// Consecutive failed placements before a job counts as degraded and waits for a change of the mesh: more attempts would fail
+/// alike.
 pub const PLACE_ATTEMPTS_MAX: u32 = 8;
-/// How often a degraded job looks for a plan even if nothing seems to have changed.
+/// How often a degraded job searches for a plan without a known change of the mesh: a change may have been missed.
 pub const DEGRADED_RETRY: Duration = Duration::from_secs(1);
-/// How long a node that failed a job is left out of its plans, unless it comes back as a new member before.
+/// How long a node that failed a job is excluded from its plans, unless it rejoins before: the same fault is likely to recur at
+/// once.
 pub const EXCLUDED: Duration = Duration::from_secs(10);
-/// How often a job that runs looks whether it would run better elsewhere, once the mesh has changed.
+/// Interval of placement reviews of a running job after the mesh changed: a review costs a planner run.
 pub const MOVE_EVERY: Duration = Duration::from_secs(5);
-/// Looks in a row that must find so before it moves: a link or a machine that dips for seconds moves nothing.
+/// Consecutive reviews that must agree before a job moves: a link or machine that is slow for seconds must move nothing.
 pub const MOVE_LOOKS: u32 = 3;
-/// By how many percent of its time per token a job must gain to be moved: less is within what measurements vary by.
+/// Percent of its time per token that a job must gain to be moved: smaller gains are within measurement noise.
 pub const MOVE_GAIN_PERCENT: u64 = 20;
-/// How long a job stays where it is after a loss or a move: moving costs its requests a pause.
+/// How long a job stays where it is after a loss or a move: each move pauses its requests.
 pub const MOVE_QUIET: Duration = Duration::from_secs(60);
-/// How long the weights of a move may take to come: 20 GB at 100 Mbit/s.
+/// How long the weights of a move may take to arrive: 20 GB at 100 Mbit/s take 27 minutes.
 pub const FETCH_MAX: Duration = Duration::from_secs(30 * 60);
-/// Steps of a challenge: enough to tell a machine from one three times as fast, and what one token of a request costs.
+/// Steps of one challenge: enough to detect a machine that is three times slower than it claims, at the cost of about one
+/// token.
 pub const CHALLENGE_STEPS: u32 = 4;
-/// Challenges of a node of which the fastest counts: one may meet a busy executor.
+/// Challenges of a node of which the fastest counts: a single one may wait for a busy executor.
 pub const CHALLENGES: usize = 3;
-/// How soon the next of them follows.
+/// Interval between a node's first challenges: its measured speed should be available soon.
 pub const CHALLENGE_SOON: Duration = Duration::from_secs(1);
-/// How often a node is challenged after that.
+/// Interval between later challenges of a node: each costs its requests about one token.
 pub const CHALLENGE_EVERY: Duration = Duration::from_secs(60);
-/// How long an answer may take before the challenge counts as lost.
+/// How long an answer may take before the challenge counts as lost: far longer than the steps take on any usable node.
 pub const CHALLENGE_MAX: Duration = Duration::from_secs(10);
-/// From how many times the time it should take on a node is planned with what was timed even if requests ran beside it: below
-/// that the difference may be their load, and only a challenge that met none counts.
+/// How many times slower than advertised a node must be before a challenge beside running requests counts: below this factor
+/// their load may explain the difference, and only a challenge without load counts.
 pub const SLOWER_TIMES: u64 = 3;
-/// Least percent of the time it says that a node is planned with: its advert was made on a busy machine then. What is beyond
-/// that did not compute.
+/// Lower bound of a node's measured step time, in percent of the advertised time: an advert measured on a busy machine may be
+/// four times too slow, and a node that is faster still did not compute.
 pub const FASTER_PERCENT_MIN: u64 = 25;
-/// Most percent that a node never timed is planned with because others took as much: what attention, norms and launches add to
-/// the products of a model large enough to be shared.
+/// Upper bound of the step time assumed for a node that was never timed, in percent of the advertised time: attention, norms
+/// and launches add at most half to the matrix products of a model that is large enough to be distributed.
 pub const UNTIMED_PERCENT_MAX: u64 = 150;
-/// Most percent: such a node is used by no plan that has another, so more exact figures serve nothing.
+/// Upper bound of a node's measured step time, in percent of the advertised time: no plan uses such a node while it has
+/// another, so a more exact figure is of no use.
 pub const SLOWER_PERCENT_MAX: u64 = 100_000;
-/// How long a broken connection of a running job may take to stand again before the head is told: a few round trips, and less
-/// than a caller would call a pause.
+/// How long a broken connection of a running job may take to reconnect before the coordinator receives a report: a few round
+/// trips, and less than a caller notices as a pause.
 pub const LINK_BROKEN: Duration = Duration::from_millis(500);
-/// How long a stage may go on reporting a neighbour silent that the head itself hears, before their link counts as cut.
+/// How long a stage may report a neighbour silent that the coordinator itself hears, before their link counts as cut: most
+/// links recover sooner.
 pub const LINK_CUT: Duration = Duration::from_secs(1);
-/// Steps of a simulation: a step's number shares a frame's 32 bits with the strip's length.
+/// Steps of a simulation: a halo frame's step plus its number of elements must fit in 32 bits.
 pub const GRID_STEPS_MAX: u32 = 1 << 31;
-/// A job file with the files it names: masks of 8192 x 8192 pixels compress to a few megabytes, patterns of millions of cells to
-/// tens. Each participant holds it once.
+/// Bytes of a job file with the files it names: masks of 8192 × 8192 pixels compress to a few megabytes, patterns of millions
+/// of cells to tens of megabytes. Each participant holds one copy.
 pub const SIMULATION_BYTES_MAX: u64 = 64 << 20;
-/// Tiles' parts of checkpoints that the coordinator fetches at once: one comes while the other is forced to the disk.
+/// Tiles' parts of a checkpoint that the coordinator fetches in parallel: one is transferred while the other is synced to disk.
 pub const CHECKPOINT_PARTS_AT_ONCE: usize = 2;
-/// Bytes of strips a tile keeps so that they can be sent again: what neighbours' standbys may lag behind.
+/// Bytes of halo strips that a tile retains for resending: bounds how far a neighbour's standby may trail.
 pub const HALO_LOG_BYTES_MAX: u64 = 256 << 20;
-/// Strips sent to a standby that it has not yet said to hold: a few round trips' worth on a fast link.
+/// Bytes of halo strips sent to a standby and not yet acknowledged: a few round trips' worth on a fast link.
 pub const HALO_WINDOW_BYTES: u64 = 8 << 20;
-/// Standbys and owners that one tile feeds for one neighbour: its owner, its standby, and those of the epoch before.
+/// Nodes to which one tile sends its halo for one neighbour: the neighbour's owner and standby, of this epoch and the previous
+/// one.
 pub const FEEDS_MAX: usize = 4;
-/// Strips that wait at a tile for their step: those of the next exchange, and a standby's window of small ones.
+/// Received halo strips queued at a tile for their step: those of the next exchange, and a standby's window of small strips.
 pub const STRIPS_WAITING_MAX: usize = 16_384;
-/// Frames of an output that wait to be fetched before the tile waits with them: one on its way and one made meanwhile. Of full
-/// states one of each kind is kept, which is what the planner counts.
+/// Output frames of a tile that wait to be fetched before the tile pauses: one in transfer and one computed meanwhile. A tile
+/// retains one full state of each kind, which is what the planner charges.
 pub const SAVES_WAITING_MAX: usize = 2;
-/// Reports a tile keeps, to say them again under another coordinator's epoch.
+/// Reports that a tile retains: it repeats them under the epoch of another coordinator.
 pub const REPORTS_KEPT: usize = 16;
-/// How often whoever computes a tile says how far it is.
+/// Interval of progress reports of a tile's owner and standby: frequent enough for a display, and cheap.
 pub const TILE_PROGRESS: Duration = Duration::from_millis(200);
-/// And for so long it says so each [`TILE_HELD`], once it begins or goes on: how long a loss held all up is worth knowing.
+/// How long after a (re)start a tile reports progress every [`TILE_HELD`], so that the coordinator measures the failover stall
+/// precisely.
 pub const TILE_BEGINS: Duration = Duration::from_secs(2);
-/// How often a standby tells those it is fed by what it holds.
+/// How often a standby acknowledges the halos it holds to its senders: often enough that a window never limits a fast link for
+/// long.
 pub const TILE_HELD: Duration = Duration::from_millis(20);
-/// How soon a standby asks for a snapshot again that did not come, or came too late.
+/// How soon a standby requests a snapshot again that did not arrive, or arrived too late: the fetch itself may take this long.
 pub const SNAPSHOT_RETRY: Duration = Duration::from_secs(2);
-/// How often a warm standby takes a snapshot, at most, whatever it is told.
+/// Shortest interval between the snapshots of a warm standby, whatever its order says: copying more often would slow the owner
+/// down.
 pub const SNAPSHOT_EVERY_MIN: Duration = Duration::from_millis(200);
-/// Nodes that may succeed the coordinator of a simulation, in order: the loss of so many at once is not promised.
+/// Nodes that may succeed the coordinator of a job, in order: losing more at the same time is outside the guarantee.
 pub const SUCCESSORS_MAX: usize = 4;
-/// Successors that keep a copy of the last checkpoint: the coordinator and one of them may be lost at once.
+/// Successors that keep a copy of the last checkpoint: the job survives the simultaneous loss of the coordinator and one
+/// successor.
 pub const MIRRORS: usize = 2;
-/// Nodes that coordinated a simulation before and may come back.
+/// Previous coordinators of a job that may come back and are still recognised: more than a job loses in practice.
 pub const PREVIOUS_COORDINATORS_MAX: usize = 8;
-/// How long each successor leaves to the one before it, once a majority agrees.
+/// Delay between two successors' turns once a majority agrees: the earlier one has time to take over.
 pub const SUCCESSION_TURN: Duration = Duration::from_secs(1);
-/// How long a majority must have heard nothing of the coordinator of a model before a successor goes on: a coordinator that only
-/// stood still keeps its callers.
+/// How long a majority must hear nothing from a model's coordinator before a successor takes over: a coordinator that only
+/// paused keeps its callers.
 pub const SERVE_SUCCESSION: Duration = Duration::from_secs(1);
-/// And for how long where the coordinator has a stage without a standby: its weights have to be loaded, perhaps from it alone. Less than
-/// [`ORPHAN_MAX`], so that the caches of the other stages are used.
+/// The same delay where the coordinator owns a stage without standby: its weights must be loaded again, perhaps from that node
+/// alone. Shorter than [`ORPHAN_MAX`], so that the other stages still have their caches.
 pub const SERVE_SUCCESSION_COLD: Duration = Duration::from_secs(7);
-/// How often successors receive what was added to the token log: what is lost with the coordinator is computed once more.
+/// How often successors receive the additions to the token log: tokens lost with the coordinator are computed again.
 pub const LOG_EVERY: Duration = Duration::from_millis(50);
-/// Tokens in one message of the log: a long prompt goes in pieces.
+/// Tokens in one message of the log: a long prompt is split, so that no message grows with the context.
 pub const LOG_TOKENS_MAX: usize = 1 << 14;
-/// Tokens that a successor keeps of all requests of a job: the contexts of 64 requests of 64 k. A request beyond that is computed
-/// from its prompt if its caller asks again.
+/// Tokens that a successor retains of all requests of a job: 64 requests with a context of 64 k. A request beyond this bound is
+/// recomputed from its prompt if its caller asks again.
 pub const LOG_KEPT_MAX: usize = 1 << 22;
-/// How long a request goes on, and its end is kept, without a caller: its caller may be on its way to another node.
+/// How long a request runs, and its end is retained, without a caller: the caller may be reconnecting through another node.
 pub const DETACHED_MAX: Duration = Duration::from_secs(30);
-/// How long a served model that a successor took over stays without a caller.
+/// How long a served model that a successor took over stays loaded without a caller: its first coordinator may serve it again.
 pub const UNUSED_MAX: Duration = Duration::from_secs(60);
-/// Calls of this node whose requests another node coordinates.
+/// Calls of this node whose requests another node coordinates: bounds the table.
 pub const CALLS_AWAY_MAX: usize = 1024;
-/// How long a node waits for a token from another coordinator before it asks again, in case the answer was lost.
+/// How long a node waits for a token from another coordinator before it asks again: the answer may be lost.
 pub const ASK_AGAIN: Duration = Duration::from_secs(2);
-/// How long it counts that a participant said the coordinator is silent: it is said again three times within that. Less than
-/// [`SERVE_SUCCESSION`], so that a moment in which many heard nothing costs no coordinator its model.
+/// How long a participant's vote that the coordinator is silent counts: it is repeated three times within this time. Shorter
+/// than [`SERVE_SUCCESSION`], so that a short outage costs no coordinator its model.
 pub const VOTE_MAX: Duration = Duration::from_millis(600);
-/// How long a participant keeps the orders of a successor while it hears the coordinator: the successor repeats them.
+/// How long a participant retains the orders of a successor while it still hears the coordinator: the successor repeats them.
 pub const DEFERRED_MAX: Duration = PREPARE_RETRY;
-/// How soon a checkpoint that could not be copied to a successor is copied again: all of it travels each time.
+/// How soon a failed copy of a checkpoint to a successor is repeated: each attempt transfers all of it.
 pub const MIRROR_RETRY: Duration = Duration::from_secs(30);
-/// And how soon, where a newer one has replaced it meanwhile.
+/// How soon the copy is repeated where a newer checkpoint has replaced it meanwhile: the newer one stays for one
+/// checkpoint interval.
 pub const MIRROR_NEWER: Duration = Duration::from_secs(1);
-/// How long one piece of a tile without neighbours may take: it is looked at in between.
+/// How long one piece of an undivided tile's steps may take: the executor checks for other work after each piece.
 pub const TILE_PIECE: Duration = Duration::from_millis(20);
-/// Longer pieces, of as many steps as one pass over the memory makes, take so much at most: what a user who ends a run waits.
+/// How long a piece may take where one pass over the memory computes several steps: a user who ends a run waits this long at
+/// most.
 pub const TILE_PASS: Duration = Duration::from_secs(1);
-/// First steps, which are slower than others, before the tiles of a simulation are measured.
+/// Time after a (re)start that is not measured: the first steps of a simulation are slower than later ones.
 pub const RATES_WARM: Duration = Duration::from_millis(500);
-/// Tiles are measured over so much at least, several reports of theirs.
+/// Minimum time over which the step rates of tiles are measured: several progress reports.
 pub const RATES_WINDOW: Duration = Duration::from_millis(1500);
-/// After nodes joined or left: until a better cut is looked for.
+/// Delay from a change of the mesh to the search for a better partition: links are measured first, and several nodes may join
+/// together.
 pub const RATES_SETTLES: Duration = Duration::from_secs(5);
-/// A cut that was changed for a faster one stays for so long, then for twice as long: what nodes can do changes from moment
-/// to moment.
+/// How long a rebalanced partition stays, doubled with each further rebalance: the speed of nodes fluctuates.
 pub const RATES_EVERY: Duration = Duration::from_secs(30);
-/// Steps are made again for so long to find the one after which a field was not finite any more.
+/// Longest replay to find the step in which a field became infinite or NaN: a new run with `check_every = 1` finds it too.
 pub const SEARCH_MOST: Duration = Duration::from_secs(120);
-/// Checkpoints and frames that cannot be written are tried again.
+/// How soon a failed write of a checkpoint or frame is repeated: a full or slow disk may recover.
 pub const COLLECT_RETRY: Duration = Duration::from_secs(2);
 
-/// Positions of one request's prefill chunk in a pipeline of `stages` stages. A prompt is through after (chunks + stages) steps
-/// of the slowest stage, and a step takes as long as its chunk is large: deeper pipelines want smaller chunks.
+/// Positions of one request's prefill chunk in a pipeline of `stages` stages. A prompt takes (chunks + stages) steps of the
+/// slowest stage, and a step takes time in proportion to its chunk, so deeper pipelines get smaller chunks.
 #[must_use]
 pub const fn chunk_positions(stages: u32) -> u32 {
     let positions = CHUNK_POSITIONS_MAX / if stages > 4 { stages.div_ceil(4) } else { 1 };
     if positions > CHUNK_POSITIONS_MIN { positions } else { CHUNK_POSITIONS_MIN }
 }
 
-/// Prefill chunks of one request in flight in a pipeline of `stages` stages: one at each, one on its way in and one whose
-/// acknowledgement is on its way back.
+/// Prefill chunks of one request in flight in a pipeline of `stages` stages: one per stage, one in transit to the first stage
+/// and one whose acknowledgement is in transit back.
 #[must_use]
 pub const fn chunks_in_flight(stages: u32) -> u32 {
     let chunks = stages.saturating_add(2);

@@ -1,12 +1,12 @@
-//! Connections that broke and do not stand again. A stage may be heard by datagrams all the time and still get nothing of what
-//! is sent to it: a link that flaps lets heartbeats through, but no connection lasts.
+//! Broken data-plane connections to nodes that running work needs. A flapping link lets heartbeat datagrams through while no
+//! connection lasts, so that a stage looks alive but receives none of the frames sent to it.
 use crate::id::NodeId;
 use crate::limits::LINK_BROKEN;
 use crate::time::{Duration, Instant};
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 
-/// Peers whose connection broke and does not stand again yet.
+/// Peers whose connection broke and is not re-established yet.
 #[derive(Debug, Default)]
 pub(crate) struct Links {
     broken: BTreeMap<NodeId, Broken>,
@@ -14,43 +14,43 @@ pub(crate) struct Links {
 
 #[derive(Debug, Default)]
 struct Broken {
-    /// Since when running work has waited for it; none while none does.
+    /// Since when running work has needed it; `None` while no work does.
     missed: Option<Missed>,
 }
 
 #[derive(Debug)]
 struct Missed {
     since: Instant,
-    /// When to look at it next: to dial again, and to tell.
+    /// When to dial and report again.
     due: Instant,
-    told: bool,
+    reported: bool,
 }
 
 impl Links {
-    /// A connection broke, or an attempt at one failed. True if it stood before, as far as is known.
+    /// A connection broke, or an attempt at one failed. Returns true if it was not known as broken.
     pub(crate) fn handle_disconnected(&mut self, node: NodeId) -> bool {
         let new = !self.broken.contains_key(&node);
         self.broken.entry(node).or_default();
         new
     }
 
-    /// It stands. Whether it had broken, and if so, whether that was told to anybody.
+    /// The connection is re-established. Returns whether it had broken, and if so, whether that was reported.
     pub(crate) fn handle_connected(&mut self, node: NodeId) -> Option<bool> {
-        self.broken.remove(&node).map(|broken| broken.missed.is_some_and(|missed| missed.told))
+        self.broken.remove(&node).map(|broken| broken.missed.is_some_and(|missed| missed.reported))
     }
 
-    /// It is not wanted any more.
+    /// The connection is no longer needed.
     pub(crate) fn forget(&mut self, node: NodeId) {
         self.broken.remove(&node);
     }
 
-    /// Whether it was told that this connection does not stand.
+    /// Whether this broken connection was reported.
     pub(crate) fn is_told(&self, node: NodeId) -> bool {
-        self.broken.get(&node).and_then(|broken| broken.missed.as_ref()).is_some_and(|missed| missed.told)
+        self.broken.get(&node).and_then(|broken| broken.missed.as_ref()).is_some_and(|missed| missed.reported)
     }
 
-    /// Of the peers that running work needs, those that are to be dialled again now, and for how long it has missed them: from
-    /// `LINK_BROKEN` on that is to be told. How long a connection was broken while nobody needed it says nothing.
+    /// Peers that running work needs and that must be dialled again now, with how long work has needed them: from `LINK_BROKEN`
+    /// on the caller reports that. Time during which no work needed the connection does not count.
     pub(crate) fn take_due(&mut self, now: Instant, matters: impl Fn(NodeId) -> bool) -> Vec<(NodeId, Duration)> {
         let mut due = Vec::new();
         for (&node, broken) in &mut self.broken {
@@ -59,20 +59,20 @@ impl Links {
                 continue;
             }
             let new = broken.missed.is_none();
-            let missed = broken.missed.get_or_insert(Missed { since: now, due: now, told: false });
+            let missed = broken.missed.get_or_insert(Missed { since: now, due: now, reported: false });
             if missed.due <= now {
-                (missed.told, missed.due) = (!new, now + LINK_BROKEN);
+                (missed.reported, missed.due) = (!new, now + LINK_BROKEN);
                 due.push((node, now.since(missed.since)));
             }
         }
         due
     }
 
-    /// When the next of those that matter is due.
+    /// When the next needed connection is due.
     pub(crate) fn next_wakeup(&self, matters: impl Fn(NodeId) -> bool) -> Option<(Instant, &'static str)> {
         let missed =
             self.broken.iter().filter(|(node, _)| matters(**node)).filter_map(|(_, broken)| broken.missed.as_ref());
-        missed.map(|missed| missed.due).min().map(|at| (at, "links: a connection does not stand again"))
+        missed.map(|missed| missed.due).min().map(|at| (at, "links: a broken connection"))
     }
 }
 
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missed_is_told_again_and_again_until_it_stands() {
+    fn a_needed_connection_is_reported_repeatedly_until_it_recovers() {
         let mut links = Links::default();
         let matters = |node: NodeId| node == A;
         assert!(links.handle_disconnected(A) && !links.handle_disconnected(A), "an attempt that failed");
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_broken_while_nobody_needed_it_is_dialled_before_it_is_blamed() {
+    fn a_connection_broken_while_unneeded_is_dialled_before_it_is_reported() {
         let mut links = Links::default();
         links.handle_disconnected(A);
         assert_eq!(links.take_due(at(0), |_| false), vec![]);

@@ -1,7 +1,8 @@
-//! Which neighbours of running work are alive, stuck or silent: leases, kept by a heartbeat every 50 ms.
+//! Liveness of the neighbours of running work (alive, stalled or silent): leases, renewed by a heartbeat every 50 ms.
 //!
-//! SWIM keeps the map of the mesh; this keeps the jobs. Silence is reported, never acted upon here. Calling contract: after
-//! any `handle_*` call `poll_output` until `None`, and call `handle_wakeup` at `next_wakeup`. Next: `placement.rs`.
+//! SWIM maintains the mesh's membership; this module watches the participants of jobs. It reports silence and never acts on it.
+//! Calling contract: after any `handle_*` call `poll_output` until `None`, and call `handle_wakeup` at `next_wakeup`. Next:
+//! `failover.rs`.
 use crate::id::{Epoch, JobId, NodeId};
 use crate::limits::HEARTBEAT;
 use crate::message::Heartbeat;
@@ -12,17 +13,17 @@ use lease::Lease;
 
 mod lease;
 
-/// What liveness wants done or known.
+/// An action or a report of liveness.
 #[allow(missing_docs)] // of fields: each variant says what they are
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LivenessOutput {
     /// Send this as a datagram.
     SendHeartbeat { to: NodeId, heartbeat: Heartbeat },
-    /// A neighbour's lease ran out: crashed, cut off or paused. Told once per silence.
+    /// A neighbour's lease expired: it crashed, was cut off or paused. Reported once per silence.
     Silent { job: JobId, node: NodeId, silent: Duration },
-    /// A neighbour lives, but its present operation takes far longer than predicted. Told once per operation.
+    /// A neighbour lives, but its present operation takes far longer than predicted. Reported once per operation.
     Stalled { job: JobId, node: NodeId, elapsed: Duration },
-    /// A neighbour reported silent or stuck is heard again, or its work goes on.
+    /// A neighbour reported silent or stalled is heard again, or its operation ended.
     Back { job: JobId, node: NodeId },
 }
 
@@ -31,7 +32,7 @@ pub enum LivenessOutput {
 pub struct Liveness {
     jobs: BTreeMap<JobId, Watch>,
     next_beat: Option<Instant>,
-    /// When the executor last answered work of any job: there is one for all.
+    /// When the executor last completed work of any job: all jobs share one executor.
     answered: Instant,
     output: VecDeque<LivenessOutput>,
 }
@@ -41,8 +42,9 @@ struct Watch {
     epoch: Epoch,
     leases: BTreeMap<NodeId, Lease>,
     done: u64,
-    /// Operations given to the executor and not answered: when the oldest began to count, and what each should take.
+    /// Predicted times of the operations given to the executor and not completed, oldest first.
     running: VecDeque<Duration>,
+    /// When the oldest of them started, or the last completion.
     since: Instant,
 }
 
@@ -52,7 +54,7 @@ impl Liveness {
         Liveness::default()
     }
 
-    /// Whether a neighbour was heard within its lease, in any job: outranks a `Down` that SWIM spread.
+    /// Whether a neighbour was heard within its lease, in any job: this outranks a `Down` from SWIM.
     pub fn is_fresh(&self, now: Instant, node: NodeId) -> bool {
         self.jobs.values().filter_map(|watch| watch.leases.get(&node)).any(|lease| lease.is_fresh(now))
     }
@@ -62,13 +64,13 @@ impl Liveness {
         self.jobs.iter().filter(move |(_, watch)| watch.leases.contains_key(&node)).map(|(&job, _)| job)
     }
 
-    /// What a neighbour said last about its part of a job, and when.
+    /// A neighbour's last heartbeat for a job, and when it arrived.
     pub fn last_heard(&self, job: JobId, node: NodeId) -> Option<(Instant, Heartbeat)> {
         self.jobs.get(&job)?.leases.get(&node)?.last()
     }
 
-    /// This node takes part in a job under this epoch, beside these nodes. Leases of nodes that stay go on; a new one
-    /// has `FIRST` to be heard at all.
+    /// This node takes part in a job under this epoch, together with these nodes. Leases of remaining nodes continue; a new
+    /// node has `FIRST` to be heard at all.
     pub fn handle_watch(&mut self, now: Instant, job: JobId, epoch: Epoch, neighbours: &[NodeId]) {
         let watch = self.jobs.entry(job).or_insert_with(|| Watch {
             epoch,
@@ -85,7 +87,7 @@ impl Liveness {
         self.next_beat.get_or_insert(now);
     }
 
-    /// The job is over, or this node has no part in it any more.
+    /// The job ended, or this node no longer takes part in it.
     pub fn handle_unwatch(&mut self, job: JobId) {
         self.jobs.remove(&job);
         if self.jobs.is_empty() {
@@ -93,19 +95,19 @@ impl Liveness {
         }
     }
 
-    /// The executor got work that should take `budget`.
+    /// The executor received work that should take `budget`.
     pub fn handle_work_started(&mut self, now: Instant, job: JobId, budget: Duration) {
         let Some(watch) = self.jobs.get_mut(&job) else { return };
         if watch.running.is_empty() {
             watch.since = now;
         }
-        // The executor works in order, so only the oldest is running; a queue longer than this is a stuck executor.
+        // The executor works in order, so only the oldest operation is running; a longer queue means that the executor stalled.
         if watch.running.len() < RUNNING_MAX {
             watch.running.push_back(budget);
         }
     }
 
-    /// The executor answered the oldest work.
+    /// The executor completed the oldest work.
     pub fn handle_work_done(&mut self, now: Instant, job: JobId) {
         let Some(watch) = self.jobs.get_mut(&job) else { return };
         watch.running.pop_front();
@@ -114,14 +116,14 @@ impl Liveness {
         self.answered = now;
     }
 
-    /// A heartbeat arrived; `from` is proven by its seal. Strangers to the job are ignored.
+    /// A heartbeat arrived; its seal authenticates `from`. Nodes outside the job are ignored.
     pub fn handle_heartbeat(&mut self, now: Instant, from: NodeId, heartbeat: Heartbeat) {
         let job = heartbeat.job;
         let Some(lease) = self.jobs.get_mut(&job).and_then(|watch| watch.leases.get_mut(&from)) else { return };
         self.output.extend(lease.handle_heartbeat(now, heartbeat).map(|change| change.output(job, from)));
     }
 
-    /// Anything else was heard from a node (a frame, a message): it lives, though that says nothing about its work.
+    /// Any other message or frame arrived from a node: it is alive, which says nothing about its work.
     pub fn handle_heard(&mut self, now: Instant, from: NodeId) {
         for (job, watch) in &mut self.jobs {
             let change = watch.leases.get_mut(&from).and_then(|lease| lease.handle_heard(now));
@@ -147,15 +149,15 @@ impl Liveness {
         self.output.pop_front()
     }
 
-    /// When to come back, and who asked.
+    /// When to call `handle_wakeup` next, and for which timer.
     pub fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
         let leases = self.jobs.values().flat_map(|watch| watch.leases.values()).filter_map(Lease::ends).min();
         let beat = self.next_beat.map(|at| (at, "heartbeat"));
         beat.into_iter().chain(leases.map(|at| (at, "lease"))).min()
     }
 
-    /// The heartbeat is due every 50 ms, so it tells how late this thread is. A late one must not blame others: what
-    /// they sent may still wait in its queue.
+    /// The heartbeat is due every 50 ms, so it shows how late this thread is. A late thread must not blame its peers: their
+    /// messages may still wait in its queue.
     fn excuse_lateness(&mut self, now: Instant) {
         let Some(late) = self.next_beat.map(|at| now.since(at)).filter(|late| *late > LATE) else { return };
         for lease in self.jobs.values_mut().flat_map(|watch| watch.leases.values_mut()) {
@@ -163,7 +165,8 @@ impl Liveness {
         }
     }
 
-    /// Work of a job may wait for that of another: what counts is when the executor last answered, and the longest that it may be at.
+    /// Work of one job may wait for that of another. So the elapsed time counts from the executor's last completion, and the
+    /// budget is the longest of all running operations.
     fn beat(&mut self, now: Instant) {
         let longest = self.jobs.values().filter_map(|watch| watch.running.front()).max().copied();
         for (job, watch) in &self.jobs {
@@ -187,11 +190,11 @@ fn micros(duration: Duration) -> u32 {
     u32::try_from(duration.as_micros()).unwrap_or(u32::MAX)
 }
 
-/// How long a new neighbour may take to be heard for the first time: it has to learn of the job first.
+/// How long a new neighbour may take to be heard for the first time: it must learn of the job first.
 const FIRST: Duration = Duration::from_secs(2);
 /// A wakeup later than this says more about this thread than about its peers.
 const LATE: Duration = Duration::from_millis(25);
-/// Operations queued at an executor whose budgets are kept.
+/// Predicted times retained for queued operations: bounds the memory of a stalled executor's queue.
 const RUNNING_MAX: usize = 256;
 
 #[cfg(test)]

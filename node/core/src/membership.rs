@@ -1,8 +1,8 @@
-//! Who is in the mesh, where to reach them and what they offer: the one table of members that everything else trusts.
+//! Membership: which nodes are in the mesh, their addresses and capacities, in one table that all other modules use.
 //!
-//! SWIM (`swim`, foca inside) says who lives, signed adverts (`adverts`) say what they offer, push-pull repairs what
-//! rumours missed. Calling contract: after any `handle_*` call `poll_output` until `None`, and call `handle_wakeup` at
-//! `next_wakeup`. Next: `liveness.rs`.
+//! SWIM (`swim`, with foca inside) decides which nodes are alive, signed adverts (`adverts`) carry what they offer, and
+//! push-pull repairs what gossip missed. Calling contract: after any `handle_*` call `poll_output` until `None`, and call
+//! `handle_wakeup` at `next_wakeup`. Next: `liveness.rs`.
 use crate::codec::{self, Datagram};
 use crate::config::{Capacity, Config};
 use crate::id::{ContentId, Generation, NodeId};
@@ -31,7 +31,7 @@ mod swim;
 
 pub use view::{Member, MemberState};
 
-/// What membership wants done or known.
+/// An action or a report of membership.
 #[allow(missing_docs)] // of fields: each variant says what they are
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MembershipOutput {
@@ -41,7 +41,7 @@ pub enum MembershipOutput {
     SendMessage { to: NodeId, message: Message },
     /// Open a data-plane connection and keep it.
     Connect { node: NodeId, peer_id: Vec<u8>, addrs: Vec<SocketAddr> },
-    /// A peer is gone for good.
+    /// A peer is permanently gone.
     Disconnect { node: NodeId },
     /// Sign with the node's key.
     Sign { token: u64, bytes: Vec<u8> },
@@ -49,13 +49,13 @@ pub enum MembershipOutput {
     Verify { token: u64, peer_id: Vec<u8>, bytes: Vec<u8>, signature: Vec<u8> },
     /// A member is alive.
     PeerUp { node: NodeId },
-    /// A member is gone. With `Failed` a hint: a fresh lease outranks it.
+    /// A member is down. `Failed` is a hint: a fresh lease outranks it.
     PeerDown { node: NodeId, reason: DownReason },
-    /// A member told something new about itself.
+    /// A member published a new advert.
     AdvertChanged { node: NodeId },
-    /// Peers to announce to after a restart: worth persisting.
+    /// Peers to announce to after a restart, for persisting.
     Remember { peers: Vec<Contact> },
-    /// Something was refused, for the log.
+    /// Something was rejected, for the log.
     Refused { from: NodeId, what: &'static str },
 }
 
@@ -64,25 +64,25 @@ pub struct Membership {
     node: NodeId,
     swim: Swim,
     adverts: Adverts,
-    /// Every node ever up and not yet forgotten.
+    /// Every node that was ever up and is not yet forgotten.
     peers: BTreeMap<NodeId, Peer>,
-    /// Found by discovery or remembered, members or not.
+    /// Nodes found by discovery or remembered, members or not.
     contacts: BTreeMap<NodeId, Found>,
     connected: BTreeMap<NodeId, Link>,
-    /// Out for good: nothing of them or about them is heard.
+    /// Banned nodes: nothing from them or about them is accepted.
     banned: BTreeSet<NodeId>,
     /// When this node last tried to connect: to members and contacts only.
     dialled: BTreeMap<NodeId, Instant>,
-    /// Dials to contacts that are no members, in flight, and since when; at most `STRANGER_DIALS_MAX`.
+    /// Dials in flight to contacts that are not members, and since when; at most `STRANGER_DIALS_MAX`.
     reaching: BTreeMap<NodeId, Instant>,
     rng: ChaCha8Rng,
     output: VecDeque<MembershipOutput>,
     next_announce: Instant,
     announce_pause: Duration,
     next_push_pull: Option<Instant>,
-    /// When to look whether an advert of a member is still missing…
+    /// When to check whether an advert of a member is still missing…
     next_repair: Option<Instant>,
-    /// …or to ask in any case: who joins beside many others misses a few of their rumours.
+    /// …or to push-pull in any case: a node that joins together with many others misses some of their gossip.
     repair_anyway: bool,
     next_gossip: Option<Instant>,
     next_remember: Option<Instant>,
@@ -93,11 +93,11 @@ pub struct Membership {
 struct Peer {
     life: Life,
     down: Option<DownReason>,
-    /// Where its last datagram came from: authentic, because datagrams are sealed.
+    /// Source of its last datagram: authentic, because datagrams are sealed.
     source: Option<SocketAddr>,
     /// Which advertised address to try next while `source` is unknown.
     tries: usize,
-    /// How often something that it sent was nonsense or forged.
+    /// Number of its messages that were malformed or forged.
     refused: u32,
 }
 
@@ -106,16 +106,16 @@ struct Found {
     gossip: Vec<SocketAddr>,
     data: Vec<SocketAddr>,
     at: Instant,
-    /// Attempts to reach it since it was last heard, if ever.
+    /// Attempts to reach it since it was last heard, or in total if it never was.
     tries: u32,
-    /// Not to be tried before.
+    /// Earliest time of the next attempt.
     next: Instant,
-    /// It was a member, connected, or named by a ticket: its address is not only a stranger's word.
+    /// It was a member, connected, or named by a ticket: its address is more than a stranger's claim.
     answered: bool,
 }
 
 impl Membership {
-    /// A node that knows nobody yet.
+    /// A node that knows no peers yet.
     pub fn new(config: &Config, now: Instant, seed: u64) -> Self {
         let addr = config.gossip_addrs.iter().copied().find(|addr| !addr.ip().is_unspecified());
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -143,7 +143,7 @@ impl Membership {
         }
     }
 
-    // ---- what happens
+    // ---- inputs
 
     /// Discovery, a ticket or the store names a peer.
     pub fn handle_peer_found(
@@ -158,7 +158,7 @@ impl Membership {
             return;
         }
         if NodeId::of_peer(&peer_id) != node {
-            return self.refuse(node, "a found peer whose key is not its own");
+            return self.refuse(node, "a discovered peer whose key does not match its node id");
         }
         self.keep_contact(now, node, peer_id, gossip, data);
         if self.is_alive(node) {
@@ -170,12 +170,12 @@ impl Membership {
         }
     }
 
-    /// A peer that was found is known from a ticket or a former life.
+    /// A peer that was found is known from a ticket or a previous run.
     pub fn handle_remembered(&mut self, now: Instant, node: NodeId) {
         self.contact_answered(now, node);
     }
 
-    /// A membership packet; `from` is proven by its seal.
+    /// A membership packet; its seal authenticates `from`.
     pub fn handle_swim(&mut self, now: Instant, from: NodeId, source: SocketAddr, packet: &[u8]) {
         if self.left || self.banned.contains(&from) {
             return;
@@ -183,7 +183,7 @@ impl Membership {
         self.heard_from(from, source);
         let mut out = Vec::new();
         match self.swim.handle_packet(now, from, packet, &mut out) {
-            // A first packet makes its sender known below, so its source is kept after that.
+            // A first packet makes its sender a peer, so its source is recorded again afterwards.
             Ok(_) => {
                 self.settle(now, out);
                 self.heard_from(from, source);
@@ -195,7 +195,7 @@ impl Membership {
         }
     }
 
-    /// A peer doubts that this node lives.
+    /// A peer suspects this node.
     pub fn handle_suspected(&mut self, now: Instant, from: NodeId, generation: u64, incarnation: u16) {
         if self.left || self.banned.contains(&from) {
             return;
@@ -206,7 +206,7 @@ impl Membership {
         self.settle(now, out);
     }
 
-    /// An advert, perhaps of a third node.
+    /// An advert, possibly of a third node.
     pub fn handle_advert(&mut self, from: NodeId, signed: SignedAdvert) {
         if self.banned.contains(&from) {
             return;
@@ -219,7 +219,8 @@ impl Membership {
         }
     }
 
-    /// A peer's members and adverts; answered with ours if `reply`, and with the adverts that it lacks.
+    /// A peer's members and adverts. If `reply`, this node answers with its own; in any case it sends the adverts that the peer
+    /// lacks.
     pub fn handle_push_pull(
         &mut self,
         now: Instant,
@@ -246,7 +247,7 @@ impl Membership {
             return Err("a push-pull with too many adverts");
         }
         if members.is_empty() {
-            return Ok(()); // the last word of an exchange: adverts only
+            return Ok(()); // the last message of an exchange: adverts only
         }
         let state = codec::decode_part::<Vec<foca::Member<Life>>, MESSAGE_BYTES_MAX>("member list", members);
         let state = state.ok().filter(|state| state.len() <= MEMBERS_MAX);
@@ -264,7 +265,7 @@ impl Membership {
         }
         let heard = codec::decode_part::<Heard, MESSAGE_BYTES_MAX>("list of adverts", heard);
         let heard = heard.ok().filter(|heard| heard.len() <= MEMBERS_MAX + 1);
-        let adverts = self.adverts.beyond(heard.ok_or("a push-pull with a bad list of adverts")?, |n| self.is_alive(n));
+        let adverts = self.adverts.newer_than(heard.ok_or("a push-pull with a bad advert list")?, |n| self.is_alive(n));
         if reply {
             self.push_pull(to, adverts, false);
         } else if !adverts.is_empty() {
@@ -274,7 +275,7 @@ impl Membership {
         Ok(())
     }
 
-    /// The peer says goodbye on its control stream. Its datagrams say the same to everybody.
+    /// The peer announces on its control stream that it leaves. Its datagrams announce it to all members.
     pub fn handle_leaving(&mut self, now: Instant, from: NodeId) {
         let Some(peer) = self.peers.get(&from).copied() else { return };
         let mut out = Vec::new();
@@ -282,8 +283,9 @@ impl Membership {
         self.settle(now, out);
     }
 
-    /// The list of banned nodes. A node that is new on it goes as if it had left: jobs are placed again at once. Returns those that
-    /// were taken for dead already, of which nothing more is said; a job may have heard them nevertheless.
+    /// Sets the list of banned nodes. A newly banned node counts as having left: its jobs are placed again immediately. Returns
+    /// the newly banned nodes that were down already. No `PeerDown` follows for these, but a job may still hold a lease on
+    /// them.
     pub fn handle_banned(&mut self, now: Instant, nodes: Vec<NodeId>) -> Vec<NodeId> {
         if planted::has(Planted::BanIgnored) {
             return Vec::new();
@@ -307,7 +309,7 @@ impl Membership {
         self.banned.contains(&node)
     }
 
-    /// A data-plane connection stands.
+    /// A data-plane connection was established.
     pub fn handle_connected(&mut self, now: Instant, node: NodeId, rtt_ns: u64) {
         let bytes_per_second =
             self.connected.get(&node).map_or(UNMEASURED.bytes_per_second, |link| link.bytes_per_second);
@@ -318,7 +320,7 @@ impl Membership {
         }
     }
 
-    /// It is gone; tried again later if the peer still counts as alive.
+    /// The connection broke; it is dialled again later if the peer still counts as alive.
     pub fn handle_disconnected(&mut self, now: Instant, node: NodeId) {
         self.connected.remove(&node);
         self.reaching.remove(&node);
@@ -339,23 +341,23 @@ impl Membership {
         self.adverts.handle_capacity(now, capacity);
     }
 
-    /// What this node can give to others.
+    /// The contents that this node can give to peers.
     pub fn handle_holdings(&mut self, now: Instant, holds: Vec<ContentId>) {
         self.adverts.handle_holdings(now, holds);
     }
 
-    /// Take no new work, or take it again.
+    /// Starts or ends a drain.
     pub fn handle_drain(&mut self, now: Instant, draining: bool) {
         self.adverts.handle_drain(now, draining);
     }
 
-    /// A signature asked for.
+    /// A requested signature.
     pub fn handle_signed(&mut self, now: Instant, token: u64, signature: Vec<u8>) {
         self.adverts.handle_signed(now, token, signature);
         self.arm_gossip(now);
     }
 
-    /// A verdict asked for.
+    /// A requested verification.
     pub fn handle_verified(&mut self, now: Instant, token: u64, valid: bool) {
         match self.adverts.handle_verified(now, token, valid) {
             Ok(None) => {}
@@ -370,7 +372,7 @@ impl Membership {
         }
     }
 
-    /// Say goodbye: every member hears it at once, and this node is a member no more.
+    /// Leaves the mesh: announces it to the members immediately, and stops being a member.
     pub fn handle_leave(&mut self, _now: Instant) {
         if core::mem::replace(&mut self.left, true) {
             return;
@@ -421,7 +423,7 @@ impl Membership {
         self.output.pop_front()
     }
 
-    /// When to come back, and who asked.
+    /// When to call `handle_wakeup` next, and for which timer.
     pub fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
         if self.left {
             return None;
@@ -438,9 +440,9 @@ impl Membership {
         own.into_iter().flatten().min()
     }
 
-    // ---- inside
+    // ---- internal
 
-    /// Something of a peer was not taken: told, and counted against it.
+    /// Reports a rejected message of a peer, and counts it.
     fn refuse(&mut self, from: NodeId, what: &'static str) {
         if let Some(peer) = self.peers.get_mut(&from) {
             peer.refused = peer.refused.saturating_add(1);
@@ -452,7 +454,7 @@ impl Membership {
         for output in out {
             match output {
                 SwimOutput::Send(to, packet) => self.send_swim(to, &packet),
-                SwimOutput::Tell(suspect, incarnation) => {
+                SwimOutput::NotifySuspect(suspect, incarnation) => {
                     self.send(suspect.node, &Datagram::Suspected { generation: suspect.generation.0, incarnation });
                 }
                 SwimOutput::Up(life) => self.peer_up(now, life),
@@ -482,7 +484,7 @@ impl Membership {
 
     fn peer_up(&mut self, now: Instant, life: Life) {
         if self.banned.contains(&life.node) {
-            // Somebody who has not heard of the ban yet passed it on.
+            // A node that has not received the ban yet passed it on.
             let mut out = Vec::new();
             self.swim.handle_departure(now, life, &mut out);
             return;
@@ -493,7 +495,7 @@ impl Membership {
         self.peers.insert(life.node, Peer { life, down: None, source, tries: 0, refused });
         self.contact_answered(now, life.node);
         if known.is_some_and(|peer| peer.down.is_none()) {
-            return; // the same member under a new generation: what it held is judged by its leases
+            return; // the same member with a new generation: its leases show what it still holds
         }
         self.output.push_back(MembershipOutput::PeerUp { node: life.node });
         if self.adverts.get(life.node).is_none() {
@@ -517,7 +519,7 @@ impl Membership {
                 self.drop_contact(life.node);
                 self.output.push_back(MembershipOutput::Disconnect { node: life.node });
             }
-            // The connection may still stand; it says so itself when it breaks.
+            // The connection may still be open; the transport reports when it breaks.
             DownReason::Failed => {}
         }
         self.next_remember.get_or_insert(now + REMEMBER);
@@ -529,8 +531,8 @@ impl Membership {
         }
     }
 
-    /// A member has been down for long: nothing is left of it but where it was, unless it left of its own will. Two halves
-    /// of a mesh find each other again by that.
+    /// A member has been down for long: only its addresses are retained, unless it left on its own. They let the two halves of
+    /// a partitioned mesh find each other again.
     fn forget(&mut self, node: NodeId) {
         let Some(reason) = self.peers.get(&node).and_then(|peer| peer.down) else { return };
         let (gossip, contact) = (self.gossip_addr(node), self.data_contact(node));
@@ -546,7 +548,7 @@ impl Membership {
         self.output.push_back(MembershipOutput::Disconnect { node });
     }
 
-    /// The table of members follows SWIM's bound.
+    /// Bounds the table of members as SWIM bounds its own.
     fn forget_excess(&mut self) {
         if self.peers.len() <= MEMBERS_MAX {
             return;
@@ -559,7 +561,7 @@ impl Membership {
     }
 
     fn send_swim(&mut self, to: Life, packet: &[u8]) {
-        // Generation 0 is nobody's life: an announcement to an address of a contact.
+        // Generation 0 belongs to no node: an announcement to the address of a contact.
         match to.addr.filter(|_| to.generation == Generation(0)) {
             Some(addr) => {
                 let bytes = codec::encode_datagram(&Datagram::Swim(packet));
@@ -591,7 +593,7 @@ impl Membership {
         self.next_gossip = None;
         let alive: Vec<NodeId> = self.alive().collect();
         if alive.is_empty() {
-            return; // armed again by the first advert after the first member
+            return; // armed again by the first advert after the first member joins
         }
         for signed in self.adverts.next_rumours() {
             for _ in 0..GOSSIP_FANOUT.min(alive.len()) {
@@ -607,7 +609,7 @@ impl Membership {
     }
 
     fn arm_repair(&mut self, now: Instant) {
-        // Rumours get this long to bring the advert first; the spread keeps a mesh from asking all at once.
+        // Gossip may deliver the advert first; the random spread keeps the nodes of a mesh from asking together.
         let spread = Duration::from_millis(self.rng.random_range(0..1000));
         self.next_repair.get_or_insert(now + MISSING + spread);
     }
@@ -652,18 +654,18 @@ impl Membership {
     }
 }
 
-/// Chance of this machine's own: SWIM draws from another stream of the same seed.
+/// Random stream of this module: SWIM draws from another stream of the same seed.
 const PEER_STREAM: u64 = 257;
-/// What an unmeasured link is taken for: a gigabit LAN.
+/// Assumed figures of an unmeasured link: a gigabit LAN.
 const UNMEASURED: Link = Link { rtt_ns: 500_000, bytes_per_second: 110_000_000 };
-/// Contacts kept to find the mesh again: a few would do.
+/// Contacts retained to find the mesh again: a few would suffice.
 const CONTACTS_MAX: usize = 256;
-/// Dials in flight to contacts that are no members: an invented address costs this node, and the
-/// machine at that address, no more than that.
+/// Dials in flight to contacts that are not members: bounds the cost of an invented address for this node, and for the
+/// machine behind it.
 const STRANGER_DIALS_MAX: usize = 8;
-/// Up to this many members everybody is connected to everybody.
+/// Number of members up to which the connections form a full mesh.
 const FULL_MESH_MAX: usize = 16;
-/// Members told of a goodbye directly; beyond that gossip tells the rest.
+/// Members that receive a goodbye directly; gossip informs the rest.
 const GOODBYES_MAX: usize = 64;
 /// First pause between announcements while alone; it doubles up to `ANNOUNCE_MAX`.
 const ANNOUNCE: Duration = Duration::from_millis(500);
@@ -673,7 +675,7 @@ const GOSSIP: Duration = Duration::from_millis(50);
 const GOSSIP_FANOUT: usize = 3;
 /// How long an advert may be missing before push-pull fetches it.
 const MISSING: Duration = Duration::from_secs(2);
-/// Changes of the member list are persisted this much later, together.
+/// Delay after which changes of the member list are persisted together.
 const REMEMBER: Duration = Duration::from_secs(5);
 
 #[cfg(test)]

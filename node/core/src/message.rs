@@ -1,4 +1,4 @@
-//! What nodes send each other: headers of frames on the data plane, and control messages.
+//! Messages between nodes: headers of frames on the data plane, and control messages.
 use crate::id::{CallId, ContentId, Epoch, JobId, NodeId, PartId, RequestId};
 use crate::work::serve::{FromCaller, Logged, Sampling, ToCaller};
 use crate::work::steps::{Report, SaveKind, TileFigures};
@@ -6,32 +6,32 @@ use crate::work::{Cursors, Order, Ready, Record, Resume};
 use alloc::{boxed::Box, string::String, vec::Vec};
 use serde::{Deserialize, Serialize};
 
-/// What a frame's payload is. Codec, raw length and checksum belong to the transport and are added there.
+/// The header of a frame, without codec, raw length and checksum: the transport adds those.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FrameHeader {
-    /// Which job.
+    /// The job.
     pub job: JobId,
-    /// Under which placement.
+    /// The epoch of the placement.
     pub epoch: Epoch,
-    /// Which part of the job receives it.
+    /// The part that receives the frame.
     pub part: PartId,
-    /// Which of the part's inputs: a stage's are its requests, a tile's are its links.
+    /// The part's input: for a stage a request, for a tile a link.
     pub channel: u64,
-    /// Where in the channel: a request's first position, a link's step.
+    /// Position in the channel: a request's first position, or a link's step.
     pub cursor: u32,
-    /// A stage's rows, one per position; a halo's elements.
+    /// Rows of a stage, one per position; elements of a halo strip.
     pub count: u32,
-    /// The payload ends with the last that its source knows of the channel: a model's last stage samples from it.
+    /// The payload ends with the channel's last element known to the sender: a model's last stage samples from that row.
     pub last: bool,
 }
 
 impl FrameHeader {
-    /// The request, where the receiving part is a stage.
+    /// The request, if the receiving part is a stage.
     pub fn request(&self) -> RequestId {
         RequestId(self.channel)
     }
 
-    /// The cursor after the payload, where its elements are positions.
+    /// The cursor after the payload, if its elements are positions.
     pub fn end(&self) -> u32 {
         self.cursor.saturating_add(self.count)
     }
@@ -41,50 +41,52 @@ impl FrameHeader {
 #[allow(missing_docs)] // of fields: each variant says what they are
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Message {
-    /// All members known, which adverts have been heard, and those that the other side lacks; `reply` asks for the same.
+    /// All known members, the versions of the sender's adverts, and the adverts that the receiver lacks; `reply` requests the
+    /// same in return.
     PushPull { members: Vec<u8>, heard: Vec<u8>, adverts: Vec<SignedAdvert>, reply: bool },
     /// Graceful goodbye.
     Leaving,
     /// To the sender of a frame or message of a lower epoch.
     Stale { job: JobId, mine: Epoch },
-    /// To a node that holds parts of a job, or is to hold one.
+    /// To a node that holds or will hold parts of a job.
     ToParticipant { job: JobId, epoch: Epoch, say: ToParticipant },
     /// To the coordinator of a job.
     ToCoordinator { job: JobId, epoch: Epoch, say: ToCoordinator },
-    /// From a node that has a caller, to the coordinator of a served model. `call` is the sender's.
+    /// From a node with a caller to the coordinator of a served model. The sender issued `call`.
     FromCaller { job: JobId, call: CallId, say: FromCaller },
-    /// The answer, to the node that has the caller.
+    /// The answer, to the node with the caller.
     ToCaller { call: CallId, say: ToCaller },
 }
 
-/// What participants of a job receive, from its coordinator unless a variant says otherwise.
+/// Messages to participants of a job, from its coordinator unless a variant says otherwise.
 #[allow(missing_docs)] // of fields: each variant says what they are
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToParticipant {
-    /// Hold this part under this epoch.
+    /// Load or keep this part under this epoch.
     Prepare(Box<Order>),
-    /// All parts are ready: the part runs, from here.
+    /// All parts are ready: run the part from here.
     Go { part: PartId, resume: Resume },
     /// The receiver is no longer the part's standby.
     Release { part: PartId },
-    /// The job is over, or the receiver takes no part in it any more.
+    /// The job ended, or the receiver no longer takes part in it.
     End,
-    /// Have the data of this part on disk: the receiver is to hold it soon.
+    /// Fetch the data of this part to disk: a `Prepare` will follow.
     Fetch(Box<Order>),
-    /// Run some steps of the part on rows drawn from `nonce`. The coordinator takes the time.
+    /// Run some steps of the part on rows generated from `nonce`. The coordinator measures the time.
     Challenge { part: PartId, nonce: u64 },
-    /// This node is the standby of a part that the receiver feeds, or there is none.
+    /// `node` is the standby of a part to which the receiver sends, or that part has none.
     Standby { part: PartId, node: Option<NodeId> },
-    /// To successors: what they need to take the job over.
+    /// To successors: what they need to take over the job.
     Record(Box<Record>),
-    /// To successors: what happened to requests since the last of these.
+    /// To successors: additions to the token log since the last `Log`.
     Log(Vec<(RequestId, Logged)>),
-    /// From a participant, to successors: it does not hear the coordinator, and has a copy of the checkpoint of this step.
+    /// From a participant to successors, as a vote: it does not hear the coordinator, and has a copy of the checkpoint of this
+    /// step.
     CoordinatorSilent { checkpoint: Option<u32> },
-    /// From the holder of part `part` to a holder of part `to`, which feeds it: how far it is. What came before need not be kept
-    /// for it. `live`: send what follows as it is made. `again`: what was sent after that may be lost.
+    /// From the holder of `part` to a holder of `to`, which sends to it: its cursors. Earlier entries need not be retained for
+    /// it. `live`: send later entries as they are produced. `again`: entries sent after the cursors may be lost.
     Held { part: PartId, to: PartId, cursors: Cursors, live: bool, again: bool },
-    /// From the owner of part `from` to a standby of `part`: what it asks for is not kept any more.
+    /// From the owner of part `from` to a standby of `part`: the requested entries are no longer retained.
     Gap { part: PartId, from: PartId },
     /// To stages.
     Stage(ToStage),
@@ -92,42 +94,42 @@ pub enum ToParticipant {
     Tile(ToTile),
 }
 
-/// What stages of a model receive, besides frames.
+/// Messages to stages of a model, besides frames.
 #[allow(missing_docs)] // of fields: each variant says what they are
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToStage {
-    /// To the last stage: settings of a request, and its tokens so far where choosing looks back at them, of which the first
-    /// `prompt` are the prompt's.
+    /// To the last stage: the settings of a request, and its tokens so far if sampling depends on them; the first `prompt` of
+    /// these are the prompt.
     Open { request: RequestId, sampling: Sampling, tokens: Vec<u32>, prompt: u32 },
-    /// To all stages: the request is over, free its cache.
+    /// To all stages: the request ended, free its cache.
     Close { request: RequestId },
 }
 
-/// What tiles of a grid receive, besides frames.
+/// Messages to tiles of a grid, besides frames.
 #[allow(missing_docs)] // of fields: each variant says what they are
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToTile {
-    /// From a standby to the owner: save a snapshot after the present cycle, and say so.
+    /// From a standby to the owner: save a snapshot after the current cycle, and announce it.
     WantSnapshot { part: PartId },
     /// From the owner to a standby: a snapshot is saved.
     Saved { part: PartId, step: u32, bytes: u64 },
-    /// From the node that fetches a saved state: it has it, or does not want it.
+    /// From the node that fetches a saved state: the state was fetched, or is not needed.
     Taken { part: PartId, step: u32, kind: SaveKind },
 }
 
-/// What the coordinator of a job receives from its participants.
+/// Messages from participants to the coordinator of a job.
 #[allow(missing_docs)] // of fields: each variant says what they are
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToCoordinator {
-    /// The part is held, or why not.
+    /// The part is loaded, or why it is not.
     Prepared { part: PartId, result: Result<Ready, String> },
-    /// The data of the part are on disk, and so many bytes of them came from peers.
+    /// The data of the part are on disk; the result is the number of bytes fetched from peers.
     Fetched { part: PartId, result: Result<u64, String> },
-    /// A digest of what a challenge's steps made.
+    /// A digest of the output of a challenge's steps.
     Challenged { part: PartId, nonce: u64, result: Result<u64, String> },
-    /// A standby reports how far it is.
+    /// A standby reports its cursors.
     Held { part: PartId, cursors: Cursors },
-    /// The executor failed under a part, or (not `held`) the node holds no such part.
+    /// The executor failed while running a part, or (not `held`) the node holds no such part.
     Failed { part: PartId, held: bool, reason: String },
     /// A neighbour has been silent for this long; 0: it is heard again.
     Silent { node: NodeId, silent_ms: u32 },
@@ -137,33 +139,33 @@ pub enum ToCoordinator {
     Tile(FromTile),
 }
 
-/// What stages of a model report.
+/// Reports of a model's stages.
 #[allow(missing_docs)] // of fields: each variant says what they are
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FromStage {
-    /// The last stage chose the token for `position`.
+    /// The last stage sampled the token for `position`.
     Token { request: RequestId, position: u32, token: u32 },
-    /// The last stage: positions before `position` are in every cache (an unsampled chunk went through).
+    /// The last stage: positions before `position` are in every cache (an unsampled chunk passed all stages).
     Progress { request: RequestId, position: u32 },
-    /// Any stage: it has only `have` positions of the request; send again from there.
+    /// Any stage: it has only `have` positions of the request; resend from there.
     Gap { request: RequestId, have: u32 },
-    /// The standby of the first stage: it has `have` positions of the request; send a copy of what follows.
+    /// The standby of the first stage: it has `have` positions of the request; send a copy of the later ones.
     Resume { request: RequestId, have: u32 },
 }
 
-/// What tiles of a grid report.
+/// Reports of a grid's tiles.
 #[allow(missing_docs)] // of fields: each variant says what they are
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FromTile {
-    /// Owner or standby: how far it is.
+    /// Owner or standby: steps completed.
     Progress { part: PartId, step: u32, figures: TileFigures },
-    /// Owner: after a step that the schedule names.
+    /// Owner: the report after a step of the schedule.
     Report { part: PartId, step: u32, report: Report },
-    /// Owner: a state is saved for the coordinator to fetch.
+    /// Owner: a state is saved, for the coordinator to fetch.
     Saved { part: PartId, step: u32, kind: SaveKind, bytes: u64 },
 }
 
-/// What a node tells about itself, signed by its key because others pass it on.
+/// A node's description of itself, signed by its key because other nodes forward it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SignedAdvert {
     /// An encoded `Advert`.
@@ -172,42 +174,42 @@ pub struct SignedAdvert {
     pub signature: Vec<u8>,
 }
 
-/// The signed part.
+/// The content of a signed advert.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Advert {
-    /// Who.
+    /// The node.
     pub node: NodeId,
-    /// Which life.
+    /// Its generation.
     pub generation: crate::id::Generation,
-    /// Grows with each change; the newest wins.
+    /// Increases with each change; the highest version of a generation wins.
     pub version: u64,
     /// The key behind `node`.
     pub peer_id: Vec<u8>,
-    /// Name for people.
+    /// Human-readable name.
     pub name: String,
-    /// UDP P.
+    /// Gossip addresses (UDP P).
     pub gossip_addrs: Vec<core::net::SocketAddr>,
-    /// UDP P + 1.
+    /// Data-plane addresses (UDP P + 1).
     pub data_addrs: Vec<core::net::SocketAddr>,
-    /// What it offers.
+    /// The capacity it offers.
     pub capacity: crate::config::Capacity,
-    /// Contents of which it can give peers something; what exactly, they ask.
+    /// Contents of which it holds at least a part; peers ask for the details.
     pub holds: Vec<ContentId>,
-    /// Takes no new work.
+    /// The node takes no new work.
     pub draining: bool,
 }
 
-/// What neighbours of a job tell each other every `HEARTBEAT`, as a datagram.
+/// The datagram that nodes with a common job exchange every `HEARTBEAT`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Heartbeat {
-    /// Which job.
+    /// The job.
     pub job: JobId,
-    /// The sender's epoch of it.
+    /// The sender's epoch of the job.
     pub epoch: Epoch,
-    /// Work finished so far.
+    /// Operations completed so far.
     pub done: u64,
-    /// How long the present operation has been running, microseconds.
+    /// Elapsed time of the present operation, microseconds.
     pub op_elapsed_us: u32,
-    /// How long it was predicted to run, microseconds.
+    /// Predicted time of the present operation, microseconds.
     pub op_budget_us: u32,
 }

@@ -1,8 +1,9 @@
-//! The router between the child machines, which do not see each other. No policy hides here.
+//! The router between the child state machines, which do not see each other. It passes their outputs on, and detects
+//! what concerns several of them: clock leaps, broken links, a stalled executor.
 //!
 //! The shell calls `handle` for everything that happens, then `poll` until `None`, and comes back at `next_wakeup`.
-//! What a node says to itself (a coordinator that holds a part) goes the same way as what it says to others, without a network.
-//! Next: `membership.rs`.
+//! Messages of a node to itself (a coordinator that holds a part) take the same path as messages to other nodes,
+//! without a network. Next: `membership.rs`.
 use crate::codec::{self, Datagram};
 use crate::config::Config;
 use crate::failover::Failover;
@@ -26,11 +27,11 @@ use alloc::{format, string::String, vec::Vec};
 mod losses;
 mod planning;
 
-/// A node of the mesh: the whole of what it decides.
+/// A node of the mesh, with all of its decisions.
 ///
-/// Contract: after each `handle` (or several in a row, so that work that came together runs together), call `poll` until
-/// it returns `None` and carry each output out; call `handle(now, Input::Wakeup)` no later than `next_wakeup`. Time must
-/// not go backwards. Every call returns within about a millisecond.
+/// Contract: after each `handle` (or several in a row, so that work that arrived together runs together), call `poll`
+/// until it returns `None` and carry each output out; call `handle(now, Input::Wakeup)` no later than `next_wakeup`.
+/// Time must not go backwards. Every call returns within about a millisecond.
 pub struct Node {
     me: NodeId,
     membership: Membership,
@@ -41,9 +42,9 @@ pub struct Node {
     speeds: Speeds,
     now: Instant,
     links: Links,
-    /// This node's executor is stalled, and the jobs coordinated here know.
+    /// This node's executor is stalled, and the jobs coordinated here were notified.
     stalled: bool,
-    /// What this node said to itself and has not received yet.
+    /// Messages and frames of this node to itself that are not handled yet.
     to_self: VecDeque<ToSelf>,
     out: VecDeque<Output>,
 }
@@ -54,7 +55,7 @@ enum ToSelf {
 }
 
 impl Node {
-    /// A node that knows nobody yet. Nothing it does depends on chance beyond `seed`.
+    /// A node that has not found other nodes yet. `seed` is its only source of randomness.
     pub fn new(config: Config, seed: u64) -> Self {
         let me = config.node;
         Node {
@@ -75,8 +76,8 @@ impl Node {
 
     /// Something happened.
     pub fn handle(&mut self, now: Instant, input: Input) {
-        // A node with work hears from its own clock every heartbeat. A leap means that it was stopped (SIGSTOP, a closed
-        // lid), and may have been replaced.
+        // A node with work wakes up for every heartbeat. A leap of the clock means that it was stopped (SIGSTOP, a
+        // closed lid), and may have been replaced.
         if now.since(self.now) >= LEASE {
             self.parts.withhold();
             self.jobs.handle_stood_still();
@@ -106,7 +107,8 @@ impl Node {
         }
     }
 
-    /// Stalled executors of others show up in heartbeats; this node's own has none, so it is checked here.
+    /// Heartbeats report stalled executors of other nodes. This node gets no heartbeat of its own, so its executor is
+    /// checked here.
     fn look_after_executor(&mut self) {
         let was_stalled = self.stalled;
         self.stalled = self.parts.stalled(self.now).is_some();
@@ -115,10 +117,10 @@ impl Node {
         }
     }
 
-    /// Do this; call until `None`.
+    /// The next action; call until `None`.
     pub fn poll(&mut self) -> Option<Output> {
         if self.out.is_empty() {
-            // Everything that came together has been handled: what waits may run as one batch.
+            // Everything that arrived together has been handled: queued work may run as one batch.
             while let Some(output) = self.parts.poll_runs(self.now) {
                 self.route_part(output);
                 self.settle();
@@ -127,7 +129,7 @@ impl Node {
         self.out.pop_front()
     }
 
-    /// When to come back, and who asked.
+    /// When to come back, and the reason.
     pub fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
         let coordinates = !self.stalled && !self.jobs.is_empty();
         let stalled = self.parts.stalled_at().filter(|_| coordinates);
@@ -147,12 +149,12 @@ impl Node {
 
     // ---- views
 
-    /// Members of the mesh but this node, alive or lately gone.
+    /// Members of the mesh except this node, alive or lately down.
     pub fn members(&self) -> impl Iterator<Item = Member<'_>> {
         self.membership.members()
     }
 
-    /// The membership machine, for views of this node's own advert and of where to reach others.
+    /// The membership machine, for views of this node's advert and of the addresses of others.
     pub fn membership(&self) -> &Membership {
         &self.membership
     }
@@ -203,14 +205,15 @@ impl Node {
             Input::Disconnected { node } => {
                 self.membership.handle_disconnected(now, node);
                 let needed = self.liveness.jobs_with(node).next().is_some();
-                // A stranger that cannot be reached leaves no entry: only members hold running work.
+                // A non-member that cannot be reached leaves no entry: only members hold running work.
                 let known = needed || self.membership.member(node).is_some();
-                // Work waits for it: the smaller id dials at once, the other one if that does not help.
+                // Running work waits for the connection. The node with the smaller id dials immediately, the other one
+                // if that does not help.
                 if known && self.links.handle_disconnected(node) && needed && self.me < node {
                     self.membership.reconnect(now, node);
                 }
             }
-            // Its connections close; what was on them counts no more.
+            // The connections of a banned node are being closed. What arrives on them is ignored.
             Input::Message { from, .. } if self.membership.is_banned(from) => {
                 self.refused(Some(from), String::from("message of a banned node"));
             }
@@ -315,25 +318,29 @@ impl Node {
                 self.jobs.handle_stale(now, from, job, mine);
             }
             Message::ToParticipant { job, epoch, say } => {
-                // What this node said to itself as coordinator, and then stood down.
+                // A message that this node sent to itself as coordinator, before it stood down.
                 let stood_down = epoch.issuer == self.me && self.jobs.epoch_of(job).is_none();
                 if from == self.me && stood_down && !matches!(say, ToParticipant::End) {
                     return;
                 }
-                // From another coordinator of the same job: nothing else may ever tell the one here. One that was away goes before it
-                // answers, whatever the epoch: what it answers would make the other one go.
+                // From another coordinator of the same job. This may be the only way in which the coordinator here
+                // learns of it. If it was absent, it stands down before it answers, whatever the epoch: its answer
+                // would make the other one stand down.
                 let orders = matches!(say, ToParticipant::Prepare(_));
                 let rival = epoch.issuer == from && from != self.me;
                 if rival && self.jobs.epoch_of(job).is_some_and(|mine| mine < epoch || orders) {
                     self.jobs.handle_stale(now, from, job, epoch);
-                    // If it went, its parts know that before they see the order: they would answer with its epoch.
+                    // If it stood down, its parts must know that before they see the order. They would answer with its
+                    // epoch otherwise.
                     self.settle();
                 }
-                // What it answers would make the other one go, before it knows which of the two has the participants.
+                // An answer would make the other coordinator stand down, before this node knows which of the two has the
+                // participants.
                 if rival && orders && self.jobs.doubts(now, job) {
                     return;
                 }
-                // Leases with the participants of two coordinators would be one.
+                // A job has one set of leases. Those of this coordinator and those of the other one's participant would
+                // be mixed up.
                 if rival
                     && orders
                     && let Some(mine) = self.jobs.epoch_of(job).filter(|_| self.parts.coordinator_of(job).is_none())
@@ -345,7 +352,8 @@ impl Node {
             Message::ToCoordinator { job, epoch, say: ToCoordinator::Silent { node, silent_ms } } => {
                 if self.jobs.epoch_of(job) == Some(epoch) {
                     let silent = Duration::from_millis(silent_ms.into());
-                    // A node that does not hear this one, though this one hears it, is behind a link cut in one direction.
+                    // A node that does not hear this one, although this one hears it, is behind a link that is cut in
+                    // one direction.
                     let node = if node == self.me { from } else { node };
                     let heard = self.liveness.is_fresh(now, node);
                     self.failover.handle_reported(now, job, from, node, silent, heard);
@@ -365,7 +373,7 @@ impl Node {
 
     // ---- out
 
-    /// Moves what the children want done to where it is done, until all are quiet.
+    /// Routes the outputs of the children until there are none left.
     fn settle(&mut self) {
         loop {
             if let Some(said) = self.to_self.pop_front() {
@@ -468,7 +476,7 @@ impl Node {
                     self.fleet_changed();
                 }
             }
-            // Heartbeats come through; what is sent does not.
+            // Heartbeats arrive, but the connection is still down.
             LivenessOutput::Back { node, .. } if self.links.is_told(node) => {}
             LivenessOutput::Back { job, node } => self.report(job, node, Duration::ZERO),
         }
@@ -523,7 +531,7 @@ impl Node {
             }
             PartOutput::Stale { to, job, mine } => self.send(to, Message::Stale { job, mine }),
             PartOutput::Frame { to, header, payload: Payload::Tensor(tensor), copy: _ } if to == self.me => {
-                // It will be consumed, and stay where it is for others.
+                // The receiving part consumes the payload, so that it needs a second name: others may need it still.
                 let also = self.parts.name();
                 self.out.push_back(Output::Share { tensor, also });
                 self.send_frame(to, header, Payload::Tensor(also), false);
@@ -542,7 +550,7 @@ impl Node {
             PartOutput::WorkDone { job } => self.liveness.handle_work_done(self.now, job),
             PartOutput::Connect { node } => self.membership.connect(self.now, node),
             PartOutput::Watch { job, epoch, nodes } => {
-                // Neighbours may never have had anything to say to each other.
+                // Neighbours may not have been connected before.
                 nodes.iter().for_each(|&node| self.membership.connect(self.now, node));
                 self.liveness.handle_watch(self.now, job, epoch, &nodes);
             }
@@ -552,7 +560,7 @@ impl Node {
         }
     }
 
-    /// Goes on with a job whose coordinator is silent.
+    /// Takes over a job whose coordinator is silent.
     fn succeed(&mut self, inheritance: Inheritance) {
         let (job, before) = (inheritance.job, inheritance.epoch.issuer);
         let participants = inheritance.record.participants(&inheritance.order.owners);
@@ -560,7 +568,7 @@ impl Node {
         if self.jobs.handle_inherited(inheritance) {
             self.jobs.set_domains(&self.domains());
             self.failover.handle_inherited(self.now, job, participants.iter().copied(), (before, silent));
-            // The coordinator may not have known, or not have said, who else is gone.
+            // The coordinator may not have known, or not have published, which other nodes are down.
             for node in participants.into_iter().filter(|node| *node != self.me && *node != before) {
                 if let Some(MemberState::Down(reason)) = self.membership.member(node).map(|member| member.state) {
                     let heard = self.liveness.is_fresh(self.now, node);

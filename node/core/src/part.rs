@@ -1,9 +1,10 @@
-//! The parts of jobs that this node holds, of its own jobs and of others': the fence around them, loading, running, letting go.
+//! Participant side of jobs: the parts that this node holds, the epoch fence around them, loading, running and
+//! dropping.
 //!
-//! A higher epoch is adopted, and everything under the lower one pauses before anything else is done. A lower one is refused
-//! with `Stale`. A part that is the same under the new epoch stays with all it has; another one is loaded. Whatever a part is, it
-//! is fed by channels, keeps what it sent, and reports how far it is. Next: `part/program.rs`, `part/sent.rs`, `part/stage.rs`, `part/tile.rs`, then
-//! `part/succession.rs`.
+//! A higher epoch is adopted, and everything under the lower epoch pauses first. A lower epoch is answered with
+//! `Stale`. A part that is the same under the new epoch keeps its state; any other part is loaded. Every part is fed by
+//! channels, keeps a log of what it sent, and reports its progress. Next: `part/program.rs`, `part/sent.rs`,
+//! `part/stage.rs`, `part/tile.rs`, then `part/succession.rs`.
 mod messages;
 mod orders;
 mod output;
@@ -35,23 +36,24 @@ use tile::{Collected, TileRun};
 
 /// All parts of this node.
 ///
-/// Invariants: a job's epoch only grows here; what runs under a lower one is paused before the epoch changes; every payload that
-/// came in is consumed by a run or discarded, and every payload that a run made is sent, kept or discarded; at most one run of
-/// a part is at the executor.
+/// Invariants: a job's epoch only grows here, except when this node stands down as its coordinator (`handle_left`);
+/// what runs under an epoch is paused before the epoch changes; every payload that arrived is consumed by a run or
+/// discarded, and every payload that a run created is sent, kept or discarded; at most one run of a part is at the
+/// executor.
 #[derive(Debug)]
 pub struct Parts {
     me: NodeId,
     jobs: BTreeMap<JobId, HeldJob>,
-    /// Data that coordinators want here before they move their jobs; at most `JOBS_MAX`.
+    /// Data that coordinators ask for here before they move their jobs; at most `JOBS_MAX`.
     fetches: BTreeMap<(JobId, PartId), Fetch>,
-    /// What the executor has, of parts that may be gone.
+    /// Runs at the executor, including those of dropped parts.
     in_flight: BTreeMap<WorkId, Flight>,
-    /// When the executor last answered one.
+    /// When the executor last answered a run.
     answered: Instant,
     /// Takes no new work (drain, leave).
     draining: bool,
     names: Names,
-    /// When standbys of tiles, and owners, report next how far they are.
+    /// When standbys of tiles next report what they hold, and all tiles their progress.
     held_at: Instant,
     progress_at: Instant,
     out: Out,
@@ -61,12 +63,12 @@ pub struct Parts {
 #[derive(Debug)]
 struct HeldJob {
     epoch: Epoch,
-    /// All parts of the job are ready: neighbours may be expected to send heartbeats.
+    /// `Go` was received: all parts of the job are ready, and neighbours should send heartbeats.
     gone: bool,
-    /// This node issued the epoch, and does not coordinate the job any more.
+    /// This node issued the epoch, and no longer coordinates the job.
     left: bool,
 
-    /// Until when progress is reported often: the job has just begun, or goes on after a loss.
+    /// Until when progress is reported often: the job has just started, or resumed after a loss.
     begins_until: Instant,
     coordinator_heard: Instant,
     succession: Succession,
@@ -77,13 +79,13 @@ struct HeldJob {
 #[derive(Debug)]
 struct Held {
     order: Box<Order>,
-    /// Under which it was ordered last.
+    /// Epoch of its last order.
     epoch: Epoch,
     load: Load,
     bytes: u64,
-    /// The coordinator waits for an answer, which has to wait for what loads or runs.
+    /// The coordinator waits for an answer, which has to wait for a load or a run.
     answer_due: bool,
-    /// A stage that stays takes its new route once no batch of the one before runs.
+    /// A stage that stays adopts its new route once no batch of the old one runs.
     reroute: bool,
     run: Program,
 }
@@ -95,7 +97,7 @@ enum Load {
     Failed(String),
 }
 
-/// Data to be had for a part that is not ordered yet.
+/// Data to fetch for a part that is not ordered yet.
 #[derive(Debug)]
 struct Fetch {
     epoch: Epoch,
@@ -125,25 +127,25 @@ impl HeldJob {
         self.succession.heard();
     }
 
-    /// Since when no coordinator has been heard, where that is not this node.
+    /// Since when no coordinator has been heard. `None` if this node coordinates the job.
     fn silent_since(&self, me: NodeId) -> Option<Instant> {
         (self.epoch.issuer != me || self.left).then_some(self.coordinator_heard)
     }
 
-    /// Whether another coordinator than this one is heard, or is this node itself. A successor is obeyed once it is not: whatever
-    /// majority it claims, this node is not among those that miss the coordinator.
+    /// Whether this node hears another coordinator than `from`, or is that coordinator. It obeys a successor only if
+    /// not: whatever majority the successor claims, this node has not lost the coordinator.
     fn hears_another(&self, me: NodeId, from: NodeId) -> bool {
         let coordinates = self.epoch.issuer == me && !self.left;
         let another = self.epoch.issuer != from && from != me;
         another && (coordinates || self.epoch.issuer != me && !self.succession.is_silent())
     }
 
-    /// Whether a node may issue epochs of the job, as far as its parts here know.
+    /// Whether a node may issue epochs of the job, according to the orders held here.
     fn obeys(&self, node: NodeId) -> bool {
         self.epoch.issuer == node || self.parts.values().any(|held| held.order.may_coordinate(node))
     }
 
-    /// Gives parts up.
+    /// Drops parts.
     fn drop_parts(&mut self, job: JobId, gone: impl Fn(PartId, &Held) -> bool, out: &mut Out) {
         for (part, mut held) in self.parts.extract_if(.., |part, held| gone(*part, held)) {
             held.run.end(out);
@@ -153,7 +155,7 @@ impl HeldJob {
 }
 
 impl Held {
-    /// Whether the part that is here is what is ordered now, whatever the neighbours.
+    /// Whether this part can stay under a new order, whatever its neighbours.
     fn may_stay(&self, order: &Order) -> bool {
         let failed = matches!(self.load, Load::Failed(_));
         !failed && self.run.may_stay(self.load == Load::Resident, order) && self.order.is_same_part(order)
@@ -167,13 +169,14 @@ impl Held {
     }
 }
 
-/// Whether a successor claims an epoch that no coordinator can have issued meanwhile: it would leave none to the next.
+/// Whether a successor claims an epoch that no coordinator can have issued meanwhile. It would leave no epochs to later
+/// coordinators.
 fn leaps(mine: Epoch, theirs: Epoch) -> bool {
     theirs.counter.saturating_sub(mine.counter) > EPOCHS_FORGOTTEN_MAX
 }
 
 impl Parts {
-    /// None yet.
+    /// A node without parts.
     pub fn new(me: NodeId) -> Self {
         Parts {
             me,
@@ -191,7 +194,7 @@ impl Parts {
 
     // ---- views
 
-    /// What this node holds.
+    /// Parts that this node holds.
     pub fn held(&self) -> impl Iterator<Item = HeldPart> + '_ {
         self.jobs.iter().flat_map(|(&job, held)| held.parts.iter().map(move |(&part, held)| held.view(job, part)))
     }
@@ -206,19 +209,19 @@ impl Parts {
         self.draining = draining;
     }
 
-    /// A name for a payload that is kept twice.
+    /// A name for a payload that is stored twice.
     pub fn name(&mut self) -> TensorId {
         self.names.tensor()
     }
 
-    /// The next thing to do, besides starting runs.
+    /// The next output. Batches are started by `poll_runs`.
     pub fn poll_output(&mut self) -> Option<PartOutput> {
         self.out.pop_front()
     }
 
     // ---- the fence
 
-    /// Whether a message or frame of this epoch may act on the job; a lower epoch is answered with the present one.
+    /// Whether a message or frame of this epoch may act on the job. A lower epoch is answered with the present one.
     fn admits(&mut self, from: NodeId, job: JobId, epoch: Epoch) -> bool {
         match self.jobs.get(&job) {
             Some(held) if held.epoch == epoch || (planted::has(Planted::EpochCheckLeftOut) && epoch < held.epoch) => {
@@ -232,13 +235,14 @@ impl Parts {
         }
     }
 
-    /// The coordinator counts on a part that is not here (any more): it should not wait to find out.
+    /// Reports that a part is not held here, so that the coordinator need not wait to find out.
     fn report_missing(&mut self, job: JobId, epoch: Epoch, part: PartId) {
         let reason = String::from("this node holds no such part of the job");
         self.report(job, epoch, ToCoordinator::Failed { part, held: false, reason });
     }
 
-    /// Whether a frame or message may act on a part, which is resident.
+    /// Whether a frame or message may act on a part: its epoch is admitted, and the part is resident. Reports a missing
+    /// or failed part.
     fn is_resident(&mut self, from: NodeId, job: JobId, epoch: Epoch, part: PartId) -> bool {
         if !self.jobs.contains_key(&job) {
             self.report_missing(job, epoch, part);
@@ -257,9 +261,10 @@ impl Parts {
         false
     }
 
-    /// The coordinator or another participant knows a higher epoch of the job: what runs here is out of date. All stays until the
-    /// coordinator asks for it again or has been silent for too long. The coordinator itself knows its epochs best; what another
-    /// participant says may be wrong, and holds only until the coordinator is heard under the epoch that is held here.
+    /// The coordinator or another participant reports a higher epoch of the job: what runs here is out of date. All
+    /// parts stay until the coordinator orders them again or has been silent for too long. The coordinator's own report
+    /// pauses them. Another owner's report may be wrong, so it only withholds their output until the coordinator is
+    /// heard under the epoch that is held here.
     pub fn handle_stale(&mut self, from: NodeId, job: JobId, theirs: Epoch) {
         let me = self.me;
         let Some(held) = self.jobs.get_mut(&job) else { return };
@@ -299,7 +304,7 @@ impl Parts {
             Err(reason) => held.load = Load::Failed(reason),
         }
         if answered && held.order.standby.is_some() && held.load == Load::Resident {
-            // Where another part has brought a higher epoch, it begins when its own order comes.
+            // If another part has brought a higher epoch, this standby starts when its own order arrives.
             if epoch <= held.epoch {
                 self.start_shadow(job, part);
             }
@@ -309,7 +314,7 @@ impl Parts {
         self.start(now, job);
     }
 
-    /// A run has made its halos.
+    /// A run has computed its halos.
     pub fn handle_halos(&mut self, now: Instant, job: JobId, part: PartId, work: WorkId, sizes: &[(u32, u64)]) {
         if let Some(tile) = tile(&mut self.jobs, job, part).filter(|tile| tile.runs(work)) {
             tile.handle_halos(now, sizes, &mut self.out);
@@ -342,7 +347,7 @@ impl Parts {
         self.start(now, job);
     }
 
-    /// A snapshot is here, or cannot be had.
+    /// A snapshot is here, or could not be fetched.
     pub fn handle_collected(&mut self, now: Instant, job: JobId, part: PartId, step: u32, result: &Result<(), String>) {
         let Some(held) = self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&part)) else {
             let kind = SaveKind::Snapshot;
@@ -358,8 +363,8 @@ impl Parts {
 
     // ---- runs
 
-    /// Starts a run of every part whose work is gathered, where some waits and none runs. Called when the shell has reported everything that has
-    /// happened, so that the decode steps of several requests meet in one batch.
+    /// Starts a batch of a part that has work waiting and no run. Called when the shell has reported everything that
+    /// happened, so that the decode steps of several requests form one batch.
     pub fn poll_runs(&mut self, now: Instant) -> Option<PartOutput> {
         for (&job, held) in &mut self.jobs {
             for (&part, known) in held.parts.iter_mut().filter(|(_, known)| known.load == Load::Resident) {
@@ -375,7 +380,7 @@ impl Parts {
         None
     }
 
-    /// Begins what can begin at once of a job's parts.
+    /// Starts those runs of a job's parts that need no batching.
     fn start(&mut self, now: Instant, job: JobId) {
         let Some(held) = self.jobs.get_mut(&job) else { return };
         for (&part, known) in held.parts.iter_mut().filter(|(_, known)| known.load == Load::Resident) {
@@ -386,34 +391,34 @@ impl Parts {
         }
     }
 
-    /// Since when the executor has been busy with one piece of work, perhaps of a part long gone: it does one after the other, in an order
-    /// of its own.
+    /// Since when the executor has been busy with one run, perhaps of a part that was dropped. It completes one run
+    /// after the other, in an order of its own.
     fn busy_since(&self) -> Option<Instant> {
         let oldest = self.in_flight.values().map(|flight| flight.started).min()?;
         Some(oldest.max(self.answered))
     }
 
-    /// When that will be far longer than predicted for any work that is there.
+    /// When the executor counts as stalled: it is then busy with one run for far longer than predicted for any.
     pub fn stalled_at(&self) -> Option<Instant> {
         let budget = self.in_flight.values().map(|flight| RUN_MIN.max(flight.budget * 4)).max()?;
         Some(self.busy_since()? + budget)
     }
 
-    /// For how long the executor has been busy with one piece of work, if that is far longer than predicted.
+    /// How long the executor has been busy with one run, if it counts as stalled.
     pub fn stalled(&self, now: Instant) -> Option<Duration> {
         self.stalled_at().filter(|at| *at <= now)?;
         self.busy_since().map(|since| now.since(since))
     }
 
-    /// This node comes back so much later than it wanted: it was stopped, and its executor perhaps with it. No work counts
-    /// as late for that, and an answer may be waiting to be read.
+    /// This node wakes up late: it was stopped, and its executor perhaps too. No run counts as late for that, and an
+    /// answer may be waiting to be read.
     pub fn excuse(&mut self, late: Duration) {
         if late >= LEASE {
             self.in_flight.values_mut().for_each(|flight| flight.started = flight.started + late + LEASE);
         }
     }
 
-    /// This node was paused: of stages that others coordinate nothing leaves before their coordinator is heard.
+    /// This node was paused. Stages that other nodes coordinate send nothing until their coordinator is heard.
     pub fn withhold(&mut self) {
         for held in self.jobs.values_mut().filter(|held| held.epoch.issuer != self.me) {
             held.parts.values_mut().for_each(|known| known.run.withhold());
@@ -422,7 +427,7 @@ impl Parts {
 
     /// The coordinator of a job gave a sign of life under this epoch.
     pub fn coordinator_heard(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch) {
-        // One that has stood down is a participant like others.
+        // A coordinator that has stood down is a participant like any other.
         let coordinates = |held: &&mut HeldJob| held.epoch.issuer == from && epoch.issuer == from;
         let Some(held) = self.jobs.get_mut(&job).filter(coordinates) else { return };
         held.heard(now);
@@ -431,13 +436,14 @@ impl Parts {
         }
     }
 
-    /// This node does not coordinate a job any more. What it holds under its own epochs stays for a while: the next coordinator may
-    /// ask for it.
+    /// This node no longer coordinates a job. The parts that it holds under its own epochs stay for a while, because
+    /// the next coordinator may order them.
     pub fn handle_left(&mut self, now: Instant, job: JobId, successor: Option<NodeId>) {
         if let Some(held) = self.jobs.get_mut(&job).filter(|held| held.epoch.issuer == self.me) {
             (held.left, held.coordinator_heard) = (true, now);
             if let Some(issuer) = successor {
-                // Whatever epochs this node issued while it was away: its parts obey any of the successor's.
+                // This node may have issued higher epochs while it was absent. Its parts obey any epoch of the
+                // successor.
                 held.parts.values_mut().for_each(|part| part.run.pause(&mut self.out));
                 (held.epoch, held.left) = (Epoch { counter: 0, issuer }, false);
                 self.watch(job);
@@ -448,7 +454,7 @@ impl Parts {
 
     // ---- time
 
-    /// The clock.
+    /// Timers.
     pub fn handle_wakeup(&mut self, now: Instant) {
         let drops = !planted::has(Planted::OrphansStay);
         let orphaned = |held: &HeldJob| held.silent_since(self.me).is_some_and(|since| now.since(since) >= ORPHAN_MAX);
@@ -480,7 +486,7 @@ impl Parts {
         }
     }
 
-    /// When to come back, and why.
+    /// When to come back, and the reason.
     pub fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
         let all = || self.jobs.values().flat_map(|held| held.parts.values());
         let periodic = |held: &Held| held.run.is_periodic();
@@ -516,7 +522,7 @@ fn tile(jobs: &mut BTreeMap<JobId, HeldJob>, job: JobId, part: PartId) -> Option
     jobs.get_mut(&job)?.parts.get_mut(&part)?.run.tile()
 }
 
-/// Gives work to the executor.
+/// Gives a run to the executor.
 fn start(
     now: Instant,
     (job, epoch, part): (JobId, Epoch, PartId),
@@ -530,7 +536,7 @@ fn start(
     out.push_back(PartOutput::Shell(Output::Run(Box::new(Run { work, job, epoch, part, task }))));
 }
 
-/// Work shorter than this never counts as stalled, whatever was predicted.
+/// A run shorter than this never counts as stalled, whatever was predicted.
 const RUN_MIN: Duration = Duration::from_secs(1);
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
-//! What happened to a node, written down: the same inputs at the same times make the same decisions again.
+//! Recording of a node's inputs: the same inputs at the same times reproduce the same decisions.
 //!
-//! A recording is its mark, a header (with what the node was told at start) and one entry after the other, each behind
-//! its length. It may end anywhere: the node it comes from may have been killed. Next: `simnet/src/replay.rs`.
+//! A recording is the mark, a header (with the node's configuration at start) and a sequence of entries, each prefixed with its
+//! length. It may end anywhere, because the node may have been killed. Next: `simnet/src/replay.rs`.
 use crate::codec::{self, CodecError, PROTOCOL};
 use crate::config::Config;
 use crate::input::Input;
@@ -10,86 +10,86 @@ use crate::time::Instant;
 use alloc::{string::String, vec::Vec};
 use serde::{Deserialize, Serialize};
 
-/// What a recording begins with. The last byte is the version of its format.
+/// The first bytes of a recording. The last byte is the version of the format.
 pub const MARK: &[u8; 8] = b"MESHREC\x02";
-/// Longest entry: the longest message and what stands around it.
+/// Bytes of the longest entry: the longest message and its envelope.
 pub const ENTRY_BYTES_MAX: usize = MESSAGE_BYTES_MAX + 4096;
 
-/// With what the node began.
+/// The start of a recorded run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Header {
-    /// The program that wrote it: another one may decide otherwise.
+    /// The program that wrote the recording: another one may decide differently.
     pub program: String,
-    /// Version of the wire that the inputs speak.
+    /// Protocol version of the recorded inputs.
     pub protocol: u8,
-    /// What the node was told.
+    /// The node's configuration.
     pub config: Config,
-    /// Root of its chance.
+    /// Seed of the node's random numbers.
     pub seed: u64,
 }
 
-/// One thing that its driver did.
+/// One call by the driver.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Entry {
     /// `handle` was called.
     Input {
-        /// With this time.
+        /// The time argument.
         at: Instant,
-        /// And this.
+        /// The input.
         input: Input,
     },
-    /// `poll` was called until there was nothing to do: what came together before runs together.
+    /// `poll` was called until there was no output: work from inputs between two such entries may run as one batch.
     Polled,
 }
 
-/// The same, not owned.
+/// The same, borrowed.
 #[derive(Serialize)]
 enum EntryRef<'a> {
     Input { at: Instant, input: &'a Input },
     Polled,
 }
 
-/// Why a recording cannot be read on.
+/// Why reading a recording stops.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RecordError {
-    /// Something else.
+    /// Not a recording.
     #[error("expected a recording, which begins with {MARK:?}, found {found:?}")]
     NotARecording {
         /// The first bytes.
         found: Vec<u8>,
     },
-    /// The node speaks another protocol than this program.
+    /// The recording has another protocol version than this program.
     #[error(
         "expected inputs of protocol {PROTOCOL}, found {found}: replay it with the meshnode that recorded it ({program})"
     )]
     Protocol {
-        /// The recording's.
+        /// The recording's version.
         found: u8,
-        /// Its writer.
+        /// The program that wrote it.
         program: String,
     },
-    /// It ends within an entry, as after a kill. Everything before has been read.
+    /// It ends within an entry, as after a kill. All entries before were read.
     #[error("the recording ends within entry {entry}, {missing} bytes are missing: the node may have been killed")]
     CutShort {
         /// Counted from 0; the header is not counted.
         entry: u64,
-        /// At least this many.
+        /// At least this number of bytes.
         missing: usize,
     },
-    /// An entry says that it is longer than any can be.
+    /// An entry's length exceeds the limit.
     #[error("expected at most {ENTRY_BYTES_MAX} bytes in entry {entry}, found {found}: the recording is damaged")]
     TooLong {
         /// Counted from 0.
         entry: u64,
-        /// Its length, as it says.
+        /// The declared length.
         found: usize,
     },
-    /// An entry is not one.
+    /// An entry cannot be decoded.
     #[error("entry {entry} is damaged: {why}")]
     Damaged {
         /// Counted from 0.
         entry: u64,
-        /// How.
+        /// The cause.
         why: CodecError,
     },
 }
@@ -102,12 +102,12 @@ pub fn begin(config: &Config, seed: u64, program: &str) -> Vec<u8> {
     bytes
 }
 
-/// Appends that `handle` was called.
+/// Appends a call of `handle`.
 pub fn append_input(bytes: &mut Vec<u8>, at: Instant, input: &Input) {
     append(bytes, &EntryRef::Input { at, input });
 }
 
-/// Appends that `poll` was called until there was nothing.
+/// Appends a call of `poll` until there was no output.
 pub fn append_polled(bytes: &mut Vec<u8>) {
     append(bytes, &EntryRef::Polled);
 }
@@ -118,7 +118,7 @@ fn append<T: Serialize>(bytes: &mut Vec<u8>, part: &T) {
     bytes.extend_from_slice(&body);
 }
 
-/// Reads entries one after the other; ends after the first error.
+/// Reads the entries in order; ends after the first error.
 #[derive(Clone, Debug)]
 pub struct Reader<'a> {
     rest: &'a [u8],
@@ -175,7 +175,7 @@ impl Iterator for Reader<'_> {
     }
 }
 
-/// Before each entry, little-endian.
+/// Bytes of the length prefix of an entry, little-endian.
 const LENGTH_BYTES: usize = 4;
 
 #[cfg(test)]
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_recorded_is_read() {
+    fn a_recording_survives_a_round_trip() {
         let bytes = recording();
         let (header, reader) = Reader::open(&bytes).unwrap();
         assert_eq!((header.seed, header.program.as_str(), header.config.node), (10, "test", NodeId([7; 16])));
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_recording_cut_anywhere_is_read_up_to_there() {
+    fn a_recording_truncated_anywhere_is_read_up_to_there() {
         let bytes = recording();
         for end in 0..bytes.len() {
             match Reader::open(&bytes[..end]) {
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn damage_is_named_and_never_panics() {
+    fn damage_is_reported_and_never_panics() {
         let bytes = recording();
         for at in 0..bytes.len() {
             for bit in [1u8, 0x80, 0xff] {

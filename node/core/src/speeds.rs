@@ -1,8 +1,9 @@
-//! How fast nodes compute beside what they say, as timed by this node's challenges: plans count with what was timed.
+//! Measured speed of nodes relative to their adverts, from this node's challenges: plans use the measured figures.
 //!
-//! A node's own word counts until its stage was timed. After that its figures are scaled, both ways, by the time that the
-//! coordinator took itself. The way there and back is in that time, so it bounds from above what the node took; without the
-//! round trip it bounds it from below. What lies between the two changes nothing, and no node looks faster than it answers.
+//! A node's advertised figures count until one of its stages was timed. After that they are scaled, up or down, by the time
+//! that the coordinator measured. That time includes the round trip, so it is an upper bound of what the node took; less the
+//! round trip it is a lower bound. A ratio between the bounds changes nothing, and no node looks faster than its answers
+//! arrive.
 use crate::id::{JobId, NodeId};
 use crate::limits::{FASTER_PERCENT_MIN, SLOWER_PERCENT_MAX, SLOWER_TIMES, UNTIMED_PERCENT_MAX};
 use alloc::collections::{BTreeMap, VecDeque};
@@ -10,17 +11,17 @@ use alloc::{format, string::String};
 use core::ops::Range;
 use partitioner::Device;
 
-/// What challenges found out.
+/// Results of challenges.
 #[derive(Debug, Default)]
 pub(crate) struct Speeds {
     timed: BTreeMap<NodeId, Timed>,
-    /// What a node made of the rows of the last challenges of a job's layers, by their nonces; at most [`DIGESTS_MAX`].
+    /// Output digests of the last challenges, by job and layer range, each with its nonce; at most [`DIGESTS_MAX`] per range.
     digests: BTreeMap<(JobId, u32, u32), VecDeque<(u64, Digest)>>,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Timed {
-    /// Percent of the time that the node says it takes.
+    /// Measured time in percent of the advertised time.
     percent: u64,
     numerics: u64,
 }
@@ -28,13 +29,13 @@ struct Timed {
 /// One challenge as the coordinator timed it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Timing {
-    /// From the question to the answer.
+    /// From sending the challenge to receiving the answer.
     pub(crate) took_ns: u64,
-    /// The round trip, which is part of it.
+    /// The round trip contained in it.
     pub(crate) way_ns: u64,
-    /// What it should take by the node's advert.
+    /// Time predicted from the node's advert.
     pub(crate) expected_ns: u64,
-    /// No request of the job ran meanwhile, for which the challenge might have waited.
+    /// No request of the job ran meanwhile that could have delayed the challenge.
     pub(crate) quiet: bool,
 }
 
@@ -45,33 +46,33 @@ struct Digest {
     digest: u64,
 }
 
-/// Digests kept of the same layers: the challenges of a stage and of its standby in one period.
+/// Digests retained per layer range: the challenges of a stage and of its standby in one period.
 const DIGESTS_MAX: usize = 8;
-/// A node that takes as long as it says.
-const AS_IT_SAYS: u64 = 100;
+/// A node that is as fast as advertised.
+const AS_ADVERTISED: u64 = 100;
 
 impl Speeds {
-    /// A node of this arithmetic was timed. Returns the percentage if plans are to count otherwise with it from now on.
+    /// A node with these numerics was timed. Returns its percentage if plans must use a new one.
     ///
-    /// Requests slow a challenge down, so one beside them says that a node is slower only if it is far slower.
+    /// Requests slow a challenge down, so a challenge beside running requests counts only if the node is far slower.
     pub(crate) fn handle_measured(&mut self, node: NodeId, numerics: u64, timing: Timing) -> Option<u32> {
         let percent_of = |ns: u64| ns.saturating_mul(100) / timing.expected_ns.max(1);
         let (least, most) = (percent_of(timing.took_ns.saturating_sub(timing.way_ns)), percent_of(timing.took_ns));
-        let before = self.timed.get(&node).map_or(AS_IT_SAYS, |timed| timed.percent);
+        let before = self.timed.get(&node).map_or(AS_ADVERTISED, |timed| timed.percent);
         let percent = before.clamp(least, most).clamp(FASTER_PERCENT_MIN, SLOWER_PERCENT_MAX);
         let loaded = !timing.quiet && percent > before && percent < SLOWER_TIMES * 100;
-        // By more than a quarter: timings vary, and plans must not follow each of them.
+        // Changes of more than a quarter only: timings vary, and plans must not follow each variation.
         let moved = percent.abs_diff(before) * 4 > before;
         let percent = if moved && !loaded { percent } else { before };
         self.timed.insert(node, Timed { percent, numerics });
         (percent != before).then(|| u32::try_from(percent).unwrap_or(u32::MAX))
     }
 
-    /// Percent of the time it says that a node is planned with.
+    /// The step time assumed for a node, in percent of its advertised time.
     ///
-    /// One that was never timed is taken for as good as the best that was, of the same arithmetic if there is one: what a whole
-    /// stage takes beyond its products is common to all, and without this a job would move on to nodes only because nobody has
-    /// timed them yet. No node is taken for faster than it says before it was timed.
+    /// A node that was never timed counts as the best timed node, of the same numerics if there is one. What a whole stage
+    /// takes besides its matrix products is common to all nodes; without this rule a job would move to nodes only because they
+    /// were never timed. No node counts as faster than advertised before it was timed.
     fn percent(&self, node: NodeId, numerics: u64) -> u64 {
         if let Some(timed) = self.timed.get(&node) {
             return timed.percent;
@@ -79,10 +80,11 @@ impl Speeds {
         let usual = || self.timed.values().filter(|timed| timed.percent < SLOWER_TIMES * 100);
         let alike = usual().filter(|timed| timed.numerics == numerics).map(|timed| timed.percent).min();
         let best = alike.or_else(|| usual().map(|timed| timed.percent).min());
-        best.unwrap_or(AS_IT_SAYS).clamp(AS_IT_SAYS, UNTIMED_PERCENT_MAX)
+        best.unwrap_or(AS_ADVERTISED).clamp(AS_ADVERTISED, UNTIMED_PERCENT_MAX)
     }
 
-    /// What a node made of the rows of a challenge; which node made something else of the same, if one did.
+    /// Records a node's digest of a challenge's output. Returns a report if another node with the same numerics produced a
+    /// different digest.
     pub(crate) fn handle_digest(
         &mut self,
         job: JobId,
@@ -100,8 +102,8 @@ impl Speeds {
         let old = old?;
         (old.numerics == numerics && old.digest != digest).then(|| {
             format!(
-                "{} and {node} made different rows of the same rows with layers {} of job {:x}, though they say that \
-                 they compute alike: one of them computes wrongly, or not at all",
+                "{} and {node} computed different rows from the same input with layers {} of job {:x}, though both \
+                 advertise the same numerics: one of them computes wrongly, or not at all",
                 old.node,
                 partitioner::explain::layers(layers),
                 job.0
@@ -109,7 +111,7 @@ impl Speeds {
         })
     }
 
-    /// The node is gone: in another life it may be another machine.
+    /// The node is down: its next lifetime may run on another machine.
     pub(crate) fn forget(&mut self, node: NodeId) {
         self.timed.remove(&node);
         for known in self.digests.values_mut() {
@@ -117,15 +119,15 @@ impl Speeds {
         }
     }
 
-    /// The job is over.
+    /// The job ended.
     pub(crate) fn forget_job(&mut self, job: JobId) {
         self.digests.retain(|(other, ..), _| *other != job);
     }
 
-    /// The device as it was timed.
+    /// Scales a device's figures by its measured speed.
     pub(crate) fn correct(&self, device: &mut Device) {
         let percent = self.percent(NodeId::from(device.id), device.numerics);
-        if percent == AS_IT_SAYS {
+        if percent == AS_ADVERTISED {
             return;
         }
         let scaled = |speed: u64| {
@@ -138,7 +140,7 @@ impl Speeds {
         device.step_ns = device.step_ns.saturating_mul(percent) / 100;
         device.layer_ns = device.layer_ns.saturating_mul(percent) / 100;
         if percent >= SLOWER_TIMES * 100 {
-            // So much is the machine, not the model: its grids are as slow.
+            // A factor this large is the machine's, not the model's: its grid steps are slow too.
             device.copy_bytes_per_second = scaled(device.copy_bytes_per_second);
         }
     }
@@ -190,16 +192,16 @@ mod tests {
     #[test]
     fn speeds_are_corrected_both_ways_by_what_stages_take() {
         let mut speeds = Speeds::default();
-        assert_eq!(speeds.handle_measured(A, 1, quiet(12)), None, "timings vary by so much");
-        assert_eq!(speeds.handle_measured(A, 1, quiet(20)), Some(200), "half as fast as it says");
+        assert_eq!(speeds.handle_measured(A, 1, quiet(12)), None, "within the variation of timings");
+        assert_eq!(speeds.handle_measured(A, 1, quiet(20)), Some(200), "half as fast as advertised");
         assert_eq!(bytes_per_second(&speeds, A), 500);
-        assert_eq!(speeds.handle_measured(A, 1, quiet(18)), None, "no news");
+        assert_eq!(speeds.handle_measured(A, 1, quiet(18)), None, "no change");
         assert_eq!(speeds.handle_measured(A, 1, quiet(9)), Some(90));
-        assert_eq!(speeds.handle_measured(B, 1, quiet(5)), Some(50), "twice as fast as it says");
+        assert_eq!(speeds.handle_measured(B, 1, quiet(5)), Some(50), "twice as fast as advertised");
         assert_eq!(bytes_per_second(&speeds, B), 2_000);
-        assert_eq!(speeds.handle_measured(B, 1, quiet(0)), Some(25), "but not without bound");
+        assert_eq!(speeds.handle_measured(B, 1, quiet(0)), Some(25), "bounded");
         speeds.forget(B);
-        assert_eq!(bytes_per_second(&speeds, B), 1_000, "another life is another machine");
+        assert_eq!(bytes_per_second(&speeds, B), 1_000, "another lifetime counts as another machine");
     }
 
     #[test]
@@ -212,28 +214,28 @@ mod tests {
             let Device { bytes_per_second, cache_bytes_per_second, step_ns, layer_ns, .. } = corrected;
             (bytes_per_second, cache_bytes_per_second, step_ns, layer_ns)
         };
-        assert_eq!(figures(10), (1_000, 2_000, 10, 20), "as it says");
+        assert_eq!(figures(10), (1_000, 2_000, 10, 20), "as advertised");
         assert_eq!(figures(20), (500, 1_000, 20, 40), "half as fast");
         assert_eq!(figures(5), (2_000, 4_000, 5, 10), "twice as fast");
         let mut unmeasured = Device { cache_bytes_per_second: 0, ..device(A) };
         let mut speeds = Speeds::default();
         speeds.handle_measured(A, 1, quiet(20));
         speeds.correct(&mut unmeasured);
-        assert_eq!(unmeasured.cache_bytes_per_second, 0, "what was not measured stays so");
+        assert_eq!(unmeasured.cache_bytes_per_second, 0, "unmeasured figures stay unmeasured");
     }
 
     #[test]
-    fn a_node_over_three_times_slower_than_it_says_is_planned_with_as_it_is() {
+    fn a_node_over_three_times_slower_than_advertised_is_planned_with_its_measured_speed() {
         let mut speeds = Speeds::default();
-        assert_eq!(speeds.handle_measured(A, 1, busy(29)), None, "what requests may do");
-        assert_eq!(speeds.handle_measured(A, 1, busy(100)), Some(1_000), "what they do not");
-        assert_eq!(speeds.handle_measured(A, 1, busy(110)), None, "no news");
+        assert_eq!(speeds.handle_measured(A, 1, busy(29)), None, "requests may explain this");
+        assert_eq!(speeds.handle_measured(A, 1, busy(100)), Some(1_000), "requests cannot explain this");
+        assert_eq!(speeds.handle_measured(A, 1, busy(110)), None, "no change");
         let mut corrected = device(A);
         speeds.correct(&mut corrected);
         assert_eq!((corrected.bytes_per_second, corrected.flops_per_second, corrected.step_ns), (100, 0, 100));
         assert_eq!(corrected.copy_bytes_per_second, 50, "the whole machine is slow");
-        assert_eq!(bytes_per_second(&speeds, B), 1_000, "others are not suspected for it");
-        assert_eq!(speeds.handle_measured(A, 1, busy(25)), Some(250), "better, but not what it says");
+        assert_eq!(bytes_per_second(&speeds, B), 1_000, "other nodes are unaffected");
+        assert_eq!(speeds.handle_measured(A, 1, busy(25)), Some(250), "better, but slower than advertised");
         assert_eq!(speeds.handle_measured(A, 1, busy(11)), Some(110));
     }
 
@@ -247,29 +249,27 @@ mod tests {
     }
 
     #[test]
-    fn nodes_never_timed_are_taken_for_as_good_as_the_best_that_was() {
+    fn a_node_never_timed_counts_as_the_best_timed_node() {
         let mut speeds = Speeds::default();
         speeds.handle_measured(A, 1, quiet(15));
-        assert_eq!(bytes_per_second(&speeds, C), 666, "stages take half as long again as their products: C's will too");
+        assert_eq!(bytes_per_second(&speeds, C), 666, "a stage takes 1.5 times its products: C's will too");
         speeds.handle_measured(B, 2, quiet(13));
-        assert_eq!(bytes_per_second(&speeds, C), 666, "another arithmetic's figure does not replace its own kind's");
+        assert_eq!(bytes_per_second(&speeds, C), 666, "a node with other numerics does not count");
         speeds.handle_measured(A, 1, quiet(28));
-        assert_eq!(bytes_per_second(&speeds, C), 666, "so much more than its products is A's own");
+        assert_eq!(bytes_per_second(&speeds, C), 666, "a factor this large is specific to A");
         speeds.handle_measured(A, 1, quiet(4));
-        assert_eq!(bytes_per_second(&speeds, C), 1_000, "nor is it believed to be faster than it says");
+        assert_eq!(bytes_per_second(&speeds, C), 1_000, "nor does it count as faster than advertised");
     }
 
     #[test]
-    fn rows_that_differ_though_they_should_not_are_told() {
+    fn different_digests_with_the_same_numerics_are_reported() {
         let mut speeds = Speeds::default();
         assert_eq!(speeds.handle_digest(JobId(1), &(0..4), A, 7, (1, 42)), None);
         assert_eq!(speeds.handle_digest(JobId(1), &(4..8), B, 7, (1, 43)), None, "other layers");
         assert_eq!(speeds.handle_digest(JobId(1), &(4..8), A, 8, (1, 44)), None, "other numerics");
-        assert_eq!(speeds.handle_digest(JobId(1), &(4..8), A, 8, (2, 45)), None, "another question");
+        assert_eq!(speeds.handle_digest(JobId(1), &(4..8), A, 8, (2, 45)), None, "another nonce");
         assert!(
-            speeds
-                .handle_digest(JobId(1), &(4..8), B, 8, (2, 46))
-                .is_some_and(|what| what.contains("differently") || what.contains("different rows"))
+            speeds.handle_digest(JobId(1), &(4..8), B, 8, (2, 46)).is_some_and(|what| what.contains("different rows"))
         );
     }
 }

@@ -1,4 +1,4 @@
-//! Time as an argument: nanoseconds since the node started, counting suspended time too.
+//! Time as an argument: nanoseconds on a clock that includes suspended time.
 use core::ops::{Add, Sub};
 pub use core::time::Duration;
 
@@ -7,7 +7,7 @@ pub use core::time::Duration;
 pub struct Instant(pub u64);
 
 impl Instant {
-    /// Time passed since `earlier`, zero if it lies ahead.
+    /// Time passed since `earlier`; zero if `earlier` is later.
     pub fn since(self, earlier: Instant) -> Duration {
         Duration::from_nanos(self.0.saturating_sub(earlier.0))
     }

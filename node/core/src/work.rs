@@ -1,8 +1,9 @@
-//! The vocabulary of the seam between the core and its shell, and of what nodes ask of each other: jobs, their parts, orders,
-//! results and events. It imports no machine.
+//! Vocabulary shared by the core, its shell and other nodes: jobs, parts, orders, results and events. Imports no state
+//! machine.
 //!
-//! A job is parts joined by channels. A part is a stage of a model or a tile of a grid; on each channel into it a cursor counts
-//! what it has: positions of a request, steps of a neighbour. Next: `work/serve.rs`, `work/steps.rs`.
+//! A job is a set of parts joined by channels. A part is a stage of a model or a tile of a grid. Each input channel of
+//! a part has a cursor that counts what has arrived: positions of a request, or steps of a neighbouring tile. Next:
+//! `work/serve.rs`, `work/steps.rs`.
 pub mod log;
 pub mod serve;
 pub mod steps;
@@ -20,21 +21,21 @@ use serde::{Deserialize, Serialize};
 use serve::{Item, ItemResult, ModelSpec, Position, ServeRecord, StageOrder};
 use steps::{GridSpec, SimulationId, StepsRecord, TileFigures, TileMade, TileOrder, TileWork};
 
-/// Who asked the shell a question, so that the router hands the answer back.
+/// The origin of a question to the planner. The router returns the answer to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Asked {
-    /// A local caller, who only wants to know.
+    /// A local caller. The answer places nothing.
     Caller(CallId),
     /// A job that this node coordinates.
     Job {
-        /// Which job.
+        /// Job id.
         job: JobId,
-        /// Which of its questions. An answer to another one is out of date.
+        /// Number of the question within the job. The job ignores an answer that it no longer awaits.
         question: u32,
     },
 }
 
-/// A job as a local caller describes it.
+/// A job as a local caller submits it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum JobSpec {
     /// Serve a model.
@@ -43,39 +44,39 @@ pub enum JobSpec {
     Steps(GridSpec),
 }
 
-/// What a local caller wants a plan for.
+/// What a local caller requests a plan for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PlanSpec {
     /// A model.
     Model(ModelSpec),
-    /// A grid, with the number of steps between two exchanges if it is given.
+    /// A grid, and the halo depth (steps between two exchanges) if the caller fixes it.
     Grid(GridWork, Option<u32>),
 }
 
-/// A part as the coordinator orders it from its owner or from a standby.
+/// The coordinator's order for one part, sent to the part's owner or to its standby.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Order {
     /// The job's name, human-readable.
     pub name: String,
-    /// Which part.
+    /// The part.
     pub part: PartId,
-    /// The owners of all parts, by part.
+    /// Owners of all parts, indexed by part.
     pub owners: Vec<NodeId>,
-    /// The receiver is not the part's owner but its standby of this tier.
+    /// The tier, if the receiver is the part's standby. `None` if it is the owner.
     pub standby: Option<Tier>,
-    /// Parts that the receiver has besides this one, as owner or standby: of a model, others give way.
+    /// Other parts of this job at the receiver, as owner or standby. The receiver drops stages that are not listed.
     pub beside: Vec<PartId>,
-    /// Bytes that the plan allows the part.
+    /// Memory that the plan allows the part, in bytes.
     pub bytes_max: u64,
-    /// Nodes that may take the job over when its coordinator is silent, in order.
+    /// Nodes that may take the job over when the coordinator falls silent, in order.
     pub successors: Vec<NodeId>,
-    /// Nodes that coordinated the job before, the last one first. They may come back.
+    /// Previous coordinators of the job, most recent first. They may come back.
     pub previous: Vec<NodeId>,
-    /// What the part is.
+    /// What the part computes.
     pub work: PartWork,
 }
 
-/// What a part is.
+/// What a part computes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PartWork {
     /// Consecutive layers of a model.
@@ -85,17 +86,17 @@ pub enum PartWork {
 }
 
 impl Order {
-    /// The owner of a part; none if there is no such part.
+    /// The owner of a part. `None` if there is no such part.
     pub fn owner(&self, part: PartId) -> Option<NodeId> {
         self.owners.get(part.index()).copied()
     }
 
-    /// Whether a node may be the job's coordinator after the present one.
+    /// Whether a node may coordinate the job under a later epoch: it is a named successor or a previous coordinator.
     pub fn may_coordinate(&self, node: NodeId) -> bool {
         self.successors.contains(&node) || self.previous.contains(&node)
     }
 
-    /// Whether what was made for `other` is as good for this: the same part of the same cut, whatever the owners.
+    /// Whether state loaded for `other` can be used for this order: same part of the same partition. Owners may differ.
     pub fn is_same_part(&self, other: &Order) -> bool {
         let same = match (&self.work, &other.work) {
             (PartWork::Stage(a), PartWork::Stage(b)) => a.is_same_stage(self.part, b, other.part),
@@ -105,19 +106,19 @@ impl Order {
         self.part == other.part && same
     }
 
-    /// Whether this is an order that was received before, asked again.
+    /// Whether this order repeats `before`. `beside` may differ.
     pub fn is_repeated(&self, before: &Order) -> bool {
         *self == Order { beside: self.beside.clone(), ..before.clone() }
     }
 
-    /// Why a node cannot follow the order, if it cannot.
+    /// Why node `me` cannot follow the order. `None` if the order is valid.
     pub fn unsound(&self, me: NodeId) -> Option<String> {
         let parts = match &self.work {
             PartWork::Stage(stage) => stage.layers.len(),
             PartWork::Tile(tile) => tile.blocks.len(),
         };
         if self.owners.len() != parts {
-            return Some(format!("{} owners for {parts} parts", self.owners.len()));
+            return Some(format!("the order names {} owners, expected {parts}: one per part", self.owners.len()));
         }
         if self.successors.len() > SUCCESSORS_MAX || self.previous.len() > PREVIOUS_COORDINATORS_MAX {
             return Some(format!(
@@ -127,10 +128,10 @@ impl Order {
             ));
         }
         if self.beside.len() > PARTS_MAX {
-            return Some(format!("{} parts beside this one, expected at most {PARTS_MAX}", self.beside.len()));
+            return Some(format!("{} other parts at this node, expected at most {PARTS_MAX}", self.beside.len()));
         }
         match self.owner(self.part) {
-            None => return Some(format!("part {}, the job has {parts}", self.part)),
+            None => return Some(format!("the order is for part {}, expected less than {parts}", self.part)),
             Some(owner) if (owner == me) == self.standby.is_some() => {
                 let role = if self.standby.is_some() { "its standby" } else { "its owner" };
                 return Some(format!("part {} belongs to {owner}: node {me} cannot be {role}", self.part));
@@ -143,7 +144,7 @@ impl Order {
         }
     }
 
-    /// What a part is made from, by content: the model's weights, the simulation.
+    /// Content id of the data that the part is loaded from: the model's weights or the simulation.
     pub fn content(&self) -> ContentId {
         match &self.work {
             PartWork::Stage(stage) => stage.content,
@@ -151,7 +152,8 @@ impl Order {
         }
     }
 
-    /// The part that a part sends to and does not hear from: the stage after it. There may be none of this number.
+    /// The downstream part that sends nothing back: the next stage. There may be no part of this number. `None` for
+    /// tiles.
     pub fn fed(&self, part: PartId) -> Option<PartId> {
         match &self.work {
             PartWork::Stage(_) => Some(part.after()),
@@ -159,7 +161,7 @@ impl Order {
         }
     }
 
-    /// Parts that send to a part: the stage before it, the tiles beside it.
+    /// Parts that send to `part`: the previous stage, or the neighbouring tiles.
     pub fn feeders(&self, part: PartId) -> Vec<PartId> {
         match &self.work {
             PartWork::Stage(_) => part.before().into_iter().collect(),
@@ -168,40 +170,40 @@ impl Order {
     }
 }
 
-/// A part that a node has loaded or kept.
+/// A participant's answer to an order: the part is loaded or kept.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ready {
-    /// Bytes it takes.
+    /// Memory that it takes, in bytes.
     pub bytes: u64,
-    /// What it has.
+    /// State that it holds.
     pub has: Has,
 }
 
-/// What a part has when it is asked for: where the job can go on.
+/// State that a part holds when it is ordered. The coordinator computes from it where the job resumes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Has {
-    /// A stage: positions of requests.
+    /// A stage: cached positions, by request.
     Stage(Vec<Position>),
     /// A tile.
     Tile {
-        /// Steps made.
+        /// Steps completed.
         step: u32,
-        /// Of each neighbour, the first step whose halos it still has for that.
+        /// For each neighbour, the first step whose halos are still in the send log for it.
         kept: Vec<(PartId, u32)>,
     },
 }
 
-/// Where a part goes on, once all parts are ready.
+/// Where a part resumes, sent once all parts are ready.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Resume {
-    /// A stage: of each request, the positions that the next stage has. It is sent what follows.
+    /// A stage: for each request, the number of positions that the next stage holds. This stage resends what follows.
     Stage(Vec<(RequestId, u32)>),
-    /// A tile: the steps that each tile of the grid has made.
+    /// A tile: steps completed by each tile of the grid, by part.
     Tile(Vec<u32>),
 }
 
 impl Has {
-    /// What a stage has of each request.
+    /// Cached positions, by request. Empty for a tile.
     pub fn positions(&self) -> &[Position] {
         match self {
             Has::Stage(positions) => positions,
@@ -211,7 +213,7 @@ impl Has {
 }
 
 impl Resume {
-    /// For a part that had it before: what a stage sent since then need not be sent once more.
+    /// For a `Go` that is repeated to a running part. The list of a stage is empty, so the stage resends nothing.
     pub fn repeated(&self) -> Resume {
         match self {
             Resume::Stage(_) => Resume::Stage(Vec::new()),
@@ -220,128 +222,128 @@ impl Resume {
     }
 }
 
-/// How far a part is on its channels.
+/// A part's progress on its channels.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Cursors {
-    /// The same on all of them.
+    /// The same cursor on all channels.
     All(u32),
-    /// By channel; 0 where a channel is not named.
+    /// Cursor by channel. Channels that are not listed are at 0.
     Each(Vec<(u64, u32)>),
 }
 
-/// What the shell made of a `Load`.
+/// Result of a `Load` or a `Restore`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Loaded {
-    /// Bytes it takes: weights, caches and scratch, or cells.
+    /// Memory that it takes, in bytes: weights, caches and scratch, or cells.
     pub bytes: u64,
-    /// The step of a tile's cells; none for a stage, and for a standby that waits for a snapshot.
+    /// The step of a tile's cells. `None` for a stage, and for a standby that waits for a snapshot.
     pub step: Option<u32>,
 }
 
-/// Work for the executor. It runs in order, and each is answered by `Input::Ran`.
+/// Work for the executor. Runs of one part execute in order. Each is answered by `Input::Ran`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Run {
-    /// Named in the answers.
+    /// Id used in the answers.
     pub work: WorkId,
-    /// Which job.
+    /// Job id.
     pub job: JobId,
-    /// Under which placement.
+    /// Epoch of the placement.
     pub epoch: Epoch,
-    /// Which part.
+    /// The part.
     pub part: PartId,
-    /// What to do.
+    /// The task.
     pub task: Task,
 }
 
-/// What a run does.
+/// What a run computes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Task {
-    /// Items through a stage, in order, as one batch. Their inputs are consumed.
+    /// A batch of items through a stage, in order. Their inputs are consumed.
     Batch(Vec<Item>),
-    /// Steps of a tile.
+    /// Time steps of a tile.
     Steps(TileWork),
 }
 
-/// What came of a run.
+/// Result of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Made {
-    /// One result for each item, in order.
+    /// One result per item, in order.
     Batch(Vec<ItemResult>),
-    /// Of steps.
+    /// Result of time steps.
     Steps(TileMade),
 }
 
 /// A part that this node holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HeldPart {
-    /// Of which job.
+    /// Job id.
     pub job: JobId,
     /// The job's name.
     pub name: String,
-    /// Under which placement.
+    /// Epoch of the placement.
     pub epoch: Epoch,
-    /// Which part.
+    /// The part.
     pub part: PartId,
-    /// Held as a standby.
+    /// Whether it is held as a standby.
     pub standby: bool,
-    /// Bytes it takes; none while it loads or after it failed.
+    /// Memory that it takes, in bytes. `None` while it loads or after it failed.
     pub bytes: Option<u64>,
-    /// What it is.
+    /// What it computes.
     pub what: HeldWork,
 }
 
-/// See [`HeldPart`].
+/// What a [`HeldPart`] computes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HeldWork {
-    /// Layers `start..end`.
+    /// Layers of a model.
     Stage {
-        /// Which.
+        /// Layers `start..end`.
         layers: Range<u32>,
     },
     /// A tile.
     Tile {
-        /// Steps made.
+        /// Steps completed.
         step: u32,
-        /// Steps in all.
+        /// Total number of steps.
         steps: u32,
     },
 }
 
-/// What a successor needs to take a job over, besides the order of its own part. The coordinator sends it to each successor
-/// when it changes.
+/// Succession record: what a successor needs to take a job over, besides the order of its own part. The coordinator
+/// publishes it to each successor when it changes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// All parts, in order.
+    /// All parts, by part.
     pub parts: Vec<PartRecord>,
-    /// The state of the program.
+    /// State of the workload.
     pub program: ProgramRecord,
 }
 
-/// See [`Record`].
+/// A part in a [`Record`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PartRecord {
-    /// Bytes that the plan allows it.
+    /// Memory that the plan allows it, in bytes.
     pub bytes: u64,
-    /// Predicted nanoseconds of a step on its owner.
+    /// Predicted nanoseconds per token or step on its owner.
     pub step_ns: u64,
-    /// Its standby.
+    /// Its standby, if it has one.
     pub standby: Option<StandbyRecord>,
 }
 
-/// See [`PartRecord`].
+/// The standby in a [`PartRecord`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StandbyRecord {
-    /// Which node.
+    /// Node id.
     pub node: NodeId,
     /// Its tier.
     pub tier: Tier,
-    /// It can take the part over.
+    /// Whether it can take the part over.
     pub ready: bool,
-    /// Milliseconds from one of its snapshots to the next.
+    /// Snapshot interval, in milliseconds.
     pub snapshot_ms: u32,
 }
 
-/// See [`Record`].
+/// State of the workload in a [`Record`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ProgramRecord {
     /// Serving a model.
@@ -351,7 +353,7 @@ pub enum ProgramRecord {
 }
 
 impl ProgramRecord {
-    /// The step of the coordinator's last checkpoint.
+    /// The step of the coordinator's last checkpoint. `None` for a model.
     pub fn checkpoint(&self) -> Option<u32> {
         match self {
             ProgramRecord::Serve(_) => None,
@@ -361,86 +363,93 @@ impl ProgramRecord {
 }
 
 impl Record {
-    /// Owners and standbys.
+    /// Owners and standbys of all parts.
     pub fn participants(&self, owners: &[NodeId]) -> BTreeSet<NodeId> {
         let standbys = self.parts.iter().filter_map(|part| part.standby).map(|standby| standby.node);
         owners.iter().copied().chain(standbys).collect()
     }
+
+    /// The participants whose majority elects a successor: owners, and standbys that have held their part. A standby that
+    /// was ordered a moment ago may not know of the job. If it counted, its silence could prevent a majority for ever.
+    pub fn voters(&self, owners: &[NodeId]) -> BTreeSet<NodeId> {
+        let standbys = self.parts.iter().filter_map(|part| part.standby).filter(|standby| standby.ready);
+        owners.iter().copied().chain(standbys.map(|standby| standby.node)).collect()
+    }
 }
 
-/// A job as its successor takes it over.
+/// A job that its successor takes over.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Inheritance {
-    /// Which job.
+    /// Job id.
     pub job: JobId,
-    /// Under which placement it ran. Its issuer is the silent coordinator.
+    /// Epoch under which it ran. Its issuer is the silent coordinator.
     pub epoch: Epoch,
-    /// The order of a part that the successor has.
+    /// The order of one part that the successor holds.
     pub order: Box<Order>,
-    /// What the coordinator left.
+    /// The coordinator's succession record.
     pub record: Box<Record>,
-    /// The step of the coordinator's checkpoint of which the successor has a copy.
+    /// Step of the successor's copy of the coordinator's checkpoint, if it has one.
     pub checkpoint: Option<u32>,
-    /// The requests of a served model.
+    /// Token log of a served model.
     pub log: TokenLog,
 }
 
-/// A peer to announce to after a restart. The shell stores it.
+/// Addresses of a peer to contact after a restart. The shell stores them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Contact {
-    /// Which node.
+    /// Node id.
     pub node: NodeId,
-    /// The key behind `node`, to be pinned by the connection.
+    /// The `PeerId` behind `node`. The connection pins it.
     pub peer_id: Vec<u8>,
-    /// Where its gossip socket was reached.
+    /// Addresses at which its gossip socket was reached.
     pub gossip: Vec<SocketAddr>,
-    /// Where its data socket was reached.
+    /// Addresses at which its data socket was reached.
     pub data: Vec<SocketAddr>,
 }
 
-/// What a frame carries.
+/// The payload of a frame.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Payload {
-    /// Hidden rows kept by the shell.
+    /// Hidden rows or a halo, stored by the shell.
     Tensor(TensorId),
-    /// Hidden rows of consecutive positions, kept apart: to be read one after the other.
+    /// Hidden rows of consecutive positions in several tensors, to be concatenated.
     Tensors(Vec<TensorId>),
     /// Token ids for the first stage.
     Tokens(Vec<u32>),
 }
 
-/// From one placement of a job to another.
+/// Predicted effect of moving a job to another placement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Change {
-    /// Predicted nanoseconds per token or step as it is, on the mesh as it is now.
+    /// Nanoseconds per token or step under the present placement, on the mesh as it is now.
     pub before_ns: u64,
-    /// And as it would be.
+    /// Nanoseconds per token or step under the new placement.
     pub after_ns: u64,
-    /// Weight bytes that nodes hold then and do not hold now; 0 of a simulation.
+    /// Weight bytes that nodes hold under the new placement and do not hold now. 0 for a simulation.
     pub bytes: u64,
 }
 
-/// Why a member is gone.
+/// Why a member is down.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DownReason {
-    /// It said so.
+    /// It left, or it is banned.
     Left,
-    /// SWIM lost it.
+    /// SWIM declared it failed.
     Failed,
 }
 
-/// Where the parts of a job are.
+/// Where the parts of a job are placed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Placement {
-    /// Stages: node and layers, first to last.
+    /// Stages in order: node and layers.
     Stages(Vec<(NodeId, Range<u32>)>),
-    /// Tiles: node and cells.
+    /// Tiles of a grid.
     Tiles {
-        /// By number.
+        /// Node and cells, by tile.
         tiles: Vec<(NodeId, Block)>,
-        /// Steps between two exchanges.
+        /// Halo depth: steps between two exchanges.
         depth: u32,
-        /// Where it begins or goes on.
+        /// The step from which the tiles start or resume.
         step: u32,
     },
 }
@@ -448,32 +457,32 @@ pub enum Placement {
 /// How a job ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Ending {
-    /// All is done.
+    /// All work is done.
     Completed,
     /// A caller ended it.
     Cancelled,
-    /// Another node coordinates it from now on, and why.
+    /// Another node coordinates it now. The text says why.
     Moved(String),
-    /// It cannot go on, and why.
+    /// It cannot continue. The text says why.
     Failed(String),
 }
 
-/// A job as a successor takes it over, for its shell.
+/// A job that a successor takes over, as its shell sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Inherited {
     /// Serving a model.
     Serve {
-        /// Which model.
+        /// The model.
         model: ModelSpec,
     },
     /// Stepping a grid.
     Steps {
-        /// Which simulation.
+        /// The simulation.
         simulation: SimulationId,
-        /// What is made when.
+        /// When to report, checkpoint and write outputs.
         schedule: steps::Schedule,
     },
 }
 
-/// How a job's placement ends, for the figures of each part that has some.
+/// Execution figures of a job by part, reported when it ends. Empty for a model.
 pub type Figures = Vec<TileFigures>;

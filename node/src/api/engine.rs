@@ -1,4 +1,4 @@
-//! What the API needs of a node, narrow enough that its tests can drive the API without a mesh.
+//! The interface between the API and the node, narrow enough to test the API without a mesh.
 use crate::handle::{
     BanReport, Elsewhere, GenerateRequest, ModelHandle, ModelOptions, ModelRef, NodeError, NodeHandle, PlanReport,
     StateView, TokenEvent, TokenStream, Words,
@@ -12,7 +12,7 @@ use std::time::Duration;
 
 /// A running node.
 pub trait Engine: Clone + Send + Sync + 'static {
-    /// A request's events.
+    /// The event stream of a request.
     type Tokens: Tokens;
 
     /// Served models.
@@ -25,11 +25,11 @@ pub trait Engine: Clone + Send + Sync + 'static {
     ) -> impl Future<Output = Result<Self::Tokens, NodeError>> + Send;
     /// Serves a model and waits until it is ready.
     fn deploy(&self, model: ModelRef, options: ModelOptions) -> impl Future<Output = Result<Served, NodeError>> + Send;
-    /// Whether a model of that name that is not served could be, from what this node has.
+    /// Whether this node has the files to serve a model of that name that is not served yet.
     fn has(&self, name: &str) -> bool;
-    /// Serves it and waits until it is ready.
+    /// Serves such a model and waits until it is ready.
     fn serve_on_demand(&self, name: &str) -> impl Future<Output = Result<Served, NodeError>> + Send;
-    /// Serves a model for one run: it is unloaded when nothing uses it any more.
+    /// Serves a model for one run: it is unloaded when no longer in use.
     fn deploy_temporarily(
         &self,
         model: ModelRef,
@@ -42,49 +42,49 @@ pub trait Engine: Clone + Send + Sync + 'static {
         let _ = name;
         std::future::ready(Vec::new())
     }
-    /// A model of that name as another member serves it.
+    /// The model of that name as served by another member.
     fn attach(&self, name: &str) -> impl Future<Output = Result<Option<Served>, NodeError>> + Send {
         let _ = name;
         std::future::ready(Ok(None))
     }
-    /// Models that are to be served again after a restart, and are not yet.
+    /// Models that were served before a restart and are not ready yet.
     fn starting(&self) -> Vec<Starting> {
         Vec::new()
     }
     /// Stops serving a model.
     fn undeploy(&self, model: &str) -> impl Future<Output = Result<(), NodeError>> + Send;
-    /// Plans a model.
+    /// Plans the placement of a model without loading it.
     fn plan(
         &self,
         model: ModelRef,
         options: ModelOptions,
     ) -> impl Future<Output = Result<PlanReport, NodeError>> + Send;
-    /// Everything to see.
+    /// Snapshot of the node, its peers and its jobs.
     fn state(&self) -> impl Future<Output = StateView> + Send;
-    /// A ticket.
+    /// Creates a join ticket.
     fn invite(&self, ttl: Duration, uses: u32) -> impl Future<Output = Result<String, NodeError>> + Send;
-    /// Lets a waiting peer in.
+    /// Admits a peer that waits for approval.
     fn approve(&self, peer: String) -> impl Future<Output = Result<(), NodeError>> + Send;
     /// Bans a member, and the members that it certified.
     fn ban(&self, peer: String) -> impl Future<Output = Result<BanReport, NodeError>> + Send;
-    /// The simulations submitted here; none where there is no such thing.
+    /// The simulations submitted to this node; `None` if the engine runs no simulations.
     fn submissions(&self) -> Option<Arc<Submissions>> {
         None
     }
-    /// How the mesh would share a simulation.
+    /// Plans the decomposition of a simulation without running it.
     fn plan_grid(&self, simulation: Simulation) -> impl Future<Output = Result<serde_json::Value, NodeError>> + Send {
         let _ = simulation;
-        std::future::ready(Err(NodeError::NotFound("no simulations here".into())))
+        std::future::ready(Err(NodeError::NotFound("this node runs no simulations".into())))
     }
-    /// Takes no new work, or takes it again.
+    /// Stops accepting new work, or accepts it again.
     fn drain(&self, draining: bool);
-    /// Says goodbye and ends the node.
+    /// Announces that the node leaves, and ends it.
     fn leave(&self) -> impl Future<Output = ()> + Send;
 }
 
-/// The events of one request; dropping it stops the work.
+/// The events of one request. Dropping it cancels the request.
 pub trait Tokens: Send + 'static {
-    /// The next one; `None` after the end.
+    /// The next event; `None` after the end.
     fn next(&mut self) -> impl Future<Output = Option<TokenEvent>> + Send;
 }
 
@@ -95,15 +95,15 @@ pub struct Served {
     pub name: String,
     /// Tokens of context per request.
     pub context: u32,
-    /// Unix seconds.
+    /// Unix time in seconds.
     pub created: u64,
-    /// Text to tokens and back.
+    /// Tokenizer and chat template.
     pub text: Arc<dyn Text>,
-    /// Where it is served, unless here.
+    /// The serving member, unless it is this node.
     pub elsewhere: Option<Elsewhere>,
 }
 
-/// A model that will be served as soon as it is placed.
+/// A model that is served as soon as it is placed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Starting {
     /// Name in requests.
@@ -112,24 +112,24 @@ pub struct Starting {
     pub context: u32,
 }
 
-/// Text to tokens and back. Calls may take milliseconds for long texts: not for async threads.
+/// A tokenizer with a chat template. Calls take milliseconds for long texts: keep them off async threads.
 pub trait Text: Send + Sync {
-    /// Ids of a prompt, control tokens parsed, with what the model wants in front.
+    /// Token ids of a prompt. Control tokens are parsed, and the model's prefix (such as BOS) is added.
     ///
     /// # Errors
-    /// Says why the text cannot be encoded.
+    /// Why the text cannot be encoded.
     fn encode(&self, text: &str) -> Result<Vec<u32>, String>;
-    /// Ids of a conversation's prompt, or `None` where the model has no chat template. What messages spell is text, never a
-    /// control token.
+    /// Token ids of a conversation, or `None` if the model has no chat template. The content of messages is encoded as
+    /// text, never as control tokens.
     ///
     /// # Errors
-    /// The template refuses the conversation.
+    /// The template rejects the conversation.
     fn chat(&self, messages: &[ChatMessage]) -> Option<Result<Vec<u32>, String>>;
     /// Whether the model has a chat template.
     fn chats(&self) -> bool;
     /// The bytes that a token adds to the text.
     fn bytes(&self, token: u32) -> Vec<u8>;
-    /// Tokens there are.
+    /// Number of tokens in the vocabulary.
     fn vocabulary(&self) -> u32;
 }
 
@@ -178,8 +178,7 @@ impl Engine for NodeHandle {
             return self.ask(elsewhere, model.context, request);
         }
         let name = &model.name;
-        let handle =
-            self.served(name).ok_or_else(|| NodeError::NotFound(format!("`{name}` is not served any more")))?;
+        let handle = self.served(name).ok_or_else(|| NodeError::NotFound(format!("`{name}` is no longer served")))?;
         NodeHandle::submit(self, &handle, request).await
     }
 

@@ -1,4 +1,4 @@
-//! Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}` and the right status.
+//! API errors in OpenAI's format: `{"error": {"message", "type", "param", "code"}}` with the matching HTTP status.
 use crate::handle::NodeError;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use std::borrow::Cow;
 use std::time::Duration;
 
-/// An answer that is not the one hoped for.
+/// An error response.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ApiError {
     pub(crate) status: StatusCode,
@@ -22,27 +22,27 @@ impl ApiError {
         Self { status, kind, code, param: None, message: message.into() }
     }
 
-    /// 400: the request is wrong, and in which field.
+    /// 400: the request is wrong; `param` names the field.
     pub(crate) fn invalid(param: impl Into<Option<&'static str>>, message: impl Into<String>) -> Self {
         let param: Option<&'static str> = param.into();
         let error = Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", None, message);
         Self { param: param.map(Cow::Borrowed), ..error }
     }
 
-    /// 400: the request is wrong, in a place inside a field, as in `messages[0].content`.
+    /// 400: the request is wrong at a path inside a field, as in `messages[0].content`.
     pub(crate) fn invalid_at(place: String, message: impl Into<String>) -> Self {
         Self { param: Some(Cow::Owned(place)), ..Self::invalid(None, message) }
     }
 
-    /// 400: a field that OpenAI has and this server has not.
+    /// 400: a field of OpenAI's API that this server does not support.
     pub(crate) fn unsupported(param: &'static str, message: impl Into<String>) -> Self {
         Self { code: Some("unsupported_parameter"), ..Self::invalid(param, message) }
     }
 
-    /// 400: prompt and context do not fit.
+    /// 400: the prompt does not fit the context.
     pub(crate) fn too_long(prompt: usize, context: u32) -> Self {
         let message = format!(
-            "this model's context is {context} tokens, the prompt alone has {prompt}: shorten it, or serve the model with a larger --context"
+            "this model's context is {context} tokens, but the prompt alone has {prompt}: shorten it, or serve the model with a larger --context"
         );
         Self { code: Some("context_length_exceeded"), ..Self::invalid("messages", message) }
     }
@@ -59,7 +59,7 @@ impl ApiError {
         Self::new(StatusCode::NOT_FOUND, "invalid_request_error", Some(code), message)
     }
 
-    /// 404 for a model: which field named it, as OpenAI's clients expect.
+    /// 404 for a model, with `param` as OpenAI's clients expect.
     pub(crate) fn no_model(message: impl Into<String>) -> Self {
         Self { param: Some(Cow::Borrowed("model")), ..Self::not_found("model_not_found", message) }
     }
@@ -69,19 +69,19 @@ impl ApiError {
     }
 
     pub(crate) fn too_large(bytes_max: usize) -> Self {
-        let message = format!("the body is larger than {bytes_max} bytes");
+        let message = format!("the request body is larger than the limit of {bytes_max} bytes");
         Self::new(StatusCode::PAYLOAD_TOO_LARGE, "invalid_request_error", Some("body_too_large"), message)
     }
 
-    /// 408: the body did not arrive.
+    /// 408: the body did not arrive in time.
     pub(crate) fn too_slow(limit: Duration) -> Self {
-        let message = format!("the body did not arrive within {} s", limit.as_secs());
+        let message = format!("the request body did not arrive within {} s", limit.as_secs());
         Self::new(StatusCode::REQUEST_TIMEOUT, "invalid_request_error", Some("body_too_slow"), message)
     }
 
-    /// 503: every place of the API is taken by a running request.
+    /// 503: every connection slot of the API is taken by a running request.
     pub(crate) fn crowded() -> Self {
-        let message = "too many requests run on this node's API at once: try again in a moment";
+        let message = "too many concurrent requests on this node's API: try again in a moment";
         Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", Some("too_many_connections"), message)
     }
 
@@ -90,52 +90,52 @@ impl ApiError {
         Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "invalid_request_error", Some("media_type"), message)
     }
 
-    /// 422: one key for two requests.
+    /// 422: the same key was used for two different requests.
     pub(crate) fn key_reused() -> Self {
-        let message = "this Idempotency-Key came with another request before: send a new key with a new request";
+        let message =
+            "this Idempotency-Key was already used for a different request: send a new request with a new key";
         let code = Some("idempotency_key_reused");
         let error = Self::new(StatusCode::UNPROCESSABLE_ENTITY, "invalid_request_error", code, message);
         Self { param: Some(Cow::Borrowed("Idempotency-Key")), ..error }
     }
 
-    /// 409: the request that came first is still being answered.
+    /// 409: the first request with this key is still running.
     pub(crate) fn key_running() -> Self {
-        let message =
-            "the request with this Idempotency-Key is still running on this node: ask again when it has ended";
+        let message = "the request with this Idempotency-Key is still running on this node: retry after it has ended";
         let code = Some("idempotency_key_running");
         let error = Self::new(StatusCode::CONFLICT, "invalid_request_error", code, message);
         Self { param: Some(Cow::Borrowed("Idempotency-Key")), ..error }
     }
 
-    /// 409: what is to be ended has ended.
+    /// 409: the job to cancel has already ended.
     pub(crate) fn over(message: impl Into<String>) -> Self {
         Self::new(StatusCode::CONFLICT, "invalid_request_error", Some("job_over"), message)
     }
 
     fn busy() -> Self {
-        let message = "the queue of this model is full: try again in a moment";
+        let message = "the request queue of this model is full: try again in a moment";
         Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", Some("queue_full"), message)
     }
 
-    /// 503: the mesh could not do it now.
+    /// 503: the mesh cannot do this now.
     pub(crate) fn failed(message: impl Into<String>) -> Self {
         Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", Some("mesh_failed"), message)
     }
 
-    /// `None` for the reasons that are no error.
+    /// `None` for the reasons that are not errors.
     pub(crate) fn from_reason(reason: &DoneReason) -> Option<Self> {
         match reason {
             DoneReason::Stop | DoneReason::Length => None,
-            DoneReason::Cancelled => {
-                Some(Self::failed("the request was cancelled by the node: it is leaving the mesh"))
-            }
+            DoneReason::Cancelled => Some(Self::failed(
+                "the request was cancelled, as when this node leaves the mesh: send it to another node",
+            )),
             DoneReason::Busy => Some(Self::busy()),
             DoneReason::Invalid(what) => Some(Self::invalid(None, what.clone())),
             DoneReason::Failed(what) => Some(Self::failed(what.clone())),
         }
     }
 
-    /// The body.
+    /// The JSON body of the response.
     pub(crate) fn body(&self) -> Value {
         json!({"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
     }

@@ -1,10 +1,10 @@
-//! Request bodies, checked field by field before they are parsed: what is wrong is said in JSON's words, and the answer's
-//! `param` names the field. serde would speak of structs and `u32`.
+//! Checks request bodies field by field before parsing, so that errors use JSON's terms and `param` names the field.
+//! serde's own errors speak of structs and `u32`.
 use super::error::ApiError;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-/// A field that a body may have. Others are let through.
+/// A checked field of a body. Unlisted fields pass unchecked.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Field {
     name: &'static str,
@@ -12,20 +12,20 @@ pub(crate) struct Field {
     required: bool,
 }
 
-/// What a field may hold; besides, any that is not required may be null.
+/// The type of a field. A field that is not required may also be null.
 #[derive(Clone, Copy, Debug)]
 enum Expects {
     Text,
     Bool,
-    /// A whole number from the first to the second.
+    /// A whole number, with inclusive bounds.
     Whole(i128, i128),
     Number,
     Object,
-    /// One text, or a list of texts.
+    /// A string, or an array of strings.
     Texts,
-    /// Turns of a conversation.
+    /// The messages of a conversation.
     Messages,
-    /// A text, texts, token ids, or lists of token ids.
+    /// A string, an array of strings, token ids, or lists of token ids.
     Prompt,
 }
 
@@ -44,17 +44,17 @@ impl Field {
         Self::new(name, Expects::Bool)
     }
 
-    /// A whole number that fits 32 bits, from 0.
+    /// An unsigned 32-bit number.
     pub(crate) const fn count(name: &'static str) -> Self {
         Self::new(name, Expects::Whole(0, u32::MAX as i128))
     }
 
-    /// A whole number that fits 64 bits, from 0.
+    /// An unsigned 64-bit number.
     pub(crate) const fn long(name: &'static str) -> Self {
         Self::new(name, Expects::Whole(0, u64::MAX as i128))
     }
 
-    /// A whole number that fits 64 bits, with a sign.
+    /// A signed 64-bit number.
     pub(crate) const fn signed(name: &'static str) -> Self {
         Self::new(name, Expects::Whole(i64::MIN as i128, i64::MAX as i128))
     }
@@ -69,7 +69,7 @@ impl Field {
         Self::new(name, Expects::Object)
     }
 
-    /// One string, or a list of them.
+    /// A string, or an array of strings.
     pub(crate) const fn texts(name: &'static str) -> Self {
         Self::new(name, Expects::Texts)
     }
@@ -79,12 +79,12 @@ impl Field {
         Self::new(name, Expects::Messages)
     }
 
-    /// What a completion goes on from.
+    /// The prompt of a completion, as text or token ids.
     pub(crate) const fn prompt(name: &'static str) -> Self {
         Self::new(name, Expects::Prompt)
     }
 
-    /// The body is wrong without it.
+    /// Marks the field as required.
     pub(crate) const fn required(self) -> Self {
         Self { required: true, ..self }
     }
@@ -133,7 +133,7 @@ fn all(value: &Value, is: impl Fn(&Value) -> bool) -> bool {
     value.as_array().is_some_and(|list| list.iter().all(is))
 }
 
-/// `name[0].content` and the like.
+/// Checks messages; errors name the place, as in `name[0].content`.
 fn messages(name: &str, value: &Value) -> Result<(), ApiError> {
     let Some(list) = value.as_array() else { return Err(mismatch(name, "an array of messages", value)) };
     for (i, message) in list.iter().enumerate() {
@@ -166,10 +166,10 @@ fn messages(name: &str, value: &Value) -> Result<(), ApiError> {
 
 fn mismatch(place: &str, expected: &str, found: &Value) -> ApiError {
     let message = match found {
-        Value::Null => format!("`{place}` must be {expected}, and is missing or null"),
+        Value::Null => format!("`{place}` must be {expected}, but it is missing or null"),
         Value::Bool(_) | Value::Number(_) => format!("`{place}` must be {expected}, not {found}"),
         Value::String(_) => format!("`{place}` must be {expected}, not a string"),
-        Value::Array(_) => format!("`{place}` must be {expected}, not an array of this kind"),
+        Value::Array(_) => format!("`{place}` must be {expected}, not an array of other values"),
         Value::Object(_) => format!("`{place}` must be {expected}, not an object"),
     };
     ApiError::invalid_at(place.to_owned(), message)
@@ -181,10 +181,10 @@ pub(crate) fn read<T: DeserializeOwned>(bytes: &[u8], fields: &[Field]) -> Resul
     serde_json::from_slice(bytes).map_err(|_| culprit::<T>(&value))
 }
 
-/// A body that must be a JSON object with `fields`.
+/// Checks a body that must be a JSON object with `fields`.
 pub(crate) fn checked(bytes: &[u8], fields: &[Field]) -> Result<Value, ApiError> {
     let value: Value = serde_json::from_slice(bytes)
-        .map_err(|e| ApiError::invalid(None, format!("the body is not JSON that can be read: {e}")))?;
+        .map_err(|e| ApiError::invalid(None, format!("the body is not valid JSON: {e}")))?;
     let Some(object) = value.as_object() else {
         return Err(ApiError::invalid(None, "the body must be a JSON object"));
     };
@@ -200,10 +200,11 @@ pub(crate) fn checked(bytes: &[u8], fields: &[Field]) -> Result<Value, ApiError>
     Ok(value)
 }
 
-/// Largest number of fields among which the wrong one is looked for: each costs a parse.
+/// Bounds the search for the wrong field: each candidate costs a parse.
 const SUSPECTS_MAX: usize = 64;
 
-/// Of what the fields do not know (what is inside of options): the body parses without it.
+/// The field of the wrong type where the checks above do not look (inside `options`): the first without which the body
+/// parses.
 fn culprit<T: DeserializeOwned>(body: &Value) -> ApiError {
     let mut names = body.as_object().into_iter().flat_map(serde_json::Map::keys).take(SUSPECTS_MAX);
     let parses_without = |name: &&String| {
@@ -211,10 +212,8 @@ fn culprit<T: DeserializeOwned>(body: &Value) -> ApiError {
         serde_json::from_value::<T>(others.map(|(k, v)| (k.clone(), v.clone())).collect()).is_ok()
     };
     match names.find(parses_without) {
-        Some(name) => {
-            ApiError::invalid_at(name.clone(), format!("something in `{name}` has a value of the wrong type"))
-        }
-        None => ApiError::invalid(None, "the body has fields with values of the wrong type"),
+        Some(name) => ApiError::invalid_at(name.clone(), format!("a value in `{name}` has the wrong type")),
+        None => ApiError::invalid(None, "the body has fields of the wrong type"),
     }
 }
 
@@ -224,7 +223,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn errors_of_bodies_speak_json_and_name_the_field() {
+    fn body_errors_use_json_terms_and_name_the_field() {
         let fields = [
             Field::text("model").required(),
             Field::count("max_tokens"),
@@ -274,11 +273,11 @@ mod tests {
         let missing = read::<Value>(b"{}", &fields).unwrap_err();
         assert_eq!((missing.param.as_deref(), missing.message.as_str()), (Some("model"), "`model` is missing"));
         assert!(read::<Value>(b"[]", &fields).unwrap_err().message.contains("a JSON object"));
-        assert!(read::<Value>(b"{\"model\": ", &fields).unwrap_err().message.contains("not JSON"));
+        assert!(read::<Value>(b"{\"model\": ", &fields).unwrap_err().message.contains("not valid JSON"));
     }
 
     #[test]
-    fn what_is_allowed_passes() {
+    fn valid_bodies_pass() {
         let fields = [Field::texts("stop"), Field::prompt("prompt"), Field::messages("messages"), Field::long("seed")];
         for body in [
             json!({"stop": null, "prompt": "x", "seed": u64::MAX}),

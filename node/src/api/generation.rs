@@ -1,4 +1,4 @@
-//! One request from order to end: tokens from the mesh become pieces of text, counted and timed.
+//! The life of one generation request: turns tokens from the mesh into text, and records counts and latencies.
 use super::engine::{Engine, Served, Tokens};
 use super::error::ApiError;
 use super::pieces::Pieces;
@@ -7,7 +7,7 @@ use crate::telemetry::Metrics;
 use node_core::work::serve::{DoneReason, RequestKey, Sampling};
 use std::time::{Duration, Instant};
 
-/// What is wanted, checked.
+/// A validated generation request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Order {
     pub(crate) prompt: Vec<u32>,
@@ -19,9 +19,9 @@ pub(crate) struct Order {
 
 /// A running request. Dropping it stops its work.
 pub(crate) struct Generation<T> {
-    /// `None` once the work is over.
+    /// `None` once the request has ended.
     tokens: Option<T>,
-    /// Came before the answer's status was decided.
+    /// The first event, received before the HTTP status was decided.
     first: Option<TokenEvent>,
     model: Served,
     pieces: Pieces,
@@ -29,18 +29,18 @@ pub(crate) struct Generation<T> {
     metrics: Metrics,
 }
 
-/// What happens next.
+/// One event of a generation.
 #[derive(Debug)]
 pub(crate) enum Step {
-    /// A token; its text may be empty when it is held back.
+    /// A token. Its text is empty while it is held back.
     Token { position: u32, token: u32, text: String },
     /// The end, with the text that was held back. Nothing follows.
     End { text: String, finish: &'static str },
-    /// The end, too early. Nothing follows.
+    /// The request failed. Nothing follows.
     Failed(ApiError),
 }
 
-/// Counts and times of one request.
+/// Token counts and latencies of one request.
 #[derive(Clone, Debug)]
 pub(crate) struct Figures {
     pub(crate) prompt_tokens: usize,
@@ -51,18 +51,17 @@ pub(crate) struct Figures {
 }
 
 impl Figures {
-    /// Nothing happened.
     #[cfg(test)]
     pub(crate) fn none() -> Self {
         Self { prompt_tokens: 0, tokens: 0, started: Instant::now(), first: None, last: None }
     }
 
-    /// Order to first token.
+    /// Time to first token.
     pub(crate) fn first_token(&self) -> Option<Duration> {
         self.first.map(|first| first - self.started)
     }
 
-    /// Tokens per second after the first one; `None` below two tokens.
+    /// Decode rate: tokens per second after the first token; `None` for fewer than two tokens.
     pub(crate) fn tokens_per_second(&self) -> Option<f64> {
         let seconds = (self.last? - self.first?).as_secs_f64();
         (self.tokens > 1 && seconds > 0.0).then(|| f64::from(self.tokens - 1) / seconds)
@@ -70,10 +69,11 @@ impl Figures {
 }
 
 impl<T: Tokens> Generation<T> {
-    /// Submits the order under its name in the mesh and waits for its first event, so that a refusal still becomes the answer's status.
+    /// Submits the order under `key`, its id in the mesh, and waits for the first event, so that a rejection can set
+    /// the HTTP status.
     ///
     /// # Errors
-    /// Refused, or failed before the first token.
+    /// The request is rejected, or fails before the first token.
     pub(crate) async fn start<E: Engine<Tokens = T>>(
         engine: &E,
         model: Served,
@@ -114,7 +114,7 @@ impl<T: Tokens> Generation<T> {
         &self.figures
     }
 
-    /// The next step. Safe to drop half-way: nothing is lost but the waiting.
+    /// The next step. Cancel-safe: dropping the future loses no event.
     pub(crate) async fn next(&mut self) -> Step {
         if self.pieces.stopped() {
             return self.ended("stop");
@@ -133,8 +133,8 @@ impl<T: Tokens> Generation<T> {
             TokenEvent::Done { reason: DoneReason::Length } => self.ended("length"),
             TokenEvent::Done { reason } => {
                 self.end("failed");
-                let error =
-                    ApiError::from_reason(&reason).unwrap_or_else(|| ApiError::failed("ended without a reason"));
+                let error = ApiError::from_reason(&reason)
+                    .unwrap_or_else(|| ApiError::failed("the request ended without a reason"));
                 Step::Failed(error)
             }
         }
@@ -155,9 +155,14 @@ impl<T: Tokens> Generation<T> {
         if self.figures.first.is_none() {
             self.figures.first = Some(now);
             let time = now - self.figures.started;
-            self.metrics.observe("first_token_seconds", "From a request's arrival to its first token.", &labels, time);
+            self.metrics.observe(
+                "first_token_seconds",
+                "Time from a request's arrival to its first token.",
+                &labels,
+                time,
+            );
         } else if let Some(last) = self.figures.last {
-            self.metrics.observe("token_seconds", "From one token of a request to the next.", &labels, now - last);
+            self.metrics.observe("token_seconds", "Time between consecutive tokens of a request.", &labels, now - last);
         }
         self.figures.last = Some(now);
         self.figures.tokens += 1;
@@ -168,11 +173,11 @@ impl<T: Tokens> Generation<T> {
         Step::End { text: self.pieces.finish(), finish }
     }
 
-    /// Stops the work (if it goes on) and counts the request, once.
+    /// Stops the request if it is running, and counts it once.
     fn end(&mut self, outcome: &str) {
         if self.tokens.take().is_some() {
             let labels = [("model", self.model.name.as_str()), ("outcome", outcome)];
-            self.metrics.count("requests_total", "Generation requests by how they ended.", &labels, 1);
+            self.metrics.count("requests_total", "Generation requests by outcome.", &labels, 1);
             let prompt = self.figures.prompt_tokens as u64;
             self.metrics.count("prompt_tokens_total", "Prompt tokens of ended requests.", &labels[..1], prompt);
         }
@@ -183,7 +188,7 @@ impl<T> Drop for Generation<T> {
     fn drop(&mut self) {
         if self.tokens.is_some() {
             let labels = [("model", self.model.name.as_str()), ("outcome", "disconnected")];
-            self.metrics.count("requests_total", "Generation requests by how they ended.", &labels, 1);
+            self.metrics.count("requests_total", "Generation requests by outcome.", &labels, 1);
         }
     }
 }

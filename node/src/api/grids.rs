@@ -1,4 +1,4 @@
-//! Simulations: submit, look, end.
+//! Simulation endpoints: submit, plan, observe and cancel.
 use super::engine::Engine;
 use super::error::ApiError;
 use super::fields::{self, Field};
@@ -26,9 +26,9 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::Semaphore;
 
-/// How often a stream of events says something new, at most.
+/// Minimum interval between reports of an event stream.
 const EVENTS_EVERY: Duration = Duration::from_millis(100);
-/// How often another member is asked how its simulation stands.
+/// Interval for polling the coordinator of a simulation on another member.
 const FOLLOWED_EVERY: Duration = Duration::from_millis(500);
 
 const SUBMIT: &[Field] = &[
@@ -41,12 +41,12 @@ const SUBMIT: &[Field] = &[
 
 #[derive(Deserialize)]
 struct SubmitBody<'a> {
-    /// A packed simulation, in base64. Not copied: it may have 86 MiB.
+    /// A packed simulation in base64. Borrowed, because it may have 86 MiB.
     #[serde(borrow)]
     simulation: Cow<'a, str>,
     #[serde(default)]
     out: Option<PathBuf>,
-    /// Name of a file in `out` that shows that the caller may write there, see [`crate::folders`].
+    /// Name of a file in `out` that proves that the caller may write there, see [`crate::folders`].
     #[serde(default)]
     claim: Option<String>,
     #[serde(default)]
@@ -66,13 +66,14 @@ impl SubmitBody<'_> {
     }
 }
 
-/// Largest body: the largest job in base64, and the rest. One at a time may be larger than other bodies.
+/// Largest body: the largest simulation in base64, plus the other fields.
 const BODY_BYTES_MAX: usize = SIMULATION_MAX.div_ceil(3) * 4 + (64 << 10);
 
-/// Held by a body that may be large: one for callers without the key, who may send it as slowly as they like, one for others.
+/// Allow one body at a time above [`super::BODY_BYTES_MAX`], separately for callers without (0) and with (1) the key,
+/// so that a slow upload without the key cannot block one with it.
 static LARGE: [Semaphore; 2] = [Semaphore::const_new(1), Semaphore::const_new(1)];
 
-/// A simulation and what is wanted of it.
+/// A parsed submission.
 struct Unpacked {
     simulation: Simulation,
     out: Option<PathBuf>,
@@ -87,17 +88,17 @@ async fn unpack(request: Request) -> Result<Unpacked, ApiError> {
     let _turn = if large { LARGE[usize::from(has_key)].acquire().await.ok() } else { None };
     let bytes = super::body_bytes_up_to(request, if large { BODY_BYTES_MAX } else { super::BODY_BYTES_MAX }).await?;
     off_thread(move || {
-        // Its fields are named in an error; of a large body that would cost as much memory again.
+        // The check improves error messages, but doubles the memory, so it is skipped for a large body.
         if !large {
             fields::checked(&bytes, SUBMIT)?;
         }
-        let wanted: SubmitBody<'_> = super::parse(&bytes)?;
-        let existing = wanted.existing()?;
+        let requested: SubmitBody<'_> = super::parse(&bytes)?;
+        let existing = requested.existing()?;
         let packed = BASE64
-            .decode(wanted.simulation.as_bytes())
+            .decode(requested.simulation.as_bytes())
             .map_err(|e| ApiError::invalid("simulation", format!("expected base64 of a packed simulation: {e}")))?;
-        let (out, claim) = (wanted.out, wanted.claim);
-        drop(wanted.simulation);
+        let (out, claim) = (requested.out, requested.claim);
+        drop(requested.simulation);
         drop(bytes);
         let simulation = Simulation::from_bytes(&packed).map_err(|e| ApiError::invalid("simulation", e.to_string()))?;
         Ok(Unpacked { simulation, out, claim, existing })
@@ -106,10 +107,10 @@ async fn unpack(request: Request) -> Result<Unpacked, ApiError> {
 }
 
 fn here<E: Engine>(app: &App<E>) -> Result<Arc<Submissions>, ApiError> {
-    app.engine.submissions().ok_or_else(|| ApiError::not_found("no_simulations", "no simulations are run here"))
+    app.engine.submissions().ok_or_else(|| ApiError::not_found("no_simulations", "this node runs no simulations"))
 }
 
-/// A simulation wherever in the mesh it is coordinated, and what is known of it here.
+/// Finds a simulation by job id, whichever member coordinates it.
 async fn find<E: Engine>(app: &App<E>, job: &str, sight: Sight) -> Result<(Arc<Submissions>, Around, Found), ApiError> {
     let all = here(app)?;
     let around = all.around().await;
@@ -121,7 +122,7 @@ async fn find<E: Engine>(app: &App<E>, job: &str, sight: Sight) -> Result<(Arc<S
         Some(found) => Ok((all, around, found)),
         None => Err(ApiError::not_found(
             "unknown_job",
-            format!("no simulation `{job}` is known to this node or to a member that it reaches: see `meshnode jobs`"),
+            format!("no simulation `{job}` on this node or on any member it can reach: list them with `meshnode jobs`"),
         )),
     }
 }
@@ -177,16 +178,16 @@ pub(crate) async fn cancel<E: Engine>(
             return Err(ApiError::over(format!("{who} coordinates the simulation `{job}`: cancel it there")));
         }
     };
-    let told = submission.told();
-    if told.ended.is_some() {
-        let how = told.error().unwrap_or("it is done");
+    let run = submission.told();
+    if run.ended.is_some() {
+        let how = run.error().unwrap_or("it is done");
         return Err(ApiError::over(format!("the simulation `{job}` has ended: {how}")));
     }
     all.cancel(submission.job);
     Ok(Json(json!({"job": format!("{:016x}", submission.job.0), "cancelled": true})))
 }
 
-/// JSON lines: how it stands, whenever that has changed, until it is over.
+/// JSON lines: a report after every change, until the simulation ends.
 pub(crate) async fn events<E: Engine>(
     State(app): State<App<E>>,
     Path(job): Path<String>,
@@ -208,7 +209,7 @@ pub(crate) async fn events<E: Engine>(
             }
             let _ = changes.borrow_and_update();
             let line = all.report(&submission, &all.around().await);
-            // Of this very report: the last line is the one that says how it ended.
+            // Decided by the report just sent, so that the last line contains the final state.
             let next = if is_over(&line) { None } else { Some((submission, changes, false)) };
             Some((Ok::<_, Infallible>(format!("{line}\n")), next))
         }
@@ -220,7 +221,7 @@ fn is_over(report: &Value) -> bool {
     ["done", "failed", "cancelled"].iter().any(|state| report["state"] == *state)
 }
 
-/// The events of a simulation that another member coordinates: its state there, polled. Ends when no member answers.
+/// The events of a simulation on another member, by polling its coordinator. Ends when no member answers.
 fn followed<E: Engine>(app: App<E>, job: String) -> Response {
     let lines = stream::unfold(Some((app, job, true)), move |state| async move {
         let (app, job, first) = state?;
@@ -237,7 +238,7 @@ fn followed<E: Engine>(app: App<E>, job: String) -> Response {
     ([(header::CONTENT_TYPE, "application/jsonl")], Body::from_stream(lines)).into_response()
 }
 
-/// What the simulation looks like now: a PNG; its step is in a header.
+/// The current picture of the simulation as PNG; a header contains its step.
 pub(crate) async fn picture<E: Engine>(
     State(app): State<App<E>>,
     Path(job): Path<String>,
@@ -257,11 +258,11 @@ pub(crate) async fn picture<E: Engine>(
     Ok((headers, png).into_response())
 }
 
-/// A header with the step of a picture.
+/// Header with the step of a picture.
 const STEP: header::HeaderName = header::HeaderName::from_static("x-step");
 
 fn nothing_yet() -> ApiError {
-    ApiError::not_found("no_picture_yet", "no picture of this simulation has come yet: ask again in a moment")
+    ApiError::not_found("no_picture_yet", "there is no picture of this simulation yet: try again in a moment")
 }
 
 #[derive(Deserialize)]
@@ -280,7 +281,7 @@ fn lines_default() -> usize {
     24
 }
 
-/// The same as half blocks of colour, for a terminal.
+/// The current picture as coloured half blocks for a terminal.
 pub(crate) async fn text<E: Engine>(
     State(app): State<App<E>>,
     Path(job): Path<String>,
@@ -298,12 +299,12 @@ pub(crate) async fn text<E: Engine>(
     Ok((headers, text).into_response())
 }
 
-/// The page that shows what runs here.
+/// The HTML page with the nodes, models and simulations.
 pub(crate) async fn overview() -> Response {
     html(include_str!("overview.html"))
 }
 
-/// The page that shows a simulation while it runs.
+/// The HTML page of one simulation.
 pub(crate) async fn page() -> Response {
     html(include_str!("watch.html"))
 }
@@ -311,7 +312,7 @@ pub(crate) async fn page() -> Response {
 fn html(page: &'static str) -> Response {
     let headers = [
         (header::CONTENT_TYPE, "text/html; charset=utf-8"),
-        // The page needs nothing from anywhere else.
+        // The page loads nothing from other origins.
         (
             header::CONTENT_SECURITY_POLICY,
             "default-src 'self'; img-src 'self' blob: data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'",

@@ -1,8 +1,8 @@
-//! Who may call: any program of this machine may read and ask models; what administers the node wants the node's key, so that
-//! another user of the machine cannot; and never a web page that a browser here has open.
+//! Access control of the API. Any local program may read and use models. Administration requires the node's key, which
+//! other users of the machine do not have. Web pages of other origins are always rejected.
 //!
-//! A page can make a browser send requests to 127.0.0.1. Such a request carries an `Origin` (or `Sec-Fetch-Site`) of
-//! elsewhere, or, after DNS rebinding, a `Host` that is not this machine's own name; each of these is refused.
+//! A page can make a browser send requests to 127.0.0.1. Such a request carries a foreign `Origin` (or
+//! `Sec-Fetch-Site`) or, after DNS rebinding, a foreign `Host`; each is rejected.
 use super::error::ApiError;
 use super::listener::Connection;
 use super::sessions::Sessions;
@@ -13,42 +13,42 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use std::sync::Arc;
 
-/// What a route demands of its callers.
+/// What a route requires of its callers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
-    /// Nothing: it holds nothing, or checks its callers itself.
+    /// Nothing: the route discloses nothing, or checks its callers itself.
     Public,
-    /// To be a program of this machine, or to have the key where one is set for all callers.
+    /// Nothing on a node without a key for all callers; otherwise a key.
     Open,
-    /// The node's key: it changes what the node does, writes, or lets in.
+    /// A key: the route changes what the node does, writes files, or admits members.
     Administer,
 }
 
-/// The keys of an API; each of them opens everything.
+/// The keys of an API. Either one grants full access.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Keys {
-    /// That of the data directory, for what administers.
+    /// The key in the data directory, for administration.
     pub(crate) node: Option<ApiKey>,
-    /// That of `--api-key`: present, nobody may call without one.
+    /// The key of `--api-key`. If set, every caller needs a key.
     pub(crate) everyone: Option<ApiKey>,
 }
 
-/// What is demanded of callers.
+/// Checks callers against the keys and the open browser sessions.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Guard {
     keys: Arc<Keys>,
-    /// Pages that were opened by a link of `meshnode open`.
+    /// Browser sessions begun with a link of `meshnode open`.
     pub(crate) sessions: Arc<Sessions>,
 }
 
-/// What a request has proved.
+/// The caller's authentication.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Caller {
-    /// It came with a key, or from a page that was given one.
+    /// The request carried one of the keys, or the key of a browser session.
     pub(crate) has_key: bool,
 }
 
-/// Before everything else: no web page of elsewhere; who the caller is.
+/// Middleware around all routes: rejects foreign web pages and records the [`Caller`].
 pub(crate) async fn check(State(guard): State<Guard>, mut request: Request, next: Next) -> Response {
     match guard.origin(request.headers()) {
         Ok(()) => {
@@ -60,12 +60,12 @@ pub(crate) async fn check(State(guard): State<Guard>, mut request: Request, next
     }
 }
 
-/// Before a route: what it demands.
+/// Middleware of one route: checks its [`Access`].
 pub(crate) async fn admit(State((guard, access)): State<(Guard, Access)>, request: Request, next: Next) -> Response {
     let caller = request.extensions().get::<Caller>().copied().unwrap_or(Caller { has_key: false });
     let reserved = request.extensions().get::<Arc<Connection>>().is_some_and(|c| c.is_reserved());
-    // The last places are reserved for callers with the key: many streams must not lock administration out. What is public is
-    // short, and commands need it first: they ask the node to prove that it knows the key which they found.
+    // The reserved slots are for callers with a key, so that many streams cannot lock out administration. Public routes
+    // are allowed too: they are short, and a command first asks the node to prove that it knows the key.
     let admitted = if reserved && !caller.has_key && !matches!(access, Access::Public) {
         Err(ApiError::crowded())
     } else {
@@ -78,7 +78,7 @@ pub(crate) async fn admit(State((guard, access)): State<(Guard, Access)>, reques
 }
 
 fn refuse(request: &Request, error: ApiError) -> Response {
-    tracing::warn!(path = request.uri().path(), reason = error.message, "refused a request to the local API");
+    tracing::warn!(path = request.uri().path(), reason = error.message, "rejected a request to the local API");
     error.into_response()
 }
 
@@ -87,7 +87,7 @@ impl Guard {
         Self { keys: Arc::new(keys), sessions: Arc::default() }
     }
 
-    /// What the node answers to a caller that wants to know whether it has the key.
+    /// The proof that the node knows its key, for a caller's `nonce`.
     pub(crate) fn proof(&self, address: std::net::SocketAddr, nonce: &str) -> Option<String> {
         self.keys.node.as_ref().map(|key| key.proof(address, nonce))
     }
@@ -95,11 +95,10 @@ impl Guard {
     fn origin(&self, headers: &HeaderMap) -> Result<(), ApiError> {
         let text = |name: header::HeaderName| headers.get(name).map(|v| v.to_str().unwrap_or("\u{fffd}"));
         let host = text(header::HOST).unwrap_or("");
-        // With a key the caller has proved more than a host name can, and the name others know this machine by is not
-        // ours to guess.
+        // With a key for all callers, the `Host` check adds nothing, and the names that reach this machine are unknown.
         if self.keys.everyone.is_none() && !is_loopback(host) {
             return Err(ApiError::forbidden(format!(
-                "the host `{host}` is not this machine: use http://127.0.0.1, or start the node with an --api-key"
+                "the host `{host}` is not a loopback address: use http://127.0.0.1, or start the node with an --api-key"
             )));
         }
         if let Some(origin) = text(header::ORIGIN)
@@ -123,19 +122,21 @@ impl Guard {
     }
 
     fn admits(&self, access: Access, caller: Caller, headers: &HeaderMap) -> Result<(), ApiError> {
-        let wanted = match access {
+        let required = match access {
             Access::Public => false,
             Access::Open => self.keys.everyone.is_some(),
             Access::Administer => true,
         };
-        match (wanted && !caller.has_key, bearer(headers)) {
+        match (required && !caller.has_key, bearer(headers)) {
             (false, _) => Ok(()),
             (true, Some(_)) => Err(ApiError::unauthorised("the API key is not this node's")),
             (true, None) if access == Access::Administer => Err(ApiError::unauthorised(
-                "this administers the node and wants its key: send `Authorization: Bearer KEY`, with the key in `api.key` of the \
+                "administering the node requires its key: send `Authorization: Bearer KEY`, with the key in `api.key` of the \
                  node's data directory",
             )),
-            (true, None) => Err(ApiError::unauthorised("this node wants an API key: send `Authorization: Bearer KEY`")),
+            (true, None) => {
+                Err(ApiError::unauthorised("this node requires an API key: send `Authorization: Bearer KEY`"))
+            }
         }
     }
 }
@@ -144,7 +145,8 @@ pub(super) fn bearer(headers: &HeaderMap) -> Option<&str> {
     headers.get(header::AUTHORIZATION)?.to_str().ok()?.strip_prefix("Bearer ").map(str::trim)
 }
 
-/// `127.0.0.1:9470`, `localhost`, `[::1]:80`; any port, because forwarded ports differ.
+/// Whether `host` is as `127.0.0.1:9470`, `localhost` or `[::1]:80`. Any port is accepted, because forwarded ports
+/// differ.
 fn is_loopback(host: &str) -> bool {
     let name = match host.strip_prefix('[') {
         Some(rest) => match rest.split_once(']') {
@@ -179,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn only_this_machine_and_no_page() {
+    fn only_local_programs_and_no_foreign_page_may_call() {
         let guard = Guard::default();
         let status = |pairs: &[(&'static str, &str)]| status(&guard, pairs, Access::Open);
         let local = ("host", "127.0.0.1:9470");
@@ -210,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_demanded_where_there_is_one() {
+    fn a_key_for_all_callers_is_required() {
         let everyone = Some(ApiKey::given("s3cret"));
         let guard = Guard::new(Keys { node: Some(ApiKey::given("node's")), everyone });
         let host = ("host", "box.lan:9470");
@@ -228,10 +230,10 @@ mod tests {
     }
 
     #[test]
-    fn on_loopback_only_what_administers_wants_the_key_of_the_node() {
+    fn on_loopback_only_administration_requires_the_nodes_key() {
         let guard = Guard::new(Keys { node: Some(ApiKey::given("node's")), everyone: None });
         let (host, key) = (("host", "127.0.0.1:9470"), ("authorization", "Bearer node's"));
-        // OpenAI's clients always send some key.
+        // OpenAI's clients always send a key, even where none is required.
         let any = ("authorization", "Bearer sk-none");
         assert_eq!(status(&guard, &[host], Access::Open), 200);
         assert_eq!(status(&guard, &[host, any], Access::Open), 200);

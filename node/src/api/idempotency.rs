@@ -1,8 +1,9 @@
-//! Requests that may be sent twice: an `Idempotency-Key` names one, so that a client that lost its answer may ask again,
-//! here or on another node, and gets one and the same. A stream goes on after the event that `Last-Event-ID` names.
+//! Idempotent requests: with an `Idempotency-Key`, a client that lost its answer can retry, here or on another node,
+//! and gets the same answer. A stream resumes after the event named by `Last-Event-ID`.
 //!
-//! Here, the answer is kept. A successor of the node that ran the request goes on with it. On a node that does not know the key the
-//! request runs; its seed, unless the client gave one, comes from the key, so that it samples the same tokens.
+//! This node keeps completed answers. A successor of the entry node continues a running request. A node that does not
+//! know the key runs the request again; unless the client chose a seed, the seed is derived from the key, so it samples
+//! the same tokens.
 use super::error::ApiError;
 use super::openai::Finished;
 use axum::http::HeaderMap;
@@ -10,22 +11,22 @@ use node_core::work::serve::RequestKey;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The header's name.
+/// Request header with the client's key.
 pub(crate) const HEADER: &str = "idempotency-key";
-/// Said with an answer that was given before.
+/// Response header of a replayed answer.
 pub(crate) const REPLAYED: &str = "idempotent-replayed";
-/// Says under which key a request can be sent again: that of its client, or one that the node made.
+/// Response header with the key for a retry: the client's, or one that the node chose.
 pub(crate) const REQUEST_ID: &str = "x-request-id";
-/// The id of the last event that a client has.
+/// Request header with the id of the last event that the client received.
 const LAST_EVENT: &str = "last-event-id";
 /// Bytes of a key: room for several UUIDs.
 const KEY_BYTES_MAX: usize = 255;
-/// Answers kept: an hour of a client that asks every few seconds.
+/// Answers retained: an hour of a client that sends a request every few seconds.
 const ANSWERS_MAX: usize = 1024;
-/// Text kept with them.
+/// Total bytes of retained answers.
 const ANSWER_BYTES_MAX: usize = 16 << 20;
 
-/// A key as a client sent it.
+/// An idempotency key, as the client sent it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Key(String);
 
@@ -45,17 +46,18 @@ impl Key {
             Some(text) => Ok(Some(Self(text.to_owned()))),
             None => Err(ApiError::invalid(
                 "Idempotency-Key",
-                format!("`Idempotency-Key` has 1 to {KEY_BYTES_MAX} visible ASCII characters: send a UUID"),
+                format!("`Idempotency-Key` must be 1 to {KEY_BYTES_MAX} visible ASCII characters: send a UUID"),
             )),
         }
     }
 
-    /// A new key, for a request that came without one.
+    /// A new key, for a request without one.
     ///
     /// # Errors
-    /// The system has no random numbers.
+    /// The system's random number generator fails.
     pub(crate) fn random() -> Result<Self, ApiError> {
-        let random = getrandom::u64().map_err(|e| ApiError::failed(format!("no random id: {e}")))?;
+        let random =
+            getrandom::u64().map_err(|e| ApiError::failed(format!("cannot choose a random request id: {e}")))?;
         Ok(Self(format!("req-{random:016x}")))
     }
 
@@ -63,7 +65,8 @@ impl Key {
         &self.0
     }
 
-    /// What names the request in the mesh. `secret` is the API key of the caller: without it no other caller gets the answer.
+    /// The request's id in the mesh. It depends on the caller's API key `secret`, so that other callers cannot get the
+    /// answer.
     pub(crate) fn request_key(&self, secret: &str) -> RequestKey {
         let mut hasher = blake3::Hasher::new_derive_key("meshnode 2026 name of a request in the mesh");
         hasher.update(&(secret.len() as u64).to_le_bytes()).update(secret.as_bytes()).update(self.0.as_bytes());
@@ -72,31 +75,31 @@ impl Key {
         RequestKey(key)
     }
 
-    /// The seed of a request whose client gave none: the same on every node.
+    /// The seed of a request whose client chose none: the same on every node.
     pub(crate) fn seed(&self) -> u64 {
         let hash = blake3::derive_key("meshnode 2025 seed of a request by its Idempotency-Key", self.0.as_bytes());
         u64::from_le_bytes(hash[..8].try_into().unwrap_or_default())
     }
 }
 
-/// The id of the last event that the client has, if it says one.
+/// The id of the last event that the client received, if it sent one.
 ///
 /// # Errors
-/// It is no id that events have.
+/// The header is not an event id.
 pub(crate) fn last_event(headers: &HeaderMap) -> Result<Option<u64>, ApiError> {
     let Some(value) = headers.get(LAST_EVENT) else { return Ok(None) };
     let id = value.to_str().ok().and_then(|text| text.parse().ok());
     let wrong =
-        || ApiError::invalid("Last-Event-ID", "`Last-Event-ID` is the number in `id:` of the last event that came");
+        || ApiError::invalid("Last-Event-ID", "`Last-Event-ID` must be the number in `id:` of the last event received");
     id.ok_or_else(wrong).map(Some)
 }
 
-/// What was asked with a key: the same key with anything else is a mistake.
+/// Hash of the request that a key belongs to: using the key for another request is an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Fingerprint([u8; 32]);
 
 impl Fingerprint {
-    /// Of a request to `path`.
+    /// The fingerprint of a request to `path`.
     pub(crate) fn of(path: &str, body: &[u8]) -> Self {
         let mut hasher = blake3::Hasher::new();
         hasher.update(path.as_bytes()).update(&[0]).update(body);
@@ -104,14 +107,14 @@ impl Fingerprint {
     }
 }
 
-/// The keys this node knows.
+/// The keys that this node knows, with the answers of completed requests.
 #[derive(Clone, Default)]
-pub(crate) struct Answers(Arc<Mutex<Kept>>);
+pub(crate) struct Answers(Arc<Mutex<AnswerTable>>);
 
-/// Invariant: `done` names the finished ones among `by_key`, each once, oldest first; `bytes` is the sum of their texts.
-/// Those that run are as many as there are connections at most.
+/// Invariant: `done` lists the completed keys of `by_key`, each once, oldest first; `bytes` is the sum of their
+/// answers' sizes. The number of running keys is bounded by the number of connections.
 #[derive(Default)]
-struct Kept {
+struct AnswerTable {
     by_key: BTreeMap<RequestKey, Known>,
     done: VecDeque<RequestKey>,
     bytes: usize,
@@ -120,45 +123,45 @@ struct Kept {
 
 struct Known {
     request: Fingerprint,
-    /// Which of the turns runs it, or ran it.
+    /// The turn that runs or ran it.
     turn: u64,
     answer: Option<Arc<Finished>>,
 }
 
-/// What a key leads to.
+/// Result of beginning a request under a key.
 pub(crate) enum Begun {
-    /// The request is to run.
+    /// The request must run.
     New(Turn),
-    /// It has run: this was the answer.
+    /// It has run; this is its answer.
     Again(Arc<Finished>),
 }
 
 impl Answers {
-    /// Begins a request, or finds its answer. A client that `resumes` takes the place of its own connection that broke.
+    /// Begins a request, or returns its answer. A client that `resumes` replaces its own broken connection.
     ///
     /// # Errors
-    /// The key's first request still runs, or was another one.
+    /// The first request with this key is still running, or was a different one.
     pub(crate) fn begin(&self, key: RequestKey, request: Fingerprint, resumes: bool) -> Result<Begun, ApiError> {
-        let mut kept = self.lock();
-        match kept.by_key.get(&key) {
+        let mut table = self.lock();
+        match table.by_key.get(&key) {
             Some(known) if known.request != request => return Err(ApiError::key_reused()),
             Some(Known { answer: Some(answer), .. }) => return Ok(Begun::Again(answer.clone())),
             Some(_) if !resumes => return Err(ApiError::key_running()),
             Some(_) | None => {}
         }
-        kept.turns += 1;
-        let turn = kept.turns;
-        kept.by_key.insert(key, Known { request, turn, answer: None });
+        table.turns += 1;
+        let turn = table.turns;
+        table.by_key.insert(key, Known { request, turn, answer: None });
         Ok(Begun::New(Turn { answers: self.clone(), turn, key: Some(key) }))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Kept> {
+    fn lock(&self) -> MutexGuard<'_, AnswerTable> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Kept {
-    fn keep(&mut self, key: RequestKey, turn: u64, answer: Finished) {
+impl AnswerTable {
+    fn complete(&mut self, key: RequestKey, turn: u64, answer: Finished) {
         let Some(known) = self.by_key.get_mut(&key).filter(|known| known.turn == turn) else { return };
         self.bytes += answer.bytes();
         known.answer = Some(Arc::new(answer));
@@ -172,19 +175,19 @@ impl Kept {
     }
 }
 
-/// A request that runs under its key. Dropped before its end (it failed, or its client went away), the key is free again.
+/// A request that runs under its key. Dropping it before its end (it failed, or its client disconnected) frees the key.
 pub(crate) struct Turn {
     answers: Answers,
     turn: u64,
-    /// Until the end.
+    /// `None` once the request has ended.
     key: Option<RequestKey>,
 }
 
 impl Turn {
-    /// The whole answer was made.
+    /// Stores the complete answer.
     pub(crate) fn finish(mut self, answer: Finished) {
         if let Some(key) = self.key.take() {
-            self.answers.lock().keep(key, self.turn, answer);
+            self.answers.lock().complete(key, self.turn, answer);
         }
     }
 }
@@ -192,9 +195,9 @@ impl Turn {
 impl Drop for Turn {
     fn drop(&mut self) {
         let Some(key) = &self.key else { return };
-        let mut kept = self.answers.lock();
-        if kept.by_key.get(key).is_some_and(|known| known.turn == self.turn) {
-            kept.by_key.remove(key);
+        let mut table = self.answers.lock();
+        if table.by_key.get(key).is_some_and(|known| known.turn == self.turn) {
+            table.by_key.remove(key);
         }
     }
 }
@@ -209,7 +212,7 @@ mod tests {
 
     fn run(answers: &Answers, name: &str, text: &str) {
         match answers.begin(key(name).request_key(""), Fingerprint::of("/", b"x"), false) {
-            Ok(Begun::New(turn)) => turn.finish(Finished::pretended(text)),
+            Ok(Begun::New(turn)) => turn.finish(Finished::sample(text)),
             Ok(Begun::Again(_)) => panic!("{name} was known"),
             Err(error) => panic!("{error:?}"),
         }
@@ -220,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_answers_make_room() {
+    fn the_oldest_answers_are_evicted() {
         let answers = Answers::default();
         for i in 0..ANSWERS_MAX + 10 {
             run(&answers, &format!("k{i}"), "short");
@@ -232,12 +235,12 @@ mod tests {
         }
         assert!(!known(&answers, "a") && !known(&answers, "k10") && known(&answers, "b") && known(&answers, "c"));
         run(&answers, "longer than all", &"x".repeat(ANSWER_BYTES_MAX + 1));
-        let kept = answers.lock();
-        assert_eq!((kept.by_key.len(), kept.done.len(), kept.bytes), (0, 0, 0));
+        let table = answers.lock();
+        assert_eq!((table.by_key.len(), table.done.len(), table.bytes), (0, 0, 0));
     }
 
     #[test]
-    fn a_client_that_resumes_takes_its_own_place() {
+    fn a_client_that_resumes_replaces_its_broken_connection() {
         let answers = Answers::default();
         let begin = |resumes| answers.begin(key("k").request_key(""), Fingerprint::of("/", b"x"), resumes);
         let Ok(Begun::New(broken)) = begin(true) else { panic!("the key is free") };
@@ -245,12 +248,12 @@ mod tests {
         let Ok(Begun::New(turn)) = begin(true) else { panic!("it may resume") };
         drop(broken);
         assert!(begin(false).is_err(), "the second connection has the key");
-        turn.finish(Finished::pretended("x"));
+        turn.finish(Finished::sample("x"));
         assert!(known(&answers, "k"));
     }
 
     #[test]
-    fn callers_with_other_secrets_have_other_requests() {
+    fn request_keys_depend_on_the_callers_secret() {
         let (a, b) = (key("k").request_key("a"), key("k").request_key("b"));
         assert_ne!(a, b);
         assert_ne!(key("ab").request_key(""), key("b").request_key("a"));

@@ -1,9 +1,9 @@
-//! Accepts connections, a bounded number at once, and closes those that send nothing: else a few hundred silent sockets of
-//! anybody would shut everybody out.
+//! Bounds the number of connections and closes idle ones; otherwise a few hundred silent sockets could block all
+//! callers.
 //!
-//! A connection waits for a request, or answers one. Those that answer stay, however long (a stream of tokens may take
-//! hours). Those that wait are closed after a while, and before that, the one that has waited longest, where a new caller
-//! finds no place. A few places more are for callers that have the node's key.
+//! A connection is either idle (waiting for a request) or answering one. An answering connection is never closed: a
+//! token stream may take hours. An idle one is closed after a timeout, or earlier, longest idle first, to make room for
+//! a new caller. A few extra slots are reserved for callers with the node's key.
 use super::error::ApiError;
 use axum::Router;
 use axum::body::{Body, Bytes, HttpBody};
@@ -25,18 +25,18 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 
-/// How many connections, and how long.
+/// Connection limits and timeouts.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
-    /// At once: running and queued requests of several models, and status polls; far below a process's usual 1,024 file
-    /// descriptors.
+    /// Concurrent connections: enough for running and queued requests of several models and status polls; far below the
+    /// usual limit of 1,024 file descriptors per process.
     connections: usize,
-    /// Beyond these, for callers with the node's key: a person's commands.
+    /// Additional slots for callers with the node's key: a user's commands.
     reserve: usize,
-    /// Of one address that is not this machine's: a program with many requests at once.
+    /// Per remote (non-loopback) address: enough for one program with many concurrent requests.
     per_address: usize,
-    /// How long a request's head may take, and a connection wait for the next one. What keeps connections alive expects a
-    /// few seconds.
+    /// Timeout for the head of a request, and for idle keep-alive connections. Clients that keep connections alive
+    /// expect a few seconds.
     head: Duration,
 }
 
@@ -46,7 +46,7 @@ impl Default for Limits {
     }
 }
 
-/// Answers callers until it is dropped; their connections end with it.
+/// Serves connections until dropped, which closes them all.
 pub(crate) async fn serve(listener: TcpListener, router: Router, limits: Limits) {
     let connections = Arc::new(Connections { limits, open: Mutex::default() });
     let mut running = JoinSet::new();
@@ -58,12 +58,12 @@ pub(crate) async fn serve(listener: TcpListener, router: Router, limits: Limits)
                 let of_the_caller = matches!(error.kind(), ErrorKind::ConnectionAborted | ErrorKind::ConnectionReset);
                 if !of_the_caller {
                     tracing::warn!("the API cannot accept a connection: {error}");
-                    tokio::time::sleep(Duration::from_millis(100)).await; // too many open files: some will close
+                    tokio::time::sleep(Duration::from_millis(100)).await; // out of file descriptors: some will close
                 }
                 continue;
             }
         };
-        // Tokens are small and wanted at once.
+        // Tokens are small, and their latency matters.
         let _ = stream.set_nodelay(true);
         let local = stream.local_addr().unwrap_or(peer);
         match connections.admit(peer.ip().to_canonical(), local) {
@@ -82,13 +82,13 @@ async fn answer(stream: TcpStream, router: Router, connection: Arc<Connection>, 
     builder.http1().timer(TokioTimer::new()).header_read_timeout(head);
     let service = TowerToHyperService::new(router);
     tokio::select! {
-        // Callers that break off are no news.
+        // A caller that disconnects is normal.
         _ = builder.serve_connection(TokioIo::new(stream), service) => {}
         () = closed.notified() => {}
     }
 }
 
-/// Says why, if the socket takes it at once.
+/// Sends a 503 with the reason if one write suffices, then closes.
 fn refuse(stream: TcpStream) {
     let body = ApiError::crowded().body().to_string();
     let answer = format!(
@@ -99,7 +99,7 @@ fn refuse(stream: TcpStream) {
     let _ = stream.into_std().and_then(|mut stream| stream.write(answer.as_bytes()));
 }
 
-/// All that are open.
+/// All open connections.
 #[derive(Debug)]
 struct Connections {
     limits: Limits,
@@ -115,13 +115,13 @@ struct Open {
 #[derive(Debug)]
 struct Entry {
     from: IpAddr,
-    /// Since when it waits for a request; `None` while it answers one.
+    /// Idle since; `None` while it answers a request.
     waiting: Option<Instant>,
     closed: Arc<Notify>,
 }
 
 impl Connections {
-    /// A place for a new connection, and what tells it to close; `None` where all places are taken by running requests.
+    /// A slot for a new connection and its close signal; `None` if running requests hold all slots.
     fn admit(self: &Arc<Self>, from: IpAddr, local: SocketAddr) -> Option<(Arc<Connection>, Arc<Notify>)> {
         let limits = self.limits;
         let mut open = self.lock();
@@ -146,7 +146,7 @@ impl Connections {
 }
 
 impl Open {
-    /// Closes the one that has waited longest for a request; `false` if none waits.
+    /// Closes the connection that has been idle longest; `false` if none is idle.
     fn close_one(&mut self, of: impl Fn(&Entry) -> bool) -> bool {
         let waiting = self.all.iter().filter(|(_, entry)| of(entry));
         let longest = waiting.filter_map(|(number, entry)| Some((entry.waiting?, *number))).min();
@@ -155,7 +155,7 @@ impl Open {
     }
 }
 
-/// A connection, as the requests on it see it; its place is free when it is dropped.
+/// A connection as its requests see it. Dropping it frees its slot.
 #[derive(Debug)]
 pub(crate) struct Connection {
     number: u64,
@@ -170,7 +170,7 @@ impl Connection {
         self.local
     }
 
-    /// It came when only the places were left that are for callers with a key.
+    /// Whether it holds one of the slots reserved for callers with a key.
     pub(crate) fn is_reserved(&self) -> bool {
         self.reserved
     }
@@ -188,7 +188,8 @@ impl Drop for Connection {
     }
 }
 
-/// Around every request: it runs from the end of its body to the end of its answer's.
+/// Middleware around every request: the connection counts as answering from the end of the request body to the end of
+/// the response body.
 pub(crate) async fn follow(request: Request, next: Next) -> Response {
     let Some(connection) = request.extensions().get::<Arc<Connection>>().cloned() else {
         return next.run(request).await;
@@ -202,7 +203,7 @@ pub(crate) async fn follow(request: Request, next: Next) -> Response {
     response.map(|body| Body::new(Answer { body, _answered: answered }))
 }
 
-/// Tells when a request's body has arrived as a whole.
+/// A request body that marks its connection as answering once it has arrived in full.
 struct Received {
     body: Body,
     connection: Option<Arc<Connection>>,
@@ -244,7 +245,7 @@ impl HttpBody for Received {
     }
 }
 
-/// A body that tells when it was written, or given up.
+/// A response body that marks its connection as idle when it has been written or dropped.
 struct Answer {
     body: Body,
     _answered: Answered,
@@ -313,7 +314,7 @@ mod tests {
             stream
         };
         let mut answer = String::new();
-        connect("GET / HTTP/1.1\r\nHost: x\r\n\r\n").read_to_string(&mut answer).expect("closed once it waits again");
+        connect("GET / HTTP/1.1\r\nHost: x\r\n\r\n").read_to_string(&mut answer).expect("closed once idle again");
         assert!(answer.contains("chunk 7;"), "{answer}");
         for text in ["", "GET / HTTP/1.1\r\nHos"] {
             let mut rest = Vec::new();
@@ -322,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_caller_takes_the_place_of_the_one_that_has_waited_longest() {
+    fn a_new_caller_replaces_the_longest_idle_connection() {
         let table = table(2, 1, 9);
         let [a, b] = [0; 2].map(|_| admit(&table, HERE).unwrap());
         let c = admit(&table, HERE).unwrap();
@@ -333,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn running_requests_are_never_closed_and_the_last_places_are_reserved() {
+    fn running_requests_are_never_closed_and_the_last_slots_are_reserved() {
         let table = table(2, 1, 9);
         let running: Vec<_> = (0..2).map(|_| admit(&table, HERE).unwrap()).collect();
         running.iter().for_each(|connection| connection.waits(None));
@@ -346,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn another_machine_has_a_share_of_the_places() {
+    fn slots_per_remote_address_are_bounded() {
         let table = table(9, 1, 2);
         let far: IpAddr = "10.0.0.7".parse().unwrap();
         let theirs: Vec<_> = (0..2).map(|_| admit(&table, far).unwrap()).collect();
@@ -354,6 +355,6 @@ mod tests {
         assert!(admit(&table, far).is_none());
         assert!(admit(&table, "10.0.0.8".parse().unwrap()).is_some());
         let here: Vec<_> = (0..5).map(|_| admit(&table, HERE)).collect();
-        assert!(here.iter().all(Option::is_some), "this machine has no such bound");
+        assert!(here.iter().all(Option::is_some), "loopback has no such bound");
     }
 }

@@ -1,4 +1,4 @@
-//! `/api/v1/…`: what the commands ask a running node for. And `/healthz`, `/readyz`, `/metrics` for monitors.
+//! `/api/v1/…` endpoints for the command line, and `/healthz`, `/readyz`, `/metrics` for monitoring.
 use super::engine::Engine;
 use super::error::ApiError;
 use super::fields::Field;
@@ -23,17 +23,17 @@ use serde_json::{Value, json};
 use std::convert::Infallible;
 use std::time::Duration;
 
-/// Longest life of an invitation: a forgotten one should not be a door for ever.
+/// Longest lifetime of a ticket, so that a forgotten one expires.
 pub(crate) const INVITE_TTL_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
-/// Most uses of one invitation: a rack of machines.
+/// Most uses of one ticket: a rack of machines.
 const INVITE_USES_MAX: u32 = 1000;
 
 pub(crate) async fn health() -> &'static str {
     "ok\n"
 }
 
-/// 200 when nothing that this node takes part in is on its way: 503 while a job is planned, loads or is degraded. A node
-/// that holds its part of another node's job is well.
+/// 503 while a job that this node takes part in is being planned, loading or degraded; else 200. A node that holds its
+/// part of another node's job is ready.
 pub(crate) async fn ready<E: Engine>(State(app): State<App<E>>) -> Response {
     let state = app.engine.state().await;
     let waiting: Vec<Value> = state
@@ -49,40 +49,45 @@ pub(crate) async fn ready<E: Engine>(State(app): State<App<E>>) -> Response {
 pub(crate) async fn metrics<E: Engine>(State(app): State<App<E>>) -> Response {
     let state = app.engine.state().await;
     let metrics = &app.metrics;
-    metrics.gauge("info", "What runs here.", &[("version", env!("CARGO_PKG_VERSION")), ("name", &state.name)], 1.0);
+    metrics.gauge(
+        "info",
+        "Version and name of this node.",
+        &[("version", env!("CARGO_PKG_VERSION")), ("name", &state.name)],
+        1.0,
+    );
     for label in ["alive", "suspect", "down", "left", "banned"] {
         let count = state.peers.iter().filter(|p| p.state == label).count();
-        metrics.gauge("peers", "Members known, this node included.", &[("state", label)], count as f64);
+        metrics.gauge("peers", "Known members by state, including this node.", &[("state", label)], count as f64);
     }
     let sum = |value: fn(&crate::handle::JobView) -> u32| state.jobs.iter().map(|j| f64::from(value(j))).sum::<f64>();
-    metrics.gauge("jobs", "Jobs this node heads or takes part in.", &[], state.jobs.len() as f64);
-    metrics.gauge("requests_running", "Requests running in the jobs this node heads.", &[], sum(|j| j.running));
-    metrics.gauge("requests_queued", "Requests waiting in the jobs this node heads.", &[], sum(|j| j.queued));
+    metrics.gauge("jobs", "Jobs this node coordinates or takes part in.", &[], state.jobs.len() as f64);
+    metrics.gauge("requests_running", "Running requests of the jobs this node coordinates.", &[], sum(|j| j.running));
+    metrics.gauge("requests_queued", "Queued requests of the jobs this node coordinates.", &[], sum(|j| j.queued));
     if let Some(own) = state.peers.iter().find(|p| p.this_node) {
-        metrics.gauge("memory_offered_bytes", "Bytes this node offers in all.", &[], own.memory_total as f64);
-        metrics.gauge("memory_free_bytes", "Bytes of these not taken.", &[], own.memory_free as f64);
+        metrics.gauge("memory_offered_bytes", "Memory this node offers to the mesh.", &[], own.memory_total as f64);
+        metrics.gauge("memory_free_bytes", "Offered memory that is free.", &[], own.memory_free as f64);
     }
-    let frames = "Bytes of rows given to another node's stage, and of copies of them given to its standby.";
+    let frames = "Bytes of activation rows sent to the next stage, and of copies sent to its standby.";
     let boundary = &state.boundary;
     metrics.total("frame_bytes_total", frames, &[("to", "stage")], boundary.stage_bytes);
     metrics.total("frame_bytes_total", frames, &[("to", "standby")], boundary.standby_bytes);
-    let left_out = "Copies not sent because the way to the standby was too slow: it asks for them later.";
+    let left_out = "Copies skipped because the link to the standby was too slow; the standby requests them later.";
     metrics.total("copies_left_out_total", left_out, &[], boundary.copies_left_out);
     weights(metrics, &state.weights);
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], metrics.render()).into_response()
 }
 
-/// The cache of weights, and what was fetched from whom.
+/// The weight cache and the transfers per peer.
 fn weights(metrics: &Metrics, weights: &WeightsView) {
-    metrics.gauge("weights_cache_bytes", "Bytes of weights fetched from peers.", &[], weights.cache_used as f64);
-    metrics.gauge("weights_cache_limit_bytes", "Bytes these may take.", &[], weights.cache_limit as f64);
-    metrics.gauge("weights_transfers", "Transfers of weights to this node.", &[], weights.transfers.len() as f64);
-    metrics.total("weights_given_bytes_total", "Bytes of weights given to peers.", &[], weights.given_bytes);
+    metrics.gauge("weights_cache_bytes", "Size of the cache of fetched weights.", &[], weights.cache_used as f64);
+    metrics.gauge("weights_cache_limit_bytes", "Limit of the weight cache.", &[], weights.cache_limit as f64);
+    metrics.gauge("weights_transfers", "Running weight transfers to this node.", &[], weights.transfers.len() as f64);
+    metrics.total("weights_given_bytes_total", "Bytes of weights sent to peers.", &[], weights.given_bytes);
     for peer in &weights.peers {
         let from = [("peer", peer.node.as_str())];
-        metrics.total("weights_fetched_bytes_total", "Bytes of weights taken from a peer.", &from, peer.bytes);
-        metrics.total("weights_fetched_chunks_total", "Chunks of weights taken from a peer.", &from, peer.chunks);
-        let refused = "Chunks of a peer whose hash was wrong.";
+        metrics.total("weights_fetched_bytes_total", "Bytes of weights fetched from a peer.", &from, peer.bytes);
+        metrics.total("weights_fetched_chunks_total", "Chunks of weights fetched from a peer.", &from, peer.chunks);
+        let refused = "Chunks from a peer with a wrong hash.";
         metrics.total("weights_refused_chunks_total", refused, &from, peer.refused);
     }
 }
@@ -106,7 +111,7 @@ struct ModelBody {
     model: String,
     #[serde(default)]
     options: ModelOptions,
-    /// Of `deploy`: for one run, to be unloaded when nothing uses it any more.
+    /// For `deploy`: unload the model when it is no longer in use.
     #[serde(default)]
     temporary: bool,
 }
@@ -116,25 +121,25 @@ pub(crate) async fn plan<E: Engine>(
     Extension(caller): Extension<Caller>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let wanted: ModelBody = body(request, MODEL).await?;
-    // It would tell another user of this machine which files this one has.
-    if wanted.model.contains('/') && !wanted.model.starts_with("hf:") && !caller.has_key {
+    let requested: ModelBody = body(request, MODEL).await?;
+    // Otherwise another user of this machine could probe which files the node's user has.
+    if requested.model.contains('/') && !requested.model.starts_with("hf:") && !caller.has_key {
         return Err(ApiError::unauthorised(format!(
-            "`{}` is a path: to plan a file of the node's user send the node's key; a model's name needs none",
-            wanted.model
+            "`{}` is a path, and planning a file requires the node's key: send the key, or use a model's name",
+            requested.model
         )));
     }
-    Ok(Json(app.engine.plan(ModelRef(wanted.model), wanted.options).await?).into_response())
+    Ok(Json(app.engine.plan(ModelRef(requested.model), requested.options).await?).into_response())
 }
 
 pub(crate) async fn deploy<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Response, ApiError> {
-    let wanted: ModelBody = body(request, MODEL).await?;
-    let model = ModelRef(wanted.model);
-    if wanted.temporary {
-        let served = app.engine.deploy_temporarily(model, wanted.options).await?;
+    let requested: ModelBody = body(request, MODEL).await?;
+    let model = ModelRef(requested.model);
+    if requested.temporary {
+        let served = app.engine.deploy_temporarily(model, requested.options).await?;
         return Ok(Json(json!({"model": served.name, "context": served.context})).into_response());
     }
-    let served = app.engine.deploy(model, wanted.options).await?;
+    let served = app.engine.deploy(model, requested.options).await?;
     let others = app.engine.also_served_by(&served.name).await;
     Ok(Json(json!({"model": served.name, "context": served.context, "also_served_by": others})).into_response())
 }
@@ -155,7 +160,7 @@ fn nothing_to_stop<E: Engine>(app: &App<E>, name: &str) -> ApiError {
     let models = app.engine.models();
     let names: Vec<&str> = models.iter().map(|m| m.name.as_str()).collect();
     let served = if names.is_empty() { "no model".to_owned() } else { names.join(", ") };
-    ApiError::no_model(format!("`{name}` is not served by this node, so there is nothing to stop: it serves {served}"))
+    ApiError::no_model(format!("nothing to stop: `{name}` is not served by this node, which serves {served}"))
 }
 
 #[derive(Deserialize)]
@@ -166,17 +171,17 @@ struct InviteBody {
 
 pub(crate) async fn invite<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
     let fields = [Field::long("ttl_s").required(), Field::count("uses").required()];
-    let wanted: InviteBody = body(request, &fields).await?;
-    let ttl = Duration::from_secs(wanted.ttl_s);
+    let requested: InviteBody = body(request, &fields).await?;
+    let ttl = Duration::from_secs(requested.ttl_s);
     if ttl.is_zero() || ttl > INVITE_TTL_MAX {
         let days = INVITE_TTL_MAX.as_secs() / 86_400;
         return Err(ApiError::invalid("ttl_s", format!("`ttl_s` must be from 1 second to {days} days, in seconds")));
     }
-    if !(1..=INVITE_USES_MAX).contains(&wanted.uses) {
+    if !(1..=INVITE_USES_MAX).contains(&requested.uses) {
         return Err(ApiError::invalid("uses", format!("`uses` must be from 1 to {INVITE_USES_MAX}")));
     }
-    let ticket = app.engine.invite(ttl, wanted.uses).await?;
-    Ok(Json(json!({"ticket": ticket, "ttl_s": wanted.ttl_s, "uses": wanted.uses})))
+    let ticket = app.engine.invite(ttl, requested.uses).await?;
+    Ok(Json(json!({"ticket": ticket, "ttl_s": requested.ttl_s, "uses": requested.uses})))
 }
 
 #[derive(Deserialize)]
@@ -185,14 +190,14 @@ struct PeerBody {
 }
 
 pub(crate) async fn ban<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
-    let wanted: PeerBody = body(request, &[Field::text("peer").required()]).await?;
-    Ok(Json(json!(app.engine.ban(wanted.peer).await?)))
+    let requested: PeerBody = body(request, &[Field::text("peer").required()]).await?;
+    Ok(Json(json!(app.engine.ban(requested.peer).await?)))
 }
 
 pub(crate) async fn approve<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
-    let wanted: PeerBody = body(request, &[Field::text("peer").required()]).await?;
-    app.engine.approve(wanted.peer.clone()).await?;
-    Ok(Json(json!({"approved": wanted.peer})))
+    let requested: PeerBody = body(request, &[Field::text("peer").required()]).await?;
+    app.engine.approve(requested.peer.clone()).await?;
+    Ok(Json(json!({"approved": requested.peer})))
 }
 
 #[derive(Deserialize)]
@@ -201,18 +206,18 @@ struct DrainBody {
 }
 
 pub(crate) async fn drain<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
-    let wanted: DrainBody = body(request, &[Field::bool("on").required()]).await?;
-    app.engine.drain(wanted.on);
-    Ok(Json(json!({"draining": wanted.on})))
+    let requested: DrainBody = body(request, &[Field::bool("on").required()]).await?;
+    app.engine.drain(requested.on);
+    Ok(Json(json!({"draining": requested.on})))
 }
 
 pub(crate) async fn leave<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
-    let _: Value = body(request, &[]).await?; // JSON is demanded here too: a form of a web page cannot send it
+    let _: Value = body(request, &[]).await?; // require JSON here too: an HTML form cannot send it
     app.engine.leave().await;
     Ok(Json(json!({"left": true, "process": crate::process::own()})))
 }
 
-/// `messages`, or `prompt` (text or tokens): with `raw` as it is, else as one user turn where the model has a chat
+/// `messages`, or `prompt` (text or token ids). Unless `raw`, a prompt becomes one user message if the model has a chat
 /// template.
 #[derive(Deserialize)]
 struct GenerateBody {
@@ -225,22 +230,22 @@ struct GenerateBody {
     settings: Settings,
 }
 
-/// Answers in JSON lines: one for the start, one for each token, one for the end or the error.
+/// Answers in JSON lines: one for the start, one per token, one for the end or the error.
 pub(crate) async fn generate<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Response, ApiError> {
-    let wanted: GenerateBody = body(request, request::BODY).await?;
-    let model = find_or_serve(&app, Some(&wanted.model), false).await?;
+    let requested: GenerateBody = body(request, request::BODY).await?;
+    let model = find_or_serve(&app, Some(&requested.model), false).await?;
     let for_order = model.clone();
     let (order, templated): (Order, bool) = off_thread(move || {
-        let templated = !wanted.raw && for_order.text.chats();
-        let prompt = match (wanted.messages, wanted.prompt) {
+        let templated = !requested.raw && for_order.text.chats();
+        let prompt = match (requested.messages, requested.prompt) {
             (Some(messages), None) => chat_prompt(messages, &for_order)?,
             (None, Some(Prompt::Text(text))) if templated => chat_prompt(vec![MessageBody::user(text)], &for_order)?,
             (None, Some(prompt)) => prompt.tokens(&for_order)?,
             (Some(_), Some(_)) | (None, None) => {
-                return Err(ApiError::invalid("prompt", "send either `prompt` or `messages`"));
+                return Err(ApiError::invalid("prompt", "expected exactly one of `prompt` and `messages`"));
             }
         };
-        Ok((wanted.settings.order(prompt, None, &for_order)?, templated))
+        Ok((requested.settings.order(prompt, None, &for_order)?, templated))
     })
     .await?;
     let begin = json!({

@@ -1,4 +1,4 @@
-//! `/v1/…` as OpenAI's clients know it: models, chat completions, completions; streaming and not.
+//! OpenAI-compatible `/v1/…` endpoints: models, chat completions and completions, streaming or not.
 use super::engine::{Engine, Served, Tokens};
 use super::error::ApiError;
 use super::generation::{Figures, Generation, Order, Step};
@@ -16,12 +16,13 @@ use serde_json::{Value, json};
 use std::convert::Infallible;
 use std::time::{Duration, Instant};
 
-/// Comments sent while no token comes (a long prefill, a stage being replaced), so that clients and proxies wait on.
+/// Interval of SSE comments while no token arrives (a long prefill, a stage being replaced), so that clients and
+/// proxies do not time out.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
-/// How long a client that resumes a stream waits for a successor of the node that it used: the first of them comes after about two
-/// seconds, each further one a second later.
+/// How long a client that resumes a stream waits for a successor of its entry node: the first successor takes over
+/// after about two seconds, each further one a second later.
 const SUCCESSOR_MAX: Duration = Duration::from_secs(6);
-/// How often it is looked for.
+/// Interval between attempts to find the successor.
 const LOOK: Duration = Duration::from_millis(250);
 
 pub(crate) async fn models<E: Engine>(State(app): State<App<E>>) -> Json<Value> {
@@ -32,20 +33,21 @@ pub(crate) async fn model<E: Engine>(
     State(app): State<App<E>>,
     Path(name): Path<String>,
 ) -> Result<Json<Value>, ApiError> {
-    // The name of a served model may be given as the path of its file.
+    // A served model may be named by the path of its file.
     let name = find(&app, Some(&name)).map(|model| model.name).or_else(|error| {
         let starting = app.engine.starting().into_iter().any(|model| model.name == name);
         if starting { Ok(name) } else { Err(error) }
     })?;
     let view = listed(&app).await.into_iter().find(|view| view["id"] == name.as_str());
-    view.map(Json).ok_or_else(|| ApiError::not_found("model_not_found", format!("`{name}` was stopped just now")))
+    view.map(Json).ok_or_else(|| ApiError::not_found("model_not_found", format!("`{name}` has just been stopped")))
 }
 
-/// What can be asked for: what is served, and after a restart what will be as soon as it is placed; a request for that waits.
+/// Models that a request can name: those served, and after a restart those still to be placed (a request for one
+/// waits).
 async fn listed<E: Engine>(app: &App<E>) -> Vec<Value> {
     let jobs = app.engine.state().await.jobs;
     let state = |name: &str| jobs.iter().find(|job| job.head && job.model == name).map(|job| job.state.clone());
-    // A job is shown by the first name of its model; under another name it is as ready.
+    // A job lists only the first name of its model; other names of the same model count as ready.
     let served = app.engine.models().into_iter().map(|model| {
         model_view(&model.name, model.context, model.created, &state(&model.name).unwrap_or_else(|| "ready".into()))
     });
@@ -63,7 +65,7 @@ pub(crate) async fn completion<E: Engine>(State(app): State<App<E>>, request: Re
     generate(app, request, Shape::Completion).await
 }
 
-/// The served model of that name; the path (or hub reference) of its file is as good.
+/// The served model of that name, or of that path or hub reference of its file.
 pub(crate) fn find<E: Engine>(app: &App<E>, name: Option<&str>) -> Result<Served, ApiError> {
     let name = name.filter(|name| !name.is_empty());
     let name = name.ok_or_else(|| ApiError::invalid("model", "`model` is missing or empty: name a model"))?;
@@ -74,14 +76,15 @@ pub(crate) fn find<E: Engine>(app: &App<E>, name: Option<&str>) -> Result<Served
     }
     let names: Vec<&str> = models.iter().map(|m| m.name.as_str()).collect();
     let served = match names.as_slice() {
-        [] => "it serves none; `meshnode serve MODEL` adds one".into(),
-        names => format!("it serves {}; `meshnode serve MODEL` adds another", names.join(", ")),
+        [] => "it serves none; add one with `meshnode serve MODEL`".into(),
+        names => format!("it serves {}; add another with `meshnode serve MODEL`", names.join(", ")),
     };
     Err(ApiError::no_model(format!("the model `{name}` is not served by this node: {served}")))
 }
 
-/// As [`find`]; a model that another member serves is used there, and one that could be served here is served first. So any member
-/// takes the requests of a node that is gone. For a client that `resumes`, a successor of that node is waited for.
+/// As [`find`], but also uses a model that another member serves, or starts serving it here if this node has its file.
+/// So any member can take over the requests of a lost node. A client that `resumes` waits for a successor of its entry
+/// node.
 pub(crate) async fn find_or_serve<E: Engine>(
     app: &App<E>,
     name: Option<&str>,
@@ -132,7 +135,7 @@ async fn generate<E: Engine>(app: App<E>, request: Request, shape: Shape) -> Res
     let name = id.request_key(&secret);
     if key.is_some() {
         match app.answers.begin(name, Fingerprint::of(shape.path(), &bytes), after.is_some())? {
-            Begun::Again(finished) => return Ok(finished.again(streaming.then_some(include_usage), after)),
+            Begun::Again(finished) => return Ok(finished.replay(streaming.then_some(include_usage), after)),
             Begun::New(turn) => record.turn = Some(turn),
         }
     }
@@ -154,21 +157,21 @@ async fn generate<E: Engine>(app: App<E>, request: Request, shape: Shape) -> Res
     Ok(response)
 }
 
-/// An answer that is being made.
+/// An answer being generated.
 struct Running<T> {
     generation: Generation<T>,
     answer: Answer,
     record: Record,
-    /// The last event that the client has.
+    /// The last event that the client has received.
     after: Option<u64>,
 }
 
-/// The text so far of an answer that may be asked for again; nothing for others.
+/// The text so far of an answer with an idempotency key; empty without a key.
 #[derive(Default)]
 struct Record {
     turn: Option<Turn>,
     text: String,
-    /// The events that brought text, and how much of it there was after each.
+    /// Event ids, and the length of the text (bytes) after each.
     marks: Vec<(u64, usize)>,
 }
 
@@ -188,7 +191,7 @@ impl Record {
     }
 }
 
-/// An answer that was given.
+/// A completed answer.
 pub(crate) struct Finished {
     answer: Answer,
     text: String,
@@ -198,14 +201,14 @@ pub(crate) struct Finished {
 }
 
 impl Finished {
-    /// What it takes of the memory.
+    /// Approximate memory use.
     pub(crate) fn bytes(&self) -> usize {
         let marks = self.marks.len() * size_of::<(u64, usize)>();
         self.text.len() + marks + self.answer.id.len() + self.answer.model.len() + size_of::<Self>()
     }
 
-    /// The same answer once more; `Some` streams it, with or without a count of tokens at the end, from the event after `after` on.
-    fn again(&self, stream: Option<bool>, after: Option<u64>) -> Response {
+    /// Replays the answer. `Some(include_usage)` streams the events that follow `after`.
+    fn replay(&self, stream: Option<bool>, after: Option<u64>) -> Response {
         let mut response = match stream {
             None => Json(self.answer.whole(&self.text, self.finish, &self.figures)).into_response(),
             Some(include_usage) => {
@@ -213,7 +216,7 @@ impl Finished {
                 let rest = self.text.get(known.map_or(0, |(_, length)| *length)..).unwrap_or_default();
                 let begin = self.answer.begin(include_usage);
                 let end = self.answer.end(rest, self.finish, &self.figures, include_usage);
-                let events = begin.into_iter().chain(end).filter(|said| is_new(said, after));
+                let events = begin.into_iter().chain(end).filter(|sent| is_new(sent, after));
                 Sse::new(stream::iter(events.map(event).collect::<Vec<_>>())).into_response()
             }
         };
@@ -222,7 +225,7 @@ impl Finished {
     }
 
     #[cfg(test)]
-    pub(crate) fn pretended(text: &str) -> Self {
+    pub(crate) fn sample(text: &str) -> Self {
         let answer = Answer { shape: Shape::Chat, id: String::new(), created: 0, model: String::new() };
         Self { answer, text: text.to_owned(), marks: Vec::new(), finish: "stop", figures: Figures::none() }
     }
@@ -246,20 +249,20 @@ async fn whole_answer<T: Tokens>(running: Running<T>) -> Result<Response, ApiErr
     }
 }
 
-/// An event of a stream: its id, which grows, and its data. A token's is the number of tokens so far, so that it is the same
-/// whichever node streams the answer.
-type Said = (u64, String);
+/// An event of a stream: its increasing id, and its data. The id of a token is the number of tokens so far, so it is
+/// the same on every node that streams the answer.
+type SentEvent = (u64, String);
 
-/// Whether a client lacks an event.
-fn is_new(said: &Said, after: Option<u64>) -> bool {
-    after.is_none_or(|after| said.0 > after)
+/// Whether a client has not received an event yet.
+fn is_new(sent: &SentEvent, after: Option<u64>) -> bool {
+    after.is_none_or(|after| sent.0 > after)
 }
 
-/// Where a stream is.
+/// The state of a stream.
 enum Phase<T> {
     Running(Box<Running<T>>),
-    /// Events still to be sent.
-    Ending(std::vec::IntoIter<Said>),
+    /// The events left to send.
+    Ending(std::vec::IntoIter<SentEvent>),
 }
 
 fn stream_answer<T: Tokens>(running: Running<T>, include_usage: bool) -> Response {
@@ -271,16 +274,16 @@ fn stream_answer<T: Tokens>(running: Running<T>, include_usage: bool) -> Respons
             Phase::Ending(mut rest) => Some((rest.next()?, Phase::Ending(rest))),
         }
     });
-    let new = begin.chain(rest).filter(move |said| std::future::ready(is_new(said, after)));
+    let new = begin.chain(rest).filter(move |sent| std::future::ready(is_new(sent, after)));
     Sse::new(new.map(event)).keep_alive(KeepAlive::new().interval(KEEP_ALIVE).text("waiting")).into_response()
 }
 
-fn event((id, data): Said) -> Result<Event, Infallible> {
+fn event((id, data): SentEvent) -> Result<Event, Infallible> {
     Ok(Event::default().id(id.to_string()).data(data))
 }
 
-/// The next event that has something to say.
-async fn advance<T: Tokens>(mut running: Box<Running<T>>, include_usage: bool) -> (Said, Phase<T>) {
+/// The next event with text, the end, or the error.
+async fn advance<T: Tokens>(mut running: Box<Running<T>>, include_usage: bool) -> (SentEvent, Phase<T>) {
     loop {
         match running.generation.next().await {
             Step::Token { text, .. } if text.is_empty() => {}
@@ -306,13 +309,13 @@ async fn advance<T: Tokens>(mut running: Box<Running<T>>, include_usage: bool) -
     }
 }
 
-/// The events at the end follow the number of tokens: the text that was held back, the reason, the counts, the end mark.
+/// Ids of the last events, as offsets to the number of tokens: held-back text, finish reason, usage, end mark.
 const END_TEXT: u64 = 1;
 const END_REASON: u64 = 2;
 const END_USAGE: u64 = 3;
 const END_MARK: u64 = 4;
 
-/// What all chunks of an answer share.
+/// The fields that all chunks of an answer share.
 struct Answer {
     shape: Shape,
     id: String,
@@ -345,16 +348,16 @@ impl Answer {
         value
     }
 
-    /// What a stream begins with.
-    fn begin(&self, include_usage: bool) -> Option<Said> {
+    /// The first event of a stream.
+    fn begin(&self, include_usage: bool) -> Option<SentEvent> {
         match self.shape {
             Shape::Chat => Some((0, self.chunk(Some(""), None, include_usage, true))),
             Shape::Completion => None,
         }
     }
 
-    /// What a stream ends with, after `text` that is left.
-    fn end(&self, text: &str, finish: &str, figures: &Figures, include_usage: bool) -> Vec<Said> {
+    /// The last events of a stream, beginning with the held-back `text`.
+    fn end(&self, text: &str, finish: &str, figures: &Figures, include_usage: bool) -> Vec<SentEvent> {
         let tokens = u64::from(figures.tokens);
         let mut events = Vec::new();
         if !text.is_empty() {

@@ -1,12 +1,12 @@
-//! Token bytes become text that may be shown: whole characters only, and nothing that may yet turn out to be a stop string.
+//! Incremental detokenization: emits whole UTF-8 characters only, and holds back text that may begin a stop string.
 use std::collections::VecDeque;
 
-/// Assembles characters and holds back what could be the beginning of a stop string.
+/// Assembles characters and holds back possible beginnings of stop strings.
 ///
-/// The pieces joined are the lossy UTF-8 of all bytes, up to (not including) the first stop string.
+/// The concatenated pieces are the lossy UTF-8 of all bytes, up to (not including) the first stop string.
 #[derive(Debug)]
 pub(crate) struct Pieces {
-    /// Bytes of a character that is not whole yet: at most 3.
+    /// Bytes of an incomplete character: at most 3.
     bytes: Vec<u8>,
     /// Text held back: shorter than the longest stop string.
     held: String,
@@ -20,19 +20,19 @@ impl Pieces {
         Self { bytes: Vec::new(), held: String::new(), stops, stopped: false }
     }
 
-    /// Takes the bytes of one token; returns the text that may be shown now.
+    /// Appends the bytes of one token and returns the text that may be emitted now.
     pub(crate) fn push(&mut self, bytes: &[u8]) -> String {
         self.bytes.extend_from_slice(bytes);
         let text = take_whole(&mut self.bytes);
         self.show(&text)
     }
 
-    /// A stop string has appeared: what follows is of no interest.
+    /// Whether a stop string has appeared; text after it is dropped.
     pub(crate) fn stopped(&self) -> bool {
         self.stopped
     }
 
-    /// The end: everything held back.
+    /// Ends the text and returns what was held back.
     pub(crate) fn finish(&mut self) -> String {
         let rest = String::from_utf8_lossy(&std::mem::take(&mut self.bytes)).into_owned();
         let mut text = self.show(&rest);
@@ -63,7 +63,7 @@ fn overlap(text: &str, stop: &str) -> usize {
     (1..=longest).rev().find(|&n| stop.is_char_boundary(n) && text.ends_with(&stop[..n])).unwrap_or(0)
 }
 
-/// Removes what is decided from the front: valid characters, and U+FFFD for bytes that nothing to come can mend.
+/// Removes the decided bytes from the front: valid characters, and U+FFFD for bytes that no later byte can complete.
 fn take_whole(bytes: &mut Vec<u8>) -> String {
     let mut text = String::new();
     let mut rest: VecDeque<u8> = VecDeque::new();
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn a_false_start_is_shown_after_all() {
+    fn held_back_text_that_is_no_stop_string_is_shown() {
         let (texts, stopped) = shown(&["END"], &[b"the E", b"N", b"d EN"]);
         assert_eq!(texts, ["the ", "", "ENd ", "EN"]);
         assert!(!stopped);
@@ -121,9 +121,9 @@ mod tests {
         assert_eq!(texts.concat(), "caf");
     }
 
-    /// However the text is cut into tokens, what is shown is the text before the first stop string.
+    /// The shown text ends before the first stop string, however the text is split into tokens.
     #[test]
-    fn every_cut_shows_the_same() {
+    fn every_split_shows_the_same_text() {
         let text = "aab🙂ab aabaac stop";
         for stop in ["aabaac", "🙂", "b a", "p", "zzz", "aac stop!"] {
             let expected = text.find(stop).map_or(text, |at| &text[..at]);

@@ -1,4 +1,4 @@
-//! OpenAI's request bodies, read strictly: what this server cannot do is refused by name, never silently ignored.
+//! OpenAI's request bodies, parsed strictly: an unsupported parameter is rejected by name, never silently ignored.
 use super::engine::Served;
 use super::error::ApiError;
 use super::fields::Field;
@@ -9,14 +9,14 @@ use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// Stop strings in one request. OpenAI takes 4; each costs a search per token.
+/// Stop strings per request. OpenAI allows 4; each costs a search per token.
 const STOPS_MAX: usize = 16;
-/// Bytes of one stop string: held back text grows with it.
+/// Bytes of one stop string: the text held back grows with it.
 const STOP_BYTES_MAX: usize = 1024;
-/// What OpenAI's legacy endpoint generates when it is not told.
+/// Default `max_tokens` of OpenAI's legacy completions endpoint.
 const COMPLETION_TOKENS_DEFAULT: u32 = 16;
 
-/// What is checked of [`Body`] before it is parsed.
+/// Fields of [`Body`] that are checked before it is parsed.
 pub(crate) const BODY: &[Field] = &[
     Field::text("model").required(),
     Field::messages("messages"),
@@ -44,8 +44,8 @@ pub(crate) const BODY: &[Field] = &[
     Field::bool("ignore_eos"),
 ];
 
-/// The body of `/v1/chat/completions` and `/v1/completions`; fields that are not here (`user`, `store`, `metadata`, …)
-/// change nothing about the answer and are ignored.
+/// The body of `/v1/chat/completions` and `/v1/completions`. Other fields (`user`, `store`, `metadata`, …) do not
+/// change the answer and are ignored.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct Body {
@@ -68,7 +68,7 @@ pub(crate) struct Body {
     modalities: Option<Vec<String>>,
 }
 
-/// How much and how to choose; also part of `/api/v1/generate`.
+/// Generation limits and sampling parameters; also part of `/api/v1/generate`.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct Settings {
@@ -87,7 +87,7 @@ pub(crate) struct Settings {
     ignore_eos: Option<bool>,
 }
 
-/// One turn.
+/// One message of a conversation.
 #[derive(Debug, Deserialize)]
 pub(crate) struct MessageBody {
     role: String,
@@ -95,7 +95,7 @@ pub(crate) struct MessageBody {
 }
 
 impl MessageBody {
-    /// What a user says.
+    /// A message with the role `user`.
     pub(crate) fn user(text: String) -> Self {
         Self { role: "user".into(), content: Some(Content::Text(text)) }
     }
@@ -115,13 +115,13 @@ struct Part {
     text: Option<String>,
 }
 
-/// Text or tokens; lists of one are how some clients send it.
+/// Text or token ids. Some clients send a list with one prompt.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub(crate) enum Prompt {
-    /// A text.
+    /// One text.
     Text(String),
-    /// Texts.
+    /// A list of texts.
     Texts(Vec<String>),
     /// Token ids.
     Ids(Vec<u32>),
@@ -143,20 +143,20 @@ enum Stop {
 }
 
 impl Body {
-    /// Streaming clients that want a last chunk with token counts.
+    /// Whether a stream ends with a chunk of token counts.
     pub(crate) fn include_usage(&self) -> bool {
         self.stream_options.as_ref().and_then(|o| o.include_usage).unwrap_or(false)
     }
 
-    /// Samples with `seed`, unless the client has chosen one.
+    /// Sets the seed, unless the client chose one.
     pub(crate) fn seed_or(&mut self, seed: u64) {
         self.settings.seed.get_or_insert(seed.cast_signed());
     }
 
-    /// A conversation as an order.
+    /// The order for a chat request.
     ///
     /// # Errors
-    /// Everything that this server cannot do, or the model's template refuses.
+    /// Unsupported parameters, or a conversation that the model's chat template rejects.
     pub(crate) fn chat(self, model: &Served) -> Result<Order, ApiError> {
         self.check_supported()?;
         if self.prompt.is_some() {
@@ -170,7 +170,7 @@ impl Body {
         self.settings.order(prompt, None, model)
     }
 
-    /// A plain prompt as an order.
+    /// The order for a completion request.
     ///
     /// # Errors
     /// As [`Self::chat`].
@@ -192,7 +192,7 @@ impl Body {
         let text_only = self.modalities.as_ref().is_none_or(|m| m.iter().all(|m| m == "text"));
         let refused = [
             (not_one(self.n), "n", "only one choice per request: send n=1"),
-            (not_one(self.best_of), "best_of", "only best_of=1"),
+            (not_one(self.best_of), "best_of", "only best_of=1 is supported"),
             (some(&self.logprobs), "logprobs", "log probabilities are not supported"),
             (self.top_logprobs.is_some_and(|n| n > 0), "top_logprobs", "log probabilities are not supported"),
             (self.echo == Some(true), "echo", "echo is not supported"),
@@ -211,7 +211,7 @@ impl Body {
 
 impl Prompt {
     pub(crate) fn tokens(self, model: &Served) -> Result<Vec<u32>, ApiError> {
-        let several = || ApiError::unsupported("prompt", "`prompt`: one prompt per request");
+        let several = || ApiError::unsupported("prompt", "`prompt`: expected exactly one prompt per request");
         let ids = match self {
             Prompt::Text(text) => return encode(&text, model, "prompt"),
             Prompt::Texts(texts) => match <[String; 1]>::try_from(texts) {
@@ -231,7 +231,7 @@ impl Prompt {
     }
 }
 
-/// A conversation in the model's own format, encoded.
+/// The token ids of a conversation in the model's chat format.
 pub(crate) fn chat_prompt(messages: Vec<MessageBody>, model: &Served) -> Result<Vec<u32>, ApiError> {
     if messages.is_empty() {
         return Err(ApiError::invalid("messages", "`messages` is empty"));
@@ -239,14 +239,16 @@ pub(crate) fn chat_prompt(messages: Vec<MessageBody>, model: &Served) -> Result<
     let messages = messages.into_iter().map(turn).collect::<Result<Vec<_>, _>>()?;
     match model.text.chat(&messages) {
         Some(Ok(prompt)) => Ok(prompt),
-        Some(Err(error)) => Err(ApiError::invalid("messages", format!("the model's chat template refused: {error}"))),
+        Some(Err(error)) => {
+            Err(ApiError::invalid("messages", format!("the model's chat template rejected the messages: {error}")))
+        }
         None => Err(ApiError::invalid("messages", "this model has no chat template: use /v1/completions")),
     }
 }
 
 fn turn(message: MessageBody) -> Result<ChatMessage, ApiError> {
     let role = match message.role.as_str() {
-        "developer" => "system".to_owned(), // OpenAI's newer name for it
+        "developer" => "system".to_owned(), // OpenAI's newer name
         "system" | "user" | "assistant" => message.role,
         other => return Err(ApiError::unsupported("messages", format!("the role `{other}` is not supported"))),
     };
@@ -271,7 +273,8 @@ fn encode(text: &str, model: &Served, param: &'static str) -> Result<Vec<u32>, A
 }
 
 impl Settings {
-    /// An order for a prompt; `tokens_default` is used where the caller sets no bound, the rest of the context if `None`.
+    /// An order for a prompt. Without a bound from the caller it generates at most `tokens_default` tokens, or, if that
+    /// is `None`, up to the end of the context.
     pub(crate) fn order(
         self,
         prompt: Vec<u32>,
@@ -285,15 +288,15 @@ impl Settings {
         if room == 0 {
             return Err(ApiError::too_long(prompt.len(), model.context));
         }
-        let wanted = self.max_completion_tokens.or(self.max_tokens).or(tokens_default);
-        if wanted == Some(0) {
+        let bound = self.max_completion_tokens.or(self.max_tokens).or(tokens_default);
+        if bound == Some(0) {
             return Err(ApiError::invalid("max_tokens", "`max_tokens` must be at least 1"));
         }
         let room = u32::try_from(room).unwrap_or(u32::MAX);
         let sampling = self.sampling(model)?;
         Ok(Order {
             prompt,
-            max_tokens: wanted.map_or(room, |w| w.min(room)),
+            max_tokens: bound.map_or(room, |bound| bound.min(room)),
             sampling,
             ignore_eos: self.ignore_eos.unwrap_or(false),
             stops: self.stops()?,
@@ -303,10 +306,10 @@ impl Settings {
     fn sampling(&self, model: &Served) -> Result<Sampling, ApiError> {
         let seed = match self.seed {
             Some(seed) => seed.cast_unsigned(),
-            None => getrandom::u64().map_err(|e| ApiError::failed(format!("no random seed: {e}")))?,
+            None => getrandom::u64().map_err(|e| ApiError::failed(format!("cannot choose a random seed: {e}")))?,
         };
         let top_k = match self.top_k.unwrap_or(0) {
-            -1 => 0, // vLLM's way to say off
+            -1 => 0, // vLLM's value for off
             k => u32::try_from(k).map_err(|_| ApiError::invalid("top_k", "`top_k` must be 0 (off) or more"))?,
         };
         Ok(Sampling {
@@ -327,12 +330,12 @@ impl Settings {
         })
     }
 
-    /// Token ids and what is added to their logits, by id.
+    /// Token ids and the millionths added to their logits, sorted by id.
     fn logit_bias(&self, model: &Served) -> Result<Vec<(u32, i32)>, ApiError> {
         let invalid = |message: String| ApiError::invalid("logit_bias", message);
-        let wanted = self.logit_bias.iter().flatten();
+        let requested = self.logit_bias.iter().flatten();
         let vocabulary = model.text.vocabulary();
-        let bias = wanted.map(|(token, bias)| {
+        let bias = requested.map(|(token, bias)| {
             let id = token.parse().ok().filter(|id| *id < vocabulary);
             let id = id.ok_or_else(|| {
                 invalid(format!("`logit_bias` names token {token:?}: expected a token id below {vocabulary}"))
@@ -355,7 +358,7 @@ impl Settings {
     fn stops(&self) -> Result<Vec<String>, ApiError> {
         let stops = match &self.stop {
             None => vec![],
-            // How some programs say that there is none.
+            // Some clients send an empty string for no stop string.
             Some(Stop::One(stop)) if stop.is_empty() => vec![],
             Some(Stop::One(stop)) => vec![stop.clone()],
             Some(Stop::Many(stops)) => stops.clone(),

@@ -1,8 +1,8 @@
-//! How a browser gets to administer the node: `meshnode open` prints a link that holds a token, good once and for a short
-//! time; the page exchanges it for a key of its own, which the browser keeps for that page of that port, as long as its tab.
+//! Browser sessions: `meshnode open` prints a link with a short-lived single-use token. The page exchanges it for a
+//! session key, which the browser keeps for that origin until the tab closes.
 //!
-//! Not a cookie: a browser sends those to every port of a host, so also to other users' programs on this machine. The token is
-//! in the link's fragment, which a browser sends to no server.
+//! It is not a cookie, because a browser sends cookies to every port of a host, and so to other users' programs on this
+//! machine. The token is in the fragment of the link, which a browser sends to no server.
 use super::engine::Engine;
 use super::error::ApiError;
 use super::fields::Field;
@@ -17,16 +17,16 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// How long a link is good for: to copy it into a browser.
+/// Lifetime of a link: enough to copy it into a browser.
 const LINK_TTL: Duration = Duration::from_secs(5 * 60);
-/// How long a page may administer the node: a working day.
+/// Lifetime of a session: a working day.
 const SESSION_TTL: Duration = Duration::from_secs(12 * 3600);
-/// Links and pages at once, each: one person has few. The oldest goes.
+/// Most links, and most sessions: one user has few. The oldest is dropped.
 const EACH_MAX: usize = 16;
-/// Longest question of a caller that wants a proof: it sends 64 digits.
+/// Longest nonce in a request for a proof; our client sends 64 digits.
 const NONCE_BYTES_MAX: usize = 128;
 
-/// Links that were not used, and pages that may administer.
+/// Unused links, and sessions that may administer the node.
 #[derive(Debug, Default)]
 pub(crate) struct Sessions {
     links: Mutex<VecDeque<(ApiKey, Instant)>>,
@@ -34,12 +34,12 @@ pub(crate) struct Sessions {
 }
 
 impl Sessions {
-    /// A token for a link.
+    /// A new token for a link.
     fn link(&self, now: Instant) -> Result<ApiKey, String> {
         add(&self.links, now + LINK_TTL)
     }
 
-    /// A key for a page, if `token` is a link's that was not used and is not too old.
+    /// A session key, if `token` belongs to an unused link that has not expired.
     fn begin(&self, token: &str, now: Instant) -> Option<Result<ApiKey, String>> {
         let mut links = self.links.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         links.retain(|(_, end)| *end > now);
@@ -48,7 +48,7 @@ impl Sessions {
         Some(add(&self.pages, now + SESSION_TTL))
     }
 
-    /// Whether a page was given this key.
+    /// Whether `key` belongs to a session that has not expired.
     pub(crate) fn holds(&self, key: &str) -> bool {
         self.holds_at(key, Instant::now())
     }
@@ -69,9 +69,9 @@ fn add(list: &Mutex<VecDeque<(ApiKey, Instant)>>, end: Instant) -> Result<ApiKey
     Ok(key)
 }
 
-/// A link to the page, for the caller's browser.
+/// Creates a link to the page.
 pub(crate) async fn open<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
-    let _: Value = body(request, &[]).await?; // JSON is demanded here too: a form of a web page cannot send it
+    let _: Value = body(request, &[]).await?; // require JSON here too: an HTML form cannot send it
     let token = app.guard.sessions.link(Instant::now()).map_err(ApiError::failed)?;
     Ok(Json(json!({"fragment": format!("token={}", token.as_str()), "seconds": LINK_TTL.as_secs()})))
 }
@@ -81,13 +81,13 @@ struct TokenBody {
     token: String,
 }
 
-/// A key for the page that a link was opened with.
+/// Exchanges the token of a link for a session key.
 pub(crate) async fn begin<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
     let given: TokenBody = body(request, &[Field::text("token").required()]).await?;
     match app.guard.sessions.begin(&given.token, Instant::now()) {
         Some(key) => Ok(Json(json!({"key": key.map_err(ApiError::failed)?.as_str()}))),
         None => Err(ApiError::unauthorised(
-            "this link was used before, or is older than five minutes: run `meshnode open` again for a new one",
+            "this link was already used or is older than five minutes: run `meshnode open` again for a new one",
         )),
     }
 }
@@ -97,14 +97,14 @@ pub(crate) struct Question {
     nonce: String,
 }
 
-/// Shows that this node knows the key of its data directory, to a command that is about to send it.
+/// Proves to a command, before it sends its key, that this node knows the key of its data directory.
 pub(crate) async fn proof<E: Engine>(
     State(app): State<App<E>>,
     Query(question): Query<Question>,
     request: Request,
 ) -> Result<Json<Value>, ApiError> {
     if !(16..=NONCE_BYTES_MAX).contains(&question.nonce.len()) {
-        return Err(ApiError::invalid("nonce", format!("`nonce` must have 16 to {NONCE_BYTES_MAX} characters")));
+        return Err(ApiError::invalid("nonce", format!("`nonce` must be 16 to {NONCE_BYTES_MAX} characters")));
     }
     let local = request.extensions().get::<Arc<Connection>>().map(|connection| connection.local());
     let proof = local.and_then(|local| app.guard.proof(local, &question.nonce));
@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_link_is_good_once_and_for_five_minutes() {
+    fn a_link_is_valid_once_and_for_five_minutes() {
         let (sessions, now) = (Sessions::default(), Instant::now());
         let link = sessions.link(now).unwrap();
         assert!(sessions.begin("other", now).is_none());
@@ -131,11 +131,11 @@ mod tests {
     }
 
     #[test]
-    fn links_and_pages_are_bounded() {
+    fn links_and_sessions_are_bounded() {
         let (sessions, now) = (Sessions::default(), Instant::now());
         let first = sessions.link(now).unwrap();
         (0..EACH_MAX).for_each(|_| drop(sessions.link(now).unwrap()));
-        assert!(sessions.begin(first.as_str(), now).is_none(), "the oldest is gone");
+        assert!(sessions.begin(first.as_str(), now).is_none(), "the oldest was dropped");
         assert_eq!(sessions.links.lock().unwrap().len(), EACH_MAX);
     }
 }

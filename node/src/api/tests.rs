@@ -1,4 +1,4 @@
-//! The API over real HTTP, with a pretended node behind it: words are tokens, and what it generates is written down.
+//! Tests of the API over real HTTP against a fake node: bytes are tokens, and it generates a fixed script.
 use super::engine::{Served, Text, Tokens};
 use super::*;
 use crate::handle::{
@@ -17,7 +17,7 @@ use tokio::sync::mpsc;
 mod access;
 mod idempotency;
 
-/// One token a byte: token = byte.
+/// A tokenizer with one token per byte: token = byte.
 struct Bytes;
 
 impl Text for Bytes {
@@ -41,9 +41,9 @@ impl Text for Bytes {
     }
 }
 
-/// Answers every request with `script`, then `done`; `endless` repeats the script until cancelled.
+/// Answers every request with `script`, then `done`. `endless` repeats the script until cancelled.
 #[derive(Clone)]
-struct Pretended {
+struct FakeNode {
     script: &'static str,
     done: DoneReason,
     endless: bool,
@@ -53,8 +53,8 @@ struct Pretended {
     jobs: Arc<Mutex<Vec<JobView>>>,
 }
 
-impl Pretended {
-    fn says(script: &'static str) -> Self {
+impl FakeNode {
+    fn generating(script: &'static str) -> Self {
         let (running, requests) = (Arc::default(), Arc::default());
         Self {
             script,
@@ -89,7 +89,7 @@ impl Drop for Running {
     }
 }
 
-impl Engine for Pretended {
+impl Engine for FakeNode {
     type Tokens = Running;
 
     fn models(&self) -> Vec<Served> {
@@ -143,7 +143,7 @@ impl Engine for Pretended {
     async fn state(&self) -> StateView {
         StateView {
             node: "00".into(),
-            name: "pretended".into(),
+            name: "fake".into(),
             peer_id: "12D3".into(),
             mesh: "m".into(),
             membership_ends: 0,
@@ -175,21 +175,21 @@ impl Engine for Pretended {
     async fn leave(&self) {}
 }
 
-/// What administers the servers here.
+/// The key that administers the test servers.
 const KEY: &str = "the key of the node's data directory";
 
 /// Serves `engine` on a free port until dropped.
 struct Server {
     address: SocketAddr,
-    engine: Pretended,
+    engine: FakeNode,
     _runtime: tokio::runtime::Runtime,
 }
 
-fn start(engine: Pretended) -> Server {
+fn start(engine: FakeNode) -> Server {
     start_with_key(engine, None)
 }
 
-fn start_with_key(engine: Pretended, key: Option<&str>) -> Server {
+fn start_with_key(engine: FakeNode, key: Option<&str>) -> Server {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let api = runtime.block_on(Api::bind("127.0.0.1:0".parse().unwrap(), key.map(str::to_owned))).unwrap();
     let address = api.address().unwrap();
@@ -204,7 +204,7 @@ impl Server {
         stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         let host = if head.contains("Host:") { String::new() } else { format!("Host: {}\r\n", self.address) };
         let media = if head.contains("Content-Type:") { "" } else { "Content-Type: application/json\r\n" };
-        // A test that is about keys brings its own, or an empty one.
+        // A test of keys sets its own header, or an empty one.
         let key =
             if head.contains("Authorization:") { String::new() } else { format!("Authorization: Bearer {KEY}\r\n") };
         let (line, rest) = head.split_once("\r\n").unwrap_or((head, ""));
@@ -217,7 +217,7 @@ impl Server {
         stream
     }
 
-    /// Status, head and body (chunked transfer undone).
+    /// Status, head and body (with chunked encoding removed).
     fn call(&self, head: &str, body: &str) -> (u16, String, String) {
         let mut answer = Vec::new();
         self.send(head, body).read_to_end(&mut answer).unwrap();
@@ -260,7 +260,7 @@ fn chat_body(extra: Value) -> Value {
 
 #[test]
 fn a_chat_completion_has_text_reason_and_usage() {
-    let server = start(Pretended::says("Hello."));
+    let server = start(FakeNode::generating("Hello."));
     let (status, answer) = server.post("/v1/chat/completions", chat_body(json!({"temperature": 0, "seed": -1})));
     assert_eq!(status, 200, "{answer}");
     assert_eq!(answer["object"], "chat.completion");
@@ -275,7 +275,7 @@ fn a_chat_completion_has_text_reason_and_usage() {
 
 #[test]
 fn penalties_and_bias_reach_the_sampler_in_millionths() {
-    let server = start(Pretended::says("x"));
+    let server = start(FakeNode::generating("x"));
     let extra = json!({"presence_penalty": -0.5, "frequency_penalty": 1.25, "logit_bias": {"65": -100, "7": 0.5}});
     let (status, answer) = server.post("/v1/chat/completions", chat_body(extra));
     assert_eq!(status, 200, "{answer}");
@@ -286,7 +286,7 @@ fn penalties_and_bias_reach_the_sampler_in_millionths() {
 
 #[test]
 fn a_streamed_chat_begins_with_the_role_and_ends_with_done() {
-    let server = start(Pretended::says("naïve"));
+    let server = start(FakeNode::generating("naïve"));
     let body = chat_body(json!({"stream": true, "stream_options": {"include_usage": true}}));
     let events = server.events("/v1/chat/completions", body);
     assert_eq!(events.last().unwrap(), "[DONE]");
@@ -303,8 +303,8 @@ fn a_streamed_chat_begins_with_the_role_and_ends_with_done() {
 }
 
 #[test]
-fn a_stop_string_ends_the_text_before_it_and_the_work_with_it() {
-    let server = start(Pretended { endless: true, ..Pretended::says("one. two. three. ") });
+fn a_stop_string_ends_the_text_and_the_request() {
+    let server = start(FakeNode { endless: true, ..FakeNode::generating("one. two. three. ") });
     let body = json!({"model": "tiny", "prompt": "count", "max_tokens": 1000, "stop": [". th", "zzz"]});
     let (status, answer) = server.post("/v1/completions", body.clone());
     assert_eq!(status, 200);
@@ -323,8 +323,8 @@ fn a_stop_string_ends_the_text_before_it_and_the_work_with_it() {
 }
 
 #[test]
-fn a_client_that_goes_away_stops_its_work() {
-    let server = start(Pretended { endless: true, ..Pretended::says("more ") });
+fn a_disconnected_client_cancels_its_request() {
+    let server = start(FakeNode { endless: true, ..FakeNode::generating("more ") });
     for stream in [true, false] {
         let body = chat_body(json!({"stream": stream})).to_string();
         let mut connection = server.send("POST /v1/chat/completions", &body);
@@ -340,35 +340,35 @@ fn a_client_that_goes_away_stops_its_work() {
     }
 }
 
-fn wait_until_idle(engine: &Pretended) {
+fn wait_until_idle(engine: &FakeNode) {
     wait_until(|| engine.running.load(Ordering::SeqCst) == 0);
 }
 
 fn wait_until(condition: impl Fn() -> bool) {
     let end = std::time::Instant::now() + Duration::from_secs(20);
     while !condition() {
-        assert!(std::time::Instant::now() < end, "it did not happen within 20 s");
+        assert!(std::time::Instant::now() < end, "condition not met within 20 s");
         std::thread::sleep(Duration::from_millis(5));
     }
 }
 
 #[test]
-fn refusals_have_their_status_and_openais_shape() {
-    let busy = start(Pretended { done: DoneReason::Busy, ..Pretended::says("") });
+fn rejections_have_the_right_status_and_openais_format() {
+    let busy = start(FakeNode { done: DoneReason::Busy, ..FakeNode::generating("") });
     let (status, head, body) = busy.call("POST /v1/chat/completions", &chat_body(json!({"stream": true})).to_string());
     assert_eq!(status, 429, "{body}");
     assert!(head.contains("retry-after: 1"), "{head}");
     assert!(body.contains("\"code\":\"queue_full\""), "{body}");
 
-    let failed = start(Pretended { done: DoneReason::Failed("no plan".into()), ..Pretended::says("") });
+    let failed = start(FakeNode { done: DoneReason::Failed("no plan".into()), ..FakeNode::generating("") });
     assert_eq!(failed.post("/v1/chat/completions", chat_body(json!({}))).0, 503);
-    let invalid = start(Pretended { done: DoneReason::Invalid("too long".into()), ..Pretended::says("") });
+    let invalid = start(FakeNode { done: DoneReason::Invalid("too long".into()), ..FakeNode::generating("") });
     assert_eq!(invalid.post("/v1/chat/completions", chat_body(json!({}))).0, 400);
 }
 
 #[test]
 fn a_failure_in_mid_stream_is_an_error_event() {
-    let server = start(Pretended { done: DoneReason::Failed("a stage died".into()), ..Pretended::says("abc") });
+    let server = start(FakeNode { done: DoneReason::Failed("a stage died".into()), ..FakeNode::generating("abc") });
     let events = server.events("/v1/chat/completions", chat_body(json!({"stream": true})));
     let last: Value = serde_json::from_str(events.last().unwrap()).unwrap();
     assert_eq!(last["error"]["message"], "a stage died");
@@ -376,8 +376,8 @@ fn a_failure_in_mid_stream_is_an_error_event() {
 }
 
 #[test]
-fn what_is_wrong_is_named() {
-    let server = start(Pretended::says("x"));
+fn errors_name_the_wrong_parameter() {
+    let server = start(FakeNode::generating("x"));
     for (extra, param) in [
         (json!({"logprobs": true}), "logprobs"),
         (json!({"n": 2}), "n"),
@@ -430,15 +430,15 @@ fn what_is_wrong_is_named() {
     let (status, answer) = wrong(json!({"model": "gpt-4", "prompt": "x"}));
     assert_eq!((status, &answer["error"]["code"]), (404, &json!("model_not_found")));
     assert_eq!(answer["error"]["param"], "model");
-    let said = answer["error"]["message"].as_str().unwrap();
-    assert!(said.contains("it serves tiny") && !said.contains("serve gpt-4"), "{said}");
-    let (status, _, said) = server.call("DELETE /api/v1/models/nosuch", "");
-    assert!(status == 404 && said.contains("nothing to stop"), "{said}");
+    let message = answer["error"]["message"].as_str().unwrap();
+    assert!(message.contains("it serves tiny") && !message.contains("serve gpt-4"), "{message}");
+    let (status, _, body) = server.call("DELETE /api/v1/models/nosuch", "");
+    assert!(status == 404 && body.contains("nothing to stop"), "{body}");
 }
 
 #[test]
-fn bodies_that_are_not_json_are_refused() {
-    let server = start(Pretended::says("x"));
+fn bodies_that_are_not_json_are_rejected() {
+    let server = start(FakeNode::generating("x"));
     assert_eq!(server.call("POST /v1/completions", "{\"model\": ").0, 400);
     assert_eq!(server.call("POST /v1/completions", "[]").0, 400);
     assert_eq!(server.call("POST /v1/completions\r\nContent-Type: text/plain\r\n", "{}").0, 415);
@@ -452,13 +452,13 @@ fn bodies_that_are_not_json_are_refused() {
     assert_eq!(server.call("POST /v1/completions", &large).0, 413);
 }
 
-/// 400 sockets that send nothing, or half a request, must not keep others out.
+/// 400 sockets that send nothing, or half a request, must not block other callers.
 #[test]
-fn silent_sockets_do_not_keep_others_out_and_streams_are_not_cut() {
+fn silent_sockets_neither_block_callers_nor_cut_streams() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }).expect("800 sockets at once");
-    let server = start(Pretended { endless: true, ..Pretended::says("more ") });
+    let server = start(FakeNode { endless: true, ..FakeNode::generating("more ") });
     let body = chat_body(json!({"stream": true})).to_string();
     let mut stream = server.send("POST /v1/chat/completions", &body);
     stream.read_exact(&mut [0; 512]).unwrap();
@@ -475,13 +475,13 @@ fn silent_sockets_do_not_keep_others_out_and_streams_are_not_cut() {
         assert_eq!(server.call("GET /healthz", "").0, 200);
         assert_eq!(server.call("GET /api/v1/state", "").0, 200);
     }
-    stream.read_exact(&mut [0; 4096]).expect("the stream goes on");
+    stream.read_exact(&mut [0; 4096]).expect("the stream continues");
     drop(crowd);
 }
 
 #[test]
-fn monitors_and_commands_get_their_answers() {
-    let server = start(Pretended::says("ab"));
+fn monitoring_and_command_endpoints_answer() {
+    let server = start(FakeNode::generating("ab"));
     assert_eq!(server.call("GET /healthz", "").2, "ok\n");
     assert_eq!(server.call("GET /readyz", "").0, 200);
     server.post("/v1/completions", json!({"model": "tiny", "prompt": "x"}));
@@ -491,7 +491,7 @@ fn monitors_and_commands_get_their_answers() {
     let models: Value = serde_json::from_str(&server.call("GET /v1/models", "").2).unwrap();
     assert_eq!(models["data"][0]["id"], "tiny");
     assert_eq!(server.call("GET /v1/models/tiny", "").0, 200);
-    assert_eq!(server.call("GET /v1/models//some/dir/tiny.gguf", "").0, 200, "by the path it was served from");
+    assert_eq!(server.call("GET /v1/models//some/dir/tiny.gguf", "").0, 200, "by the path of its file");
     assert_eq!(server.call("GET /v1/models/other", "").0, 404);
     assert_eq!(server.post("/api/v1/invite", json!({"ttl_s": 60, "uses": 2})).1["ticket"], "mesh160x2");
     assert_eq!(server.post("/api/v1/invite", json!({"ttl_s": 60, "uses": 0})).0, 400);
@@ -507,7 +507,7 @@ fn monitors_and_commands_get_their_answers() {
 
 #[test]
 fn a_node_that_holds_its_part_is_ready_one_that_loads_is_not() {
-    let server = start(Pretended::says(""));
+    let server = start(FakeNode::generating(""));
     let with = |states: &[&str]| {
         let job = |state: &&str| JobView { state: (*state).to_owned(), ..JobView::default() };
         *server.engine.jobs.lock().unwrap() = states.iter().map(job).collect();
@@ -521,8 +521,8 @@ fn a_node_that_holds_its_part_is_ready_one_that_loads_is_not() {
 }
 
 #[test]
-fn a_node_is_drained_and_takes_work_again() {
-    let server = start(Pretended::says(""));
+fn a_drained_node_can_accept_work_again() {
+    let server = start(FakeNode::generating(""));
     assert_eq!(server.post("/api/v1/drain", json!({"on": true})), (200, json!({"draining": true})));
     assert_eq!(server.post("/api/v1/drain", json!({"on": false})), (200, json!({"draining": false})));
     assert_eq!(*server.engine.stopped.lock().unwrap(), ["draining: true", "draining: false"]);
@@ -531,7 +531,7 @@ fn a_node_is_drained_and_takes_work_again() {
 
 #[test]
 fn a_model_is_stopped_by_name_or_path() {
-    let server = start(Pretended::says(""));
+    let server = start(FakeNode::generating(""));
     for path in ["/api/v1/models/tiny", "/api/v1/models//home/me/tiny.gguf", "/api/v1/models/%2Fa%20b%2Ftiny.gguf"] {
         let (status, _, body) = server.call(&format!("DELETE {path}"), "");
         assert_eq!((status, body.as_str()), (200, r#"{"model":"tiny","served":false}"#), "{path}");
@@ -542,7 +542,7 @@ fn a_model_is_stopped_by_name_or_path() {
 }
 
 #[test]
-fn options_that_are_not_said_are_left_to_the_node() {
+fn missing_options_get_the_nodes_defaults() {
     let options = |text: Value| serde_json::from_value::<ModelOptions>(text).unwrap();
     assert_eq!(options(json!({})), ModelOptions::default());
     assert_eq!(options(json!({"int8": null, "context": null, "sequences": null})), ModelOptions::default());
@@ -551,8 +551,8 @@ fn options_that_are_not_said_are_left_to_the_node() {
 }
 
 #[test]
-fn a_generation_for_the_commands_is_json_lines() {
-    let server = start(Pretended::says("é!"));
+fn generation_for_the_command_line_streams_json_lines() {
+    let server = start(FakeNode::generating("é!"));
     let body = json!({"model": "tiny", "prompt": "Hi", "temperature": 0}).to_string();
     let (status, _, text) = server.call("POST /api/v1/generate", &body);
     assert_eq!(status, 200, "{text}");
@@ -573,9 +573,9 @@ fn keyed(path: &str, key: &str) -> String {
 }
 
 #[test]
-fn a_model_that_this_node_has_is_served_when_it_is_asked_for() {
-    let server = start(Pretended::says("Hello."));
+fn a_request_serves_a_model_that_this_node_has() {
+    let server = start(FakeNode::generating("Hello."));
     let (status, answer) = server.post("/v1/chat/completions", chat_body(json!({"model": "cached"})));
     assert_eq!((status, &answer["model"]), (200, &json!("cached")), "{answer}");
-    assert_eq!(server.call("GET /v1/models/cached", "").0, 404, "only a request for work serves it");
+    assert_eq!(server.call("GET /v1/models/cached", "").0, 404, "only a generation request serves it");
 }

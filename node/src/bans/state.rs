@@ -1,5 +1,4 @@
-//! What members know of bans: the revocations and the mesh's key, how two states become one, and their bytes on the wire
-//! and on the disk.
+//! The replicated state of bans (revocations and mesh key): merging, and its format on the wire and on disk.
 use node_core::admission::{Revoked, in_force};
 use node_core::id::NodeId;
 use std::collections::{BTreeMap, BTreeSet};
@@ -8,34 +7,34 @@ use transport::bulk::REQUEST_BYTES_MAX;
 use transport::revocation::REVOCATION_BYTES_MAX;
 use transport::{MeshCredentials, MeshId, PeerId, Revocation, node_id};
 
-/// Revocations kept: people ban by hand. Members can fill it; the founder's and the oldest stay.
+/// Most revocations retained; users ban manually. If members fill it, the founder's and the oldest are retained.
 pub(super) const BANS_MAX: usize = 256;
 /// Largest encoded state.
 pub(super) const STATE_BYTES_MAX: usize = 64 + BANS_MAX * (REVOCATION_BYTES_MAX + 4);
-/// Largest part of a state that goes with a request, beside its digest.
+/// Largest part of a state in a request, besides the digest.
 const HEAD_BYTES_MAX: usize = REQUEST_BYTES_MAX - 1024;
-/// By how many changes another member may be ahead: nobody can use up the numbers.
+/// Largest accepted jump of the key number, so that no member can exhaust the numbers.
 const NUMBER_LEAP_MAX: u64 = 1 << 20;
-/// The file under the data directory.
+/// File name in the data directory.
 const FILE: &str = "bans";
-/// Begins the file; what follows is the mesh, the hash of the rest, and the state.
+/// First bytes of the file; then follow the mesh id, the hash of the rest, and the state.
 const MAGIC: &[u8; 16] = b"meshnode bans 2\n";
 
 /// Revocations and key of a mesh.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct State {
-    /// How often the key was changed: of two keys the one with the higher number holds, then the larger.
+    /// Number of key rotations. The key with the higher number wins; of equal numbers, the larger key.
     pub(super) number: u64,
     pub(super) key: [u8; 32],
-    pub(super) said: Vec<Revocation>,
+    pub(super) revocations: Vec<Revocation>,
 }
 
 impl State {
-    /// What this node knew in its last life; what the credentials say where there is nothing, or nothing usable. A damaged
-    /// file is moved aside: the other members pass on again what it held.
+    /// Loads the saved state, or a state with the key of the credentials if the file is missing or unusable. A damaged
+    /// file is moved aside, because members send the revocations again.
     ///
     /// # Errors
-    /// The disk refused.
+    /// The file cannot be read or moved.
     pub(super) fn load(data_dir: &Path, held: &MeshCredentials) -> std::io::Result<Self> {
         let path = data_dir.join(FILE);
         let begin = State { key: held.mesh_key, ..State::default() };
@@ -52,8 +51,8 @@ impl State {
                 let aside = data_dir.join(format!("{FILE}.damaged-{}", crate::handle::unix_seconds()));
                 std::fs::rename(&path, &aside)?;
                 tracing::warn!(
-                    "{} was damaged and is kept as {}: until another member is connected, this node does not know who is \
-                     banned",
+                    "{} was damaged and has been moved to {}: this node has no list of banned nodes until it connects to another \
+                     member",
                     path.display(),
                     aside.display()
                 );
@@ -64,7 +63,7 @@ impl State {
 
     fn from_file(bytes: &[u8], held: &MeshCredentials) -> FromFile {
         let Some(rest) = bytes.strip_prefix(MAGIC) else {
-            // Of the first version: no mark, no hash, and the key beside the membership.
+            // First version: no magic, no hash, and the key stored with the membership.
             let state =
                 if MAGIC.starts_with(&bytes[..bytes.len().min(MAGIC.len())]) { None } else { Self::decode(bytes) };
             return state
@@ -84,10 +83,10 @@ impl State {
         }
     }
 
-    /// Revocations, key and the key's number in one atomic write: a crash leaves all of the old state or all of the new.
+    /// Saves the state in one atomic write: after a crash the file has either the old or the new state.
     ///
     /// # Errors
-    /// The disk refused; the old state is kept.
+    /// The file cannot be written; the old state is kept.
     pub(super) fn save(&self, data_dir: &Path, mesh: MeshId) -> std::io::Result<()> {
         transport::identity::write_private(&data_dir.join(FILE), &self.to_file(mesh))
     }
@@ -97,59 +96,63 @@ impl State {
         [&MAGIC[..], &mesh.0[..], &blake3::hash(&state).as_bytes()[..], state.as_slice()].concat()
     }
 
-    /// This and what was heard, as far as it is sound.
-    pub(super) fn merged(mut self, heard: State, sound: impl Fn(&Revocation) -> bool) -> State {
-        if (heard.number, heard.key) > (self.number, self.key) && heard.number <= self.number + NUMBER_LEAP_MAX {
-            (self.number, self.key) = (heard.number, heard.key);
+    /// Merges `received` into this state: the newer key, and the revocations that `is_valid` accepts.
+    pub(super) fn merged(mut self, received: State, is_valid: impl Fn(&Revocation) -> bool) -> State {
+        let is_newer = (received.number, received.key) > (self.number, self.key);
+        if is_newer && received.number <= self.number + NUMBER_LEAP_MAX {
+            (self.number, self.key) = (received.number, received.key);
         }
-        for said in heard.said {
-            if !self.said.contains(&said) && sound(&said) {
-                self.said.push(said);
+        for revocation in received.revocations {
+            if !self.revocations.contains(&revocation) && is_valid(&revocation) {
+                self.revocations.push(revocation);
             }
         }
-        // The same order and the same ones left out everywhere. Revocations of members that the founder has banned are left
-        // out first: they have no effect, and must not crowd out those that have.
-        let by_root: BTreeSet<PeerId> = self.roots().map(|said| said.banned).collect();
-        let is_void = |said: &Revocation| said.issuer().is_some_and(|issuer| by_root.contains(&issuer));
-        self.said.sort_by_cached_key(|said| (said.issuer().is_some(), is_void(said), said.at, said.encode()));
-        self.said.truncate(BANS_MAX);
+        // A deterministic order and truncation, the same on all members. Revocations by members that the founder has
+        // banned are dropped first: they have no effect, and must not displace effective ones.
+        let by_root: BTreeSet<PeerId> = self.roots().map(|revocation| revocation.banned).collect();
+        let is_void = |revocation: &Revocation| revocation.issuer().is_some_and(|issuer| by_root.contains(&issuer));
+        self.revocations.sort_by_cached_key(|revocation| {
+            (revocation.issuer().is_some(), is_void(revocation), revocation.at, revocation.encode())
+        });
+        self.revocations.truncate(BANS_MAX);
         self
     }
 
-    /// Each banned peer with the revocation in force.
-    pub(super) fn out(&self, mesh: MeshId) -> BTreeMap<PeerId, Revocation> {
+    /// The banned peers, each with the revocation in force.
+    pub(super) fn banned(&self, mesh: MeshId) -> BTreeMap<PeerId, Revocation> {
         let named = |peer: PeerId| NodeId(node_id(&peer));
-        let read = |said: &Revocation| {
-            let by = said.verify(mesh).ok()?.map(named);
-            Some(Revoked { by, at: said.at, banned: named(said.banned) })
+        let read = |revocation: &Revocation| {
+            let by = revocation.verify(mesh).ok()?.map(named);
+            Some(Revoked { by, at: revocation.at, banned: named(revocation.banned) })
         };
-        let said: Vec<(Revoked, &Revocation)> = self.said.iter().filter_map(|said| Some((read(said)?, said))).collect();
-        let out = in_force(said.iter().map(|(revoked, _)| *revoked));
+        let read_all: Vec<(Revoked, &Revocation)> =
+            self.revocations.iter().filter_map(|revocation| Some((read(revocation)?, revocation))).collect();
+        let out = in_force(read_all.iter().map(|(revoked, _)| *revoked));
         let holds = |(revoked, _): &&(Revoked, &Revocation)| out.get(&revoked.banned) == Some(revoked);
-        said.iter().filter(holds).map(|(_, said)| (said.banned, (*said).clone())).collect()
+        read_all.iter().filter(holds).map(|(_, revocation)| (revocation.banned, (*revocation).clone())).collect()
     }
 
     fn roots(&self) -> impl Iterator<Item = &Revocation> {
-        self.said.iter().filter(|said| said.issuer().is_none())
+        self.revocations.iter().filter(|revocation| revocation.issuer().is_none())
     }
 
-    /// The founder's newest revocations, as many as a request may hold: these go first. Not the key: a member that had it
-    /// without all revocations would pass it on to the banned.
+    /// The founder's newest revocations that fit a request, which are sent first. Without the key: a member that had
+    /// the key but not all revocations would send it to banned nodes.
     pub(super) fn head(&self) -> State {
         let mut head = State::default();
         let mut bytes = 0;
         let roots: Vec<&Revocation> = self.roots().collect();
-        for said in roots.into_iter().rev() {
-            bytes += 4 + said.encode().len();
+        for revocation in roots.into_iter().rev() {
+            bytes += 4 + revocation.encode().len();
             if bytes > HEAD_BYTES_MAX {
                 break;
             }
-            head.said.push(said.clone());
+            head.revocations.push(revocation.clone());
         }
         head
     }
 
-    /// Equal for equal states.
+    /// Hash of the encoded state.
     pub(super) fn digest(&self) -> [u8; 32] {
         *blake3::hash(&self.encode()).as_bytes()
     }
@@ -157,10 +160,10 @@ impl State {
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut bytes = self.number.to_le_bytes().to_vec();
         bytes.extend_from_slice(&self.key);
-        for said in &self.said {
-            let said = said.encode();
-            bytes.extend_from_slice(&u32::try_from(said.len()).unwrap_or(u32::MAX).to_le_bytes());
-            bytes.extend_from_slice(&said);
+        for revocation in &self.revocations {
+            let revocation = revocation.encode();
+            bytes.extend_from_slice(&u32::try_from(revocation.len()).unwrap_or(u32::MAX).to_le_bytes());
+            bytes.extend_from_slice(&revocation);
         }
         bytes
     }
@@ -168,14 +171,14 @@ impl State {
     pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
         let (number, rest) = bytes.split_first_chunk::<8>()?;
         let (key, mut rest) = rest.split_first_chunk::<32>()?;
-        let mut said = Vec::new();
+        let mut revocations = Vec::new();
         while let Some((length, after)) = rest.split_first_chunk::<4>() {
             let length = usize::try_from(u32::from_le_bytes(*length)).ok()?;
             let (one, after) = after.split_at_checked(length)?;
-            said.push(Revocation::decode(one).ok().filter(|_| said.len() < BANS_MAX)?);
+            revocations.push(Revocation::decode(one).ok().filter(|_| revocations.len() < BANS_MAX)?);
             rest = after;
         }
-        rest.is_empty().then_some(Self { number: u64::from_le_bytes(*number), key: *key, said })
+        rest.is_empty().then_some(Self { number: u64::from_le_bytes(*number), key: *key, revocations })
     }
 }
 
@@ -209,56 +212,64 @@ mod tests {
     }
 
     impl Mesh {
-        fn says(&self, by: usize, banned: usize, at: u64) -> State {
-            self.says_of(by, self.members[banned].0.peer_id(), at)
+        fn ban(&self, by: usize, banned: usize, at: u64) -> State {
+            self.ban_peer(by, self.members[banned].0.peer_id(), at)
         }
 
-        fn says_of(&self, by: usize, banned: PeerId, at: u64) -> State {
+        fn ban_peer(&self, by: usize, banned: PeerId, at: u64) -> State {
             let (me, held) = &self.members[by];
-            let said = Revocation::issue(held, me, banned, at, ("banned", "issuer")).unwrap();
-            State { said: vec![said], ..State::default() }
+            let revocation = Revocation::issue(held, me, banned, at, ("banned", "issuer")).unwrap();
+            State { revocations: vec![revocation], ..State::default() }
         }
 
-        fn founder_says(&self, banned: usize, at: u64) -> State {
+        fn founder_ban(&self, banned: usize, at: u64) -> State {
             let banned = self.members[banned].0.peer_id();
-            let said = Revocation::issue(&self.held, &self.founder, banned, at, ("banned", "founder")).unwrap();
-            State { said: vec![said], ..State::default() }
+            let revocation = Revocation::issue(&self.held, &self.founder, banned, at, ("banned", "founder")).unwrap();
+            State { revocations: vec![revocation], ..State::default() }
         }
 
-        fn heard(&self, states: &[State]) -> State {
-            let sound = |said: &Revocation| said.verify(self.held.mesh).is_ok();
-            states.iter().cloned().fold(State::default(), |all, one| all.merged(one, sound))
+        fn merged(&self, states: &[State]) -> State {
+            let is_valid = |revocation: &Revocation| revocation.verify(self.held.mesh).is_ok();
+            states.iter().cloned().fold(State::default(), |all, one| all.merged(one, is_valid))
         }
 
-        fn out(&self, state: &State) -> BTreeSet<PeerId> {
-            state.out(self.held.mesh).into_keys().collect()
+        fn banned(&self, state: &State) -> BTreeSet<PeerId> {
+            state.banned(self.held.mesh).into_keys().collect()
         }
     }
 
     #[test]
     fn members_with_the_same_revocations_agree_on_who_is_banned() {
         let mesh = mesh();
-        let said = [mesh.says(0, 1, 5), mesh.says(1, 0, 6), mesh.says(1, 2, 7)];
-        let back: Vec<State> = said.iter().rev().cloned().collect();
-        let (one, other) = (mesh.heard(&said), mesh.heard(&back));
+        let states = [mesh.ban(0, 1, 5), mesh.ban(1, 0, 6), mesh.ban(1, 2, 7)];
+        let back: Vec<State> = states.iter().rev().cloned().collect();
+        let (one, other) = (mesh.merged(&states), mesh.merged(&back));
         assert_eq!(one, other);
-        assert_eq!(mesh.out(&one), [mesh.members[1].0.peer_id()].into());
-        assert_eq!(one.out(mesh.held.mesh)[&mesh.members[1].0.peer_id()], said[0].said[0], "with the revocation");
-        assert_eq!(mesh.heard(&[one.clone(), other]), one, "nothing is heard twice");
-        let out = mesh.out(&mesh.heard(&[one, mesh.founder_says(0, 9)]));
-        assert_eq!(out, [mesh.members[0].0.peer_id(), mesh.members[2].0.peer_id()].into(), "the founder's word first");
-        assert_eq!(State::decode(&said[0].encode()), Some(said[0].clone()));
+        assert_eq!(mesh.banned(&one), [mesh.members[1].0.peer_id()].into());
+        assert_eq!(
+            one.banned(mesh.held.mesh)[&mesh.members[1].0.peer_id()],
+            states[0].revocations[0],
+            "with the revocation"
+        );
+        assert_eq!(mesh.merged(&[one.clone(), other]), one, "merging is idempotent");
+        let out = mesh.banned(&mesh.merged(&[one, mesh.founder_ban(0, 9)]));
+        assert_eq!(
+            out,
+            [mesh.members[0].0.peer_id(), mesh.members[2].0.peer_id()].into(),
+            "the founder's revocations take precedence"
+        );
+        assert_eq!(State::decode(&states[0].encode()), Some(states[0].clone()));
     }
 
     #[test]
     fn forgeries_and_floods_change_nothing() {
         let (mesh, other) = (mesh(), mesh());
-        assert_eq!(mesh.heard(&[other.says(0, 1, 5)]), State::default());
-        let flood: Vec<State> = (0..2 * BANS_MAX as u64).map(|at| mesh.says(0, 1, 1000 + at)).collect();
-        let first = mesh.says(0, 2, 5);
-        let all = mesh.heard(&[flood.as_slice(), &[first]].concat());
-        assert_eq!(all.said.len(), BANS_MAX);
-        assert!(mesh.out(&all).contains(&mesh.members[2].0.peer_id()), "the oldest stay");
+        assert_eq!(mesh.merged(&[other.ban(0, 1, 5)]), State::default());
+        let flood: Vec<State> = (0..2 * BANS_MAX as u64).map(|at| mesh.ban(0, 1, 1000 + at)).collect();
+        let first = mesh.ban(0, 2, 5);
+        let all = mesh.merged(&[flood.as_slice(), &[first]].concat());
+        assert_eq!(all.revocations.len(), BANS_MAX);
+        assert!(mesh.banned(&all).contains(&mesh.members[2].0.peer_id()), "the oldest are retained");
         assert!(all.encode().len() <= STATE_BYTES_MAX);
         for cut in 1..60 {
             let bytes = all.encode();
@@ -267,24 +278,24 @@ mod tests {
     }
 
     #[test]
-    fn a_flood_by_a_member_that_the_founder_bans_keeps_no_later_ban_out() {
+    fn a_flood_by_a_banned_member_does_not_displace_later_bans() {
         let mesh = mesh();
         let flood: Vec<State> =
-            (0..BANS_MAX as u64).map(|at| mesh.says_of(0, Identity::generate().peer_id(), 1 + at)).collect();
-        let all = [flood.as_slice(), &[mesh.founder_says(0, 2000), mesh.says(1, 2, 3000)]].concat();
-        let heard = mesh.heard(&all);
-        assert_eq!(mesh.out(&heard), [mesh.members[0].0.peer_id(), mesh.members[2].0.peer_id()].into());
-        assert_eq!(heard.said.len(), BANS_MAX);
+            (0..BANS_MAX as u64).map(|at| mesh.ban_peer(0, Identity::generate().peer_id(), 1 + at)).collect();
+        let all = [flood.as_slice(), &[mesh.founder_ban(0, 2000), mesh.ban(1, 2, 3000)]].concat();
+        let state = mesh.merged(&all);
+        assert_eq!(mesh.banned(&state), [mesh.members[0].0.peer_id(), mesh.members[2].0.peer_id()].into());
+        assert_eq!(state.revocations.len(), BANS_MAX);
     }
 
     #[test]
-    fn the_newer_key_holds_and_numbers_cannot_be_used_up() {
-        let state = |number, key| State { number, key: [key; 32], said: Vec::new() };
-        let sound = |_: &Revocation| true;
-        assert_eq!(state(1, 5).merged(state(2, 1), sound), state(2, 1));
-        assert_eq!(state(2, 1).merged(state(1, 5), sound), state(2, 1));
-        assert_eq!(state(2, 1).merged(state(2, 5), sound), state(2, 5), "two at once: the same one everywhere");
-        assert_eq!(state(2, 1).merged(state(u64::MAX, 5), sound), state(2, 1));
+    fn the_newer_key_wins_and_numbers_cannot_be_exhausted() {
+        let state = |number, key| State { number, key: [key; 32], revocations: Vec::new() };
+        let is_valid = |_: &Revocation| true;
+        assert_eq!(state(1, 5).merged(state(2, 1), is_valid), state(2, 1));
+        assert_eq!(state(2, 1).merged(state(1, 5), is_valid), state(2, 1));
+        assert_eq!(state(2, 1).merged(state(2, 5), is_valid), state(2, 5), "concurrent rotations converge");
+        assert_eq!(state(2, 1).merged(state(u64::MAX, 5), is_valid), state(2, 1));
     }
 
     #[test]
@@ -293,7 +304,7 @@ mod tests {
         let path = dir.path().join(FILE);
         let begin = State { key: mesh.held.mesh_key, ..State::default() };
         assert_eq!(State::load(dir.path(), &mesh.held).unwrap(), begin, "a missing file");
-        let state = State { number: 3, key: [9; 32], ..mesh.heard(&[mesh.says(0, 1, 5), mesh.founder_says(2, 6)]) };
+        let state = State { number: 3, key: [9; 32], ..mesh.merged(&[mesh.ban(0, 1, 5), mesh.founder_ban(2, 6)]) };
         state.save(dir.path(), mesh.held.mesh).unwrap();
         assert_eq!(State::load(dir.path(), &mesh.held).unwrap(), state, "key, number and revocations in one file");
         let whole = std::fs::read(&path).unwrap();
@@ -310,13 +321,13 @@ mod tests {
         assert!(std::fs::read_dir(dir.path()).unwrap().flatten().any(|f| aside(&f.file_name().to_string_lossy())));
     }
 
-    /// A crash at any moment of a save: before the rename the old state is there, after it the new one; never a new number
-    /// with the old key.
+    /// A crash at any moment of a save: before the rename the file has the old state, after it the new one; never a new
+    /// number with the old key.
     #[test]
-    fn a_crash_while_a_ban_is_kept_leaves_the_old_state_or_the_new_one() {
+    fn a_crash_during_a_save_leaves_the_old_or_the_new_state() {
         let (mesh, dir) = (mesh(), tempfile::tempdir().unwrap());
-        let old = State { number: 1, key: [1; 32], ..mesh.heard(&[mesh.says(0, 1, 5)]) };
-        let new = State { number: 2, key: [2; 32], ..mesh.heard(&[mesh.says(0, 1, 5), mesh.says(0, 2, 6)]) };
+        let old = State { number: 1, key: [1; 32], ..mesh.merged(&[mesh.ban(0, 1, 5)]) };
+        let new = State { number: 2, key: [2; 32], ..mesh.merged(&[mesh.ban(0, 1, 5), mesh.ban(0, 2, 6)]) };
         let bytes = new.to_file(mesh.held.mesh);
         for length in 0..=bytes.len() {
             old.save(dir.path(), mesh.held.mesh).unwrap();
@@ -330,12 +341,12 @@ mod tests {
     #[test]
     fn files_of_another_mesh_and_of_the_first_version_are_recognised() {
         let (mesh, other, dir) = (mesh(), mesh(), tempfile::tempdir().unwrap());
-        let state = State { number: 3, key: [9; 32], ..mesh.heard(&[mesh.says(0, 1, 5)]) };
+        let state = State { number: 3, key: [9; 32], ..mesh.merged(&[mesh.ban(0, 1, 5)]) };
         state.save(dir.path(), mesh.held.mesh).unwrap();
         let begin = State { key: other.held.mesh_key, ..State::default() };
         assert_eq!(State::load(dir.path(), &other.held).unwrap(), begin, "the data directory joined another mesh");
         std::fs::write(dir.path().join(FILE), State { key: [0; 32], ..state.clone() }.encode()).unwrap();
         let expected = State { key: mesh.held.mesh_key, ..state };
-        assert_eq!(State::load(dir.path(), &mesh.held).unwrap(), expected, "the key was beside the membership");
+        assert_eq!(State::load(dir.path(), &mesh.held).unwrap(), expected, "the key was stored with the membership");
     }
 }

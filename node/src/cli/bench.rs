@@ -1,4 +1,4 @@
-//! Commands that measure or prove something on this machine: `bench`, `selftest`, `demo`.
+//! Commands that benchmark or test this machine: `bench`, `selftest`, `demo`.
 use super::interrupt::Interrupts;
 use super::model::fetch;
 use super::progress::Spinner;
@@ -17,16 +17,16 @@ mod sampler;
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
-  meshnode bench decode                    tokens per second, and their share of what the memory gives
+  meshnode bench decode                    tokens per second, and the share of the memory bandwidth used
   meshnode bench decode --threads 1 --json
-  meshnode bench decode --device cuda --shape qwen2.5-7b --quant q4    random weights, made on the GPU
+  meshnode bench decode --device cuda --shape qwen2.5-7b --quant q4    random weights, generated on the GPU
   meshnode bench decode --device cuda --shape qwen2.5-7b --requests 8 --temperature 1
   meshnode bench prefill --device cuda --shape qwen2.5-7b --prompt 512
-  meshnode bench device --device cuda:0    what a node would tell the mesh about this GPU
-  meshnode bench lbm --json                cell updates per second of a fluid, and their share of a copy's bandwidth
+  meshnode bench device --device cuda:0    the speed and memory that a node would advertise for this GPU
+  meshnode bench lbm --json                lattice Boltzmann cell updates per second, and the share of the copy bandwidth used
   meshnode bench life --threads 2
-  meshnode bench sampler                   milliseconds to choose a token from a vocabulary
-  meshnode bench net                       the data plane over this machine's loopback")]
+  meshnode bench sampler                   milliseconds per sampled token, by vocabulary size
+  meshnode bench net                       the data plane over loopback")]
 pub(super) struct BenchArgs {
     #[command(subcommand)]
     what: Bench,
@@ -34,19 +34,19 @@ pub(super) struct BenchArgs {
 
 #[derive(Debug, clap::Subcommand)]
 enum Bench {
-    /// Decode and prefill speed of a model on this machine's processor or a GPU, and where the time goes
+    /// Decode and prefill speed of a model on the CPU or a GPU, with a breakdown of the time
     Decode(model::DecodeArgs),
-    /// Prefill speed alone
+    /// Prefill speed only
     Prefill(model::PrefillArgs),
-    /// Speed of a device by the kernels that stages run, and the memory a node would offer: what plans are made with
+    /// Device speed, measured with the kernels of stages, and the memory a node would offer: the planner's inputs
     Device(DeviceArgs),
-    /// Fluids by the lattice Boltzmann method on this machine's processor
+    /// Lattice Boltzmann fluids on the CPU
     Lbm(grid::LbmArgs),
-    /// Life on this machine's processor
+    /// Game of Life on the CPU
     Life(grid::LifeArgs),
-    /// Time to choose a token from the logits, by vocabulary and settings, on one core
+    /// Time to sample a token from the logits on one core, by vocabulary size and settings
     Sampler(sampler::SamplerArgs),
-    /// Round trip and throughput of the data plane between two endpoints on this machine
+    /// Round-trip time and throughput of the data plane between two endpoints on this machine
     Net,
 }
 
@@ -91,15 +91,15 @@ struct DeviceArgs {
     /// auto, cpu, cuda[:i] or vulkan[:i]
     #[arg(long, value_name = "DEVICE", default_value = "auto", env = "MESHNODE_DEVICE", value_parser = super::model::device)]
     device: String,
-    /// Compute threads of the processor [default: one per core]
+    /// Compute threads on the CPU [default: one per core]
     #[arg(long, value_name = "N", env = "MESHNODE_THREADS", value_parser = super::model::threads)]
     threads: Option<usize>,
 }
 
 fn bench_device(global: &Global, args: &DeviceArgs) -> Result<(), Failure> {
     let spinner = Spinner::new(format!("measuring {}", args.device));
-    let nowhere = UpOptions::solo(PathBuf::new(), PathBuf::new());
-    let options = UpOptions { device: args.device.clone(), threads: args.threads, ..nowhere };
+    let without_dirs = UpOptions::solo(PathBuf::new(), PathBuf::new());
+    let options = UpOptions { device: args.device.clone(), threads: args.threads, ..without_dirs };
     let figures = crate::measure::device(&options).map_err(Failure::failed)?;
     drop(spinner);
     answer(global, &figures, crate::measure::device_text);
@@ -118,9 +118,9 @@ pub(super) struct SelftestArgs {
 }
 
 pub(super) fn selftest(global: &Global, args: &SelftestArgs) -> Result<(), Failure> {
-    let wanted = args.device.as_deref().or(global.file.device.as_deref()).unwrap_or("auto");
-    let spinner = Spinner::new(format!("testing {wanted}"));
-    let (device, checks) = crate::measure::selftest(wanted).map_err(Failure::failed)?;
+    let requested = args.device.as_deref().or(global.file.device.as_deref()).unwrap_or("auto");
+    let spinner = Spinner::new(format!("testing {requested}"));
+    let (device, checks) = crate::measure::selftest(requested).map_err(Failure::failed)?;
     drop(spinner);
     let failed = checks.iter().filter(|c| c["ok"] != true).count();
     let value = json!({"device": device.to_string(), "ok": failed == 0, "checks": checks});
@@ -128,7 +128,7 @@ pub(super) fn selftest(global: &Global, args: &SelftestArgs) -> Result<(), Failu
     match failed {
         0 => Ok(()),
         _ => Err(Failure::failed(format!(
-            "{failed} of {} checks failed on {device}: do not trust this device",
+            "{failed} of {} checks failed on {device}: do not use this device",
             checks.len()
         ))),
     }
@@ -149,8 +149,8 @@ fn selftest_text(value: &Value) -> String {
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
-Starts three node processes with their own directories and ports on 127.0.0.1, each with too little memory for the model,
-lets them share it, and kills one with SIGKILL while they speak. Needs nothing else; under a minute.
+Starts three node processes with their own directories and ports on 127.0.0.1, each with too little memory for the whole model,
+distributes the model over them, and kills one with SIGKILL during generation. Takes less than a minute.
 
 Examples:
   meshnode demo
@@ -165,20 +165,21 @@ pub(super) struct DemoArgs {
     /// Kill a stage in each of many generations, with hot standbys, and measure the stalls
     #[arg(long)]
     chaos: bool,
-    /// How many to kill, with --chaos
+    /// Number of stages to kill, with --chaos
     #[arg(long, value_name = "N", default_value_t = 100, requires = "chaos", value_parser = clap::value_parser!(u32).range(0..=100_000))]
     kills: u32,
-    /// How often to kill the coordinator after that, with --chaos: the client goes on at another node
+    /// Number of times to kill the coordinator after that, with --chaos: the client resumes at another node
     #[arg(long, value_name = "N", default_value_t = 1, requires = "chaos", value_parser = clap::value_parser!(u32).range(0..=100_000))]
     coordinator_kills: u32,
-    /// Which tokens to kill at, with --chaos: drawn from this
+    /// Seed that chooses the tokens to kill at, with --chaos
     #[arg(long, value_name = "S", requires = "chaos")]
     seed: Option<u64>,
 }
 
 pub(super) fn demo(global: &Global, args: &DemoArgs) -> Result<(), Failure> {
     let model = fetch(global, "smollm2-135m")?;
-    let program = std::env::current_exe().map_err(|e| Failure::failed(format!("where is this program? {e}")))?;
+    let program =
+        std::env::current_exe().map_err(|e| Failure::failed(format!("cannot find the path of this program: {e}")))?;
     let options = crate::demo::DemoOptions {
         json: global.json,
         tokens: args.tokens,
@@ -188,12 +189,12 @@ pub(super) fn demo(global: &Global, args: &DemoArgs) -> Result<(), Failure> {
     if args.chaos {
         let kills = Kills { stages: args.kills as usize, coordinators: args.coordinator_kills as usize };
         let seed = args.seed.unwrap_or_else(|| u64::from(std::process::id()));
-        let show = move || crate::demo::chaos(&program, &model, &options, kills, seed).map_err(Failure::failed);
-        let summary = Interrupts::listen()?.during(show)?;
+        let demo = move || crate::demo::chaos(&program, &model, &options, kills, seed).map_err(Failure::failed);
+        let summary = Interrupts::listen()?.during(demo)?;
         return verdict(summary.tokens_equal_solo && summary.requests_lost == 0);
     }
-    let show = move || crate::demo::run(&program, &model, &options).map_err(Failure::failed);
-    let summary = Interrupts::listen()?.during(show)?;
+    let demo = move || crate::demo::run(&program, &model, &options).map_err(Failure::failed);
+    let summary = Interrupts::listen()?.during(demo)?;
     verdict(summary.tokens_equal_solo && summary.requests_lost == 0)
 }
 
@@ -201,6 +202,6 @@ fn verdict(good: bool) -> Result<(), Failure> {
     if good {
         return Ok(());
     }
-    remark("the demo did not show what it should");
+    remark("the demo failed: expected the same tokens as without failures, and no lost request");
     Err(Failure::quiet(Failure::FAILED))
 }

@@ -1,5 +1,5 @@
-//! Ctrl-C and SIGTERM for commands that wait: the first ends the command in order, a second one at once. Neither leaves a
-//! temporary directory behind.
+//! Ctrl-C and SIGTERM in commands that wait: the first signal ends the command gracefully, a second one immediately.
+//! Both remove temporary directories.
 use super::up::Signals;
 use super::{Failure, remark};
 use std::path::{Path, PathBuf};
@@ -7,20 +7,20 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-/// How soon an interrupt is noticed while something else is waited for.
+/// Polling interval for interrupts and other events.
 pub(super) const GLANCE: Duration = Duration::from_millis(50);
 
-/// Time for that.
+/// Time for interrupted work to clean up after its nodes were killed.
 const TIDY_MAX: Duration = Duration::from_secs(2);
 
-/// Directories to be removed where the process ends without unwinding.
+/// Directories to remove if the process ends without unwinding.
 static TEMPORARY: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
-/// Gets a message at the first signal.
+/// Receives a message at the first signal.
 pub(super) struct Interrupts(Receiver<()>);
 
 impl Interrupts {
-    /// From now on signals do not end the process by themselves.
+    /// Installs the handlers: from now on the first signal does not end the process.
     pub(super) fn listen() -> Result<Self, Failure> {
         let (sender, receiver) = channel();
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -41,13 +41,13 @@ impl Interrupts {
         Ok(Self(receiver))
     }
 
-    /// A signal came since the last look.
+    /// Whether a signal has arrived since the last call.
     pub(super) fn came(&self) -> bool {
         self.0.try_recv().is_ok()
     }
 
-    /// Does something that may take long, unless a signal comes before its end. The work is then left to itself: the
-    /// process is about to end.
+    /// Runs long work until it ends or a signal arrives. After a signal the work is abandoned, because the process is
+    /// about to end.
     pub(super) fn during<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T, Failure> + Send + 'static,
@@ -59,13 +59,13 @@ impl Interrupts {
                 Ok(result) => return result,
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => {
-                    return Err(Failure::failed("the command failed inside; this is a bug"));
+                    return Err(Failure::failed("internal error: the command panicked; this is a bug"));
                 }
             }
             if self.came() {
                 remark("interrupted");
                 if crate::cluster::kill_all() > 0 {
-                    // The work sees its nodes end and tidies up.
+                    // The work sees its nodes end and cleans up.
                     let _ = done.recv_timeout(TIDY_MAX);
                 }
                 remove_temporary();
@@ -75,7 +75,7 @@ impl Interrupts {
     }
 }
 
-/// A directory that is to go with the process, however that ends (but for SIGKILL).
+/// Removes `dir` when the process ends, however it ends (except by SIGKILL).
 pub(super) fn remove_at_end(dir: &Path) {
     TEMPORARY.lock().unwrap_or_else(PoisonError::into_inner).push(dir.to_owned());
 }

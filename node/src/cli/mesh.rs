@@ -1,4 +1,4 @@
-//! Commands that ask a running node about its mesh or tell it something: thin clients of `/api/v1`.
+//! Commands that query or administer a running node: thin clients of `/api/v1`.
 use super::interrupt::GLANCE;
 use super::plan::{layers, stages, standbys};
 use super::table::{render, row};
@@ -11,29 +11,30 @@ use serde_json::{Value, json};
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
-/// How long `leave` waits for the process to end: running requests have ten seconds, then it says goodbye.
+/// How long `leave` waits for the process to end: the node gives running requests ten seconds, then announces that it
+/// leaves.
 const LEAVE_MAX: Duration = Duration::from_secs(20);
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
-  meshnode invite                       one machine, within an hour
-  meshnode invite --ttl 1d --uses 20    a room full
+  meshnode invite                       one machine, within one hour
+  meshnode invite --ttl 1d --uses 20    20 machines, within one day
   ssh other meshnode join $(meshnode invite)")]
 pub(super) struct InviteArgs {
-    /// How long the ticket is good for: 90s, 15m, 1h, 7d
+    /// How long the ticket is valid: 90s, 15m, 1h, 7d
     #[arg(long, value_name = "TIME", default_value = "1h", value_parser = lifetime)]
     ttl: Duration,
-    /// How many machines may join with it
+    /// Number of machines that may join with the ticket
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
     uses: u32,
 }
 
-/// With its unit: 5 could be minutes or days.
+/// Parses a lifetime. The unit is required, because 5 could mean minutes or days.
 fn lifetime(text: &str) -> Result<Duration, String> {
     let text = text.trim();
     if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) {
-        return Err(format!("`{text}` has no unit: write {text}s, {text}m, {text}h or {text}d"));
+        return Err(format!("`{text}` has no unit: expected {text}s, {text}m, {text}h or {text}d"));
     }
     let span = parse_duration(text)?;
     match (1..=INVITE_TTL_MAX.as_secs()).contains(&span.as_secs()) {
@@ -45,38 +46,38 @@ fn lifetime(text: &str) -> Result<Duration, String> {
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Example:
-  meshnode status        shows who waits
+  meshnode status        lists the waiting peers
   meshnode approve 12D3KooWQ…")]
 pub(super) struct ApproveArgs {
-    /// PeerId of a peer that waits, or the beginning of it
+    /// PeerId of a waiting peer, or a prefix of it
     peer: String,
 }
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
-  meshnode peers                  shows names and ids
-  meshnode ban old-laptop         by its name, if only one member has it
-  meshnode ban 12D3KooWQ…         by its PeerId
+  meshnode peers                  lists names and ids
+  meshnode ban old-laptop         by name, if only one member has it
+  meshnode ban 12D3KooWQ…         by PeerId
 
-The ban reaches all members within a second, those that are away when they come back. The key of the mesh is changed, and
-the banned do not get the new one. Nodes that joined by a ticket of the banned member are banned with it: invite them again.
-Tickets that members made before the ban are void. The banned key stays banned; its machine can join again with a new ticket
-and a fresh --data-dir. Of two members that ban each other the first one's ban holds, and the founder's before all others.")]
+The ban reaches all connected members within a second, others when they reconnect. The mesh key is rotated, and banned nodes do
+not receive the new one. Nodes that joined with a ticket of the banned member are banned with it: invite them again. Tickets that
+members created before the ban become void. A ban applies to the node's key for ever; its machine can join again with a new
+ticket and a new --data-dir. If two members ban each other, the first ban takes effect; the founder's overrides all others.")]
 pub(super) struct BanArgs {
-    /// Name, id or PeerId of a member; PeerId of one that is away
+    /// Name, id or PeerId of a member; for one that is not connected, its PeerId
     peer: String,
 }
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
-  meshnode drain          before an update: what runs goes on, new work goes elsewhere
-  meshnode drain --off    takes work again
+  meshnode drain          before an update: running work continues, new work goes to other nodes
+  meshnode drain --off    accepts work again
 
-`meshnode jobs` shows what still runs; when it is empty of running requests, `meshnode leave`.")]
+`meshnode jobs` shows the running requests; when there are none left, run `meshnode leave`.")]
 pub(super) struct DrainArgs {
-    /// Take new work again
+    /// Accept new work again
     #[arg(long)]
     off: bool,
 }
@@ -85,18 +86,22 @@ pub(super) struct DrainArgs {
 #[command(after_help = "\
 Examples:
   meshnode peers          members of the mesh
-  meshnode peers --all    and those that left
+  meshnode peers --all    also nodes that left it
 
-With --json all of them, each with its `state`.")]
+--json prints all of them, each with its `state`.")]
 pub(super) struct PeersArgs {
-    /// Show members that left, too
+    /// Also show nodes that left the mesh
     #[arg(long)]
     all: bool,
 }
 
 pub(super) fn drain(global: &Global, args: &DrainArgs) -> Result<(), Failure> {
     let value = global.client()?.post("/api/v1/drain", &json!({"on": !args.off}))?;
-    let text = if args.off { "the node takes work again" } else { "the node takes no new work; what runs goes on" };
+    let text = if args.off {
+        "the node accepts new work again"
+    } else {
+        "the node accepts no new work; running work continues"
+    };
     answer(global, &value, |_| text.into());
     Ok(())
 }
@@ -104,7 +109,7 @@ pub(super) fn drain(global: &Global, args: &DrainArgs) -> Result<(), Failure> {
 pub(super) fn leave(global: &Global) -> Result<(), Failure> {
     let value = global.client()?.post("/api/v1/leave", &json!({}))?;
     let process: Option<Process> = serde_json::from_value(value["process"].clone()).ok();
-    // Of a node on another machine nothing is known of its process.
+    // The process can be observed only on this machine.
     let here = global.api().is_none_or(|api| super::model::is_local(&api));
     let Some(process) = process.filter(|_| here) else {
         answer(global, &value, |_| "the node is leaving the mesh; its process will exit".into());
@@ -115,7 +120,7 @@ pub(super) fn leave(global: &Global) -> Result<(), Failure> {
         if Instant::now() > end {
             let (pid, seconds) = (process.pid, LEAVE_MAX.as_secs());
             return Err(Failure::failed(format!(
-                "the node is leaving the mesh, but its process {pid} still runs after {seconds} s: it may be finishing requests; see its log"
+                "the node is leaving the mesh, but its process {pid} is still running after {seconds} s: it may be finishing requests; see its log"
             )));
         }
         std::thread::sleep(GLANCE);
@@ -130,7 +135,7 @@ pub(super) fn open(global: &Global) -> Result<(), Failure> {
     let url = format!("{}/#{}", client.base(), string(&value["fragment"]));
     if !global.json {
         let minutes = value["seconds"].as_u64().unwrap_or(0) / 60;
-        remark(format!("open this link in a browser; it works once, within {minutes} minutes:"));
+        remark(format!("open this link in a browser (valid once, for {minutes} minutes):"));
     }
     answer(global, &json!({"url": url, "seconds": value["seconds"]}), |v| string(&v["url"]).to_owned());
     Ok(())
@@ -140,7 +145,7 @@ pub(super) fn invite(global: &Global, args: &InviteArgs) -> Result<(), Failure> 
     let body = json!({"ttl_s": args.ttl.as_secs(), "uses": args.uses});
     let value = global.client()?.post("/api/v1/invite", &body)?;
     if !global.json {
-        remark("on the other machine: meshnode join TICKET, with this ticket:");
+        remark("on the other machine run `meshnode join TICKET` with this ticket:");
     }
     answer(global, &value, |v| v["ticket"].as_str().unwrap_or_default().to_owned());
     Ok(())
@@ -158,12 +163,12 @@ pub(super) fn ban(global: &Global, args: &BanArgs) -> Result<(), Failure> {
         remark(format!("warning: {warning}"));
     }
     answer(global, &value, |v| {
-        let mut text = format!("{} is banned, and the key of the mesh is changed", string(&v["banned"]));
+        let mut text = format!("{} is banned, and the mesh key has been rotated", string(&v["banned"]));
         for guest in list(&v["with_it"]) {
-            let _ = write!(text, "\nbanned with it, because it invited that node: {}", string(guest));
+            let _ = write!(text, "\nalso banned, because the banned node invited it: {}", string(guest));
         }
         for ticket in list(&v["void_tickets"]) {
-            let _ = write!(text, "\nvoid, because the banned may know it: {}", string(ticket));
+            let _ = write!(text, "\nvoid, because the banned node may have it: {}", string(ticket));
         }
         text
     });
@@ -232,16 +237,16 @@ fn status_text(state: &Value, all: bool) -> String {
         let _ = writeln!(text, "\n{advice}");
     }
     for peer in list(&state["waiting"]) {
-        let _ = writeln!(text, "\nwaits to be let in: meshnode approve {}", string(peer));
+        let _ = writeln!(text, "\na peer waits for approval; to admit it: meshnode approve {}", string(peer));
     }
     text
 }
 
-/// Members that left are shown only with `all`: nothing is to be done about them.
+/// The table of peers. Nodes that left are listed only with `all`, because they need no action.
 fn peers_text(peers: &Value, all: bool) -> String {
     let mut rows =
         vec![row(["NAME", "STATE", "DEVICE", "DECODE", "ATTENTION", "PREFILL", "FREE", "OF", "RTT", "LINK", "NODE"])];
-    // A column only where a zone is known.
+    // The column is shown only if any zone is known.
     let zone = |peer: &Value| peer["zone"].as_str().filter(|zone| !zone.is_empty()).map(str::to_owned);
     let zones = list(peers).any(|peer| zone(peer).is_some());
     if zones {
@@ -317,11 +322,11 @@ fn jobs_text(jobs: &Value) -> String {
         .join("\n")
 }
 
-/// Simulations in which the node has a part, one a line.
+/// The simulations that the node coordinates or takes part in, one per line.
 fn simulations_text(simulations: &Value) -> String {
     let mut rows = vec![row(["SIMULATION", "NAME", "STATE", "STEP", "SPEED", "TILES", "ROLE", "COORDINATOR"])];
     for job in list(simulations) {
-        // The coordinator knows all tiles, others the ones that they hold.
+        // The coordinator reports all tiles, other nodes only those that they hold.
         let tiles = list(&job["tiles"]).chain(list(&job["held"])).count();
         rows.push(vec![
             string(&job["job"]).to_owned(),
@@ -344,7 +349,7 @@ fn simulations_text(simulations: &Value) -> String {
     text
 }
 
-/// The last move of a job.
+/// The last migration of a job.
 fn moved(moved: &Value) -> String {
     let ms = |name: &str| moved[name].as_f64().unwrap_or(0.0);
     let bytes = |name: &str| Size(moved[name].as_u64().unwrap_or(0));
@@ -352,7 +357,7 @@ fn moved(moved: &Value) -> String {
         return String::new();
     }
     format!(
-        "moved here for {:.2} ms/token instead of {:.2}: {} of weights, {} of them from peers\n",
+        "moved to this placement for {:.2} ms/token instead of {:.2}: {} of weights moved, {} of them fetched from peers\n",
         ms("after_ms"),
         ms("before_ms"),
         bytes("moved_bytes"),
@@ -373,7 +378,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_degraded_model_shows_why() {
+    fn a_degraded_model_shows_the_reason() {
         let job = json!({"model": "tiny", "state": "degraded", "head": true, "epoch": 3, "running": 0, "queued": 2,
             "reason": "no plan fits: 12 MiB are missing"});
         let text = jobs_text(&json!([job]));
@@ -389,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn zones_have_a_column_where_one_is_known() {
+    fn the_zone_column_is_shown_if_a_zone_is_known() {
         let peers = json!([{"name": "here", "state": "alive", "zone": ""}, {"name": "there", "state": "alive"}]);
         assert!(!peers_text(&peers, false).contains("ZONE"));
         let peers = json!([{"name": "here", "state": "alive", "zone": "attic"}, {"name": "there", "state": "alive"}]);

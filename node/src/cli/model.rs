@@ -1,4 +1,4 @@
-//! What `pull`, `plan`, `run` and `serve` share: naming a model, having it here, and a node to ask.
+//! Shared by `pull`, `plan`, `run` and `serve`: naming a model, downloading it, and finding or starting a node.
 use super::interrupt::{GLANCE, Interrupts, remove_at_end};
 use super::progress::{Bar, Spinner};
 use super::{Failure, Global, answer, remark};
@@ -19,9 +19,9 @@ Examples:
   meshnode pull smollm2-135m
   meshnode pull hf:QuantFactory/SmolLM2-360M-Instruct-GGUF/SmolLM2-360M-Instruct.Q4_1.gguf
 
-A fetch that was broken off goes on where it stopped. HF_TOKEN opens private files, HF_ENDPOINT names a mirror.")]
+An interrupted download resumes where it stopped. Set HF_TOKEN for private files, and HF_ENDPOINT for a mirror.")]
 pub(super) struct PullArgs {
-    /// smollm2-135m, hf:OWNER/REPO/FILE, or the path of a .gguf file or of a folder with model.safetensors
+    /// smollm2-135m, hf:OWNER/REPO/FILE, or the path of a .gguf file or of a folder that contains model.safetensors
     model: String,
 }
 
@@ -32,7 +32,7 @@ pub(super) fn pull(global: &Global, args: &PullArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The file of a model, fetched if need be.
+/// The file of a model, downloaded if necessary.
 pub(super) fn fetch(global: &Global, model: &str) -> Result<PathBuf, Failure> {
     let models_dir = global.models_dir();
     if let Some(path) = pull::locate(model, &models_dir) {
@@ -41,21 +41,22 @@ pub(super) fn fetch(global: &Global, model: &str) -> Result<PathBuf, Failure> {
     Ok(pull::fetch(model, &models_dir, &Sources::from_env(), &Bar::new())?)
 }
 
-/// A model and how to run it.
+/// A model and its options.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct ModelArgs {
-    /// smollm2-135m, hf:OWNER/REPO/FILE, or the path of a .gguf file or of a folder with model.safetensors
+    /// smollm2-135m, hf:OWNER/REPO/FILE, or the path of a .gguf file or of a folder that contains model.safetensors
     pub(super) model: String,
-    /// How activations enter matrix products on CPUs: int8 is fast, f32 is strict [default: as served, else int8]
+    /// Type of the activations in matrix products on CPUs: int8 is faster, f32 more accurate [default: as served, else
+    /// int8]
     #[arg(long, value_enum, value_name = "KIND")]
     activations: Option<Activations>,
-    /// How activations travel between nodes
+    /// Encoding of activations between nodes
     #[arg(long, value_enum, value_name = "CODEC", default_value = "lossless")]
     boundary: Boundary,
     /// Tokens of context per request [default: as served, else the model's own, at most 2048]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
-    /// Requests at once [default: as served, else 4]
+    /// Number of concurrent requests [default: as served, else 4]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     sequences: Option<u32>,
     #[command(flatten)]
@@ -73,13 +74,14 @@ enum Boundary {
     Lossless,
 }
 
-/// What a node computes on. For `run`, `serve` and `plan` only where they start a node of their own.
+/// Resources of a node. `run`, `serve` and `plan` use them only if they start a node themselves.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub(super) struct ComputeArgs {
     /// auto, cpu, cuda[:i] or vulkan[:i] [default: auto]
     #[arg(long, value_name = "DEVICE", env = "MESHNODE_DEVICE", value_parser = device)]
     pub(super) device: Option<String>,
-    /// Most memory for weights, caches and scratch, as in 200MiB or 4G [default: three quarters of the machine's free memory, or all but 1 GiB of a GPU's]
+    /// Memory limit for weights, caches and scratch, as in 200MiB or 4G [default: three quarters of the machine's free
+    /// memory, or all but 1 GiB of a GPU's]
     #[arg(long, value_name = "SIZE", env = "MESHNODE_MEMORY")]
     pub(super) memory: Option<Size>,
     /// Compute threads [default: one per core]
@@ -88,20 +90,20 @@ pub(super) struct ComputeArgs {
 }
 
 impl ComputeArgs {
-    /// What was asked for of a node that is to be started.
+    /// The flags that were given for a node to start.
     fn given(&self) -> impl Iterator<Item = &'static str> {
         let given = [
             ("--device", "MESHNODE_DEVICE", self.device.is_some()),
             ("--memory", "MESHNODE_MEMORY", self.memory.is_some()),
             ("--threads", "MESHNODE_THREADS", self.threads.is_some()),
         ];
-        // What stands in the environment is meant for nodes, not for this command.
+        // Environment variables are meant for nodes, not for this command.
         let asked = |(_, variable, given): &(&str, &str, bool)| *given && std::env::var_os(variable).is_none();
         given.into_iter().filter(asked).map(|(name, _, _)| name)
     }
 }
 
-/// Checks the form; whether the device is there is seen at start.
+/// Checks the syntax; whether the device exists is checked at the start of the node.
 pub(super) fn device(text: &str) -> Result<String, String> {
     let (kind, index) = text.split_once(':').map_or((text, None), |(kind, index)| (kind, Some(index)));
     let indexed = matches!(kind, "cuda" | "vulkan") && index.is_none_or(|i| i.parse::<u8>().is_ok());
@@ -120,7 +122,7 @@ pub(super) fn threads(text: &str) -> Result<usize, String> {
 }
 
 impl ModelArgs {
-    /// For the node; what was not given stays as the model is served.
+    /// The options for the node. A missing option leaves the setting of a served model unchanged.
     fn options(&self) -> Value {
         let Boundary::Lossless = self.boundary;
         json!({
@@ -129,8 +131,9 @@ impl ModelArgs {
         })
     }
 
-    /// POSTs the model to `path` (`plan` or `deploy`). The node looks for it by name among what it serves and in its own
-    /// cache; where it is not there, it is fetched here, and named by the path of its file if that is another cache.
+    /// POSTs the model to `path` (`plan` or `deploy`). The node looks up the name among its served models and in its
+    /// own cache. If it finds none, this command downloads the model, and sends the path of the file if the caches
+    /// differ.
     pub(super) fn post(&self, global: &Global, client: &Client, path: &str, temporary: bool) -> Result<Value, Failure> {
         let by_path = self.model.contains('/') && !self.model.starts_with("hf:") || self.model.ends_with(".gguf");
         let body = |model: &str| json!({"model": model, "options": self.options(), "temporary": temporary});
@@ -153,7 +156,7 @@ impl ModelArgs {
     }
 }
 
-/// A node to ask: the one that listens, or one started here.
+/// A node: one that is running, or one started in this process.
 pub(super) struct Service {
     pub(super) client: Client,
     pub(super) address: String,
@@ -161,7 +164,7 @@ pub(super) struct Service {
 }
 
 struct OwnNode {
-    /// Taken when it ends.
+    /// `None` once the node ends.
     runtime: Option<tokio::runtime::Runtime>,
     running: crate::node::Running,
     _announced: Option<Announced>,
@@ -170,7 +173,7 @@ struct OwnNode {
 
 impl Drop for OwnNode {
     fn drop(&mut self) {
-        // What still hashes or loads is not waited for.
+        // Does not wait for hashing or loading.
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
@@ -178,7 +181,8 @@ impl Drop for OwnNode {
 }
 
 impl Service {
-    /// Finds a node, or starts one, and POSTs the model to `path`; `temporary`: for one run. A signal ends this at any moment.
+    /// Finds or starts a node, and POSTs the model to `path`. `temporary`: for one run. A signal interrupts this at any
+    /// time.
     pub(super) fn ask(
         interrupts: &Interrupts,
         global: &Global,
@@ -194,8 +198,8 @@ impl Service {
         })
     }
 
-    /// The node that listens on `--api`, or, where none does on this machine, a solo node in this process whose API is
-    /// at `own_address` (port 0: any).
+    /// The node that listens on `--api`. If none does and the address is on this machine, starts a solo node in this
+    /// process with its API on `own_address` (default: any free loopback port).
     pub(super) fn find(
         global: &Global,
         compute: &ComputeArgs,
@@ -205,26 +209,29 @@ impl Service {
         let client = global.client()?;
         if client.listens() {
             for option in compute.given() {
-                remark(format!("{option} is left out: the node on {} runs already, with its own", client.base()));
+                remark(format!(
+                    "{option} is ignored: the node on {} is already running with its own setting",
+                    client.base()
+                ));
             }
             return Ok(Self { address: client.base().to_owned(), client, own: None });
         }
         let elsewhere = global.api().is_some_and(|api| !is_local(&api));
         if elsewhere {
-            return Err(ClientError::Nobody { base: client.base().to_owned() }.into());
+            return Err(ClientError::Unreachable { base: client.base().to_owned() }.into());
         }
         if let Some(model) = model {
-            fetch(global, model)?; // a mistyped name should not start a node first
+            fetch(global, model)?; // detect a mistyped name before starting a node
         }
         Self::start(global, compute, own_address)
     }
 
-    /// Started here (and not merely found).
+    /// Whether the node was started in this process.
     pub(super) fn is_own(&self) -> bool {
         self.own.is_some()
     }
 
-    /// Waits for Ctrl-C or SIGTERM, or the end of a node that was started here.
+    /// Waits for Ctrl-C, SIGTERM, or the end of the node if it was started in this process.
     pub(super) fn wait_for_end(mut self, interrupts: &Interrupts) -> Result<(), Failure> {
         use tokio::sync::oneshot::error::TryRecvError;
         while let Some(own) = self.own.as_mut().filter(|_| !interrupts.came()) {
@@ -238,12 +245,12 @@ impl Service {
     }
 
     fn start(global: &Global, compute: &ComputeArgs, address: Option<SocketAddr>) -> Result<Self, Failure> {
-        remark(format!("no node listens on {}: starting one in this process, alone", global.client()?.base()));
+        remark(format!("no node listens on {}: starting one in this process, without peers", global.client()?.base()));
         let file = &global.file;
         let data_dir = tempfile::Builder::new()
             .prefix("meshnode-solo-")
             .tempdir()
-            .map_err(|e| Failure::failed(format!("cannot make a temporary directory: {e}")))?;
+            .map_err(|e| Failure::failed(format!("cannot create a temporary directory: {e}")))?;
         remove_at_end(data_dir.path());
         let mut options = UpOptions::solo(data_dir.path().to_owned(), global.models_dir());
         options.cache_bytes = global.cache_bytes();
@@ -252,7 +259,7 @@ impl Service {
         options.threads = compute.threads.or(file.threads);
         let runtime = super::up::runtime()?;
         let any = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
-        // Callers of a private API on a free port need no key; where one is set it protects the public one.
+        // The key for all callers protects only a public address, not a private API on a free port.
         let public = address.is_some();
         let everyone = address.and(global.api_key());
         let api = runtime.block_on(Api::bind(address.unwrap_or(any), everyone))?;
@@ -262,7 +269,7 @@ impl Service {
         let address = api.address().map_err(Failure::failed)?;
         let (handle, running) = runtime.block_on(crate::node::start(options))?;
         runtime.spawn(api.serve(handle, Metrics::default(), std::future::pending()));
-        // Other commands are to find a node on the usual address.
+        // Lets other commands find a node on a public address.
         let announced = public.then(|| Announced::new(address, data_dir.path())).flatten();
         let client = Client::new(Some(&local(address).to_string()), Key::Given(key.as_str().to_owned()));
         let address = client.base().to_owned();
@@ -271,7 +278,7 @@ impl Service {
     }
 }
 
-/// Where this machine itself reaches a node that listens there.
+/// The address at which this machine reaches a node that listens on `address`.
 fn local(address: SocketAddr) -> SocketAddr {
     let ip = match address.ip() {
         IpAddr::V4(ip) if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),
@@ -281,7 +288,7 @@ fn local(address: SocketAddr) -> SocketAddr {
     SocketAddr::new(ip, address.port())
 }
 
-/// Whether an `--api` value means this machine.
+/// Whether an `--api` value refers to this machine.
 pub(super) fn is_local(api: &str) -> bool {
     let host = api.strip_prefix("http://").unwrap_or(api);
     match host.parse::<SocketAddr>() {
@@ -290,7 +297,7 @@ pub(super) fn is_local(api: &str) -> bool {
     }
 }
 
-/// The address that `--api` names, for a node that is to listen there.
+/// The address of `--api`, for a node to listen on.
 pub(super) fn listen_address(global: &Global) -> Result<SocketAddr, Failure> {
     let Some(text) = &global.api else {
         return Ok(global.file.api.unwrap_or(crate::config::API_DEFAULT));
@@ -299,7 +306,7 @@ pub(super) fn listen_address(global: &Global) -> Result<SocketAddr, Failure> {
     bare.parse().map_err(|_| Failure::usage(format!("--api {text}: expected an address like 127.0.0.1:9470")))
 }
 
-/// A path for people: what the model is called without directories.
+/// The display name of a model: its path without directories.
 pub(super) fn display_name(model: &str) -> String {
     Path::new(model).file_name().map_or_else(|| model.to_owned(), |n| n.to_string_lossy().into_owned())
 }

@@ -1,4 +1,4 @@
-//! `meshnode plan`: who would hold which layers, what it costs, and why.
+//! `meshnode plan`: predicted placement and cost of a model or simulation, with the reasons.
 use super::interrupt::Interrupts;
 use super::model::{ModelArgs, Service, display_name};
 use super::table::{render, row};
@@ -29,7 +29,7 @@ pub(super) fn plan(global: &Global, args: &PlanArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// How a simulation would be shared.
+/// Plans the decomposition of a simulation.
 fn simulation(global: &Global, args: &PlanArgs) -> Result<(), Failure> {
     let simulation = super::submit::read(std::path::Path::new(&args.model.model))?;
     let body = serde_json::json!({"simulation": super::submit::packed(&simulation)});
@@ -57,7 +57,7 @@ fn simulation_text(report: &Value) -> String {
     if tiles.len() > 1 {
         let _ = writeln!(
             text,
-            "halo depth: {}; the slowest tile computes {} % of the time",
+            "halo depth: {}; the slowest tile spends {} % of the time computing",
             count(report["depth"].as_u64().unwrap_or(0) as usize, "step"),
             report["busy_percent"]
         );
@@ -114,11 +114,11 @@ fn text(model: &str, report: &Value) -> String {
         let change = &report["change"];
         let number = |name: &str| change[name].as_f64().unwrap_or(0.0);
         let _ = match change["moved_bytes"].as_u64().unwrap_or(0) {
-            0 => writeln!(text, "\nThe model runs with this placement."),
+            0 => writeln!(text, "\nThe model is running with this placement."),
             bytes => writeln!(
                 text,
-                "\nThe model runs with another placement, at {:.2} ms/token: {} of weights would move. It moves by itself once the \
-                 gain has been a fifth of the time for {} s.",
+                "\nThe model is running with another placement, at {:.2} ms/token; {} of weights would move. It moves automatically \
+                 once the predicted gain has been at least a fifth of the time for {} s.",
                 number("before_ms"),
                 Size(bytes),
                 (limits::MOVE_EVERY * limits::MOVE_LOOKS).as_secs(),
@@ -143,28 +143,28 @@ fn text(model: &str, report: &Value) -> String {
     text
 }
 
-/// What kind of job a zone is lost under.
+/// Texts about the loss of a zone, by kind of job.
 struct Kind {
     part: &'static str,
-    /// What becomes of parts that are placed again.
+    /// What happens to parts without a standby.
     placed: &'static str,
-    /// What the loss of the coordinator means.
+    /// What happens if the coordinator is lost.
     coordinator: &'static str,
 }
 
 const MODEL: Kind = Kind {
     part: "stage",
-    placed: "placed again on the nodes that are left",
-    coordinator: "its coordinator is there: a successor goes on if more than half of the nodes that take part are left",
+    placed: "placed again on the remaining nodes",
+    coordinator: "it includes the coordinator: a successor takes over if more than half of the participating nodes remain",
 };
 
 const SIMULATION: Kind = Kind {
     part: "tile",
-    placed: "placed again with all others, from the last checkpoint or the beginning",
-    coordinator: "its coordinator is there: a successor goes on if more than half of the nodes that take part are left",
+    placed: "all tiles are placed again, from the last checkpoint or the beginning",
+    coordinator: "it includes the coordinator: a successor takes over if more than half of the participating nodes remain",
 };
 
-/// A line for each zone: what goes on when it is lost, and after how long.
+/// One line per zone: the effect of losing it, and the predicted stall.
 fn zones(zones: &Value, kind: &Kind) -> String {
     let mut text = String::new();
     for zone in zones.as_array().into_iter().flatten() {
@@ -172,17 +172,17 @@ fn zones(zones: &Value, kind: &Kind) -> String {
         let s = if numbers.len() == 1 { "" } else { "s" };
         let parts = format!("{}{s} {}", kind.part, numbers.join(", "));
         let then = match zone["then"].as_str() {
-            Some("standbys") => format!("{parts}: on at the standby{s}"),
+            Some("standbys") => format!("{parts}: continued by the standby{s}"),
             Some("placed") => format!("{parts}: {}", kind.placed),
-            Some("ends") => format!("{parts}: the job could not go on: {}", string(&zone["error"])),
-            _ => format!("no {} is there", kind.part),
+            Some("ends") => format!("{parts}: the job could not continue: {}", string(&zone["error"])),
+            _ => format!("no {} affected", kind.part),
         };
         let stall = zone["stall_ms"].as_f64().map_or_else(String::new, |ms| format!(", stall about {ms:.0} ms"));
         let coordinator = match zone["coordinator"] == true {
             true => format!("; {}", kind.coordinator),
             false => String::new(),
         };
-        let _ = writeln!(text, "zone lost: {}: {then}{stall}{coordinator}", string(&zone["zone"]));
+        let _ = writeln!(text, "if zone {} is lost: {then}{stall}{coordinator}", string(&zone["zone"]));
     }
     if text.is_empty() { text } else { format!("\n{text}") }
 }
@@ -205,13 +205,13 @@ pub(super) fn stages(stages: &Value) -> String {
     render(&rows)
 }
 
-/// First and last layer of a stage or a transfer.
+/// The layer range of a stage or a transfer.
 pub(super) fn layers(of: &Value) -> String {
     let layer = |name: &str| of[name].as_u64().and_then(|layer| u32::try_from(layer).ok()).unwrap_or(0);
     partitioner::explain::layers(&(layer("first_layer")..layer("end_layer")))
 }
 
-/// `12 seconds`; less than one in milliseconds.
+/// As `12 seconds`; below one second in milliseconds.
 fn duration(seconds: f64) -> String {
     match seconds {
         short if short < 1.0 => format!("{:.0} ms", short.max(0.0) * 1e3),
@@ -248,7 +248,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_zone_says_what_its_loss_means() {
+    fn each_zone_shows_the_effect_of_its_loss() {
         let known = serde_json::json!([
             {"zone": "attic", "coordinator": true, "parts": [0], "then": "standbys", "stall_ms": 405.4, "error": null},
             {"zone": "cellar", "coordinator": false, "parts": [1, 2], "then": "ends", "error": "3 GiB are missing"},
@@ -256,16 +256,16 @@ mod tests {
         ]);
         assert_eq!(
             zones(&known, &MODEL),
-            "\nzone lost: attic: stage 0: on at the standby, stall about 405 ms; its coordinator is there: a \
-             successor goes on if more than half of the nodes that take part are left\n\
-             zone lost: cellar: stages 1, 2: the job could not go on: 3 GiB are missing\n\
-             zone lost: shed: no stage is there\n"
+            "\nif zone attic is lost: stage 0: continued by the standby, stall about 405 ms; it includes the coordinator: a \
+             successor takes over if more than half of the participating nodes remain\n\
+             if zone cellar is lost: stages 1, 2: the job could not continue: 3 GiB are missing\n\
+             if zone shed is lost: no stage affected\n"
         );
         assert_eq!(zones(&Value::Null, &MODEL), "");
     }
 
     #[test]
-    fn a_short_run_is_not_predicted_to_take_no_time() {
+    fn short_durations_are_shown_in_milliseconds() {
         assert_eq!([0.0, 0.25, 12.0].map(duration), ["0 ms", "250 ms", "12 seconds"]);
     }
 }

@@ -1,9 +1,9 @@
-//! Progress on stderr: bars where a person watches, a few lines where a log is kept.
+//! Progress on stderr: bars on a terminal, a few lines in a log.
 use crate::pull::Progress;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::time::Duration;
 
-/// A bar for a fetch.
+/// A progress bar for a download.
 pub(super) struct Bar(ProgressBar);
 
 impl Bar {
@@ -45,7 +45,7 @@ impl Drop for Bar {
     }
 }
 
-/// Turns while something of unknown length goes on; gone when dropped.
+/// A spinner for work of unknown length; removed on drop.
 pub(super) struct Spinner(ProgressBar);
 
 impl Spinner {

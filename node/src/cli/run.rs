@@ -1,4 +1,4 @@
-//! `meshnode run`: a prompt in, text out as it comes.
+//! `meshnode run`: sends a prompt to a model and streams the answer.
 use super::interrupt::{GLANCE, Interrupts};
 use super::model::{ModelArgs, Service};
 use super::progress::Spinner;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use std::io::{IsTerminal, Read, Write};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 
-/// Largest prompt read from stdin: what the API takes.
+/// Largest prompt read from stdin: half of the API's body limit, which leaves room for JSON escapes.
 const PROMPT_BYTES_MAX: u64 = 4 << 20;
 
 #[derive(Debug, clap::Args)]
@@ -18,8 +18,8 @@ Examples:
   meshnode run ./model.gguf --greedy --max-tokens 64 --json < question.txt
   meshnode run smollm2-135m --raw --prompt 'Once upon a time' --temperature 0.8 --seed 7
 
-The prompt is put into the model's chat format as one turn of the user, unless --raw. A model that the node did not serve
-before is unloaded a few seconds after the answer, unless something else uses it, or --keep. With --json: text, tokens, token_ids,
+Unless --raw, the prompt is formatted as one user message with the model's chat template. A model that the node did not serve
+before is unloaded a few seconds after the answer, unless it is in use or --keep was given. --json prints text, tokens, token_ids,
 prompt_tokens, finish_reason, tokens_per_s, first_token_ms.")]
 pub(super) struct RunArgs {
     #[command(flatten)]
@@ -27,46 +27,46 @@ pub(super) struct RunArgs {
     /// The prompt [default: read from stdin]
     #[arg(long, short, value_name = "TEXT")]
     prompt: Option<String>,
-    /// What the model is told before the prompt
+    /// System message before the prompt
     #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
     system: Option<String>,
-    /// Give the prompt to the model as it is, without its chat format
+    /// Send the prompt without the chat template
     #[arg(long)]
     raw: bool,
-    /// Most tokens to generate
+    /// Maximum number of tokens to generate
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: u32,
-    /// Always the likeliest token
+    /// Always choose the most likely token
     #[arg(long, conflicts_with_all = ["temperature", "top_p", "top_k", "min_p", "seed"])]
     greedy: bool,
-    /// 0 is greedy, more is bolder
+    /// Sampling temperature; 0 is greedy
     #[arg(long, value_name = "T", default_value_t = 0.7)]
     temperature: f64,
-    /// Choose among the likeliest tokens that have this much probability together
+    /// Nucleus sampling: sample from the most likely tokens with this cumulative probability
     #[arg(long, value_name = "P")]
     top_p: Option<f64>,
-    /// Choose among this many likeliest tokens
+    /// Sample from this number of most likely tokens
     #[arg(long, value_name = "K")]
     top_k: Option<u32>,
-    /// Leave out tokens less likely than this share of the likeliest
+    /// Exclude tokens less likely than this fraction of the most likely token
     #[arg(long, value_name = "P")]
     min_p: Option<f64>,
-    /// Above 1 makes repetition less likely
+    /// Values above 1 make repetition less likely
     #[arg(long, value_name = "R")]
     repetition_penalty: Option<f64>,
-    /// Above 0 makes tokens of the answer less likely to come again, -2 to 2
+    /// Values above 0 make tokens of the answer less likely to be repeated, -2 to 2
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     presence_penalty: Option<f64>,
-    /// The same for each time that a token came, -2 to 2
+    /// As --presence-penalty, multiplied by the number of occurrences, -2 to 2
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     frequency_penalty: Option<f64>,
-    /// The same seed gives the same answer
+    /// Sampling seed: the same seed gives the same answer
     #[arg(long, value_name = "S")]
     seed: Option<i64>,
-    /// End before this text; may be repeated
+    /// Stop string: the answer ends before it; may be repeated
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// Go on after the model says that it is done
+    /// Continue after the model's end-of-sequence token
     #[arg(long)]
     ignore_eos: bool,
     /// Keep the model loaded after the answer, as `serve` does
@@ -89,7 +89,7 @@ pub(super) fn run(global: &Global, args: &RunArgs) -> Result<(), Failure> {
     std::thread::spawn(move || {
         for line in lines {
             if sender.send(line).is_err() {
-                return; // dropping `lines` closes the connection, which stops the work
+                return; // dropping `lines` closes the connection, which cancels the request
             }
         }
     });
@@ -137,7 +137,7 @@ impl RunArgs {
 
 fn read_prompt() -> Result<String, Failure> {
     if std::io::stdin().is_terminal() {
-        remark("the prompt, then Ctrl-D:");
+        remark("type the prompt, then press Ctrl-D:");
     }
     let mut prompt = String::new();
     let read = std::io::stdin().take(PROMPT_BYTES_MAX + 1).read_to_string(&mut prompt);
@@ -146,14 +146,14 @@ fn read_prompt() -> Result<String, Failure> {
         return Err(Failure::usage(format!("the prompt on stdin is longer than {PROMPT_BYTES_MAX} bytes")));
     }
     let prompt = prompt.trim_end_matches(['\r', '\n']).to_owned();
-    if prompt.is_empty() { Err(Failure::usage("no prompt: give one with --prompt or on stdin")) } else { Ok(prompt) }
+    if prompt.is_empty() { Err(Failure::usage("no prompt: pass one with --prompt or on stdin")) } else { Ok(prompt) }
 }
 
-/// Follows the stream: text goes out at once, or with `--json` all of it at the end.
+/// Prints the stream: text immediately, or with `--json` one object at the end.
 #[derive(Default)]
 struct Output {
     json: bool,
-    /// Turns until the first token.
+    /// Shown until the first token.
     waiting: Option<Spinner>,
     text: String,
     tokens: Vec<Value>,
@@ -162,7 +162,7 @@ struct Output {
 }
 
 impl Output {
-    /// Takes one line; `true` at the end.
+    /// Processes one line; `true` at the end.
     fn take(&mut self, line: &Value) -> Result<bool, Failure> {
         if let Some(message) = line["error"]["message"].as_str() {
             self.waiting = None;
@@ -181,7 +181,7 @@ impl Output {
         self.text.push_str(text);
         if !self.json {
             let mut stdout = std::io::stdout();
-            // A reader that went away has what it wanted; the next line ends the work with the process.
+            // A reader that closed the pipe needs no more output; the process ends, which cancels the request.
             if stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).is_err() {
                 return Err(Failure::quiet(0));
             }
@@ -199,7 +199,7 @@ impl Output {
         }
     }
 
-    /// The end of the answer: the object, or a line of figures for people.
+    /// Ends the answer: prints the JSON object, or token counts and speed.
     fn close(&mut self) {
         self.waiting = None;
         if self.json {
@@ -216,7 +216,7 @@ impl Output {
         if let (Some(first), true) = (self.end["first_token_ms"].as_f64(), std::io::stderr().is_terminal()) {
             let speed =
                 self.end["tokens_per_s"].as_f64().map(|s| format!(", then {s:.1} tokens/s")).unwrap_or_default();
-            remark(format!("{}, the first after {first:.0} ms{speed}", count(self.tokens.len(), "token")));
+            remark(format!("{}: first token after {first:.0} ms{speed}", count(self.tokens.len(), "token")));
         }
     }
 }

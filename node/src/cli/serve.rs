@@ -1,4 +1,4 @@
-//! `meshnode serve`: a model under OpenAI's API, on the node that listens or on one of its own.
+//! `meshnode serve`: serves a model through an OpenAI-compatible API, on a running node or on one that it starts.
 use super::interrupt::Interrupts;
 use super::model::{ModelArgs, Service, listen_address};
 use super::{Failure, Global, answer, remark};
@@ -11,15 +11,15 @@ Examples:
   curl http://127.0.0.1:9470/v1/chat/completions -H 'content-type: application/json' \\
        -d '{\"model\": \"smollm2-135m\", \"messages\": [{\"role\": \"user\", \"content\": \"Hello!\"}]}'
 
-  meshnode serve smollm2-135m --context 8192    with a larger context; requests that run end with an error
+  meshnode serve smollm2-135m --context 8192    with a larger context; running requests end with an error
   meshnode serve smollm2-135m --stop
 
-Where a node listens, it serves the model from now on, also after a restart, and this command ends. Where none does, this
-command is one, until Ctrl-C. With --json: model, base_url, context, own_node, also_served_by (members that serve it too).")]
+If a node is running, it serves the model from now on, also after a restart, and this command returns. Otherwise this command
+runs a node itself, until Ctrl-C. --json prints model, base_url, context, own_node, also_served_by (other members serving it).")]
 pub(super) struct ServeArgs {
     #[command(flatten)]
     model: ModelArgs,
-    /// Stop serving the model: its requests end, its memory is freed on every node
+    /// Stop serving the model: its requests end, and its memory is freed on every node
     #[arg(long, conflicts_with_all = ["activations", "context", "sequences"])]
     stop: bool,
 }
@@ -37,15 +37,15 @@ pub(super) fn serve(global: &Global, args: &ServeArgs) -> Result<(), Failure> {
         "model": name, "base_url": base, "context": served["context"], "own_node": service.is_own(),
         "also_served_by": served["also_served_by"],
     });
-    answer(global, &value, |_| format!("{name} is served under {base}"));
+    answer(global, &value, |_| format!("serving {name} at {base}"));
     for member in served["also_served_by"].as_array().into_iter().flatten().filter_map(serde_json::Value::as_str) {
         remark(format!(
-            "{member} serves {name} too: the mesh now holds a second copy of its weights. To free it, run \
+            "{member} also serves {name}: the mesh now holds a second copy of its weights. To free it, run \
              `meshnode serve {name} --stop` on one of the two nodes"
         ));
     }
     if service.is_own() {
-        remark("Ctrl-C ends it");
+        remark("press Ctrl-C to stop");
         return service.wait_for_end(&interrupts);
     }
     Ok(())
@@ -53,6 +53,6 @@ pub(super) fn serve(global: &Global, args: &ServeArgs) -> Result<(), Failure> {
 
 fn stop(global: &Global, model: &str) -> Result<(), Failure> {
     let value = global.client()?.delete(&format!("/api/v1/models/{}", crate::pull::encode_path(model)))?;
-    answer(global, &value, |v| format!("{} is stopped", v["model"].as_str().unwrap_or(model)));
+    answer(global, &value, |v| format!("stopped serving {}", v["model"].as_str().unwrap_or(model)));
     Ok(())
 }

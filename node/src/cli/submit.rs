@@ -1,4 +1,4 @@
-//! `meshnode submit`, `cancel`: a job file in, progress while it runs, a summary at the end.
+//! `meshnode submit` and `cancel`: submits a job file, shows progress, and prints a summary at the end.
 use super::interrupt::{GLANCE, Interrupts};
 use super::model::{ComputeArgs, Service};
 use super::{Failure, Global, answer, remark, say};
@@ -23,27 +23,27 @@ Examples:
   meshnode submit sim.toml --out run1 --wait --json | tail -n 1
   meshnode submit sim.toml --out run1 --resume --wait
 
-Outputs and checkpoints go to --out; without it, nothing is kept but the summary. --out is any folder of yours where the node \
-runs as you on this machine; else one below --output-dir of the node, or a relative one, which is below `outputs` of its \
---data-dir. A folder that holds anything is refused without --resume or --overwrite; only what the manifest of a run there names \
-is ever removed. Ctrl-C ends a job that is waited for; its checkpoints stay. Where no node listens, --wait runs the job in this \
-process, alone.
+Outputs and checkpoints are written to --out; without it, only the summary is printed. If the node runs as you on this machine, \
+--out may be any folder of yours. Otherwise it must be below --output-dir of the node, or relative, which means below `outputs` in \
+its --data-dir. A folder that is not empty is rejected without --resume or --overwrite; only files named in the manifest of a run \
+there are ever removed. With --wait, Ctrl-C cancels the job and keeps its checkpoints. If no node is running, --wait runs the job \
+in this process, without peers.
 
-With --json: JSON lines while it runs, the last one with state_hash, mlups, steps, halo_bytes, communication_hidden and what \
-else there is to know.")]
+--json prints JSON lines during the run; the last one is the full report, with state_hash, mlups, steps, halo_bytes, \
+communication_hidden and more.")]
 pub(super) struct SubmitArgs {
-    /// The job file
+    /// The job file (TOML)
     job: PathBuf,
     /// Folder for outputs and checkpoints
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Go on from the last checkpoint in --out
+    /// Resume from the last checkpoint in --out
     #[arg(long, requires = "out", conflicts_with = "overwrite")]
     resume: bool,
-    /// Replace the run in --out. It is removed once the new one has a checkpoint or is done
+    /// Replace the run in --out. It is removed once the new run has a checkpoint or is done
     #[arg(long, requires = "out")]
     overwrite: bool,
-    /// Stay until it is done
+    /// Wait until the job is done
     #[arg(long)]
     wait: bool,
     #[command(flatten)]
@@ -53,13 +53,13 @@ pub(super) struct SubmitArgs {
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Example:
-  meshnode cancel 4f2a      its checkpoints stay")]
+  meshnode cancel 4f2a      checkpoints are kept")]
 pub(super) struct CancelArgs {
-    /// The job's id, or the beginning of it
+    /// Job id as shown by `meshnode jobs`, or a prefix of it
     job: String,
 }
 
-/// Reads a job file, and says what is odd about it.
+/// Reads a job file, and prints warnings about it.
 pub(super) fn read(path: &std::path::Path) -> Result<Simulation, Failure> {
     let simulation = Simulation::read(path).map_err(Failure::usage)?;
     for warning in simulation.warnings() {
@@ -68,7 +68,7 @@ pub(super) fn read(path: &std::path::Path) -> Result<Simulation, Failure> {
     Ok(simulation)
 }
 
-/// The simulation as the API takes it.
+/// The simulation as base64, for the API.
 pub(super) fn packed(simulation: &Simulation) -> String {
     BASE64.encode(&simulation.to_bytes())
 }
@@ -76,7 +76,7 @@ pub(super) fn packed(simulation: &Simulation) -> String {
 pub(super) fn submit(global: &Global, args: &SubmitArgs) -> Result<(), Failure> {
     let simulation = read(&args.job)?;
     if args.out.is_none() && (!simulation.outputs().is_empty() || simulation.checkpoint_every().is_some()) {
-        remark("nothing is kept of outputs and checkpoints: say where, with --out DIR");
+        remark("warning: outputs and checkpoints are not saved: to save them, pass --out DIR");
     }
     let existing = match (args.resume, args.overwrite) {
         (true, _) => Existing::Resume,
@@ -85,9 +85,9 @@ pub(super) fn submit(global: &Global, args: &SubmitArgs) -> Result<(), Failure> 
     };
     if !global.client()?.listens() {
         if !args.wait {
-            return Err(ClientError::Nobody { base: global.client()?.base().to_owned() }.into());
+            return Err(ClientError::Unreachable { base: global.client()?.base().to_owned() }.into());
         }
-        // The node that is started below says the same, a moment later.
+        // The node started below would report the same, a moment later.
         if let Some(out) = &args.out {
             check(out, existing).map_err(Failure::usage)?;
         }
@@ -95,13 +95,13 @@ pub(super) fn submit(global: &Global, args: &SubmitArgs) -> Result<(), Failure> 
     let (out, claim) = match &args.out {
         Some(out) if global.api().is_none_or(|api| super::model::is_local(&api)) => {
             let out = std::path::absolute(out).unwrap_or_else(|_| out.clone());
-            match lay_claim(&out) {
+            match create_claim(&out) {
                 Ok((out, claim)) => (Some(out), Some(claim)),
-                // This user may not, but the node may: it knows its folders.
+                // This user may not write there, but the node may.
                 Err(_) => (Some(out), None),
             }
         }
-        out => (out.clone(), None), // as the other machine understands it
+        out => (out.clone(), None), // a path on the other machine
     };
     let claimed = claim.as_ref().map(Claim::name);
     let body = json!({
@@ -112,11 +112,11 @@ pub(super) fn submit(global: &Global, args: &SubmitArgs) -> Result<(), Failure> 
     let (service, submitted) = interrupts.during(move || {
         let client = for_service.client()?;
         if !wait && !client.listens() {
-            return Err(ClientError::Nobody { base: client.base().to_owned() }.into());
+            return Err(ClientError::Unreachable { base: client.base().to_owned() }.into());
         }
         let service = Service::find(&for_service, &compute, None, None)?;
         let submitted = match service.client.post("/api/v1/grids", &body) {
-            // The request is wrong: a folder that is not to be touched, nothing to go on from.
+            // A usage error: a folder that must not be written to, or no checkpoint to resume from.
             Err(ClientError::Refused { status: 400, message }) => return Err(Failure::usage(message)),
             submitted => submitted?,
         };
@@ -127,22 +127,23 @@ pub(super) fn submit(global: &Global, args: &SubmitArgs) -> Result<(), Failure> 
     if !args.wait {
         placed(&service, &job)?;
         answer(global, &submitted, |_| {
-            format!("{job}\nlook at it with `meshnode watch {job}`, end it with `meshnode cancel {job}`")
+            format!("{job}\nwatch it with `meshnode watch {job}`, cancel it with `meshnode cancel {job}`")
         });
         return Ok(());
     }
     follow(global, &service, &interrupts, &job)
 }
 
-/// Makes the folder, and shows the node that this user may write there; the path then has no links.
-fn lay_claim(out: &Path) -> std::io::Result<(PathBuf, Claim)> {
+/// Creates the folder, and a claim that proves to the node that this user may write there. The returned path has no
+/// symbolic links.
+fn create_claim(out: &Path) -> std::io::Result<(PathBuf, Claim)> {
     std::fs::create_dir_all(out)?;
     let out = out.canonicalize()?;
-    let claim = Claim::lay(&out)?;
+    let claim = Claim::create(&out)?;
     Ok((out, claim))
 }
 
-/// So long a submission waits to hear that there is no place for the grid, or whatever else ends it at once.
+/// How long `submit` without `--wait` waits for an early failure, such as a grid that does not fit the mesh.
 const PLACED_MAX: Duration = Duration::from_secs(2);
 
 fn placed(service: &Service, job: &str) -> Result<(), Failure> {
@@ -160,7 +161,7 @@ fn placed(service: &Service, job: &str) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Shows how a job gets on until it is over.
+/// Shows the progress of a job until it ends.
 fn follow(global: &Global, service: &Service, interrupts: &Interrupts, job: &str) -> Result<(), Failure> {
     let lines = service.client.get_stream(&format!("/api/v1/grids/{job}/events"))?;
     let (sender, receiver) = channel();
@@ -224,38 +225,39 @@ fn follow(global: &Global, service: &Service, interrupts: &Interrupts, job: &str
     }
 }
 
-/// Ends a job; in words, what is left of it in its folder.
+/// Cancels a job, and describes what its folder contains then.
 fn ended(service: &Service, job: &str, checkpoint: Option<u64>) -> String {
     let path = format!("/api/v1/grids/{job}");
     let _ = service.client.delete(&path);
     let end = Instant::now() + PLACED_MAX;
     let mut report = Value::Null;
-    // What was being written is complete when it says that it has ended.
+    // Files being written are complete once the job reports that it has ended.
     while Instant::now() < end && !matches!(report["state"].as_str(), Some("cancelled" | "failed" | "done")) {
         std::thread::sleep(GLANCE);
         report = service.client.get(&path).unwrap_or_default();
     }
     let checkpoint = report["checkpoint"].as_u64().or(checkpoint);
     match (checkpoint, report["replaced"].as_str(), report["out"].as_str()) {
-        (Some(step), _, _) => format!("ended: --resume goes on from the checkpoint of step {step}"),
+        (Some(step), _, _) => format!("cancelled: to continue from the checkpoint of step {step}, pass --resume"),
         (None, Some(before), _) => format!(
-            "ended before the first checkpoint; the folder still holds what was to be replaced, {before}: --resume takes that back, \
-             --overwrite begins again"
+            "cancelled before the first checkpoint; the folder still holds the previous run, {before}: --resume \
+             restores it, --overwrite starts again"
         ),
-        (None, None, Some(_)) => "ended before the first checkpoint: --overwrite begins again".to_owned(),
-        (None, None, None) => "ended; without --out nothing is kept".to_owned(),
+        (None, None, Some(_)) => "cancelled before the first checkpoint: to start again, pass --overwrite".to_owned(),
+        (None, None, None) => "cancelled; nothing was saved, because --out was not given".to_owned(),
     }
 }
 
-/// The node that it was submitted to is gone.
+/// The error if the node that the simulation was submitted to ends.
 fn left() -> Failure {
     Failure::failed(
-        "the node ended before the simulation did. Where more than half of those that compute it are left, one of them goes on \
-         with it and keeps what it makes: see `meshnode jobs` there. Else take it up from its checkpoints, with --resume",
+        "the node ended before the simulation did. If more than half of the nodes that compute it remain, one of them takes over \
+         and saves the outputs from then on: see `meshnode jobs` on those nodes. Otherwise resume from the last checkpoint with \
+         --resume",
     )
 }
 
-/// Of late while it runs, on the whole when it is over.
+/// The recent speed while the simulation runs, the average once it has ended.
 pub(super) fn cells_per_s_now(report: &Value) -> f64 {
     let number = |name: &str| report[name].as_f64();
     let all = number("cells_per_s").unwrap_or(0.0);
@@ -265,7 +267,7 @@ pub(super) fn cells_per_s_now(report: &Value) -> f64 {
     }
 }
 
-/// Nodes that compute tiles, each once.
+/// The names of the nodes that compute tiles, without duplicates.
 pub(super) fn nodes(report: &Value) -> String {
     let mut names: Vec<&str> = Vec::new();
     for tile in report["tiles"].as_array().into_iter().flatten() {
@@ -281,7 +283,7 @@ pub(super) fn nodes(report: &Value) -> String {
     }
 }
 
-/// How many nodes a line names.
+/// Most nodes named in a line.
 const NODES_NAMED: usize = 6;
 
 pub(super) fn rate(cells_per_s: f64) -> String {
@@ -292,12 +294,12 @@ pub(super) fn rate(cells_per_s: f64) -> String {
     }
 }
 
-/// Bytes of state that the steps read and write, a second: `gigabytes` as the report has it.
+/// Formats the effective bandwidth: bytes of state read and written per second. `gigabytes`: in GB/s, as in the report.
 pub(super) fn bandwidth(gigabytes: f64) -> String {
     crate::measure::per_second(Some((gigabytes * 1e9) as u64), "B")
 }
 
-/// What a run came to.
+/// The summary of a completed run.
 fn summary(report: &Value) -> String {
     let number = |name: &str| report[name].as_f64().unwrap_or(0.0);
     let size: Vec<String> = report["size"].as_array().into_iter().flatten().map(ToString::to_string).collect();
@@ -325,12 +327,12 @@ fn summary(report: &Value) -> String {
     for total in report["totals"].as_array().into_iter().flatten() {
         if let (Some(first), Some(last)) = (total["first"].as_f64(), total["last"].as_f64()) {
             let name = match total["name"].as_str() {
-                // Of a number near 1 a cell, round-off would not show.
+                // Relative to density 1, so that round-off is visible.
                 Some("mass") => "excess mass (relative to density 1)".to_owned(),
                 Some("population") => "living cells".to_owned(),
                 name => format!("sum of {}", name.unwrap_or("the field")),
             };
-            // Living cells are counted.
+            // Living cells are whole numbers.
             let digits = if first.fract() == 0.0 && last.fract() == 0.0 { 0 } else { 9 };
             let _ = writeln!(text, "  {name}: start {first:.digits$}, end {last:.digits$}");
         }
@@ -350,7 +352,7 @@ fn summary(report: &Value) -> String {
     text
 }
 
-/// The force on solid cells, if the job asks for it.
+/// The force on solid cells, if the job requests it.
 fn force(report: &Value) -> Option<String> {
     let list = |name: &str, digits: usize| {
         let list = report["force"][name].as_array()?;
@@ -363,7 +365,7 @@ fn force(report: &Value) -> Option<String> {
 
 pub(super) fn cancel(global: &Global, args: &CancelArgs) -> Result<(), Failure> {
     let ended = global.client()?.delete(&format!("/api/v1/grids/{}", args.job))?;
-    answer(global, &ended, |ended| format!("{} is cancelled", ended["job"].as_str().unwrap_or("?")));
+    answer(global, &ended, |ended| format!("cancelled {}", ended["job"].as_str().unwrap_or("?")));
     Ok(())
 }
 
@@ -373,7 +375,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn a_small_run_is_summed_up_without_zeros_and_wrong_plurals() {
+    fn the_summary_of_a_small_run_has_no_zeros_or_wrong_plurals() {
         let tile = json!({"name": "a"});
         let report = json!({"name": "drop", "size": [64, 64], "step": 1, "from_step": 0, "seconds": 0.5, "steps_per_s": 2.0,
             "cells_per_s": 8192.0, "t_eff_gb_s": 0.0006, "tiles": [tile, tile], "depth": 1});

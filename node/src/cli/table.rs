@@ -1,6 +1,6 @@
-//! Columns for people.
+//! Plain text tables.
 
-/// Left-aligned columns two spaces apart; the first row is the heading.
+/// Renders left-aligned columns two spaces apart; the first row is the heading.
 pub(super) fn render(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |column: usize| {
@@ -19,7 +19,7 @@ pub(super) fn render(rows: &[Vec<String>]) -> String {
         .collect()
 }
 
-/// A row from texts.
+/// A row of strings.
 pub(super) fn row<const N: usize>(cells: [&str; N]) -> Vec<String> {
     cells.iter().map(|c| (*c).to_owned()).collect()
 }

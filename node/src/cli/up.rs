@@ -1,4 +1,5 @@
-//! A node's life: `up` and `join` start it, a signal or `leave` ends it. And `doctor`, which looks before.
+//! A node's life cycle: `up` and `join` run it until a signal or `leave`. Also `doctor`, which checks the machine
+//! first.
 use super::model::{ComputeArgs, listen_address};
 use super::{Failure, Global, remark, say};
 use crate::api::Api;
@@ -15,28 +16,28 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// A node that leaves has this long to hand over its work.
+/// Time for a leaving node to hand over its work.
 const LEAVE_MAX: Duration = Duration::from_secs(10);
-/// A node that joined and still sees nobody says why that may be.
+/// If a joined node has reached no peer after this time, it prints possible causes.
 const LONELY: Duration = Duration::from_secs(10);
-/// Between the ports that are suggested for nodes of one machine: a node takes P, P + 1 and the API's.
+/// Distance between the ports suggested for several nodes on one machine. A node uses P, P + 1 and the API's port.
 const PORTS_APART: u16 = 10;
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
-  meshnode up                                       prints a ticket for others
+  meshnode up                                       prints a ticket for other machines
   meshnode up --memory 8G --device cuda
-  meshnode up --zone attic                          standbys are sought on machines in other zones
+  meshnode up --zone attic                          prefers standbys in other zones
   MESHNODE_API_KEY=… meshnode up --api 0.0.0.0:9470
   meshnode up --advertise 203.0.113.5:9471          behind a router that forwards UDP 9471 and 9472
 
-In ~/.config/meshnode/meshnode.toml, or the file of --config, the flags have the same names:
+The configuration file (~/.config/meshnode/meshnode.toml or --config FILE) uses the same names as the flags:
   name = \"desk\"
   memory = \"8G\"
   no-mdns = true
 
-SIGTERM or Ctrl-C: takes no new work, says goodbye, ends; a second one ends at once.")]
+On SIGTERM or Ctrl-C the node accepts no new work, leaves the mesh and exits; a second signal exits immediately.")]
 pub(super) struct UpArgs {
     #[command(flatten)]
     node: NodeArgs,
@@ -46,10 +47,10 @@ pub(super) struct UpArgs {
 #[command(after_help = "\
 Examples:
   meshnode join mesh1…
-  meshnode join /ip4/192.168.1.5/tcp/9471      then on that machine: meshnode approve PEER
+  meshnode join /ip4/192.168.1.5/tcp/9471      then on 192.168.1.5: meshnode approve PEER
   ssh host meshnode invite | meshnode join -")]
 pub(super) struct JoinArgs {
-    /// Tickets (mesh1…) or multiaddrs; `-` reads them from stdin
+    /// Tickets (mesh1…) or multiaddrs; `-` reads tickets from stdin
     #[arg(required = true, value_name = "TICKET|MULTIADDR")]
     peers: Vec<String>,
     #[command(flatten)]
@@ -58,54 +59,55 @@ pub(super) struct JoinArgs {
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
-Every line says ok, warn or fail, and what to do. Exit code 5 if something fails.")]
+Each line reports ok, warn or fail, and how to fix the problem. The exit code is 5 if a check fails.")]
 pub(super) struct DoctorArgs {
     #[command(flatten)]
     node: NodeArgs,
 }
 
-/// How to run a node.
+/// Options of a node.
 #[derive(Clone, Debug, clap::Args)]
 struct NodeArgs {
-    /// Name for people [default: the host's]
+    /// Display name of the node [default: the host name]
     #[arg(long, value_name = "NAME", env = "MESHNODE_NAME")]
     name: Option<String>,
-    /// Failure domain that this machine stands in: a room, a site, a fuse; at most 32 bytes. Standbys and successors are chosen in
-    /// another one [default: unknown]
+    /// Failure domain of this machine (a room, a site, a power circuit), at most 32 bytes. Standbys and successors are
+    /// preferably placed in another zone [default: unknown]
     #[arg(long, value_name = "NAME", env = "MESHNODE_ZONE")]
     zone: Option<Zone>,
-    /// Identity and state [default: ~/.local/share/meshnode]
+    /// Directory for identity and state [default: ~/.local/share/meshnode]
     #[arg(long, value_name = "DIR", env = "MESHNODE_DATA_DIR")]
     data_dir: Option<PathBuf>,
-    /// Address to listen on for peers [default: 0.0.0.0]
+    /// IP address to listen on for peers [default: 0.0.0.0]
     #[arg(long, value_name = "IP", env = "MESHNODE_LISTEN")]
     listen: Option<IpAddr>,
-    /// P: TCP P finds peers, UDP P carries gossip, UDP P+1 carries data [default: 9471]
+    /// Port P: TCP P for peer discovery, UDP P for gossip, UDP P+1 for data [default: 9471]
     #[arg(long, value_name = "P", env = "MESHNODE_PORT", value_parser = clap::value_parser!(u16).range(..=65534))]
     port: Option<u16>,
-    /// Tell peers to reach this node here instead of at the machine's own addresses: behind a router that forwards UDP
-    /// PORT to P and UDP PORT+1 to P+1. Several separated by commas, or the flag several times [default PORT: P]
+    /// Address to advertise to peers instead of the machine's own addresses, behind a router that forwards UDP PORT to
+    /// P and UDP PORT+1 to P+1. Separate several with commas, or repeat the flag [default PORT: P]
     #[arg(long, value_name = "IP[:PORT]", env = "MESHNODE_ADVERTISE", value_delimiter = ',')]
     advertise: Vec<Advertised>,
     #[command(flatten)]
     compute: ComputeArgs,
-    /// Do not look for peers on the local network, and do not listen on TCP P
+    /// Do not discover peers on the local network, and do not listen on TCP P
     #[arg(long, env = "MESHNODE_NO_MDNS", value_parser = FalseyValueParser::new())]
     no_mdns: bool,
-    /// Folder below which simulations that are submitted to this node may write, besides `outputs` of --data-dir and what
-    /// `submit` shows to be the user's own. Several separated by commas, or the flag several times
+    /// Folder below which submitted simulations may write, in addition to `outputs` in --data-dir and folders that
+    /// `submit` proves to be the user's own. Separate several with commas, or repeat the flag
     #[arg(long, value_name = "DIR", env = "MESHNODE_OUTPUT_DIR", value_delimiter = ',')]
     output_dir: Vec<PathBuf>,
-    /// Write down here what happens to this node, for `simnet replay FILE`; it holds prompts, as token ids
+    /// Record the node's inputs to this file, for `simnet replay FILE`; it contains prompts, as token ids
     #[arg(long, value_name = "FILE", env = "MESHNODE_RECORD")]
     record: Option<PathBuf>,
-    /// Admit every machine of the local network that asks, without the right to invite others; only where you trust everybody
+    /// Admit every machine of the local network that asks, without the right to invite others; use only in a trusted
+    /// network
     #[arg(long, env = "MESHNODE_OPEN", value_parser = FalseyValueParser::new())]
     open: bool,
 }
 
 impl NodeArgs {
-    /// Where what is submitted may write.
+    /// The folders that submitted simulations may write to.
     fn folders(&self, global: &Global, data_dir: &Path) -> Folders {
         let others = match self.output_dir.is_empty() {
             true => global.file.output_dirs.clone().unwrap_or_default(),
@@ -141,23 +143,24 @@ impl NodeArgs {
 }
 
 pub(super) fn up(global: &Global, args: &UpArgs) -> Result<(), Failure> {
-    live(global, &args.node, vec![])
+    run_node(global, &args.node, vec![])
 }
 
 pub(super) fn join(global: &Global, args: &JoinArgs) -> Result<(), Failure> {
     let mut peers = Vec::new();
     for peer in &args.peers {
         if peer == "-" {
-            let text = std::io::read_to_string(std::io::stdin()).map_err(|e| Failure::usage(format!("stdin: {e}")))?;
+            let text = std::io::read_to_string(std::io::stdin())
+                .map_err(|e| Failure::usage(format!("cannot read tickets from stdin: {e}")))?;
             peers.extend(text.split_whitespace().map(str::to_owned));
         } else {
             peers.push(peer.clone());
         }
     }
     if peers.is_empty() {
-        return Err(Failure::usage("no ticket on stdin"));
+        return Err(Failure::usage("expected a ticket or multiaddr, found none on stdin"));
     }
-    live(global, &args.node, peers)
+    run_node(global, &args.node, peers)
 }
 
 pub(super) fn doctor(global: &Global, args: &DoctorArgs) -> Result<(), Failure> {
@@ -172,14 +175,14 @@ pub(super) fn doctor(global: &Global, args: &DoctorArgs) -> Result<(), Failure> 
     if report.fails() { Err(Failure::quiet(Failure::FAILED)) } else { Ok(()) }
 }
 
-fn live(global: &Global, args: &NodeArgs, join: Vec<String>) -> Result<(), Failure> {
-    // What this process writes holds keys and prompts, or is its user's own.
+fn run_node(global: &Global, args: &NodeArgs, join: Vec<String>) -> Result<(), Failure> {
+    // The files of this process contain keys, prompts or the user's results: deny other users access.
     rustix::process::umask(rustix::fs::Mode::RWXG | rustix::fs::Mode::RWXO);
     let options = args.options(global, join);
     let folders = args.folders(global, &options.data_dir);
     let listen = listen_address(global)?;
     let runtime = runtime()?;
-    let lived = runtime.block_on(async {
+    let result = runtime.block_on(async {
         let api = Api::bind(listen, global.api_key()).await?;
         let key = ApiKey::load_or_create(&options.data_dir).map_err(Failure::failed)?;
         let api = api.administered_with(key).writing_below(folders);
@@ -200,19 +203,19 @@ fn live(global: &Global, args: &NodeArgs, join: Vec<String>) -> Result<(), Failu
                 "mesh": state.mesh, "api": format!("http://{address}"),
             }));
         } else {
-            // An empty line if there is no ticket: programs that read the first line need not wait for it.
+            // An empty line if there is no ticket, so that programs that read the first line do not block.
             say(ticket.as_deref().unwrap_or_default());
         }
-        remark(format!("node `{}` is up, its API on http://{address}", state.name));
+        remark(format!("node `{}` is up, with its API on http://{address}", state.name));
         match (&state.banned, ticket) {
             (Some(notice), _) => remark(notice),
             (None, Some(_)) => {
                 let uses = crate::node::FIRST_TICKET_USES;
                 remark(format!(
-                    "up to {uses} machines join within an hour with: meshnode join TICKET (the line above)"
+                    "up to {uses} machines can join within an hour: meshnode join TICKET (the ticket is the line above)"
                 ));
             }
-            (None, None) => remark("this node may not let others in: run `meshnode invite` on another member"),
+            (None, None) => remark("this node may not invite others: run `meshnode invite` on another member"),
         }
         for (number, gpu) in running.idle_gpus.iter().enumerate() {
             remark(idle_gpu_advice(&started, address, gpu, number));
@@ -223,10 +226,10 @@ fn live(global: &Global, args: &NodeArgs, join: Vec<String>) -> Result<(), Failu
         tokio::select! {
             notice = banned(&handle), if joined => return Err(NodeError::Unauthorised(notice).into()),
             ended = &mut running.stopped => return ended.map_err(|_| Failure::failed(BROKEN)), // or `meshnode leave`
-            ended = &mut serving => remark(format!("the API does not listen any more ({ended:?})")),
+            ended = &mut serving => remark(format!("the API server has stopped ({ended:?})")),
             () = signals.next() => {}
         }
-        remark("leaving: no new work, running requests may end; once more ends at once");
+        remark("leaving: waiting for running requests; press Ctrl-C again to exit immediately");
         let leaving = async {
             handle.leave().await;
             let _ = (&mut running.stopped).await;
@@ -237,13 +240,13 @@ fn live(global: &Global, args: &NodeArgs, join: Vec<String>) -> Result<(), Failu
         }
         Ok(())
     });
-    // What still hashes or loads is not waited for.
+    // Does not wait for hashing or loading.
     runtime.shutdown_background();
-    lived
+    result
 }
 
-/// A node computes on one device: says which GPU stays idle, and the command that starts a second node on it. `number`
-/// counts the idle GPUs, so that each gets ports and a data directory of its own.
+/// Names a GPU that stays idle, because a node uses one device, and the command that starts a second node on it.
+/// `number` counts the idle GPUs, so that each suggestion has its own ports and data directory.
 fn idle_gpu_advice(options: &UpOptions, api: SocketAddr, gpu: &Device, number: usize) -> String {
     let suffix = gpu.id.to_string().replace(':', "");
     let step = PORTS_APART.saturating_mul(u16::try_from(number + 1).unwrap_or(u16::MAX));
@@ -264,11 +267,11 @@ fn idle_gpu_advice(options: &UpOptions, api: SocketAddr, gpu: &Device, number: u
     )
 }
 
-/// The thread that decides has panicked; what it said is in the log.
-pub(super) const BROKEN: &str = "the node failed inside and cannot go on: see its log above; this is a bug";
+/// The node's thread has panicked; its message is in the log.
+pub(super) const BROKEN: &str = "internal error: the node stopped; see its log above; this is a bug";
 
-/// Waits until a member says, within the time in which one answers, that this node is banned; then why. A node that was a member
-/// before stays up: its state reports the ban.
+/// Resolves with the reason if a member reports within [`LONELY`] that this node is banned; otherwise never. A node
+/// that was already a member stays up and reports the ban in its state.
 async fn banned(handle: &NodeHandle) -> String {
     let end = tokio::time::Instant::now() + LONELY;
     while tokio::time::Instant::now() < end {
@@ -284,7 +287,7 @@ async fn banned(handle: &NodeHandle) -> String {
     std::future::pending().await
 }
 
-/// Says once what may be wrong if a node that joined sees nobody.
+/// Prints possible causes, once, if a joined node reaches no peer.
 async fn diagnose_loneliness(handle: NodeHandle) {
     tokio::time::sleep(LONELY).await;
     let state = handle.state().await;
@@ -292,8 +295,8 @@ async fn diagnose_loneliness(handle: NodeHandle) {
         return;
     }
     remark(format!(
-        "no peer answers after {} s. Check that the other node runs, that UDP ports P and P+1 of both machines \
-         are open to each other (`meshnode doctor` on both), and that the ticket has not expired",
+        "no peer has answered after {} s. Check that the other node is running, that UDP ports P and P+1 are open in both \
+         directions (run `meshnode doctor` on both machines), and that the ticket has not expired",
         LONELY.as_secs()
     ));
 }
@@ -306,14 +309,14 @@ pub(super) fn runtime() -> Result<tokio::runtime::Runtime, Failure> {
         .map_err(|e| Failure::failed(format!("cannot start threads: {e}")))
 }
 
-/// Ctrl-C and SIGTERM, heard from `listen` on: one that comes before the wait for it is not lost.
+/// Ctrl-C and SIGTERM, caught from `listen` on: a signal before the call of `next` is not lost.
 pub(super) struct Signals {
     interrupt: Signal,
     terminate: Signal,
 }
 
 impl Signals {
-    /// To be called within a runtime.
+    /// Must be called within a runtime.
     pub(super) fn listen() -> Result<Self, Failure> {
         let kind = |kind| signal(kind).map_err(|e| Failure::failed(format!("cannot wait for signals: {e}")));
         Ok(Self { interrupt: kind(SignalKind::interrupt())?, terminate: kind(SignalKind::terminate())? })
@@ -333,9 +336,9 @@ mod tests {
     use clap::Parser;
     use kernels::device::DeviceId;
 
-    /// The command that the advice names is one that the program takes, with ports that do not collide.
+    /// The suggested command line parses, and its ports do not collide with the first node's.
     #[test]
-    fn an_idle_gpu_is_named_with_a_command_that_uses_it() {
+    fn advice_for_an_idle_gpu_is_a_valid_command() {
         let arguments = ["meshnode", "up", "--name", "desk", "--data-dir", "/d", "--port", "9471"];
         let cli = super::super::Cli::try_parse_from(arguments).unwrap();
         let super::super::Command::Up(args) = cli.command else { panic!("not `up`") };

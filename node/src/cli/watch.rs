@@ -1,4 +1,4 @@
-//! `meshnode watch`: a simulation as it is now, in half blocks of colour, until it is over.
+//! `meshnode watch`: shows a running simulation in the terminal as coloured half blocks.
 use super::interrupt::{GLANCE, Interrupts};
 use super::submit::{bandwidth, cells_per_s_now, nodes, rate};
 use super::{Failure, Global, remark, say};
@@ -9,19 +9,19 @@ use std::time::{Duration, Instant};
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
-  meshnode watch 4f2a                      in this terminal; Ctrl-C ends the watching, not the simulation
-  meshnode watch 4f2a --json               its figures as JSON lines
-A browser shows the same: the address is printed, too.")]
+  meshnode watch 4f2a                      in this terminal; Ctrl-C stops watching, not the simulation
+  meshnode watch 4f2a --json               reports as JSON lines
+The web page at the printed address shows the same.")]
 pub(super) struct WatchArgs {
-    /// The job's id, or the beginning of it, as `meshnode jobs` shows it
+    /// Job id as shown by `meshnode jobs`, or a prefix of it
     job: String,
-    /// How often the picture changes
-    #[arg(long, value_name = "TIME", default_value = "500ms", value_parser = pace)]
+    /// Refresh interval
+    #[arg(long, value_name = "TIME", default_value = "500ms", value_parser = interval)]
     every: Duration,
 }
 
-/// A duration, not so short that watching is all that the machine does.
-fn pace(text: &str) -> Result<Duration, String> {
+/// Parses a duration of at least [`GLANCE`], so that watching does not keep the machine busy.
+fn interval(text: &str) -> Result<Duration, String> {
     let every = crate::config::parse_duration(text).map_err(|e| e.to_string())?;
     if every >= GLANCE { Ok(every) } else { Err(format!("expected {GLANCE:?} or more, found {every:?}")) }
 }
@@ -47,7 +47,7 @@ pub(super) fn watch(global: &Global, args: &WatchArgs) -> Result<(), Failure> {
             let rest = lines.saturating_sub(caption.len() as u16 + 2);
             let picture = client.get_text(&format!("{path}/text?columns={columns}&lines={rest}"));
             let mut out = std::io::stdout().lock();
-            // Over what was there: a screen that is cleared first flickers.
+            // Overwrite in place: clearing the screen first would flicker.
             let _ = writeln!(out, "\x1b[H{}\x1b[0m\x1b[K", picture.unwrap_or_default());
             for line in caption {
                 let _ = writeln!(out, "{}\x1b[K", console::truncate_str(&line, usize::from(columns), "…"));
@@ -74,7 +74,7 @@ pub(super) fn watch(global: &Global, args: &WatchArgs) -> Result<(), Failure> {
     }
 }
 
-/// Where it stands.
+/// State and progress.
 fn caption(report: &Value) -> String {
     let left = report["seconds_left"].as_f64().filter(|_| report["state"] == "running");
     let left = left.map_or_else(String::new, |s| {
@@ -90,11 +90,11 @@ fn caption(report: &Value) -> String {
     format!("{name}: {state}, step {} of {}{left}{coordinator}", report["step"], report["steps"])
 }
 
-/// How fast it is, and where.
+/// Speed, and the nodes that compute.
 fn speed(report: &Value) -> String {
     let number = |name: &str| report[name].as_f64().unwrap_or(0.0);
     if report["cells_per_s"].is_null() {
-        return "the coordinator does not answer: this is what one of its nodes knows".into();
+        return "the coordinator does not answer: this is the partial report of one of its nodes".into();
     }
     let cells = cells_per_s_now(report);
     let now = if number("cells_per_s") > 0.0 { cells / number("cells_per_s") } else { 0.0 };

@@ -1,4 +1,4 @@
-//! `meshnode demo --chaos`: a stage is killed in the middle of each of many generations, and the client's stalls are measured.
+//! `meshnode demo --chaos`: kills a stage during each of many generations, and measures the client's stalls.
 use super::{Demo, JOIN_MAX, Run, mib};
 use crate::cluster::LocalNode;
 use serde::Serialize;
@@ -7,65 +7,65 @@ use std::cell::Cell;
 use std::io::{Error, Result};
 use std::time::{Duration, Instant};
 
-/// Longest wait for a hot standby after a loss: another node fetches, loads and catches up, on a machine that may be busy.
+/// Timeout for a hot standby after a loss: another node fetches, loads and catches up, on a machine that may be busy.
 const STANDBY_MAX: Duration = Duration::from_secs(180);
-/// With no request running, a standby that is not current this long after it was loaded is a warm one: too slow to compute
-/// along.
+/// With no request running, a standby that is not current this long after it was loaded is a warm one: too slow to keep
+/// up.
 const WARM_AFTER: Duration = Duration::from_secs(10);
-/// Pairs of generations, one with and one without standbys, whose speeds are compared: each pair within seconds, so that
-/// what else the machine does changes both.
+/// Pairs of generations, one with and one without standbys, whose speeds are compared. Both of a pair run within
+/// seconds, so that other load on the machine affects both.
 const PAIRS: usize = 5;
-/// No further pair is begun after this.
+/// No further pair starts after this time.
 const PAIRS_MAX: Duration = Duration::from_secs(20);
-/// Tokens before which and after which nobody is killed: the client has to see the stall.
+/// Tokens at the start and the end of a generation without a kill, so that the client observes the stall.
 const MARGIN: u64 = 4;
 
 /// The last line of `--chaos --json`.
 #[derive(Clone, Debug, Serialize)]
 pub struct ChaosSummary {
-    /// Stages killed, each in the middle of a generation.
+    /// Stages killed, each during a generation.
     pub kills: usize,
-    /// Requests that did not end as they should.
+    /// Requests that did not complete.
     pub requests_lost: usize,
-    /// Every generation gave the tokens of one undisturbed node.
+    /// Every generation produced the same tokens as one undisturbed node.
     pub tokens_equal_solo: bool,
-    /// Silence between two tokens around a kill as the client saw it, milliseconds: the middle one.
+    /// Longest gap between two tokens after a kill, as seen by the client, milliseconds: the median.
     pub stall_ms_p50: f64,
-    /// 99 of 100 were shorter.
+    /// The 99th percentile.
     pub stall_ms_p99: f64,
-    /// The longest.
+    /// The maximum.
     pub stall_ms_max: f64,
-    /// How many were above a second.
+    /// Number of stalls above one second.
     pub stalls_above_1s: usize,
     /// Node processes.
     pub nodes: usize,
     /// `--seed` of the random choices.
     pub seed: u64,
-    /// Tokens per second while standbys follow, the middle of a few generations.
+    /// Tokens per second with hot standbys, the median of a few generations.
     pub tokens_per_s: f64,
-    /// The same, in turn with those, while the nodes that stand by take no work.
+    /// The same without standbys, alternating with those above: the standby nodes drain meanwhile.
     pub tokens_per_s_without_standbys: f64,
-    /// How much slower the standbys make the answer, the middle of the pairs. On a machine with fewer cores than nodes they
-    /// take their computing from the stages.
+    /// Slowdown by the standbys, the median of the pairs. On a machine with fewer cores than nodes, standbys compete
+    /// with the stages for the cores.
     pub standby_cost_percent: f64,
-    /// Times that the coordinator was killed, after all that, each in the middle of an answer.
+    /// Number of coordinator kills after the stage kills, each during an answer.
     pub coordinator_kills: usize,
-    /// From such a kill to the next event that the client got, from another node, milliseconds: the middle one.
+    /// Time from a coordinator kill to the client's next event, from another node, milliseconds: the median.
     pub coordinator_pause_ms_p50: f64,
-    /// The longest.
+    /// The maximum.
     pub coordinator_pause_ms_max: f64,
 }
 
-/// How many nodes are killed.
+/// Number of nodes to kill.
 #[derive(Clone, Copy, Debug)]
 pub struct Kills {
-    /// Nodes with a stage that do not coordinate.
+    /// Nodes with a stage, other than the coordinator.
     pub stages: usize,
-    /// The node that coordinates and has the client.
+    /// The coordinator, which is also the client's entry node.
     pub coordinators: usize,
 }
 
-/// Nodes of the mesh: two hold the model, one stands by, and one may be starting again.
+/// Nodes of the mesh: two hold the model, one is a standby, and one may be restarting.
 const NAMES: [&str; 4] = ["ada", "bea", "cem", "dov"];
 
 impl Demo {
@@ -73,11 +73,11 @@ impl Demo {
     pub(super) fn chaos(&self, kills: Kills, seed: u64) -> Result<ChaosSummary> {
         let Kills { stages: kills, coordinators } = kills;
         let solo = self.solo()?;
-        // As for three nodes: any two hold the model, so that two stand by or start again.
+        // As for three nodes: any two hold the model, so that two remain as standby or restarting.
         let memory = solo.bytes * 8 / 10;
         self.screen.say("four", &format!("four nodes with {} each; one is killed in each generation", mib(memory)));
         let mut mesh = Mesh { demo: self, memory, ticket: None, nodes: Vec::new() };
-        // Two of them first, so that both have a stage and the others are there to stand by.
+        // Start two nodes first, so that both have a stage and the later nodes become standbys.
         let (first, spares) = NAMES.split_at(2);
         first.iter().try_for_each(|name| mesh.add(name))?;
         mesh.nodes[0].wait_members(first.len(), JOIN_MAX)?;
@@ -110,7 +110,7 @@ impl Demo {
         }
         let mut pauses = Vec::with_capacity(coordinators);
         for number in 0..coordinators {
-            let (coordinator, job) = mesh.wait_guarded()?;
+            let (coordinator, job) = mesh.wait_covered()?;
             let moment = MARGIN + dice.next() % u64::from(self.options.tokens / 2).max(1);
             let model = job["model"].as_str().unwrap_or_default();
             let key = format!("demo-{seed}-{number}");
@@ -171,14 +171,14 @@ impl Mesh<'_> {
         Ok(())
     }
 
-    /// Waits until all nodes are members and no standby is still to become current; returns the nodes whose stages have a
-    /// current one, or, where there is none, all nodes with stages. A job that has moved to more nodes may have a stage for
-    /// which no node is left to stand by.
+    /// Waits until all nodes are members and the standbys have settled. Returns the nodes whose stages have a current
+    /// standby, or, if there are none, all nodes with stages. A job that has moved to more nodes may have a stage for
+    /// which no standby node is left.
     fn wait_hot(&self) -> Result<Vec<usize>> {
         let current = |standby: &Value| standby["state"] == "current";
         let loaded_since = Cell::new(None::<Instant>);
         let settled = |job: &Value| {
-            // The coordinator's own stage has what the others leave.
+            // The coordinator's own stage gets a standby only if other stages leave one, so it is not waited for.
             let own = |standby: &&Value| {
                 let stage = standby["stage"].as_u64().and_then(|stage| usize::try_from(stage).ok());
                 stage.is_some_and(|stage| job["stages"][stage]["name"] == self.nodes[0].name.as_str())
@@ -209,42 +209,43 @@ impl Mesh<'_> {
         let holds = |name: &str| stages.iter().any(|stage| stage["name"] == name);
         let victims: Vec<usize> = (1..self.nodes.len()).filter(|&at| holds(&self.nodes[at].name)).collect();
         if victims.is_empty() {
-            return Err(Error::other(format!("the job uses no node but the head: {}", state["jobs"])));
+            let jobs = &state["jobs"];
+            return Err(Error::other(format!("expected a stage on another node than the coordinator: {jobs}")));
         }
         Ok(victims)
     }
 
-    /// Waits until the job runs with a current standby of each stage that has one, and every node is a member; returns the node
-    /// that coordinates it, and the job.
-    fn wait_guarded(&self) -> Result<(usize, Value)> {
+    /// Waits until the job runs, every standby is current, and every node is a member. Returns the coordinator and the
+    /// job.
+    fn wait_covered(&self) -> Result<(usize, Value)> {
         let end = Instant::now() + STANDBY_MAX;
         loop {
             for at in 0..self.nodes.len() {
                 let Ok(state) = self.nodes[at].get("/api/v1/state") else { continue };
                 let alive = list(&state["peers"]).filter(|peer| peer["state"] == "alive").count() == NAMES.len();
-                let guarded = |job: &&Value| {
+                let covered = |job: &&Value| {
                     let settled = |standby: &Value| standby["state"] == "current" || standby["state"] == "none";
                     job["head"] == true && job["state"] == "ready" && list(&job["standbys"]).all(settled)
                 };
-                if let Some(job) = list(&state["jobs"]).find(guarded).filter(|_| alive) {
+                if let Some(job) = list(&state["jobs"]).find(covered).filter(|_| alive) {
                     return Ok((at, job.clone()));
                 }
             }
             if Instant::now() > end {
                 let jobs: Vec<_> = self.nodes.iter().map(|node| node.get("/api/v1/jobs").unwrap_or_default()).collect();
-                return Err(Error::other(format!("no node coordinates the job with its standbys: {jobs:?}")));
+                return Err(Error::other(format!("no node coordinates the job with current standbys: {jobs:?}")));
             }
             std::thread::sleep(Duration::from_millis(100));
         }
     }
 
-    /// Undisturbed generations in pairs, one with hot standbys and one without any: the spare nodes are there all the time,
-    /// and drain meanwhile. Which of the two comes first changes from pair to pair.
+    /// Undisturbed generations in pairs, one with hot standbys and one without. The spare nodes run all the time, and
+    /// drain for the measurement without standbys. The order alternates from pair to pair.
     fn speeds(&self) -> Result<Speeds> {
         let (mut speeds, end) = (Speeds::default(), Instant::now() + PAIRS_MAX);
         let speed = || self.demo.generate(&self.nodes[0], &mut |_, _| Ok(())).map(|run| run.tokens_per_s);
         self.wait_hot()?;
-        speed()?; // the first is not like the others
+        speed()?; // warm-up
         while speeds.with.len() < PAIRS && (speeds.with.len() < 2 || Instant::now() < end) {
             speeds.with.push(speed()?);
             let spares = self.drain_spares()?;
@@ -261,7 +262,7 @@ impl Mesh<'_> {
         Ok(speeds)
     }
 
-    /// Nodes that hold no stage take no work any more; returns them once nobody stands by.
+    /// Drains the nodes without a stage; returns them once no stage has a standby.
     fn drain_spares(&self) -> Result<Vec<&LocalNode>> {
         self.wait_hot()?;
         let jobs = self.nodes[0].get("/api/v1/jobs")?;
@@ -274,12 +275,12 @@ impl Mesh<'_> {
         Ok(spares)
     }
 
-    /// One generation; a node is killed when so many tokens have come.
+    /// One generation; kills a node after `moment` tokens.
     fn generation(&mut self, victim: usize, moment: usize) -> Result<(Run, Instant)> {
-        let (head, others) = self.nodes.split_first_mut().ok_or_else(|| Error::other("no nodes"))?;
+        let (coordinator, others) = self.nodes.split_first_mut().ok_or_else(|| Error::other("no nodes"))?;
         let victim = &mut others[victim - 1];
         let mut killed = Instant::now();
-        let run = self.demo.generate(head, &mut |so_far, _| {
+        let run = self.demo.generate(coordinator, &mut |so_far, _| {
             if so_far == moment {
                 killed = Instant::now();
                 victim.kill();
@@ -289,7 +290,7 @@ impl Mesh<'_> {
         Ok((run, killed))
     }
 
-    /// The same node, in its next life: it finds its mesh by itself.
+    /// Restarts a node with its data directory; it rejoins its mesh automatically.
     fn restart(&mut self, at: usize) -> Result<()> {
         let name = self.nodes[at].name.clone();
         self.nodes[at] = self.demo.start(&name, Some(self.memory), self.ticket.clone())?;
@@ -305,7 +306,7 @@ fn drain(node: &LocalNode, on: bool) -> Result<()> {
     node.post("/api/v1/drain", &json!({"on": on})).map(|_| ())
 }
 
-/// Tokens per second; the generations of one index are a pair.
+/// Tokens per second; values of the same index form a pair.
 #[derive(Debug, Default)]
 struct Speeds {
     with: Vec<f64>,
@@ -313,7 +314,7 @@ struct Speeds {
 }
 
 impl Speeds {
-    /// By how much the middle pair is slower with standbys.
+    /// The median slowdown of the pairs with standbys, in percent.
     fn cost_percent(&self) -> f64 {
         let costs: Vec<f64> =
             self.with.iter().zip(&self.without).map(|(with, without)| 100.0 * (1.0 - with / without)).collect();

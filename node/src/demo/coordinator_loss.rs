@@ -1,38 +1,39 @@
-//! The loss of the node that a client is connected to and that coordinates its request: the client sends the request again to another
-//! node, with the id of the last event that it has, and the stream goes on there.
+//! Loss of the coordinator that is also the client's entry node: the client retries the request at another node with
+//! `Last-Event-ID`, and the stream resumes there.
 use super::{Demo, PROMPT};
 use crate::cluster::LocalNode;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Error, Result};
 use std::time::{Duration, Instant};
 
-/// Longest wait for another node to go on.
+/// Timeout for another node to continue the answer.
 const ANSWER_MAX: Duration = Duration::from_secs(60);
-/// Between two attempts: a client that waits for its answer asks soon.
+/// Retry interval of the client.
 const AGAIN: Duration = Duration::from_millis(100);
 
-/// One answer, of which the coordinator was lost half-way.
+/// An answer whose coordinator was killed during generation.
 pub(super) struct Resumed {
-    /// All of it, as the client put it together.
+    /// The complete text, as assembled by the client.
     pub(super) text: String,
-    /// Every event came once and in order, up to the end mark.
+    /// Every event arrived once and in order, up to the end mark.
     pub(super) complete: bool,
-    /// From the kill to the first event from another node.
+    /// Time from the kill to the first event from another node.
     pub(super) pause: Duration,
 }
 
-/// What a client has of an answer.
+/// The part of an answer that the client has received.
 #[derive(Default)]
 struct Answer {
     text: String,
     last: Option<u64>,
     tokens: usize,
     ended: bool,
+    /// An event arrived twice or out of order.
     again: bool,
 }
 
 impl Answer {
-    /// Takes an event with its id.
+    /// Processes an event with its id.
     fn take(&mut self, id: u64, data: &str) -> Result<()> {
         self.again |= self.last.is_some_and(|last| id <= last);
         self.last = Some(id);
@@ -50,7 +51,7 @@ impl Answer {
 }
 
 impl Demo {
-    /// Streams an answer from the coordinator, which is killed after `moment` tokens, and the rest from the others.
+    /// Streams an answer from the coordinator, kills it after `moment` tokens, and streams the rest from other nodes.
     pub(super) fn resumed(
         &self,
         nodes: &mut [LocalNode],
@@ -91,7 +92,7 @@ impl Demo {
     }
 }
 
-/// Sends a request under a key; none while the node says that it may work in a moment.
+/// Sends a request with an idempotency key; `None` if the node cannot answer it yet (any status but 200).
 fn ask(node: &LocalNode, key: &str, body: &Value, last: Option<u64>) -> Result<Option<ureq::Body>> {
     let agent: ureq::Agent = ureq::Agent::config_builder().http_status_as_error(false).build().into();
     let mut request = agent.post(format!("http://{}/v1/chat/completions", node.api)).header("Idempotency-Key", key);
@@ -102,7 +103,7 @@ fn ask(node: &LocalNode, key: &str, body: &Value, last: Option<u64>) -> Result<O
     Ok((answer.status().as_u16() == 200).then(|| answer.into_body()))
 }
 
-/// Reads events until the stream breaks or ends; `seen` after each.
+/// Reads events until the stream breaks or ends. Calls `seen` after each.
 fn read(stream: ureq::Body, answer: &mut Answer, mut seen: impl FnMut(&Answer)) -> Result<()> {
     let (mut id, mut error) = (None, false);
     for line in BufReader::new(stream.into_reader()).lines() {
@@ -110,7 +111,7 @@ fn read(stream: ureq::Body, answer: &mut Answer, mut seen: impl FnMut(&Answer)) 
         if let Some(number) = line.strip_prefix("id: ") {
             id = number.parse().ok();
         } else if let Some(data) = line.strip_prefix("data: ") {
-            // The node says that it cannot go on: another one may.
+            // The node reports an error; another node may continue.
             error |= data.starts_with("{\"error\"");
             if let Some(id) = id.take().filter(|_| !error) {
                 answer.take(id, data)?;

@@ -1,4 +1,4 @@
-//! Work that a device is at while the thread goes on: what is known of it, and who waits for its end.
+//! Work that a device computes while the device thread continues: its completion, and when it is answered.
 use super::{Command, guarded, nanos};
 use crate::residency::Key;
 use crate::tensors::Tensor;
@@ -9,7 +9,7 @@ use node_core::work::steps::TileMade;
 use std::sync::{Arc, OnceLock, Weak, mpsc};
 use std::time::Instant;
 
-/// Work that is to be answered.
+/// Work whose answer is deferred.
 pub(super) struct Pending {
     pub(super) key: Key,
     pub(super) work: WorkId,
@@ -17,12 +17,13 @@ pub(super) struct Pending {
 }
 
 impl Pending {
-    /// Whether it is a stage's.
+    /// Whether it is a stage's batch.
     pub(super) fn is_batch(&self) -> bool {
         matches!(self.what, PendingWork::Batch { .. })
     }
 
-    /// Whether it can be answered now, or is a batch: that is waited for, since the next is made of what it gives.
+    /// Whether `finish` may be called now. Always for a batch: `finish` waits for it, since the next batch depends on
+    /// its result.
     pub(super) fn is_due(&self) -> bool {
         match &self.what {
             PendingWork::Batch { .. } => true,
@@ -33,28 +34,28 @@ impl Pending {
     }
 }
 
-/// What is to be answered when.
+/// The kind of work, which decides when it is answered.
 pub(super) enum PendingWork {
-    /// A batch of a stage: when it is done.
+    /// A batch of a stage, answered when it completes.
     Batch {
         items: Vec<Item>,
         /// One per item.
         inputs: Vec<Option<Tensor>>,
     },
-    /// Steps of a tile: while the device is at them, when the run before is done, so that the device has its next one before it
-    /// ends this; the last run of all when it is done itself.
+    /// Steps of a tile. Answered when the *previous* run completes, so that the core sends the next run before the
+    /// device goes idle. The last run of a job is answered on its own completion.
     Steps { before: Option<Launched>, this: Launched, last: bool, made: TileMade },
 }
 
-/// When a run was done, or why not.
+/// When a run completed, or its error.
 type End = OnceLock<Result<Instant, String>>;
 
-/// A run of a tile that a device was given.
+/// A run of a tile that was launched on a device.
 #[derive(Clone)]
 pub(super) struct Launched {
     began: Instant,
     end: Arc<End>,
-    /// That of the run before, which it waits for.
+    /// The end of the previous run of the tile, which the device completes first.
     after: Option<Arc<End>>,
     answered: Arc<OnceLock<Instant>>,
 }
@@ -64,7 +65,7 @@ impl Launched {
         self.end.get().is_some()
     }
 
-    /// Waits for it, and says when it was done and for how many nanoseconds the device was at it.
+    /// Waits for the run; returns when it completed, and its time on the device in nanoseconds.
     fn wait(&self) -> Result<(Instant, u64), String> {
         let end = self.end.wait().clone()?;
         let free = self.after.as_ref().and_then(|before| before.get()?.clone().ok());
@@ -72,7 +73,7 @@ impl Launched {
         Ok((end, nanos(end.saturating_duration_since(begin))))
     }
 
-    /// Waits until the run can be answered, and adds how long the device took.
+    /// Waits until the run may be answered, and adds the time that the device took.
     pub(super) fn made(&self, before: Option<&Launched>, last: bool, mut made: TileMade) -> Result<TileMade, String> {
         if let Some(before) = before {
             let (end, took) = before.wait()?;
@@ -87,28 +88,28 @@ impl Launched {
         Ok(made)
     }
 
-    /// The answer is given now.
+    /// Records that the answer is sent now.
     pub(super) fn answered(&self) {
         let _ = self.answered.set(Instant::now());
     }
 }
 
-/// The thread that waits for devices, started with the first run that one is given; it ends with this. What waits here is
-/// bounded: two runs of each tile.
+/// Waits for devices on a thread of its own, which starts with the first launched run and ends when this is dropped.
+/// The channel is bounded by the protocol: two runs per tile.
 pub(super) struct Watcher {
     marks: Option<mpsc::Sender<(Mark, Arc<End>)>>,
-    /// The device thread, which is woken at each mark.
+    /// Wakes the device thread at each mark.
     thread: Weak<mpsc::Sender<Command>>,
 }
 
 impl Watcher {
-    /// One that wakes this thread.
+    /// A watcher that wakes `thread`.
     pub(super) fn new(thread: Weak<mpsc::Sender<Command>>) -> Self {
         Self { marks: None, thread }
     }
 
-    /// A device is at a run until the mark. `last`: the run of this tile that was launched last, which this one replaces. Gives
-    /// both.
+    /// Watches a launched run until `mark`. `last` is the tile's previous launched run; it is replaced by this one.
+    /// Returns the previous run and this one.
     pub(super) fn watch(
         &mut self,
         last: &mut Option<Launched>,
@@ -122,8 +123,8 @@ impl Watcher {
             Some(marks) => marks,
             None => self.marks.insert(watcher(self.thread.clone())?),
         };
-        marks.send((mark, this.end.clone())).map_err(|_| "the thread that waits for devices has ended")?;
-        // From here on its end is reported.
+        marks.send((mark, this.end.clone())).map_err(|_| "the watcher thread of the device has ended")?;
+        // From here on the completion is reported.
         *last = Some(this.clone());
         Ok((before, this))
     }
@@ -140,6 +141,9 @@ fn watcher(thread: Weak<mpsc::Sender<Command>>) -> Result<mpsc::Sender<(Mark, Ar
             }
         }
     };
-    std::thread::Builder::new().name("watcher".into()).spawn(watch).map_err(|e| format!("no thread: {e}"))?;
+    std::thread::Builder::new()
+        .name("watcher".into())
+        .spawn(watch)
+        .map_err(|e| format!("the watcher thread could not be started: {e}"))?;
     Ok(sender)
 }

@@ -1,13 +1,13 @@
-//! Which command is carried out next: in the order in which they came, except that stages do not wait for tiles.
+//! Chooses the next command: in arrival order, except that commands of stages overtake tile steps.
 //!
-//! A reader waits for each batch of a model, and steps of a tile may take up to a second where they are not cut. So what stages
-//! are asked passes the steps of tiles that wait. Steps that a batch has passed go next, so that neither starves.
+//! A client waits for each batch of a model, while the steps of a tile may take up to a second if they are not split.
+//! So stage commands overtake queued tile steps. Steps that a batch has overtaken run next, so that neither starves.
 use super::Command;
 use super::tiles::TileRun;
 use node_core::work::Task;
 use std::collections::VecDeque;
 
-/// Something to do.
+/// An item of the queue.
 pub(super) enum Work {
     /// A command.
     Command(Command),
@@ -15,32 +15,32 @@ pub(super) enum Work {
     Rest(Box<TileRun>),
 }
 
-/// What waits.
+/// The queue of the device thread.
 #[derive(Default)]
 pub(super) struct Queue {
     waiting: VecDeque<Work>,
-    /// A batch has passed the steps at the front.
+    /// A batch has overtaken the steps at the front.
     passed: bool,
 }
 
 impl Queue {
-    /// Whether nothing waits.
+    /// Whether the queue is empty.
     pub(super) fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }
 
-    /// A command came.
+    /// Appends a command.
     pub(super) fn push(&mut self, command: Command) {
         self.waiting.push_back(Work::Command(command));
     }
 
-    /// A run is not done: the rest of it comes before everything of its part that waits.
+    /// Requeues an incomplete run before all other work.
     pub(super) fn push_rest(&mut self, run: TileRun) {
         self.waiting.push_front(Work::Rest(Box::new(run)));
     }
 
-    /// What is done next. Commands of one part keep their order: only steps of tiles are passed, and only by what stages are
-    /// asked.
+    /// Takes the next item. Commands of one part keep their order: only tile steps are overtaken, and only by commands
+    /// that stages alone receive.
     pub(super) fn next(&mut self) -> Option<Work> {
         let after_steps = self.waiting.iter().position(|work| kind(work) != Kind::Steps);
         if let Some(at) = after_steps.filter(|&at| at > 0 && !self.passed) {
@@ -67,9 +67,9 @@ enum Kind {
     Steps,
     /// A batch of a stage.
     Batch,
-    /// Something else that only stages are asked.
+    /// Another command that only stages receive.
     OfStage,
-    /// What parts of both kinds are asked, or tiles.
+    /// A command for both kinds of part, or for tiles.
     Other,
 }
 
@@ -122,7 +122,7 @@ mod tests {
         run(MODEL, work, Task::Batch(Vec::new()))
     }
 
-    /// All that waits, as it is done: steps, batches and rests by their number, the others by their first letter.
+    /// The queue in execution order: steps, batches and rests by number, other commands by name.
     fn drained(queue: &mut Queue) -> Vec<String> {
         let name = |work| match work {
             Work::Rest(run) => format!("rest {}", run.work.0),
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn batches_and_steps_that_wait_alternate() {
+    fn queued_batches_and_steps_alternate() {
         let mut queue = Queue::default();
         (1..4).for_each(|work| queue.push(steps(work)));
         (1..4).for_each(|work| queue.push(batch(work)));
@@ -150,14 +150,14 @@ mod tests {
         let mut queue = Queue::default();
         queue.push(steps(1));
         assert!(matches!(queue.next(), Some(Work::Command(Command::Run(_)))));
-        // Three batches come while the run is made piece by piece.
+        // Three batches arrive while the run is computed piece by piece.
         (1..4).for_each(|work| queue.push(batch(work)));
         let mut order = Vec::new();
         for _ in 0..3 {
             queue.push_rest(TileRun::new(WorkId(1), (TILE, PartId(0)), task(), &Tensors::default()));
             let passing = queue.next();
             assert!(matches!(&passing, Some(Work::Command(_))), "a batch passes the rest");
-            assert!(matches!(queue.next(), Some(Work::Rest(_))), "then the rest goes on");
+            assert!(matches!(queue.next(), Some(Work::Rest(_))), "then the rest continues");
             order.extend(passing);
         }
         assert_eq!(order.len(), 3);
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn what_frees_a_stage_passes_with_its_batch() {
+    fn a_release_overtakes_steps_like_a_batch() {
         let mut queue = Queue::default();
         let key = (MODEL, PartId(0));
         queue.push(steps(1));
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_passes_what_both_kinds_of_parts_are_asked() {
+    fn nothing_overtakes_commands_for_both_kinds_of_part() {
         let mut queue = Queue::default();
         queue.push(steps(1));
         queue.push(Command::Drop { key: (TILE, PartId(0)) });

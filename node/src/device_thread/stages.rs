@@ -1,4 +1,4 @@
-//! What is particular to stages of models: batches in, results out, and the challenges that show their numerics.
+//! The part of the device thread specific to model stages: batches in, results out, and numerics challenges.
 use crate::tensors::{Tensor, Tensors, join};
 use kernels::sampler::{Changes, SamplerSettings};
 use kernels::stage::{Draw, Rows, RowsIn, RowsOut, Stage, StageError, Submitted, Want};
@@ -9,15 +9,15 @@ use node_core::work::Payload;
 use node_core::work::serve::{Item, ItemResult, SampleSpec, Sampling};
 use std::sync::Arc;
 
-/// A stage that is held.
+/// A loaded stage.
 pub(super) struct Held {
-    /// The epoch that its batches are of.
+    /// The epoch of its batches.
     pub(super) epoch: Epoch,
     pub(super) stage: Box<dyn Stage>,
 }
 
 impl Held {
-    /// The stage, if it is held under this epoch.
+    /// The stage, if it is loaded for this epoch.
     pub(super) fn of(&mut self, epoch: Epoch) -> Result<&mut dyn Stage, String> {
         if self.epoch != epoch {
             return Err(format!("the stage was loaded for epoch {}, not {}", self.epoch.counter, epoch.counter));
@@ -26,7 +26,7 @@ impl Held {
     }
 }
 
-/// The rows of a batch, which are given up elsewhere.
+/// Takes the input rows of a batch out of `tensors`.
 pub(super) fn inputs(tensors: &Tensors, items: &[Item]) -> Vec<Option<Tensor>> {
     let take = |item: &Item| match &item.input {
         Payload::Tensor(id) => tensors.take(*id),
@@ -36,7 +36,7 @@ pub(super) fn inputs(tensors: &Tensors, items: &[Item]) -> Vec<Option<Tensor>> {
     items.iter().map(take).collect()
 }
 
-/// Submits a batch. `None`: a device is at it, and [`finish`] gives what comes of it.
+/// Submits a batch. `None`: the device is computing it, and [`finish`] returns the outputs.
 pub(super) fn submit(
     stage: &mut dyn Stage,
     threads: &mut Threads,
@@ -49,7 +49,7 @@ pub(super) fn submit(
     }
 }
 
-/// Waits for a batch that was submitted.
+/// Waits for a submitted batch.
 pub(super) fn finish(
     stage: &mut dyn Stage,
     threads: &mut Threads,
@@ -59,7 +59,7 @@ pub(super) fn finish(
     stage.finish(threads, &batch(items, inputs)?).map_err(|e| e.to_string())
 }
 
-/// What the core hears of a batch; hidden rows are put where it named.
+/// The results of a batch as reported to the core; hidden rows go into `tensors` under the id that the core chose.
 pub(super) fn results(tensors: &Tensors, items: &[Item], outputs: Vec<RowsOut>) -> Vec<ItemResult> {
     let result = |(item, output): (&Item, RowsOut)| match output {
         RowsOut::Hidden(rows) => {
@@ -76,22 +76,22 @@ fn batch<'a>(items: &'a [Item], inputs: &'a [Option<Tensor>]) -> Result<Vec<Rows
     items.iter().zip(inputs).map(|(item, input)| rows(item, input)).collect()
 }
 
-/// A digest of what the stage makes of some rows, one after the other: equal wherever the numerics are.
+/// A digest of the stage's outputs for generated rows: equal for equal numerics.
 pub(super) fn challenge(stage: &mut dyn Stage, threads: &mut Threads, nonce: u64) -> Result<u64, String> {
     let digest = digest(stage, threads, nonce);
     stage.release(CHALLENGE_SEQUENCE);
     digest.map_err(|e| e.to_string())
 }
 
-/// The sequence of a challenge: no request has this number.
+/// The cache sequence of a challenge; no request has this number.
 const CHALLENGE_SEQUENCE: u64 = u64::MAX;
 
-/// Runs [`CHALLENGE_STEPS`] single rows, drawn from `nonce`, at consecutive positions, and hashes the bits that come out.
+/// Runs [`CHALLENGE_STEPS`] single rows, generated from `nonce`, at consecutive positions, and hashes the output bits.
 fn digest(stage: &mut dyn Stage, threads: &mut Threads, nonce: u64) -> Result<u64, StageError> {
     let seed = blake3::derive_key("meshnode 2026 rows of a challenge", &nonce.to_le_bytes());
     let mut bytes = vec![0; stage.width()];
     blake3::Hasher::new_keyed(&seed).finalize_xof().fill(&mut bytes);
-    // A byte an element: from -1 to just below 1, as normalised rows are.
+    // One byte per element: from -1 to just below 1, as normalised rows are.
     let hidden: Vec<f32> = bytes.iter().map(|&byte| (f32::from(byte) - 128.0) / 128.0).collect();
     let mut digest = blake3::Hasher::new();
     for position in 0..CHALLENGE_STEPS {
@@ -101,9 +101,9 @@ fn digest(stage: &mut dyn Stage, threads: &mut Threads, nonce: u64) -> Result<u6
             input,
             want: if position + 1 == CHALLENGE_STEPS { Want::Logits } else { Want::Nothing },
         };
-        // Every vocabulary has that many tokens.
+        // Every vocabulary has at least 256 tokens.
         let token = [u32::from(bytes[position as usize])];
-        // A stage says what it takes by refusing the other, which changes nothing in it.
+        // A stage that takes tokens rejects hidden rows with `Input`, without changing its state.
         let outputs = match stage.forward(threads, &[row(RowsIn::Hidden(&hidden))]) {
             Err(StageError::Input(_)) => stage.forward(threads, &[row(RowsIn::Tokens(&token))]),
             answer => answer,
@@ -123,8 +123,8 @@ fn rows<'a>(item: &'a Item, input: &'a Option<Tensor>) -> Result<Rows<'a>, Strin
     let input = match input {
         Some(Tensor::Tokens(tokens)) => RowsIn::Tokens(tokens),
         Some(Tensor::Hidden(rows)) => RowsIn::Hidden(rows),
-        Some(Tensor::Halo { .. }) => return Err("cells of a grid are no rows of a stage".into()),
-        None => return Err("the rows of a frame are gone before they were used".into()),
+        Some(Tensor::Halo { .. }) => return Err("a stage got cells of a grid as input; expected rows or tokens".into()),
+        None => return Err("the input rows of a frame were dropped before they were used".into()),
     };
     Ok(Rows {
         sequence: item.request.0,

@@ -1,4 +1,4 @@
-//! The device thread as the core sees it: commands, and what it answers when.
+//! Tests of the device thread through its queue: commands in, inputs of the core out.
 use super::*;
 use crate::config::UpOptions;
 use crate::driver::{self, DriverQueue};
@@ -9,10 +9,10 @@ use node_core::work::steps::{Schedule, SimulationId, Stop, StopKind, TileMade, T
 use partitioner::tiles::Block;
 use std::sync::Mutex;
 
-/// No machine is so slow.
+/// Longest wait for an answer; no machine is this slow.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Cells along an axis of a tile that takes long to make.
+/// Cells along an axis of a tile that takes long to initialise.
 const LARGE: usize = 12_288;
 
 const EPOCH: Epoch = Epoch { counter: 1, issuer: NodeId([0; 16]) };
@@ -81,8 +81,8 @@ impl Bench {
         self.commands.send(Command::Run(Box::new(run))).unwrap();
     }
 
-    /// The next answer, as (job, whether a tile was loaded, what a run made).
-    #[expect(clippy::wildcard_enum_match_arm, reason = "of all inputs of a node two are answers")]
+    /// The next answer, as (job, whether it is a load, the result of a run).
+    #[expect(clippy::wildcard_enum_match_arm, reason = "only two of the node's inputs are answers")]
     fn answer(&self) -> (JobId, bool, TileMade) {
         loop {
             match self.queue.next_input(PATIENCE).expect("an answer") {
@@ -101,7 +101,7 @@ impl Bench {
 }
 
 #[test]
-fn a_tile_that_is_made_does_not_hold_up_another() {
+fn initialising_a_tile_does_not_delay_another() {
     let (mut bench, small, large) = (Bench::new("cpu"), JobId(1), JobId(2));
     bench.load(small, 256);
     assert_eq!(bench.answer(), (small, true, TileMade::default()));
@@ -109,28 +109,28 @@ fn a_tile_that_is_made_does_not_hold_up_another() {
     for piece in 0..5 {
         bench.run(small, 10 * piece, 10 * piece + 10);
         let (job, loaded, made) = bench.answer();
-        assert!(job == small && !loaded, "the large tile is not there before piece {piece} of the small one is made");
+        assert!(job == small && !loaded, "the large tile was loaded before piece {piece} of the small one");
         assert_eq!(made.reports.len(), 1);
     }
     assert_eq!(bench.answer(), (large, true, TileMade::default()));
 }
 
 #[test]
-fn a_tile_that_is_not_wanted_any_more_is_not_made() {
+fn a_dropped_tile_stops_initialising() {
     let (mut bench, small, large) = (Bench::new("cpu"), JobId(1), JobId(2));
     bench.load(large, LARGE);
     bench.commands.send(Command::Drop { key: (large, PartId(0)) }).unwrap();
     bench.load(small, 256);
-    assert_eq!(bench.answer(), (small, true, TileMade::default()), "the one that was dropped is not told of");
+    assert_eq!(bench.answer(), (small, true, TileMade::default()), "the dropped tile is not reported");
     bench.run(small, 0, 10);
     assert_eq!(bench.answer().0, small);
 }
 
-/// A stage on a device that is at each batch until it is waited for: what is asked of it, by its name.
+/// A fake stage on a device that computes each batch until `finish`; logs each call with its name.
 struct Pretended {
     name: &'static str,
     log: Arc<Mutex<Vec<String>>>,
-    /// A batch is submitted once something comes; none: at once.
+    /// The first batch is submitted once this receives; `None`: immediately.
     gate: Option<mpsc::Receiver<()>>,
 }
 
@@ -143,7 +143,7 @@ impl Pretended {
 impl Stage for Pretended {
     fn submit(&mut self, _: &mut Threads, _: &[Rows<'_>]) -> Result<Submitted, StageError> {
         if let Some(gate) = self.gate.take() {
-            gate.recv().expect("the test opens it");
+            gate.recv().expect("the test opens the gate");
         }
         self.log("submit");
         Ok(Submitted::Queued)
@@ -176,7 +176,7 @@ impl Stage for Pretended {
 }
 
 impl Bench {
-    /// Holds stages that are pretended; the first submits its first batch when the gate is opened.
+    /// Loads fake stages; the first submits its first batch when the returned sender is used.
     fn stages(&self, names: [&'static str; 2]) -> (mpsc::Sender<()>, Arc<Mutex<Vec<String>>>) {
         let log: Arc<Mutex<Vec<String>>> = Arc::default();
         let (open, gate) = mpsc::channel();
@@ -196,13 +196,13 @@ impl Bench {
         self.give(job, Task::Batch(vec![Item { request, position: 0, count: 1, input, sample: None, output }]));
     }
 
-    /// Whether the next answer is that a part is held.
+    /// Whether the next answer is to a load.
     fn loaded(&self) -> bool {
         self.next().is_none()
     }
 
-    /// The next answer: the job and the number of a run, or none where a part is held.
-    #[expect(clippy::wildcard_enum_match_arm, reason = "of all inputs of a node two are answers")]
+    /// The next answer: job, work id and result of a run, or `None` for a load.
+    #[expect(clippy::wildcard_enum_match_arm, reason = "only two of the node's inputs are answers")]
     fn next(&self) -> Option<(JobId, WorkId, Result<Made, String>)> {
         loop {
             match self.queue.next_input(PATIENCE).expect("an answer") {
@@ -218,7 +218,7 @@ impl Bench {
 }
 
 #[test]
-fn a_batch_is_submitted_while_a_device_is_at_another() {
+fn a_batch_is_submitted_while_the_device_computes_another() {
     let mut bench = Bench::new("cpu");
     let (open, log) = bench.stages(["a", "b"]);
     bench.batch(JobId(1));
@@ -229,11 +229,11 @@ fn a_batch_is_submitted_while_a_device_is_at_another() {
     let answers = [(1, 1), (2, 2), (2, 3)].map(|(job, work)| (JobId(job), WorkId(work)));
     assert_eq!(answers.map(|_| bench.next().map(|(job, work, _)| (job, work)).unwrap()), answers);
     let asked = ["submit a", "submit b", "finish a", "finish b", "release b", "submit b", "finish b"];
-    assert_eq!(*log.lock().unwrap(), asked, "nothing is asked of a stage that a device is at");
+    assert_eq!(*log.lock().unwrap(), asked, "a stage gets no call while its batch is on the device");
 }
 
 #[test]
-fn a_batch_of_another_epoch_or_of_no_stage_is_refused() {
+fn a_batch_of_another_epoch_or_of_a_missing_stage_is_rejected() {
     let mut bench = Bench::new("cpu");
     let (open, _) = bench.stages(["a", "b"]);
     open.send(()).unwrap();
@@ -245,11 +245,11 @@ fn a_batch_of_another_epoch_or_of_no_stage_is_refused() {
     bench.batch(JobId(2));
     assert!(bench.next().unwrap().2.unwrap_err().contains("not loaded"));
     bench.run(JobId(1), 0, 10);
-    assert!(bench.next().unwrap().2.is_err(), "a stage makes no steps");
+    assert!(bench.next().unwrap().2.is_err(), "a stage computes no steps");
 }
 
 #[test]
-fn a_batch_passes_a_run_of_a_tile_and_changes_nothing_in_it() {
+fn a_batch_overtakes_a_tile_run_without_changing_its_result() {
     let (tile, model, steps) = (JobId(5), JobId(1), 1000);
     let hash = |with_batches: bool| {
         let mut bench = Bench::new("cpu");
@@ -263,15 +263,15 @@ fn a_batch_passes_a_run_of_a_tile_and_changes_nothing_in_it() {
         open.send(()).unwrap();
         bench.batch(model);
         assert_eq!(bench.next().unwrap().0, model);
-        bench.run(tile, 0, 10); // what a step takes is not known before
+        bench.run(tile, 0, 10); // measures the time of a step
         assert_eq!(bench.next().unwrap().0, tile);
         bench.run(tile, 10, steps);
         bench.batch(model);
-        assert_eq!(bench.next().unwrap().0, model, "the run takes longer than a piece");
+        assert_eq!(bench.next().unwrap().0, model, "the batch overtakes the run");
         bench.batch(model);
         let answers = [bench.next().unwrap(), bench.next().unwrap()];
         assert_eq!(log.lock().unwrap().len(), 6);
-        answers.into_iter().find(|(job, ..)| *job == tile).expect("the run is answered").2.unwrap()
+        answers.into_iter().find(|(job, ..)| *job == tile).expect("an answer to the run").2.unwrap()
     };
     let reports = |made| match made {
         Made::Steps(made) => made.reports,
@@ -281,7 +281,7 @@ fn a_batch_passes_a_run_of_a_tile_and_changes_nothing_in_it() {
 }
 
 #[test]
-fn runs_of_a_device_are_what_the_processor_makes() {
+fn gpu_runs_match_the_processor() {
     let found = kernels_gpu::probe();
     let Some(gpu) = found.iter().find(|device| matches!(device.id, kernels::device::DeviceId::Vulkan(_))) else {
         let required = std::env::var("MESHNODE_REQUIRE").is_ok_and(|all| all.split(',').any(|one| one == "vulkan"));

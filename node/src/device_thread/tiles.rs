@@ -1,4 +1,4 @@
-//! What is particular to tiles of simulations: how they are made and filled, and how their steps are made piece by piece.
+//! The part of the device thread specific to tiles of simulations: their initial state, and steps computed in pieces.
 use super::{Command, Commands, Shared, guarded};
 use crate::device::Compute;
 use crate::residency::Key;
@@ -23,49 +23,49 @@ use transport::spare::Buffer;
 
 use super::pending::Launched;
 
-/// Gives the cells of a box, as a saved state has them. Blocks.
+/// Returns the cells of a box, in the layout of a saved state. Blocks.
 pub type CellSource = Box<dyn Fn(Region) -> Result<Vec<u8>, String> + Send>;
 
-/// A tile that is held.
+/// A tile of this node.
 pub(super) struct Held {
     key: Key,
     bytes_max: u64,
     pub(super) order: TileOrder,
     simulation: Arc<Simulation>,
-    /// None at a warm standby.
+    /// `None` at a warm standby.
     tile: Option<Box<dyn GridTile>>,
-    /// The state that it starts with is being made or fetched.
+    /// The initial state is being computed or fetched.
     loading: Option<Loading>,
-    /// The last run that a device was given.
+    /// The last run launched on a device.
     pub(super) last: Option<Launched>,
-    /// What a step took lately, on the processor.
+    /// Recent time of one step on the CPU.
     step: Duration,
 }
 
 struct Loading {
     load: LoadId,
-    /// One for each part of the state that waits here.
+    /// Receives one message per piece of the state that is queued for the device thread.
     waiting: mpsc::Receiver<()>,
 }
 
-/// A run as it is made.
+/// A run in progress.
 pub(super) struct TileRun {
     pub(super) key: Key,
     pub(super) work: WorkId,
     pub(super) task: TileWork,
     pub(super) made: TileMade,
-    /// For how long it was worked on.
+    /// Time spent on it so far.
     pub(super) took: Duration,
-    /// Halos that the tile has not taken yet, by link.
+    /// Halos that the tile has not received yet, by link.
     halos: Vec<(u16, Option<Tensor>)>,
-    /// The step that it has got to.
+    /// The step it has reached.
     step: u32,
-    /// Stops that are made.
+    /// Number of stops completed.
     stopped: usize,
 }
 
 impl TileRun {
-    /// A run that has not begun. Its halos are given up elsewhere.
+    /// A run that has not begun. Takes its halos out of `tensors`.
     pub(super) fn new(work: WorkId, key: Key, task: TileWork, tensors: &Tensors) -> Self {
         let halos = task.halos_in.iter().map(|&(link, id)| (link, tensors.take(id))).collect();
         let step = task.from;
@@ -73,11 +73,11 @@ impl TileRun {
     }
 }
 
-/// How far a run is.
+/// The progress of a run.
 pub(super) enum Progress {
-    /// A piece is made: others may compute before the next.
+    /// A piece is done: other work may run before the next.
     Yields,
-    /// All is made, or with the device: it is made when the mark is reached.
+    /// All steps are computed, or launched on the device, which completes them at the mark.
     Given(Mark),
 }
 
@@ -92,7 +92,7 @@ impl Held {
         region(self.order.block(self.key.1))
     }
 
-    /// Makes its cells, all zero.
+    /// Allocates its cells, all zero.
     pub(super) fn make(&mut self, device: &Compute) -> Result<(), String> {
         let (simulation, order) = (&self.simulation, &self.order);
         let depth = order.depth as usize;
@@ -108,8 +108,8 @@ impl Held {
         Ok(())
     }
 
-    /// Begins to make the state that it starts with, or to fetch it: beside the device thread, which goes on with other parts,
-    /// and in pieces, of which two are in memory.
+    /// Starts to compute or fetch the initial state, on another thread so that the device thread serves other parts
+    /// meanwhile. It arrives in pieces; two are in memory at a time.
     pub(super) fn begin(
         &mut self,
         load: LoadId,
@@ -117,7 +117,7 @@ impl Held {
         commands: Commands,
         threads: usize,
     ) -> Result<(), String> {
-        // One piece waits while the next is made.
+        // One piece is queued while the next is computed.
         let (ready, waiting) = mpsc::sync_channel(1);
         let simulation = self.simulation.clone();
         let (key, parts) = (self.key, simulation.initial_parts(self.region()));
@@ -129,7 +129,7 @@ impl Held {
                         Some(source) => source(part)?,
                     };
                     if ready.send(()).is_err() {
-                        // The tile is not wanted any more.
+                        // The tile was dropped.
                         break;
                     }
                     let _ = commands.send(Command::Cells { key, load, part, cells });
@@ -138,17 +138,20 @@ impl Held {
             });
             let _ = commands.send(Command::CellsEnd { key, load, result });
         };
-        std::thread::Builder::new().name("initial".into()).spawn(make).map_err(|e| format!("no thread: {e}"))?;
+        std::thread::Builder::new()
+            .name("initial".into())
+            .spawn(make)
+            .map_err(|e| format!("the thread for the initial state could not be started: {e}"))?;
         self.loading = Some(Loading { load, waiting });
         Ok(())
     }
 
-    /// Whether the state that it starts with is still to come.
+    /// Whether the initial state is incomplete.
     pub(super) fn is_loading(&self) -> bool {
         self.loading.is_some()
     }
 
-    /// Some of the cells that it starts with.
+    /// Stores some cells of the initial state.
     pub(super) fn put(&mut self, load: LoadId, part: Region, cells: &[u8]) -> Result<(), String> {
         let (Some(tile), Some(loading)) = (&mut self.tile, &self.loading) else { return Ok(()) };
         if loading.load != load {
@@ -159,7 +162,7 @@ impl Held {
         put
     }
 
-    /// The state that it starts with is whole, or cannot be had. Gives what the load is answered with, if it is still awaited.
+    /// The initial state is complete, or failed. Returns the answer to the load, unless `load` was superseded.
     pub(super) fn started(&mut self, load: LoadId) -> Option<Loaded> {
         self.loading.take_if(|loading| loading.load == load)?;
         let step = match self.order.start {
@@ -172,12 +175,12 @@ impl Held {
         Some(Loaded { bytes: self.bytes_max, step: Some(step) })
     }
 
-    /// Takes the cells of a snapshot.
+    /// Restores the tile from the cells of a snapshot.
     pub(super) fn restore(&mut self, device: &Compute, cells: &[u8], step: u32) -> Result<Loaded, String> {
         if self.tile.is_none() {
             self.make(device)?;
         }
-        // What fails here leaves it without cells.
+        // A failure below leaves the tile without cells.
         let mut tile = self.tile.take().ok_or("the tile has no cells")?;
         tile.restore(tile.region(), cells).map_err(|e| e.to_string())?;
         tile.resume(step.into());
@@ -185,11 +188,11 @@ impl Held {
         Ok(Loaded { bytes: self.bytes_max, step: Some(step) })
     }
 
-    /// Makes a run, or gives it to the device. `yields`: it is made in pieces of about [`TILE_PIECE`] and stops after each, if
-    /// the processor makes it; a step is never cut.
+    /// Computes a run, or launches it on the device. With `yields`, the CPU computes it in pieces of about
+    /// [`TILE_PIECE`] and stops after each; a step is never split.
     ///
-    /// A tile without neighbours is given the next run before the mark of this one: while the device is at one piece the next is
-    /// there already, and no more than that, so that it can be stopped within two.
+    /// A tile without neighbours gets its next run before the mark of this one: while the device computes one piece,
+    /// the next is already queued. No more than one is queued, so that the tile can be stopped within two pieces.
     pub(super) fn advance(
         &mut self,
         run: &mut TileRun,
@@ -200,11 +203,11 @@ impl Held {
         let tile = self.tile.as_mut().ok_or("the tile has no cells")?;
         let from = run.step;
         if tile.steps() != u64::from(from) {
-            return Err(format!("the tile has made {} steps, not {from}", tile.steps()));
+            return Err(format!("the tile is at step {}, not {from}", tile.steps()));
         }
         for (link, halo) in std::mem::take(&mut run.halos) {
             let Some(Tensor::Halo { bytes, .. }) = halo else {
-                return Err("a halo is gone before it was used".into());
+                return Err("a halo was dropped before it was used".into());
             };
             let expected = tile.bytes_in(link.into()).map_err(|e| e.to_string())?;
             if expected > 0 {
@@ -226,25 +229,25 @@ impl Held {
     }
 }
 
-/// The cells of a snapshot, which are given up.
+/// Takes the cells of a snapshot out of `states`.
 pub(super) fn snapshot(states: &States, (job, part): Key, step: u32) -> Result<Bytes, String> {
     let name = StateName { job, part, step, kind: SaveKind::Snapshot };
-    states.take(&name).ok_or_else(|| "the snapshot is gone".into())
+    states.take(&name).ok_or_else(|| "the snapshot is no longer stored".into())
 }
 
-/// A piece of a run as it is made.
+/// A piece of a run in progress.
 struct Making<'a> {
     run: &'a mut TileRun,
     shared: &'a Shared,
     simulation: &'a Simulation,
-    /// Most steps made at once.
+    /// Most steps computed in one call.
     piece: u32,
-    /// What the steps took, without the stops.
+    /// Time that the steps took, without the stops.
     computed: Duration,
 }
 
 impl Making<'_> {
-    /// Makes steps until all are made, or until others may compute; gives whether all are.
+    /// Computes steps until all are done or `is_late`; returns whether all are done.
     fn steps(
         &mut self,
         tile: &mut dyn GridTile,
@@ -266,7 +269,7 @@ impl Making<'_> {
             if is_late() {
                 return Ok(false);
             }
-            // As far as the next stop; the last pass by itself, where neighbours wait for its halos.
+            // Continue to the next stop. If neighbours wait for its halos, the last pass is computed separately.
             let alone = !self.run.task.halos_out.is_empty();
             let tail = (tile.tail() as u32).min(self.piece);
             let until = self.run.task.stops.get(self.run.stopped).map_or(to, |stop| stop.step).min(to);
@@ -294,7 +297,7 @@ impl Making<'_> {
         }
     }
 
-    /// Halos for the neighbours; the core sends them.
+    /// Packs halos for the neighbours; the core sends them.
     fn pack(&mut self, tile: &mut dyn GridTile) -> Result<(), String> {
         let dtype = dtype(self.simulation.rule().costs().cell_bits);
         let mut sizes = Vec::with_capacity(self.run.task.halos_out.len());
@@ -303,7 +306,8 @@ impl Making<'_> {
             let mut halo = Buffer::with_room(room);
             tile.pack_into(link.into(), &mut halo).map_err(|e| e.to_string())?;
             if halo.is_empty() {
-                // Nothing crosses there, but the neighbour waits for the step: a frame has at least one element.
+                // No population crosses this link, but the neighbour waits for the step: a frame has at least one
+                // element.
                 halo.resize(dtype.bytes() as usize, 0);
             }
             let bytes = halo.len() as u64;
@@ -338,12 +342,12 @@ impl Making<'_> {
         Ok(())
     }
 
-    /// What an output shows of the tile: the values that it needs, one quantity after the other.
+    /// The values that an output needs from this tile, one quantity after another.
     fn output(&self, tile: &dyn GridTile, number: u16) -> Result<Bytes, String> {
         let outputs = self.simulation.outputs();
         let (quantity, (shown, stride)) = match outputs.get(usize::from(number)) {
             Some(output) => (output.quantity.as_str(), self.simulation.shown(output)),
-            // More than the job names: for watchers.
+            // Numbers past the job's own outputs are for live viewers.
             None => {
                 let watched = Watched::of(self.simulation);
                 (watched.quantity, watched.shown)
@@ -372,23 +376,23 @@ fn report(
     Ok(Report { totals, hash, not_finite })
 }
 
-/// A block as the kernels name it.
+/// Converts a block to a region of the kernels.
 pub fn region(block: &Block) -> Region {
     Region { start: block.from.map(|at| at as usize), end: block.to.map(|at| at as usize) }
 }
 
-/// The cells that both have.
+/// The intersection of two regions, or `None` if it is empty.
 pub fn common(a: &Region, b: &Region) -> Option<Region> {
     let start: [usize; 3] = std::array::from_fn(|axis| a.start[axis].max(b.start[axis]));
     let end: [usize; 3] = std::array::from_fn(|axis| a.end[axis].min(b.end[axis]));
     (0..3).all(|axis| start[axis] < end[axis]).then_some(Region { start, end })
 }
 
-/// How halos of a rule whose cells have this number of bits lie in a frame.
+/// The frame layout of halos for a rule with this number of bits per cell.
 pub fn dtype(cell_bits: u64) -> Dtype {
     match cell_bits {
         bits if bits.is_multiple_of(32) => Dtype::Cells,
-        // A fluid's cells have an odd number of fields.
+        // A fluid's cell has an odd number of fields.
         bits if bits.is_multiple_of(16) => Dtype::HalfCells,
         _ => Dtype::Bits,
     }

@@ -1,14 +1,14 @@
-//! GPUs, and what their drivers lack.
+//! Checks of GPUs, drivers and the chosen device.
 use super::Finding;
 use crate::config::Size;
 use kernels::device::{DeviceChoice, DeviceId};
 
-pub(super) fn examine(wanted: &str) -> Vec<Finding> {
+pub(super) fn examine(requested: &str) -> Vec<Finding> {
     let probe = kernels_gpu::probe_report();
     let gpus = probe.devices.iter().filter(|d| d.id != DeviceId::Cpu);
     let mut findings: Vec<Finding> =
         gpus.map(|d| Finding::ok(&d.id.to_string(), format!("{}, {}", d.name, Size(d.memory_total)))).collect();
-    // What a machine does not have nobody misses; what it has and cannot use is worth a look.
+    // Missing hardware is no problem; hardware that is present but unusable is.
     for note in &probe.notes {
         let (subject, text) = note.split_once(": ").unwrap_or(("GPUs", note));
         findings.push(Finding::ok(subject, text));
@@ -18,8 +18,8 @@ pub(super) fn examine(wanted: &str) -> Vec<Finding> {
         let seen = format!("{}: {} of {} used by compiled kernels", dir.display(), Size(used), Size(limit));
         findings.push(Finding::ok("kernel cache", seen));
     }
-    findings.push(match wanted.parse::<DeviceChoice>().and_then(|choice| choice.pick(&probe.devices).cloned()) {
-        Ok(device) => Finding::ok("device", format!("{wanted}: computes on {} ({})", device.id, device.name)),
+    findings.push(match requested.parse::<DeviceChoice>().and_then(|choice| choice.pick(&probe.devices).cloned()) {
+        Ok(device) => Finding::ok("device", format!("{requested}: computes on {} ({})", device.id, device.name)),
         Err(error) => {
             Finding::fail("device", error.to_string(), "choose another with --device, or see the lines above")
         }

@@ -1,16 +1,16 @@
-//! Serving again after a restart what was served before it, and telling people of it meanwhile.
-use super::demand::Wanted;
+//! After a restart, serves the models that were served before it, and shows their state meanwhile.
+use super::demand::DeployMode;
 use super::remembered::{Entry, Starting};
 use super::{ModelRef, NodeError, NodeHandle, Opened};
 use crate::views::JobView;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// How soon a model that could not be placed is tried again, and how slowly at last: other members may still be starting.
+/// First and longest delay between attempts to place a model: other members may still be starting.
 const AGAIN: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(5)];
 
 impl NodeHandle {
-    /// Begins to serve what this node served when it ended. To be called once, within a runtime.
+    /// Starts to serve the models that this node served before it stopped. Call once, within a runtime.
     pub(crate) fn serve_again(&self) {
         let entries = self.inner.remembered.all();
         entries.iter().for_each(|entry| self.inner.remembered.set_starting(&entry.name, None));
@@ -19,7 +19,7 @@ impl NodeHandle {
         }
         let node = self.clone();
         tokio::spawn(async move {
-            // One after the other: in the order in which they were served, they find the memory that they had.
+            // One after another, in the order in which they were first served, so that they find the same free memory.
             let mut wait = AGAIN[0];
             while !node.inner.remembered.starting().is_empty() && !node.inner.leaving.load(Ordering::Relaxed) {
                 for Starting { entry, .. } in node.inner.remembered.starting() {
@@ -32,34 +32,35 @@ impl NodeHandle {
     }
 
     async fn start_again(&self, entry: &Entry) {
-        // A successor has taken the job over: requests for the model go there, and a second copy would take memory for nothing.
+        // A successor has taken the job over: requests are forwarded there, and a second copy would waste memory.
         if let Some(member) = self.serving_members(&entry.name).await.into_iter().next() {
-            let reason = format!("{} serves it since this node was gone, and requests for it go there", member.name);
+            let reason =
+                format!("{} took the model over while this node was down; requests are forwarded there", member.name);
             return self.inner.remembered.set_starting(&entry.name, Some(reason));
         }
-        match self.deploy_in_turn(ModelRef(entry.name.clone()), Wanted::Again).await {
+        match self.deploy_in_turn(ModelRef(entry.name.clone()), DeployMode::AfterRestart).await {
             Ok(_) => {
                 self.inner.remembered.set_started(&entry.name);
-                tracing::info!("{} is served again, as before the restart", entry.name);
+                tracing::info!("{} is served again after the restart", entry.name);
             }
             Err(error) => {
                 let reason = error.to_string();
                 let known = self.inner.remembered.starting().into_iter().find(|known| known.entry.name == entry.name);
-                // Stopped meanwhile.
+                // It was stopped meanwhile.
                 let Some(known) = known else { return };
                 if known.reason.as_ref() != Some(&reason) {
-                    tracing::warn!("{} was served before the restart and is not yet: {reason}", entry.name);
+                    tracing::warn!("{} was served before the restart and cannot be served yet: {reason}", entry.name);
                 }
                 self.inner.remembered.set_starting(&entry.name, Some(reason));
             }
         }
     }
 
-    /// The model of an entry, if its file is still there.
+    /// Opens the model of an entry, if its file still exists.
     pub(super) async fn open_remembered(&self, entry: &Entry) -> Result<Opened, NodeError> {
         if !entry.path.is_file() {
             return Err(NodeError::NotFound(format!(
-                "its file {} is gone: put it back, or end it with `meshnode serve {} --stop`",
+                "its file {} is gone: restore it, or stop the model with `meshnode serve {} --stop`",
                 entry.path.display(),
                 entry.name
             )));
@@ -67,7 +68,7 @@ impl NodeHandle {
         self.open_file(entry.path.clone(), entry.name.clone()).await
     }
 
-    /// Names and contexts of the models that are to be served again and are not yet.
+    /// Names and contexts of the models that are still to be served again.
     pub(crate) fn starting_models(&self) -> Vec<(String, u32)> {
         let context = |entry: &Entry| entry.options.context.unwrap_or_default();
         let served = |name: &str| self.inner.serving.all().iter().any(|model| model.name == name);
@@ -75,8 +76,8 @@ impl NodeHandle {
         starting.filter(|entry| !served(&entry.name)).map(|entry| (entry.name.clone(), context(&entry))).collect()
     }
 
-    /// Jobs as the core sees them, and before them the models that are to be served again and are not yet: "starting" until the
-    /// first attempt to place them has failed, then "degraded", with the reason.
+    /// Inserts models that are still to be served again before the core's jobs: "starting" until the first attempt to
+    /// place them has failed, then "degraded", with the reason.
     pub(super) fn with_starting(&self, mut jobs: Vec<JobView>) -> Vec<JobView> {
         for Starting { entry, reason } in self.inner.remembered.starting() {
             let state = if reason.is_none() { "starting" } else { "degraded" };

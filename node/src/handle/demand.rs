@@ -1,5 +1,5 @@
-//! Models that are asked for here but not served here: a node that has the file serves it, as the mesh did before. So any
-//! member takes over the requests of a head that is gone.
+//! Serves a requested model that this node has on disk but does not serve, with the options the mesh last used. So any
+//! member can take over the requests of a lost coordinator.
 use super::{ModelHandle, ModelOptions, ModelRef, NodeError, NodeHandle};
 use node_core::id::ContentId;
 use node_core::limits::JOBS_MAX;
@@ -9,47 +9,48 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// How long a model that cannot be placed is tried: what a dead head placed takes up memory until the mesh knows of it.
+/// How long to retry a model that cannot be placed: memory used by a lost coordinator's job counts until the loss is
+/// detected.
 const PLACE_MAX: Duration = Duration::from_secs(5);
-/// How often: adverts of free memory are told once a second.
+/// Retry interval: adverts of free memory are sent once per second.
 const AGAIN: Duration = Duration::from_millis(500);
 
-/// How often less is asked for where there is no room: to one request at once with an eighth of the context.
+/// Most reductions if memory is short: down to one concurrent request with an eighth of the context.
 const SMALLER_MAX: u32 = 4;
 
-/// How a model is to be served.
-pub(super) enum Wanted {
-    /// As a user said.
-    As {
+/// How to deploy a model.
+pub(super) enum DeployMode {
+    /// With the options a user gave.
+    Requested {
         options: ModelOptions,
-        /// Unloaded when nothing uses it any more.
+        /// Unload the model when it is no longer used.
         temporary: bool,
     },
-    /// As it was run last, or with less.
+    /// With the options of its last run, or reduced ones.
     OnDemand {
-        /// 0 is all, 1 is one request at once, each one more halves the context.
+        /// 0: no reduction; 1: one concurrent request; each further one halves the context.
         smaller: u32,
     },
-    /// As it was served before the node was started again.
-    Again,
+    /// Again after a restart, as it was served before.
+    AfterRestart,
 }
 
-impl Wanted {
+impl DeployMode {
     pub(super) fn is_temporary(&self) -> bool {
-        matches!(self, Self::As { temporary: true, .. })
+        matches!(self, Self::Requested { temporary: true, .. })
     }
 
-    /// Nothing less is tried after this: the user is to know why it failed.
+    /// No smaller attempt follows, so a failure must be explained to the user.
     pub(super) fn is_last(&self) -> bool {
         match self {
-            Self::As { .. } | Self::Again => true,
+            Self::Requested { .. } | Self::AfterRestart => true,
             Self::OnDemand { smaller } => *smaller >= SMALLER_MAX,
         }
     }
 }
 
 impl ModelOptions {
-    /// Less by a number of steps; `context` is what they would have.
+    /// Reduces the options by a number of steps; `context` is the context if none is set.
     pub(super) fn smaller(self, steps: u32, context: u32) -> Self {
         match steps.checked_sub(1) {
             None => self,
@@ -61,9 +62,9 @@ impl ModelOptions {
     }
 }
 
-/// How models were run that this node had a part in, the latest last, and which of them its user stopped.
+/// The last options of the models that this node took part in, latest last, and which of them its user stopped.
 #[derive(Default)]
-pub(crate) struct Recalled(Mutex<VecDeque<(ContentId, Memory)>>);
+pub(crate) struct LastOptions(Mutex<VecDeque<(ContentId, Memory)>>);
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Memory {
@@ -71,24 +72,24 @@ struct Memory {
     stopped: bool,
 }
 
-impl Recalled {
-    /// A stage of a model is to be held here.
+impl LastOptions {
+    /// Records the options of a stage that this node is ordered to hold.
     pub(crate) fn note(&self, stage: &StageOrder) {
         let options =
             ModelOptions { int8: Some(stage.int8), context: Some(stage.context), sequences: Some(stage.sequences) };
         self.put(stage.content, Memory { options, stopped: false });
     }
 
-    /// The user wants it no more.
+    /// Records that the user stopped the model.
     pub(super) fn stop(&self, content: ContentId) {
         let options = self.get(content).options;
         self.put(content, Memory { options, stopped: true });
     }
 
-    /// How it was run last, if it was.
+    /// The options of the last run; the defaults if the model is unknown.
     ///
     /// # Errors
-    /// The user stopped it.
+    /// The user stopped the model here.
     pub(super) fn options(&self, content: ContentId) -> Result<ModelOptions, NodeError> {
         match self.get(content) {
             Memory { stopped: true, .. } => {
@@ -106,7 +107,7 @@ impl Recalled {
         let mut known = self.lock();
         known.retain(|(other, _)| *other != content);
         known.push_back((content, memory));
-        // As many as this node can have a part in at once.
+        // A node can take part in this many jobs at a time.
         if known.len() > JOBS_MAX {
             known.pop_front();
         }
@@ -118,28 +119,28 @@ impl Recalled {
 }
 
 impl NodeHandle {
-    /// Whether a model of that name could be served here: from this node's own cache, or as before the node was started again.
-    /// Paths are not looked at: a request is not to find out which files there are.
+    /// Whether this node could serve a model of that name: from its own cache, or because it served it before a
+    /// restart. Paths are not accepted: a request must not reveal which files exist.
     pub fn has(&self, name: &str) -> bool {
         crate::pull::is_cached(name, &self.inner.models_dir) || self.inner.remembered.get(name).is_some()
     }
 
-    /// Serves a model that a request asks for, with the options it was last run with as far as this node knows. Where the mesh
-    /// has not the memory for that, not even after a moment, with room for fewer and shorter requests: better than none.
-    /// Several requests that ask for it at once get the same job.
+    /// Serves a model that a request names, with the options of its last run as far as this node has them. If memory
+    /// stays short for `PLACE_MAX`, allows fewer and shorter requests rather than none. Concurrent requests for the
+    /// model share one job.
     ///
     /// # Errors
-    /// As for [`NodeHandle::deploy`]; or the user stopped it here.
+    /// Those of [`NodeHandle::deploy`]; or the user stopped the model here.
     pub async fn serve_on_demand(&self, name: &str) -> Result<ModelHandle, NodeError> {
         let (node, model, end) = (self.clone(), ModelRef(name.to_owned()), Instant::now() + PLACE_MAX);
         let deploying = tokio::spawn(async move {
             let mut smaller = 0;
             loop {
-                // It may be served by now: by the command, or again after a restart.
+                // The command or the restart may have served it meanwhile.
                 if let Some(served) = node.inner.serving.by_name(&model.0).filter(|served| served.name == model.0) {
                     return Ok(served);
                 }
-                match node.deploy_in_turn(model.clone(), Wanted::OnDemand { smaller }).await {
+                match node.deploy_in_turn(model.clone(), DeployMode::OnDemand { smaller }).await {
                     Err(NodeError::Failed(_) | NodeError::Plan(_)) if Instant::now() < end => {
                         tokio::time::sleep(AGAIN).await;
                     }
@@ -162,12 +163,12 @@ mod tests {
     }
 
     #[test]
-    fn where_there_is_no_room_less_is_asked_for() {
+    fn reduced_options_halve_the_context() {
         let usual = ModelOptions { int8: Some(false), context: None, sequences: None };
         assert_eq!(usual.clone().smaller(0, 2048), usual);
         let sizes = |steps| {
             let less = usual.clone().smaller(steps, 2048);
-            assert_eq!(less.int8, Some(false), "other arithmetic would be other tokens");
+            assert_eq!(less.int8, Some(false), "other arithmetic would choose other tokens");
             (less.sequences, less.context)
         };
         assert_eq!(sizes(1), (Some(1), Some(2048)));
@@ -175,18 +176,18 @@ mod tests {
     }
 
     #[test]
-    fn a_model_is_recalled_as_it_was_run_last_until_it_is_stopped() {
-        let (recalled, tiny) = (Recalled::default(), ContentId([1; 32]));
-        assert_eq!(recalled.options(tiny).unwrap(), ModelOptions::default());
-        recalled.note(&stage(1, 64));
-        recalled.note(&stage(1, 128));
+    fn the_last_options_are_kept_until_the_model_is_stopped() {
+        let (last_options, tiny) = (LastOptions::default(), ContentId([1; 32]));
+        assert_eq!(last_options.options(tiny).unwrap(), ModelOptions::default());
+        last_options.note(&stage(1, 64));
+        last_options.note(&stage(1, 128));
         let last = ModelOptions { int8: Some(false), context: Some(128), sequences: Some(3) };
-        assert_eq!(recalled.options(tiny).unwrap(), last);
-        recalled.stop(tiny);
-        assert!(matches!(recalled.options(tiny), Err(NodeError::NotFound(_))));
-        recalled.note(&stage(1, 64));
-        assert_eq!(recalled.options(tiny).unwrap().context, Some(64));
-        (2..2 + JOBS_MAX as u8).for_each(|other| recalled.note(&stage(other, 64)));
-        assert_eq!(recalled.options(tiny).unwrap(), ModelOptions::default(), "as many as fit");
+        assert_eq!(last_options.options(tiny).unwrap(), last);
+        last_options.stop(tiny);
+        assert!(matches!(last_options.options(tiny), Err(NodeError::NotFound(_))));
+        last_options.note(&stage(1, 64));
+        assert_eq!(last_options.options(tiny).unwrap().context, Some(64));
+        (2..2 + JOBS_MAX as u8).for_each(|other| last_options.note(&stage(other, 64)));
+        assert_eq!(last_options.options(tiny).unwrap(), ModelOptions::default(), "only the latest JOBS_MAX are kept");
     }
 }

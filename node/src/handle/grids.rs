@@ -1,4 +1,4 @@
-//! Simulations as the API and the commands see them.
+//! Simulations for the API and the commands.
 use super::{NodeError, NodeHandle, PLAN_MAX, hex};
 use crate::hub::CallEvent;
 use crate::submissions::{Submissions, work};
@@ -20,10 +20,10 @@ impl NodeHandle {
         self.inner.submissions.clone()
     }
 
-    /// How the mesh would share a simulation, without doing it.
+    /// Plans a simulation without starting it.
     ///
     /// # Errors
-    /// It fits nowhere, and what is missing.
+    /// It does not fit into the mesh; the text says what is missing.
     pub async fn plan_grid(&self, simulation: Simulation) -> Result<Value, NodeError> {
         let (call, mut events) = self.inner.hub.open(8);
         let (work, tier) = (work(&simulation), simulation.standby());
@@ -45,7 +45,7 @@ impl NodeHandle {
             }
         })
         .await
-        .unwrap_or_else(|_| Err(NodeError::Failed("the planner did not answer".into())));
+        .unwrap_or_else(|_| Err(NodeError::Failed("the planner did not respond: retry".into())));
         self.inner.hub.forget(call);
         let names = self.names().await;
         let (plan, standbys) = answer?;
@@ -87,8 +87,8 @@ fn tier_name(tier: Tier) -> &'static str {
     }
 }
 
-/// Predicted milliseconds without a step if a tile's node is lost, the time to notice it included: on average, and just before
-/// the next snapshot.
+/// Predicted stall in milliseconds if a tile's node is lost, including the time to detect the loss: on average, and at
+/// most (just before the next snapshot).
 fn stalls_ms(tier: Tier, work: &GridWork, plan: &GridPlan, standby: &TileStandby) -> [f64; 2] {
     let every = standby.snapshot_every_ns;
     [every, 2 * every].map(|every| {

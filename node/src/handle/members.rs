@@ -1,4 +1,4 @@
-//! What other members serve: asked of those that are connected. Requests for such a model go to the member that serves it.
+//! Finds models that other members serve, by asking the connected ones. Requests for such a model are forwarded there.
 use super::{Elsewhere, ModelHandle, NodeError, NodeHandle, Words};
 use crate::api::engine::Served;
 use crate::bulk::BulkRequest;
@@ -16,11 +16,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::broadcast::error::RecvError;
 
-/// Longest wait for the members' answers: a person waits for the sum of them.
+/// Longest wait for the members' answers, which arrive in parallel: a user waits for them.
 const ANSWER_MAX: Duration = Duration::from_secs(1);
-/// Members that are asked at once: one of them serves it in any mesh that people oversee.
+/// Most members asked in parallel: in any mesh of a manageable size this includes one that serves the model.
 const ASKED_MAX: usize = 64;
-/// Vocabularies kept, some megabytes each.
+/// Most cached vocabularies, a few megabytes each.
 const VOCABULARIES_MAX: usize = 8;
 
 /// Vocabularies of models that other nodes serve: reading one takes a good part of a second.
@@ -35,7 +35,7 @@ pub(crate) struct ServingMember {
 }
 
 impl NodeHandle {
-    /// Members that serve a model of that name.
+    /// The members that serve a model of that name.
     pub(crate) async fn serving_members(&self, model: &str) -> Vec<ServingMember> {
         let peers = self.inner.driver.views().await.peers;
         let others = peers.into_iter().filter(|peer| !peer.this_node && peer.connected && peer.state == "alive");
@@ -52,10 +52,10 @@ impl NodeHandle {
         Some(ServingMember { name: peer.name, node, model })
     }
 
-    /// A model of that name as another member serves it; none if no member that answers does.
+    /// A model of that name that another member serves; `None` if no member that responds does.
     ///
     /// # Errors
-    /// Its vocabulary cannot be had.
+    /// Its vocabulary cannot be read.
     pub(crate) async fn attach(&self, name: &str) -> Result<Option<Served>, NodeError> {
         let stem = name.strip_suffix(".gguf").and_then(|name| name.rsplit('/').next()).unwrap_or(name);
         let Some(ServingMember { node, model, .. }) = self.serving_members(stem).await.into_iter().next() else {
@@ -75,7 +75,7 @@ impl NodeHandle {
         }
         let ask = Arc::new(EndpointAsk(self.inner.endpoint.clone()));
         let file = self.inner.library.header(content, name, sources, &ask).await;
-        let file = file.map_err(|e| NodeError::Failed(format!("the vocabulary of {name} cannot be had: {e}")))?;
+        let file = file.map_err(|e| NodeError::Failed(format!("the vocabulary of {name} cannot be fetched: {e}")))?;
         let words = tokio::task::spawn_blocking(move || words_of(&file)).await;
         let words = words.map_err(|e| NodeError::Failed(format!("reading the vocabulary was interrupted: {e}")))??;
         let mut kept = kept();
@@ -86,7 +86,7 @@ impl NodeHandle {
         Ok(words)
     }
 
-    /// Serves models whose jobs this node takes over, as long as it has the jobs. To be called once, within a runtime.
+    /// Serves the models of jobs that this node inherits, until the jobs end. Call once, within a runtime.
     pub(crate) fn watch_successions(&self) {
         let (node, mut events) = (self.clone(), self.inner.hub.listen());
         tokio::spawn(async move {
@@ -109,10 +109,10 @@ impl NodeHandle {
     async fn serve_inherited(&self, job: JobId, spec: ModelSpec) {
         match self.vocabulary(spec.content, &spec.name, &[]).await {
             Ok(words) => {
-                tracing::warn!("{} is served here now: the node that served it is silent", spec.name);
+                tracing::warn!("{} is served here now: its coordinator is lost", spec.name);
                 self.inner.serving.adopt(ModelHandle::new(job, words, spec, false));
             }
-            Err(error) => tracing::warn!("{} is not served here, though its job is: {error}", spec.name),
+            Err(error) => tracing::warn!("this node inherited the job of {}, but cannot serve it: {error}", spec.name),
         }
     }
 }

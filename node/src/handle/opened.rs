@@ -1,4 +1,4 @@
-//! Opening a model for serving: the file, what the planner has to know of it, and the name it is served under.
+//! Opens a model for serving: its file, the costs that the planner needs, and the name under which it is served.
 use super::temporary::Uses;
 use super::{ModelHandle, ModelOptions, ModelRef, NodeError, NodeHandle, Words, unix_seconds};
 use crate::transfer::{Held, Library};
@@ -45,7 +45,7 @@ impl NodeHandle {
 }
 
 impl ModelHandle {
-    /// A model under the name in its description.
+    /// A served model under the name in its spec.
     pub(super) fn new(job: JobId, words: Words, spec: ModelSpec, temporary: bool) -> Self {
         ModelHandle {
             name: spec.name.clone(),
@@ -59,7 +59,7 @@ impl ModelHandle {
     }
 }
 
-/// A model file that was read, and what it is called.
+/// An open model file, and its name.
 pub(super) struct Opened {
     pub(super) name: String,
     /// Absolute.
@@ -69,7 +69,7 @@ pub(super) struct Opened {
 }
 
 impl Opened {
-    /// What is to be served, without a job yet.
+    /// A model to serve, without a job yet.
     pub(super) fn handle(&self, spec: ModelSpec, temporary: bool) -> ModelHandle {
         ModelHandle { name: self.name.clone(), ..ModelHandle::new(JobId(0), self.words.clone(), spec, temporary) }
     }
@@ -88,7 +88,7 @@ impl Opened {
 
 fn open_model(library: &Library, path: &std::path::Path, name: String) -> Result<Opened, NodeError> {
     let invalid = |e: &dyn std::fmt::Display| NodeError::Invalid(format!("{}: {e}", path.display()));
-    // Equal weights may be held from another folder: words come from the one that was named.
+    // The library may hold equal weights from another folder; take the vocabulary from the one that was named.
     let named = ModelFile::open(path).map_err(|e| invalid(&e))?;
     let names_itself = |e: &TokenizerError| matches!(e, TokenizerError::NoFile { .. });
     let no_words = |e| if names_itself(&e) { NodeError::Invalid(e.to_string()) } else { invalid(&e) };
@@ -100,13 +100,13 @@ fn open_model(library: &Library, path: &std::path::Path, name: String) -> Result
     Ok(Opened { name, path, held, words })
 }
 
-/// The default context: enough for a conversation, small enough that caches of four requests stay below small models'
-/// weights.
+/// The default context: enough for a conversation, and small enough that the caches of four requests stay smaller than
+/// the weights of a small model.
 pub(super) const CONTEXT_DEFAULT: u32 = 2048;
-/// Requests at once unless told otherwise.
+/// Concurrent requests by default.
 const SEQUENCES_DEFAULT: u32 = 4;
 
-/// What the planner has to know.
+/// The costs of a model for the planner.
 pub(super) fn work(file: &ModelFile, options: &ModelOptions) -> partitioner::Work {
     let activations = if options.is_int8() { Activations::Int8 } else { Activations::F32 };
     let costs = file.costs(activations);
@@ -115,7 +115,7 @@ pub(super) fn work(file: &ModelFile, options: &ModelOptions) -> partitioner::Wor
     let context = options.context.unwrap_or(CONTEXT_DEFAULT).min(trained).max(1);
     let sequences = options.sequences.unwrap_or(SEQUENCES_DEFAULT).clamp(1, SEQUENCES_MAX);
     let row_bytes = file.config().width as u64 * 4;
-    // What a stage keeps to send again: all rows of all sequences, up to the bound.
+    // A stage retains rows to resend: all rows of all sequences, up to the bound.
     let ring_bytes = RING_BYTES_MAX.min(row_bytes * u64::from(context) * u64::from(sequences));
     partitioner::Work {
         layers: costs
@@ -140,8 +140,8 @@ pub(super) fn work(file: &ModelFile, options: &ModelOptions) -> partitioner::Wor
     }
 }
 
-/// `dir/SmolLM2-135M-Instruct.Q4_1.gguf` is served as `SmolLM2-135M-Instruct.Q4_1`, a folder of weights by its name, and a
-/// cached name as itself.
+/// The name under which a model is served: `dir/SmolLM2-135M-Instruct.Q4_1.gguf` becomes `SmolLM2-135M-Instruct.Q4_1`,
+/// a folder of weights its folder name, and a cached name stays as it is.
 fn model_name(reference: &str) -> String {
     let path = std::path::Path::new(reference);
     let folder = if path.ends_with(crate::pull::FOLDER_WEIGHTS) { path.parent() } else { Some(path) };

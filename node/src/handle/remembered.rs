@@ -1,4 +1,4 @@
-//! Which models this node was asked to serve, kept in its data directory: after a restart it serves them again, with the same
+//! The list of models that this node serves, in its data directory: after a restart it serves them again with the same
 //! options, until `serve --stop`.
 use super::ModelOptions;
 use crate::disk;
@@ -10,18 +10,18 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// A model that is to be served, by the name that its user gave it.
+/// A model to serve, under the name that its user gave it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Entry {
     /// Name for the API.
     pub(crate) name: String,
     /// Its file, or a folder's weights, as an absolute path.
     pub(crate) path: PathBuf,
-    /// How it is served; all of them are set.
+    /// Its options; every field is set.
     pub(crate) options: ModelOptions,
 }
 
-/// The list, and why an entry of it is not served now.
+/// The list, and the state of the entries that are not served yet.
 pub(crate) struct Remembered {
     path: PathBuf,
     state: Mutex<State>,
@@ -30,7 +30,7 @@ pub(crate) struct Remembered {
 #[derive(Default)]
 struct State {
     entries: Vec<Entry>,
-    /// By name: entries that are not placed yet in this life, and why the last attempt failed.
+    /// By name: entries not placed yet since the start, and why the last attempt failed.
     starting: BTreeMap<String, Option<String>>,
 }
 
@@ -38,12 +38,12 @@ struct State {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Starting {
     pub(crate) entry: Entry,
-    /// Why the last attempt failed; none before the first ended.
+    /// Why the last attempt failed; `None` before the first one ends.
     pub(crate) reason: Option<String>,
 }
 
 impl Remembered {
-    /// Reads the list. One that is damaged is kept beside it, and begun again: a node must start without it.
+    /// Reads the list. A damaged list is renamed, and an empty one begun: the node must be able to start.
     pub(crate) fn open(data_dir: &Path) -> Self {
         let path = data_dir.join(FILE);
         let entries = match read(&path) {
@@ -52,7 +52,7 @@ impl Remembered {
             Err(e) => {
                 let aside = path.with_extension("damaged");
                 tracing::warn!(
-                    "{} is not a list of served models ({e}): it is kept as {}, and no model is served again",
+                    "{} is not a list of served models ({e}): it was renamed to {}, and no model is served again",
                     path.display(),
                     aside.display()
                 );
@@ -73,8 +73,8 @@ impl Remembered {
         self.lock().entries.iter().find(|entry| entry.name == name).cloned()
     }
 
-    /// Adds entries, each instead of one of its name, and writes the list if that changed it. A list that cannot be written is
-    /// an error of the disk, not of the model: it is logged, and the model is served.
+    /// Adds entries, replacing those of the same name, and writes the list if it changed. A list that cannot be written
+    /// is logged as a disk error; the model is served anyway.
     pub(crate) fn put(&self, new: Vec<Entry>) {
         self.change(|entries| {
             for entry in new {
@@ -83,27 +83,27 @@ impl Remembered {
                     None => entries.push(entry),
                 }
             }
-            // As many as can be served at once.
+            // At most this many jobs can run.
             entries.drain(..entries.len().saturating_sub(JOBS_MAX));
         });
     }
 
-    /// Removes the entries of these names. Whether there were any.
+    /// Removes the entries with these names. Returns whether there were any.
     pub(crate) fn remove(&self, names: &[String]) -> bool {
         self.change(|entries| entries.retain(|entry| !names.contains(&entry.name)))
     }
 
-    /// An entry is to be placed; `reason` says why that failed last.
+    /// Marks an entry as not placed yet; `reason` is the error of the last attempt.
     pub(crate) fn set_starting(&self, name: &str, reason: Option<String>) {
         self.lock().starting.insert(name.to_owned(), reason);
     }
 
-    /// It is placed, or no longer requested.
+    /// Unmarks an entry that was placed, or stopped.
     pub(crate) fn set_started(&self, name: &str) {
         self.lock().starting.remove(name);
     }
 
-    /// Entries that are not placed yet.
+    /// The entries that are not placed yet.
     pub(crate) fn starting(&self) -> Vec<Starting> {
         let state = self.lock();
         let starting = |entry: &Entry| {
@@ -123,7 +123,7 @@ impl Remembered {
         if let Err(e) = write(&self.path, &state.entries) {
             let why = disk::explain(&e, disk::FREE_DATA);
             tracing::warn!(
-                "what is served cannot be written to {}: {why}; after a restart it is as before",
+                "the list of served models cannot be written to {}: {why}; a restart will use the old list",
                 self.path.display()
             );
         }
@@ -137,7 +137,7 @@ impl Remembered {
 
 /// The file under the data directory.
 const FILE: &str = "served.json";
-/// A list of that many names and paths takes a tenth of it.
+/// A full list of names and paths takes a tenth of this.
 const BYTES_MAX: u64 = 1 << 20;
 
 fn read(path: &Path) -> io::Result<Vec<Entry>> {
@@ -150,7 +150,7 @@ fn read(path: &Path) -> io::Result<Vec<Entry>> {
     Ok(entries)
 }
 
-/// A crash leaves the old list or the new one.
+/// Replaces the list atomically: after a crash it is the old one or the new one.
 fn write(path: &Path, entries: &[Entry]) -> io::Result<()> {
     let beside = path.with_extension("new");
     let mut file = std::fs::File::options().write(true).create(true).truncate(true).mode(0o600).open(&beside)?;
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_served_is_read_again_as_it_was_written_last() {
+    fn the_served_list_survives_a_restart() {
         let dir = tempfile::tempdir().unwrap();
         let list = Remembered::open(dir.path());
         list.put(vec![entry("a", 64), entry("b", 128)]);
@@ -177,11 +177,11 @@ mod tests {
         assert!(list.remove(&["a".into()]) && !list.remove(&["a".into()]));
         assert_eq!(Remembered::open(dir.path()).all(), [entry("b", 128)]);
         (0..2 * JOBS_MAX).for_each(|n| list.put(vec![entry(&n.to_string(), 64)]));
-        assert_eq!(Remembered::open(dir.path()).all().len(), JOBS_MAX, "as many as can be served");
+        assert_eq!(Remembered::open(dir.path()).all().len(), JOBS_MAX, "at most JOBS_MAX entries");
     }
 
     #[test]
-    fn a_damaged_list_is_kept_aside_and_begun_again() {
+    fn a_damaged_list_is_renamed_and_replaced() {
         let dir = tempfile::tempdir().unwrap();
         for damage in ["", "{", "[{\"name\": 3}]", "[1, 2"] {
             std::fs::write(dir.path().join(FILE), damage).unwrap();

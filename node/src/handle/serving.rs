@@ -1,5 +1,5 @@
-//! Which models are served, and by which job: what is asked for again is reused, what is asked for otherwise is replaced,
-//! and no job is left behind that nobody can reach.
+//! Which models are served, and by which job. Reuses a job that runs with the requested options, replaces one with
+//! other options, and leaves no job without a name behind.
 use super::{ModelHandle, NodeError};
 use crate::driver::DriverHandle;
 use crate::hub::{CallEvent, Hub};
@@ -13,52 +13,52 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// Longest wait for a model to be placed and loaded on every stage: a slow peer may have to fetch its share first.
+/// Longest wait until a model is placed and loaded on every stage: a slow peer may have to fetch its share first.
 const DEPLOY_MAX: Duration = Duration::from_secs(600);
-/// Longest wait for peers to tell that the memory of an ended job is free: adverts are told once a second.
+/// Longest wait for adverts to show that the memory of an ended job is free: they are sent once per second.
 const FREED_MAX: Duration = Duration::from_secs(3);
-/// How often that is looked at.
+/// Poll interval.
 const GLANCE: Duration = Duration::from_millis(20);
 
-/// Served models by every name they were asked for; several names may mean one job.
+/// Served models by every name they were requested under; several names may share one job.
 pub(crate) type ServedModels = Arc<Mutex<BTreeMap<String, ModelHandle>>>;
 
-/// A model is not served as asked for.
+/// A deployment that failed.
 pub(super) struct Unserved {
     pub(super) error: NodeError,
-    /// What became of the model that was served before.
+    /// The state of the model that was served before.
     pub(super) then: Option<&'static str>,
 }
 
 /// The served models of one node.
 ///
-/// Invariant: every job deployed through this is in `models`, or its deployment is under way, or it was ended.
+/// Invariant: every job deployed through this is in `models`, or is being deployed, or has been ended.
 pub(crate) struct Serving {
     driver: DriverHandle,
     hub: Arc<Hub>,
     models: ServedModels,
-    /// One change at a time: two clients that ask for the same model get the same job.
+    /// Serialises changes: two clients that request the same model get the same job.
     turn: tokio::sync::Mutex<()>,
 }
 
 impl Serving {
-    /// Serves into `models`, of which there are none yet.
+    /// Registers served models in `models`, which is empty.
     pub(crate) fn new(driver: DriverHandle, hub: Arc<Hub>, models: ServedModels) -> Self {
         Self { driver, hub, models, turn: tokio::sync::Mutex::new(()) }
     }
 
-    /// To be held while what is served is changed.
+    /// Hold this guard while changing what is served.
     pub(super) async fn turn(&self) -> tokio::sync::MutexGuard<'_, ()> {
         self.turn.lock().await
     }
 
-    /// Served models by name; a job with several names comes once for each.
+    /// Served models by name; a job with several names appears once per name.
     pub(super) fn all(&self) -> Vec<ModelHandle> {
         let models = self.lock();
         models.iter().map(|(name, model)| ModelHandle { name: name.clone(), ..model.clone() }).collect()
     }
 
-    /// The model of that name, or the only one there is when `name` is "default".
+    /// The model of that name; `default` is the only served model, if there is one only.
     pub(super) fn by_name(&self, name: &str) -> Option<ModelHandle> {
         let models = self.lock();
         let mut jobs = models.values();
@@ -66,30 +66,30 @@ impl Serving {
         models.get(name).cloned().or_else(|| (name == "default").then(only)?)
     }
 
-    /// The model served under that name, or else the same weights under another.
+    /// The model served under that name, or else the same weights under another name.
     pub(super) fn find(&self, name: &str, content: ContentId) -> Option<ModelHandle> {
         let models = self.lock();
         models.get(name).or_else(|| models.values().find(|m| m.spec.content == content)).cloned()
     }
 
-    /// Sees to it that `model` is served under its name, instead of `before`. Its job is in the answer.
+    /// Serves `model` under its name, instead of `before`. Returns it with its job.
     ///
-    /// A model that is served already as asked for keeps its job. Otherwise the old job ends first, so that its memory can
-    /// be used; if the new one cannot be placed, the old one is placed again.
+    /// A model already served with these options keeps its job. Otherwise the old job ends first, so that its memory
+    /// can be used; if the new one cannot be placed, the old one is placed again.
     ///
     /// # Errors
-    /// The mesh cannot hold it, a stage could not load, or the node stopped.
+    /// The mesh cannot hold it, a stage failed to load, or the node stopped.
     pub(super) async fn serve(&self, model: ModelHandle, before: Option<ModelHandle>) -> Result<ModelHandle, Unserved> {
         let unserved = |error| Unserved { error, then: None };
         let placed = match before {
             Some(before) if before.spec == model.spec => {
-                before.uses.wanted(model.uses.is_temporary());
+                before.uses.claim(model.uses.is_temporary());
                 let job = self.place(&model.spec, false).await.map_err(unserved)?;
                 ModelHandle { job, created: before.created, uses: before.uses, ..model }
             }
             Some(before) => {
-                // A run neither ends nor shortens the life of what is served for good.
-                model.uses.wanted(before.uses.is_temporary() && model.uses.is_temporary());
+                // A temporary run neither ends a permanently served model nor makes it temporary.
+                model.uses.claim(before.uses.is_temporary() && model.uses.is_temporary());
                 let names = self.end(before.job).await;
                 match self.place(&model.spec, true).await {
                     Ok(job) => {
@@ -109,7 +109,7 @@ impl Serving {
         Ok(placed)
     }
 
-    /// Ends a job and waits until it is gone and its memory is free; returns the names it had. Its requests end with an
+    /// Ends a job and waits until it is removed and its memory is free; returns its names. Its requests end with an
     /// error.
     pub(super) async fn end(&self, job: JobId) -> Vec<String> {
         let names: Vec<String> = {
@@ -132,7 +132,7 @@ impl Serving {
         names
     }
 
-    /// A replacement could not be placed: what was there before is better than nothing.
+    /// A replacement could not be placed: places the previous model again.
     async fn restore(&self, names: Vec<String>, before: ModelHandle, error: NodeError) -> Unserved {
         let then = match self.place(&before.spec, true).await {
             Ok(job) => {
@@ -140,13 +140,13 @@ impl Serving {
                 names.into_iter().for_each(|name| self.insert(name, &model));
                 "the model is served as before"
             }
-            Err(_) => "the model is not served now; serve it again with the options that it had",
+            Err(_) => "the model is no longer served; serve it again with its previous options",
         };
         Unserved { error, then: Some(then) }
     }
 
-    /// Asks the core for the job of a model and waits until it is ready. A job that is `new` and does not become ready is
-    /// ended; one that was there before stays and goes on trying.
+    /// Requests a job for a model and waits until it is ready. A `new` job that fails to become ready is ended; an
+    /// existing one stays and keeps trying.
     async fn place(&self, spec: &ModelSpec, new: bool) -> Result<JobId, NodeError> {
         let (call, mut events) = self.hub.open(8);
         self.driver.input(Input::Start { call, job: Box::new(JobSpec::Serve(spec.clone())) });
@@ -157,7 +157,9 @@ impl Serving {
                     self.driver.input(Input::Cancel { call });
                     self.end_unfinished(spec, new).await;
                     let seconds = DEPLOY_MAX.as_secs();
-                    break Err(NodeError::Failed(format!("not ready after {seconds} s: see the nodes' logs")));
+                    break Err(NodeError::Failed(format!(
+                        "the model was not ready after {seconds} s: see the nodes' logs"
+                    )));
                 }
                 Ok(None) => break Err(NodeError::Failed("the node stopped".into())),
                 Ok(Some(CallEvent::Node(Event::JobReady { job, .. }))) => break Ok(job),
@@ -178,7 +180,8 @@ impl Serving {
         placed
     }
 
-    /// Nobody told the id of a job that did not become ready: it is the one of that name that no served model has.
+    /// Ends a new job that did not become ready. Its id was never reported: it is the job of that name that no served
+    /// model has.
     async fn end_unfinished(&self, spec: &ModelSpec, new: bool) {
         let jobs = self.driver.views().await.jobs;
         let known: Vec<String> = self.lock().values().map(|m| name_of(m.job)).collect();
@@ -189,12 +192,12 @@ impl Serving {
         }
     }
 
-    /// A job that this node took over serves this model from now on, unless another one is served under that name.
+    /// Serves this model with a job that this node inherited, unless another model is served under that name.
     pub(super) fn adopt(&self, model: ModelHandle) {
         self.lock().entry(model.name.clone()).or_insert(model);
     }
 
-    /// A job is over here: its models are not served any more.
+    /// Removes the models of a job that has ended.
     pub(super) fn forget(&self, job: JobId) {
         self.lock().retain(|_, model| model.job != job);
     }
@@ -208,14 +211,15 @@ impl Serving {
     }
 }
 
-/// A node that holds a stage of a job that is about to end, and what it had free before.
+/// A node that holds a stage of a job being ended, and its free memory before.
 struct Holder {
     node: String,
     free: u64,
 }
 
 impl Holder {
-    /// It told that it has more free now; or there is nothing to wait for: it is gone, or hardly anything of it is taken.
+    /// Whether it advertised more free memory; also true if there is nothing to wait for: it is down, or little of it
+    /// is taken.
     fn is_free(&self, peers: &[PeerView]) -> bool {
         peers.iter().find(|p| p.node == self.node && p.state == "alive").is_none_or(|p| {
             p.memory_free > self.free || p.memory_total.saturating_sub(p.memory_free) < p.memory_total / UNTOLD
@@ -223,7 +227,7 @@ impl Holder {
     }
 }
 
-/// Changes below this share of a node's memory are told late: not worth waiting for.
+/// Changes below this share of a node's memory are advertised late, so they are not awaited.
 const UNTOLD: u64 = 16;
 
 fn holders(peers: &[PeerView], jobs: &[JobView], job: JobId) -> Vec<Holder> {
@@ -234,7 +238,7 @@ fn holders(peers: &[PeerView], jobs: &[JobView], job: JobId) -> Vec<Holder> {
         .collect()
 }
 
-/// A job's id as the views show it.
+/// A job's id in the format of the views.
 pub(super) fn name_of(job: JobId) -> String {
     format!("{:016x}", job.0)
 }

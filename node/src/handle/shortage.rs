@@ -1,4 +1,4 @@
-//! Why a model does not fit into the mesh, what holds the memory, and how much of it would fit.
+//! Explains why a model does not fit into the mesh: what holds the memory, and how much of the model would fit.
 use super::{NodeError, NodeHandle, Opened, PLAN_MAX};
 use crate::config::Size;
 use crate::hub::CallEvent;
@@ -13,16 +13,16 @@ use std::fmt::Write;
 /// A model that does not fit.
 pub(super) struct Shortage<'a> {
     pub(super) name: &'a str,
-    pub(super) wanted: Fit,
+    pub(super) requested: Fit,
     pub(super) error: &'a PlanError,
     pub(super) fleet: &'a Fleet,
-    /// What would fit instead.
+    /// A context and a number of requests that would fit.
     pub(super) fit: Option<Fit>,
-    /// What takes memory now, largest first.
+    /// Jobs that hold memory, largest first.
     pub(super) holders: &'a [Holder],
 }
 
-/// Something that takes memory, and what frees it.
+/// A job that holds memory, and how to free it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Holder {
     pub(super) what: String,
@@ -30,13 +30,13 @@ pub(super) struct Holder {
     pub(super) free_with: String,
 }
 
-/// Holders that are named: the largest are the ones to end.
+/// Most holders listed: ending the largest frees most.
 const HOLDERS_MAX: usize = 4;
 
 impl Shortage<'_> {
-    /// Human-readable, one sentence a line.
+    /// A human-readable report, one fact per line.
     pub(super) fn text(&self) -> String {
-        let Fit { context, sequences } = self.wanted;
+        let Fit { context, sequences } = self.requested;
         let mut text =
             format!("{} does not fit with --context {context} --sequences {sequences}: {}", self.name, self.error);
         let usable = self.fleet.devices.iter().filter(|device| !device.excluded);
@@ -55,7 +55,7 @@ impl Shortage<'_> {
 }
 
 impl NodeHandle {
-    /// What to tell the user about a plan that was not found: for want of memory all there is to know, else the error itself.
+    /// Explains a failed plan to the user: a full report if memory is short, else `None`.
     pub(super) async fn explain(
         &self,
         opened: &Opened,
@@ -64,7 +64,7 @@ impl NodeHandle {
     ) -> Option<NodeError> {
         let (fleet, options) = self.survey(served).await?;
         let (file, int8) = (opened.held.file.clone(), spec.int8);
-        let wanted = Fit { context: spec.work.context, sequences: spec.work.sequences };
+        let requested = Fit { context: spec.work.context, sequences: spec.work.sequences };
         let work = spec.work.clone();
         let question = (fleet.clone(), options.clone());
         let (error, fit) = tokio::task::spawn_blocking(move || {
@@ -78,8 +78,8 @@ impl NodeHandle {
                 };
                 super::work(&file, &options)
             };
-            let fit = partitioner::largest_fit(wanted, at, &fleet, &options).map(|fit| Fit {
-                context: fit.context - fit.context % CONTEXT_STEP, // a round number, with a little room to spare
+            let fit = partitioner::largest_fit(requested, at, &fleet, &options).map(|fit| Fit {
+                context: fit.context - fit.context % CONTEXT_STEP, // a round number that leaves a little memory free
                 ..fit
             });
             Some((error, fit))
@@ -91,11 +91,11 @@ impl NodeHandle {
             PlanError::NoDevices | PlanError::Unlinked | PlanError::Invalid(_) => return None,
         }
         let holders = self.holders(served).await;
-        let shortage = Shortage { name: &opened.name, wanted, error: &error, fleet: &fleet, fit, holders: &holders };
+        let shortage = Shortage { name: &opened.name, requested, error: &error, fleet: &fleet, fit, holders: &holders };
         Some(NodeError::Plan(shortage.text()))
     }
 
-    /// The mesh as plans see it, with what a job holds counted as free.
+    /// The fleet in the planner's input; the memory that `job` holds counts as free.
     pub(super) async fn survey(&self, job: Option<JobId>) -> Option<(Fleet, Options)> {
         let (call, mut events) = self.inner.hub.open(8);
         self.inner.driver.input(Input::Survey { call, job });
@@ -112,7 +112,7 @@ impl NodeHandle {
         answer.ok().flatten()
     }
 
-    /// What the loss of each zone would mean, by the mesh as plans see it. It is worked out beside what must not wait.
+    /// What the loss of each zone would mean for a plan. Computed on a blocking thread.
     pub(super) async fn zone_losses(
         &self,
         job: Option<JobId>,
@@ -123,7 +123,7 @@ impl NodeHandle {
         found.unwrap_or_default().into_iter().map(ZoneView::from).collect()
     }
 
-    /// What takes memory in the mesh as far as this node knows, but for one job.
+    /// The jobs that hold memory in the mesh, as far as this node has heard, except job `but`.
     async fn holders(&self, but: Option<JobId>) -> Vec<Holder> {
         let views = self.inner.driver.views().await;
         let but = but.map(super::serving::name_of);
@@ -146,7 +146,7 @@ impl NodeHandle {
     }
 }
 
-/// Contexts are proposed in these steps.
+/// Proposed contexts are multiples of this.
 const CONTEXT_STEP: u32 = 64;
 
 #[cfg(test)]
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shortage_says_what_holds_the_memory_and_what_would_fit() {
+    fn a_shortage_names_the_memory_holders_and_what_would_fit() {
         let fleet = fleet(&[120 << 20; 3]);
         let error = PlanError::Memory { need: 422_356_224, offered: 339_738_624, missing: 82_617_600 };
         let holders = [
@@ -194,7 +194,7 @@ mod tests {
         ];
         let mut shortage = Shortage {
             name: "smollm2-135m",
-            wanted: Fit { context: 2048, sequences: 4 },
+            requested: Fit { context: 2048, sequences: 4 },
             error: &error,
             fleet: &fleet,
             fit: Some(Fit { context: 1344, sequences: 4 }),

@@ -1,4 +1,4 @@
-//! One real node with a small model: what is served, replaced, stopped, and what that costs in memory.
+//! Tests of one real node with a small model: serve, replace and stop it, and the memory that this takes.
 use super::*;
 use crate::config::UpOptions;
 use crate::node::Running;
@@ -35,7 +35,7 @@ impl Bench {
         self.node.deploy(self.model.clone(), options).await
     }
 
-    /// Ids of all jobs, and the memory that is free.
+    /// Ids of all jobs, and the free memory.
     async fn seen(&self) -> (Vec<String>, u64) {
         let state = self.node.state().await;
         (state.jobs.into_iter().map(|j| j.job).collect(), state.peers[0].memory_free)
@@ -52,7 +52,7 @@ impl Bench {
 async fn end(mut stream: TokenStream) -> (usize, DoneReason) {
     let mut tokens = 0;
     loop {
-        match stream.next().await.expect("an end") {
+        match stream.next().await.expect("an event") {
             TokenEvent::Token { .. } => tokens += 1,
             TokenEvent::Done { reason } => return (tokens, reason),
         }
@@ -60,24 +60,24 @@ async fn end(mut stream: TokenStream) -> (usize, DoneReason) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_model_that_is_served_otherwise_is_replaced_and_leaves_nothing_behind() {
+async fn a_model_served_with_other_options_is_replaced_and_frees_its_memory() {
     let bench = bench().await;
     let first = bench.serve(options(128)).await.unwrap();
     let (jobs, free) = bench.seen().await;
     assert_eq!(jobs.len(), 1);
-    assert!(free < MEMORY, "what a stage takes is not offered again");
+    assert!(free < MEMORY, "the memory of a stage is not offered");
     let stream = bench.ask(&first, 100_000).await;
 
     let again = bench.serve(ModelOptions::default()).await.unwrap();
-    assert_eq!((again.job, again.context), (first.job, 128), "what is not said stays as it is");
+    assert_eq!((again.job, again.context), (first.job, 128), "unset options keep their values");
 
     let second = bench.serve(options(256)).await.unwrap();
     assert_ne!(second.job, first.job);
     let (jobs, free_then) = bench.seen().await;
-    assert_eq!(jobs, [format!("{:016x}", second.job.0)], "the first job is gone");
-    assert!(free_then < free, "the larger caches alone: {free_then} of {free}");
+    assert_eq!(jobs, [format!("{:016x}", second.job.0)], "the first job has ended");
+    assert!(free_then < free, "the larger caches take more: {free_then} of {free}");
     let (_, reason) = end(stream).await;
-    // 128 positions are soon full; a request that still ran says why it ended.
+    // 128 positions are soon full; a request that still ran reports why it ended.
     assert!(
         matches!(&reason, DoneReason::Failed(why) if why.contains("restarted with other options: retry"))
             || reason == DoneReason::Length
@@ -127,15 +127,15 @@ async fn the_same_weights_under_another_name_are_the_same_job() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_caller_that_goes_away_leaves_no_job_that_nobody_knows() {
+async fn an_aborted_deployment_leaves_no_unknown_job() {
     let bench = bench().await;
     let waiting = tokio::time::timeout(Duration::from_millis(1), bench.serve(options(64))).await;
-    assert!(waiting.is_err(), "it takes longer than that");
+    assert!(waiting.is_err(), "deploying takes longer than that");
     let served = bench.serve(options(100)).await.unwrap();
     assert_eq!(bench.seen().await.0, [format!("{:016x}", served.job.0)]);
 }
 
-/// Two nodes of one mesh, each with so much memory; only the first has the model.
+/// Two nodes of one mesh, each with `memory` bytes; only the first has the model.
 async fn pair(memory: u64) -> (Bench, NodeHandle, Running) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
@@ -164,7 +164,7 @@ async fn until(node: &NodeHandle, what: &str, met: impl Fn(&StateView) -> bool) 
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_link_to_a_peer_is_measured_and_counted_with() {
+async fn the_link_to_a_peer_is_measured_and_reported() {
     let (a, b, _b_running) = pair(MEMORY).await;
     let measured = |state: &StateView| {
         let peer = state.peers.iter().find(|p| !p.this_node && p.connected);
@@ -175,22 +175,26 @@ async fn the_link_to_a_peer_is_measured_and_counted_with() {
 }
 
 #[test]
-fn a_plan_counts_what_a_stage_will_take() {
+fn a_plan_counts_the_memory_of_caches_and_retained_rows() {
     let file = TinyModel::default().open();
     let with = |sequences, int8| {
         let options = ModelOptions { context: Some(64), sequences: Some(sequences), int8: Some(int8) };
         work(&file, &options)
     };
     let cache = |int8| with(1, int8).layers[0].kv_bytes_per_token;
-    assert_eq!(cache(false), 2 * cache(true), "f16 beside 8-bit activations");
-    // Rows that may be sent again: of all sequences, as far as they go, and not beyond the bound.
+    assert_eq!(cache(false), 2 * cache(true), "the cache is f16 with 8-bit activations");
+    // Rows retained for resending: of all sequences at full length, up to the bound.
     let ring = |sequences| with(sequences, true).scratch_bytes - crate::device::SCRATCH_BYTES;
     assert_eq!(ring(3), 3 * 64 * with(1, true).activation_bytes);
     let windows = |architecture| {
         let file = TinyModel { architecture, ..TinyModel::default() }.open();
         work(&file, &ModelOptions::default()).layers.iter().map(|layer| layer.window).collect::<Vec<_>>()
     };
-    assert_eq!(windows(Architecture::Gemma3), [Some(9), Some(9), None], "attention is charged over what a layer sees");
+    assert_eq!(
+        windows(Architecture::Gemma3),
+        [Some(9), Some(9), None],
+        "attention is charged up to the layer's window"
+    );
     assert_eq!(windows(Architecture::Llama), [None; 3]);
     let long = ModelOptions { context: Some(u32::MAX), sequences: Some(u32::MAX), int8: None };
     assert!(work(&file, &long).scratch_bytes <= crate::device::SCRATCH_BYTES + node_core::limits::RING_BYTES_MAX);
@@ -202,7 +206,7 @@ async fn a_model_on_two_nodes_is_replaced_on_both() {
     let work = work(&TinyModel::default().open(), &wide(500));
     let caches = u64::from(work.context) * u64::from(work.sequences);
     let layers: u64 = work.layers.iter().map(|l| l.weight_bytes + l.kv_bytes_per_token * caches).sum();
-    // A tenth less than all of it takes.
+    // A tenth less than the whole model needs.
     let (a, b, _b_running) = pair((layers + work.embed_bytes + work.scratch_bytes) / 10 * 9).await;
     let both = |state: &StateView| state.peers.iter().filter(|p| p.state == "alive" && p.memory_total > 0).count() == 2;
     until(&a.node, "a sees b", both).await;
@@ -214,7 +218,7 @@ async fn a_model_on_two_nodes_is_replaced_on_both() {
         assert_ne!(Some(served.job), last);
         let state = a.node.state().await;
         assert_eq!((state.jobs.len(), state.jobs[0].stages.len()), (1, 2), "{state:?}");
-        until(&b, "b holds its part and nothing else", held(served.job)).await;
+        until(&b, "b holds its part only", held(served.job)).await;
         assert_eq!(end(a.ask(&served, 3).await).await, (3, DoneReason::Length));
         last = Some(served.job);
     }
@@ -239,46 +243,46 @@ async fn a_model_in_the_cache_is_served_on_demand_until_it_is_stopped() {
     assert!(error.contains("meshnode serve"), "{error}");
     bench.serve(options(64)).await.unwrap();
     let again = bench.node.serve_on_demand("tiny").await.unwrap();
-    assert_eq!(again.context, 64, "the one that is served");
+    assert_eq!(again.context, 64, "the running job");
 }
 
-/// Strangers that pass for members of the mesh name addresses where nobody is. The node tries each a few times, a few at a
-/// time, and lets newcomers in meanwhile.
+/// Peers that claim to be members advertise addresses where no node listens. The node dials each a few times, a few in
+/// parallel, and admits newcomers meanwhile.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn invented_addresses_neither_lock_out_a_newcomer_nor_are_sent_to_for_ever() {
+async fn fake_addresses_neither_block_a_newcomer_nor_get_endless_traffic() {
     let (a, b, _b_running) = pair(MEMORY).await;
     let members =
         |count: usize| move |state: &StateView| state.peers.iter().filter(|p| p.state == "alive").count() == count;
     until(&a.node, "a sees b", members(2)).await;
-    let nobody = tokio::net::UdpSocket::bind("127.0.0.1:0").await.unwrap();
-    let addr = nobody.local_addr().unwrap();
+    let silent = tokio::net::UdpSocket::bind("127.0.0.1:0").await.unwrap();
+    let addr = silent.local_addr().unwrap();
     for _ in 0..400 {
         let peer_id = transport::Identity::generate().peer_id();
         let (node, peer_id) = (NodeId(transport::node_id(&peer_id)), peer_id.to_bytes());
         let found = Input::PeerFound { node, peer_id, gossip: vec![addr], data: vec![addr], remembered: false };
         a.node.inner.driver.input(found);
     }
-    // A newcomer with a ticket, at once.
+    // A newcomer joins with a ticket right away.
     let ticket = a.node.invite(Duration::from_secs(60), 1).await.unwrap();
     let mut options = UpOptions::solo(a._dir.path().join("c/data"), a._dir.path().join("c/cache/models"));
     (options.device, options.memory, options.threads) = ("cpu".into(), Some(MEMORY), Some(1));
     (options.name, options.solo, options.join) = ("c".into(), false, vec![ticket]);
     let (_c, _c_running) = crate::node::start(options).await.unwrap();
-    until(&a.node, "the newcomer is in", members(3)).await;
-    until(&b, "and seen by the other", members(3)).await;
-    // The dials end after 5 s; then a contact is asked now and then.
+    until(&a.node, "a sees the newcomer", members(3)).await;
+    until(&b, "b sees the newcomer", members(3)).await;
+    // The dials end after 5 s; afterwards a contact is tried only occasionally.
     tokio::time::sleep(Duration::from_secs(6)).await;
     let mut packet = [0; 2000];
-    while nobody.try_recv_from(&mut packet).is_ok() {}
+    while silent.try_recv_from(&mut packet).is_ok() {}
     tokio::time::sleep(Duration::from_secs(5)).await;
     let mut datagrams = 0;
-    while nobody.try_recv_from(&mut packet).is_ok() {
+    while silent.try_recv_from(&mut packet).is_ok() {
         datagrams += 1;
     }
     assert!(datagrams <= 20, "{datagrams} datagrams in 5 s to an address that never answered");
 }
 
-/// Requests of these tests are asked once each.
+/// A random key, since each request in the tests is sent once.
 fn rand_key() -> [u8; 16] {
     let mut key = [0; 16];
     getrandom::fill(&mut key).unwrap();

@@ -1,4 +1,4 @@
-//! What `bench decode` and `bench prefill` measure of a model on a GPU: tokens per second, and where the time of a token goes.
+//! `bench decode` and `bench prefill` on a GPU: tokens per second, and a breakdown of the time per token.
 use kernels::device::DeviceId;
 use kernels::quant::QuantType;
 use kernels::sampler::{Changes, SamplerSettings};
@@ -11,43 +11,43 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Which model.
+/// The model to measure.
 #[derive(Clone, Copy, Debug)]
 pub enum Source<'a> {
-    /// A file.
+    /// A model file.
     File(&'a Path),
-    /// Random weights of a shape, made on the device.
+    /// Random weights in the shape of a model, generated on the device.
     Random(&'static Shape, QuantType),
 }
 
-/// What to measure.
+/// Parameters of the measurement.
 #[derive(Clone, Copy, Debug)]
 pub struct GpuBench {
     /// Threads that convert weights.
     pub threads: usize,
     /// Tokens of the prompt.
     pub prompt: usize,
-    /// Tokens decoded after it; none: only the prompt is measured.
+    /// Tokens decoded after the prompt; 0 measures only prefill.
     pub tokens: usize,
-    /// Requests that decode at once, at least one.
+    /// Requests that decode concurrently, at least one.
     pub requests: usize,
-    /// Of the sampler; 0 takes the most likely token.
+    /// Sampling temperature; 0 chooses the most likely token.
     pub temperature: f32,
 }
 
-/// Measurements of each kind, of which the median counts.
+/// Repetitions of each measurement; results are medians.
 const REPEATS: usize = 3;
 
 /// Loads a model onto a GPU and measures it.
 ///
 /// # Errors
-/// The device is not here, the model does not fit it, or the device fails.
+/// The device does not exist, the model does not fit into its memory, or the device fails.
 pub fn model(source: Source<'_>, device: DeviceId, bench: GpuBench) -> Result<Value, String> {
     let text = |error: StageError| error.to_string();
     let copied = kernels_gpu::gpu_speed(device)?.copy_bytes_s;
     let options = |layers: usize| StageOptions {
         layers: 0..layers,
-        sequences: bench.requests + 1, // one to time the steps of a layer with
+        sequences: bench.requests + 1, // one more to time the steps of a layer
         context: bench.prompt + bench.tokens + 2,
         activations: Activations::Int8,
         threads: bench.threads,
@@ -59,7 +59,7 @@ pub fn model(source: Source<'_>, device: DeviceId, bench: GpuBench) -> Result<Va
             let most = config.context;
             if bench.prompt + bench.tokens + 2 > most {
                 return Err(format!(
-                    "expected a prompt and tokens within the model's context of {most}, found {} and {}; choose fewer",
+                    "expected --prompt and --tokens to fit the model's context of {most}, found {} and {}: choose fewer",
                     bench.prompt, bench.tokens
                 ));
             }
@@ -83,7 +83,7 @@ pub fn model(source: Source<'_>, device: DeviceId, bench: GpuBench) -> Result<Va
 
 struct Run<'a> {
     stage: &'a mut dyn Profiled,
-    /// A GPU's stage asks nothing of them.
+    /// Unused by GPU stages.
     threads: Threads,
     vocab: usize,
     bench: GpuBench,
@@ -92,7 +92,7 @@ struct Run<'a> {
 impl Run<'_> {
     fn measure(&mut self, copied: u64) -> Result<Value, StageError> {
         let GpuBench { prompt, tokens, requests, .. } = self.bench;
-        self.prefill(0)?; // compiles, and touches every page
+        self.prefill(0)?; // warm-up: compiles the kernels and touches every page
         let prefill = self.median(|run| run.prefill(0))?;
         let bytes = self.stage.bytes_per_token();
         let phases = self.stage.load_phases();
@@ -147,9 +147,9 @@ impl Run<'_> {
         Ok(all[REPEATS / 2])
     }
 
-    /// Microseconds of each step of a layer.
+    /// Microseconds per step of a layer.
     fn times(&mut self, rows: usize, position: usize) -> Result<Value, StageError> {
-        // A pass has at most 512 rows.
+        // A forward pass has at most 512 rows.
         let times = self.stage.step_times(rows.clamp(1, 512), position)?;
         Ok(times.into_iter().map(|(step, seconds)| (format!("{step:?}"), json!(seconds * 1e6))).collect())
     }
@@ -158,7 +158,7 @@ impl Run<'_> {
         SamplerSettings { temperature: self.bench.temperature, ..SamplerSettings::greedy() }
     }
 
-    /// The whole prompt of a request, to its first token.
+    /// Time to process the prompt of a request, up to its first token.
     fn prefill(&mut self, sequence: u64) -> Result<Duration, StageError> {
         let start = Instant::now();
         let tokens: Vec<u32> = (0..self.bench.prompt).map(|i| ((i * 37 + 11) % self.vocab) as u32).collect();
@@ -168,7 +168,7 @@ impl Run<'_> {
         Ok(start.elapsed())
     }
 
-    /// Tokens of all requests, each step made of what the one before drew.
+    /// Time to decode all tokens of all requests; the input of each step is the tokens sampled in the previous one.
     fn decode(&mut self) -> Result<Duration, StageError> {
         let (prompt, requests) = (self.bench.prompt, self.bench.requests);
         let mut last = vec![1u32; requests];
@@ -198,7 +198,7 @@ impl Run<'_> {
     }
 }
 
-/// The figures of [`model`], human-readable.
+/// Human-readable results of [`model`].
 pub fn text(figures: &Value) -> String {
     let number = |name: &str| figures[name].as_f64().unwrap_or(0.0);
     let mut text = format!(
@@ -212,8 +212,8 @@ pub fn text(figures: &Value) -> String {
     );
     if figures["decode_tok_s"].is_number() {
         text.push_str(&format!(
-            "decode after it, {} at once, temperature {}: {:.1} tok/s, {:.0} µs a step, {:.0} of them on the host; {} launches a \
-             layer, {} a step; reads {:.0} GB/s, {:.0} % of a copy's {:.0}\n",
+            "decode with {} concurrent, temperature {}: {:.1} tok/s, {:.0} µs per step, {:.0} µs of it on the host; {} launches \
+             per layer, {} per step; reads {:.0} GB/s, {:.0} % of the copy bandwidth ({:.0} GB/s)\n",
             figures["requests"],
             figures["temperature"],
             number("decode_tok_s"),
@@ -229,7 +229,7 @@ pub fn text(figures: &Value) -> String {
     for (name, title) in [("decode_us_a_layer", "decode"), ("prefill_us_a_layer", "prefill")] {
         let Some(times) = figures[name].as_object() else { continue };
         let sum: f64 = times.values().filter_map(Value::as_f64).sum();
-        text.push_str(&format!("µs a layer, {title}: {sum:.1} of"));
+        text.push_str(&format!("µs per layer, {title}: {sum:.1} in total,"));
         for (step, us) in times {
             text.push_str(&format!(" {step} {:.1}", us.as_f64().unwrap_or(0.0)));
         }

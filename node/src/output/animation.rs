@@ -1,8 +1,8 @@
-//! One moving picture: a GIF that is complete after every frame, and goes on growing after a restart.
+//! Animated GIFs that are complete after every frame, and grow further after a restart.
 //!
-//! Each frame follows a comment with its step and the range of its colours, so that the file itself says what is in it: a run
-//! that goes back to a checkpoint cuts it there and goes on. A frame is written over the file's last byte, its end mark, and
-//! brings a new one; if that fails, the file is cut back to what it was.
+//! A comment before each frame holds its step and colour range, so that the file describes itself: a run that rolls
+//! back to a checkpoint truncates the file there and continues. A frame overwrites the file's last byte, the trailer,
+//! and ends with a new one; if that fails, the file is truncated to its previous length.
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::PathBuf;
@@ -14,24 +14,24 @@ use super::colours::{palette, wider};
 use super::files::{failed, replace};
 use super::{OutputError, Painter};
 
-/// The byte that ends a file.
+/// The trailer, the last byte of a file.
 const END: &[u8] = &[0x3b];
-/// The comment extension.
+/// Label of the comment extension.
 const COMMENT: AnyExtension = AnyExtension(0xfe);
 
-/// What adds to a file's header.
+/// Appends blocks to a file's header.
 type Adding<'a> = dyn Fn(&mut Encoder<Vec<u8>>) -> Result<(), EncodingError> + 'a;
 
 /// A GIF on disk.
 pub(super) struct Animation {
     path: PathBuf,
     painter: Painter,
-    /// Whether the job says the range of colours. Else it is the widest one so far.
+    /// The job sets the colour range. Otherwise it is the widest range so far.
     fixed: bool,
-    /// Hundredths of a second that a frame is shown.
+    /// Display time of a frame in hundredths of a second.
     delay: u16,
     header: Vec<u8>,
-    /// Invariant: these frames, one after the other from the header on, and the end mark are the file.
+    /// Invariant: the file is the header, these frames in order, and the trailer.
     frames: Vec<Part>,
 }
 
@@ -40,7 +40,7 @@ pub(super) struct Animation {
 struct Part {
     step: u64,
     range: [f32; 2],
-    /// Where it ends in the file.
+    /// Offset of its end in the file.
     end: u64,
 }
 
@@ -49,7 +49,7 @@ impl Animation {
         let (fixed, delay) = (spec.range.is_some(), 100 / spec.fps.max(1));
         let mut animation = Self { path, painter, fixed, delay, header: Vec::new(), frames: Vec::new() };
         animation.header = animation.encoded(&|_| Ok(())).map_err(|error| failed(&animation.path, &error))?;
-        // What is not ours, or not readable, is begun anew.
+        // A file that is unreadable, or from another program, is overwritten.
         animation.frames = animation.scan().unwrap_or_default();
         animation.cut(from.saturating_add(1))?;
         Ok(animation)
@@ -87,7 +87,7 @@ impl Animation {
         Ok(())
     }
 
-    /// The header and what `then` adds.
+    /// The header, followed by what `then` appends.
     fn encoded(&self, then: &Adding<'_>) -> io::Result<Vec<u8>> {
         let bytes = || -> Result<Vec<u8>, EncodingError> {
             let size = self.painter.size().map(|size| size as u16);
@@ -100,7 +100,7 @@ impl Animation {
         bytes().map_err(io::Error::other)
     }
 
-    /// Where the last frame ends.
+    /// Offset of the end of the last frame.
     fn end(&self) -> u64 {
         self.frames.last().map_or(self.header.len() as u64, |part| part.end)
     }
@@ -109,7 +109,7 @@ impl Animation {
         let add = || -> io::Result<()> {
             let mut file = OpenOptions::new().write(true).open(&self.path)?;
             file.seek(SeekFrom::Start(start))?;
-            // Not forced to the disk: what a power cut tears off is seen, and written again, when the run goes on.
+            // Not synced: a frame torn by a power failure is detected and written again when the run resumes.
             file.write_all(&[frame, END].concat())
         };
         add().map_err(|error| {
@@ -118,7 +118,7 @@ impl Animation {
         })
     }
 
-    /// Makes the file end after a frame.
+    /// Truncates the file at `place` and writes the trailer there.
     fn end_at(&self, place: u64) -> io::Result<()> {
         let mut file = OpenOptions::new().write(true).open(&self.path)?;
         file.set_len(place)?;
@@ -126,7 +126,7 @@ impl Animation {
         file.write_all(END)
     }
 
-    /// Forgets the frames of a step and of later ones.
+    /// Removes the frames of a step and of later ones.
     fn cut(&mut self, step: u64) -> Result<(), OutputError> {
         let keep = self.frames.partition_point(|part| part.step < step);
         let shorter = keep < self.frames.len();
@@ -137,7 +137,7 @@ impl Animation {
         if shorter { self.end_at(self.end()).map_err(|error| failed(&self.path, &error)) } else { Ok(()) }
     }
 
-    /// The complete frames of the file, if it is one of ours.
+    /// The complete frames of the file; none if another program wrote it.
     fn scan(&self) -> io::Result<Vec<Part>> {
         let mut file = Blocks { file: BufReader::new(File::open(&self.path)?), at: 0 };
         let mut header = vec![0; self.header.len()];
@@ -146,14 +146,14 @@ impl Animation {
         if header != self.header {
             return Ok(parts);
         }
-        // Steps rise from frame to frame; whatever is after something else is written again.
+        // Steps increase from frame to frame; frames out of order are dropped and written again.
         while let Ok(Some((step, range))) = file.frame() {
             if parts.last().is_some_and(|last| last.step >= step) {
                 break;
             }
             parts.push(Part { step, range, end: file.at });
         }
-        // Whatever comes after the last complete frame goes.
+        // Remove everything after the last complete frame.
         if let Some(last) = parts.last() {
             self.end_at(last.end)?;
         }
@@ -161,7 +161,7 @@ impl Animation {
     }
 }
 
-/// The blocks of a GIF.
+/// Reads the blocks of a GIF.
 struct Blocks {
     file: BufReader<File>,
     at: u64,
@@ -180,7 +180,7 @@ impl Blocks {
         Ok(byte[0])
     }
 
-    /// Blocks up to an empty one; the first one's bytes.
+    /// Reads sub-blocks up to the empty one; returns the bytes of the first.
     fn blocks(&mut self) -> io::Result<Vec<u8>> {
         let mut first = None;
         loop {
@@ -194,7 +194,7 @@ impl Blocks {
         }
     }
 
-    /// A comment, a control block and an image: a frame as we write it, and what its comment says.
+    /// Reads a frame as this module writes it (comment, control block, image); returns its step and range.
     fn frame(&mut self) -> io::Result<Option<(u64, [f32; 2])>> {
         let mut said = None;
         loop {
@@ -222,7 +222,7 @@ impl Blocks {
     }
 }
 
-/// `step 120 range 00000000 3f800000`.
+/// Parses a comment like `step 120 range 00000000 3f800000`.
 fn parsed(comment: &str) -> Option<(u64, [f32; 2])> {
     let (step, range) = comment.strip_prefix("step ")?.split_once(" range ")?;
     let (low, high) = range.split_once(' ')?;

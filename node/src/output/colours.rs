@@ -1,18 +1,18 @@
-//! Colours by number: 254 for values, one for what is solid, one for what is no number.
+//! Colour palettes: 254 indices for values, one for solid cells, one for values that are not finite.
 use kernels::grid::simulation::Colours;
 
-/// Colours of values.
+/// Number of colours for values.
 pub(super) const LEVELS: usize = 254;
-/// The colour of solid cells.
+/// Index of solid cells.
 pub(super) const SOLID: u8 = 254;
-/// The colour of values that are infinite or no numbers.
-pub(super) const NO_NUMBER: u8 = 255;
+/// Index of infinite values and NaN.
+pub(super) const NOT_FINITE: u8 = 255;
 
-/// Red, green, blue of each number.
+/// Red, green and blue of each index.
 pub(super) fn palette(colours: Colours) -> [[u8; 3]; 256] {
     let stops: &[[u8; 3]] = match colours {
         Colours::Grey => &[[0, 0, 0], [255, 255, 255]],
-        // Matplotlib's, at even distances.
+        // Matplotlib's viridis, sampled at equal distances.
         Colours::Viridis => &[
             [68, 1, 84],
             [71, 44, 122],
@@ -48,20 +48,20 @@ pub(super) fn palette(colours: Colours) -> [[u8; 3]; 256] {
         });
     }
     palette[usize::from(SOLID)] = [110, 110, 110];
-    palette[usize::from(NO_NUMBER)] = [255, 0, 255];
+    palette[usize::from(NOT_FINITE)] = [255, 0, 255];
     palette
 }
 
-/// The number of a value's colour.
+/// The palette index of a value.
 pub(super) fn level(value: f32, [low, high]: [f32; 2]) -> u8 {
     if !value.is_finite() {
-        return NO_NUMBER;
+        return NOT_FINITE;
     }
     let share = f64::from(value - low) / f64::from(high - low);
     (share.clamp(0.0, 1.0) * (LEVELS - 1) as f64).round() as u8
 }
 
-/// The values at the ends of the colours for a frame: both signs alike where the middle colour is zero.
+/// The values at both ends of the palette for a frame; symmetric around 0 for a diverging palette.
 pub(super) fn range(colours: Colours, values: impl Iterator<Item = f32>) -> [f32; 2] {
     let (mut low, mut high) = (f32::INFINITY, f32::NEG_INFINITY);
     for value in values.filter(|value| value.is_finite()) {
@@ -70,7 +70,7 @@ pub(super) fn range(colours: Colours, values: impl Iterator<Item = f32>) -> [f32
     wider(colours, [low, high])
 }
 
-/// A range that can be divided by its length.
+/// Widens a range until it can be divided by its length.
 pub(super) fn wider(colours: Colours, [low, high]: [f32; 2]) -> [f32; 2] {
     let (low, high) = if low <= high { (low, high) } else { (0.0, 1.0) };
     let (low, high) = match colours {
@@ -80,7 +80,7 @@ pub(super) fn wider(colours: Colours, [low, high]: [f32; 2]) -> [f32; 2] {
         }
         Colours::Grey | Colours::Viridis | Colours::Fire => (low, high),
     };
-    // Half of each, so that the largest numbers there are do not overflow.
+    // Halve each end first, so that the difference of the largest floats does not overflow.
     if high / 2.0 - low / 2.0 > f32::MIN_POSITIVE && (high - low).is_finite() {
         return [low, high];
     }

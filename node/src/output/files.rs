@@ -1,4 +1,4 @@
-//! Files that are there as a whole or not at all.
+//! Atomic file writes: a file is complete or absent.
 use crate::folders;
 use std::fs;
 use std::io::{self, Write};
@@ -6,18 +6,18 @@ use std::path::{Path, PathBuf};
 
 use super::OutputError;
 
-/// What a file is called until it is complete.
+/// Suffix of a file until it is complete.
 const PARTIAL: &str = ".partial";
-/// Digits of a step in a name, so that names sort as steps do.
+/// Digits of a step in a file name, so that names sort by step.
 const DIGITS: usize = 10;
 
-/// What the system said, and what to do.
-#[expect(clippy::wildcard_enum_match_arm, reason = "a few of many kinds of errors are told in plain words")]
+/// Turns an I/O error into a plain text with advice.
+#[expect(clippy::wildcard_enum_match_arm, reason = "only a few of many error kinds get a plainer text")]
 pub(super) fn failed(path: &Path, error: &io::Error) -> OutputError {
     let (full, why, advice) = match error.kind() {
-        io::ErrorKind::StorageFull => (true, "the disk is full".into(), "free some space, and it goes on by itself"),
+        io::ErrorKind::StorageFull => (true, "the disk is full".into(), "free some space; the run then continues"),
         io::ErrorKind::QuotaExceeded => {
-            (true, "the disk quota is used up".into(), "free some space or raise the quota, and it goes on by itself")
+            (true, "the disk quota is used up".into(), "free some space or raise the quota; the run then continues")
         }
         io::ErrorKind::FileTooLarge => {
             (false, "the file is too large for this disk".into(), "write less often, or to another disk")
@@ -33,25 +33,25 @@ pub(super) fn failed(path: &Path, error: &io::Error) -> OutputError {
             "a file is where a folder should be, or the other way round".into(),
             "name another folder with --out",
         ),
-        _ => (false, error.to_string(), "see that the folder is there and can be written: it is tried again"),
+        _ => (false, error.to_string(), "check that the folder exists and is writable; the write is retried"),
     };
     OutputError::File { path: path.into(), why, advice, full }
 }
 
-/// Makes a folder and sees whether it can be written to.
+/// Creates a folder and checks that it is writable.
 pub(super) fn prepare(folder: &Path) -> Result<(), OutputError> {
     fs::create_dir_all(folder).map_err(|error| failed(folder, &error))?;
     folders::probe(folder).map_err(|error| failed(folder, &error))
 }
 
-/// Writes a file beside its place and moves it there.
+/// Writes a temporary file next to `path`, then renames it.
 pub(super) fn replace(path: &Path, parts: &[&[u8]]) -> Result<(), OutputError> {
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(PARTIAL);
     let partial = path.with_file_name(name);
     let written = folders::create_new(&partial).and_then(|mut file| {
         parts.iter().try_for_each(|part| file.write_all(part))?;
-        // Some file systems tell only now that there is no space.
+        // Some file systems report a full disk only here.
         file.flush()?;
         file.sync_data()?;
         drop(file);
@@ -68,7 +68,7 @@ pub(super) fn numbered(folder: &Path, name: &str, step: u64, ending: &str) -> Pa
     folder.join(format!("{name}_{step:0DIGITS$}{ending}"))
 }
 
-/// The steps of the files that [`numbered`] names, in order.
+/// The steps of the files named by [`numbered`], in ascending order.
 pub(super) fn steps(folder: &Path, name: &str, ending: &str) -> Result<Vec<u64>, OutputError> {
     let mut steps = Vec::new();
     for entry in fs::read_dir(folder).map_err(|error| failed(folder, &error))? {
@@ -82,7 +82,7 @@ pub(super) fn steps(folder: &Path, name: &str, ending: &str) -> Result<Vec<u64>,
     Ok(steps)
 }
 
-/// Removes the files of later steps.
+/// Removes the files of steps after `last`.
 pub(super) fn remove_after(folder: &Path, name: &str, ending: &str, last: u64) -> Result<(), OutputError> {
     for step in steps(folder, name, ending)?.into_iter().filter(|step| *step > last) {
         let path = numbered(folder, name, step, ending);

@@ -1,41 +1,42 @@
-//! Frames as pictures: each value a colour, solid cells grey, small grids enlarged.
+//! Renders frames as images: values as colours, solid cells grey, small grids enlarged.
 use kernels::grid::Region;
 use kernels::grid::simulation::{Colours, Field, Simulation, blocks};
 
 use super::colours::{SOLID, level, palette, range};
 
-/// A cell becomes so many pixels along each axis at most.
+/// Most pixels per cell along each axis.
 const SCALE_MAX: usize = 8;
 
-/// Paints frames of one place of a simulation.
+/// Renders frames of one output region of a simulation.
 pub struct Painter {
     colours: Colours,
     range: Option<[f32; 2]>,
-    /// Whether y goes upwards.
+    /// Whether y points up.
     upright: bool,
-    /// Blocks along x and y.
+    /// Blocks of `stride` cells along x and y.
     size: [usize; 2],
     /// Pixels of a block along each axis.
     scale: usize,
-    /// By block; none if no cell is solid.
+    /// Per block; empty if no cell is solid.
     solid: Vec<bool>,
 }
 
-/// A picture of at most 256 colours.
+/// An image of at most 256 colours.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Picture {
     /// Pixels along x.
     pub width: usize,
     /// Pixels along y.
     pub height: usize,
-    /// Colours by number, the upper row first.
+    /// Palette indices, top row first.
     pub pixels: Vec<u8>,
-    /// Red, green and blue by number.
+    /// Red, green and blue per index.
     pub palette: [[u8; 3]; 256],
 }
 
 impl Painter {
-    /// For frames that show a region every `stride` cells (see `Simulation::shown`). Without a range each frame has its own.
+    /// A painter for a region sampled every `stride` cells (see `Simulation::shown`). Without `range`, each frame has
+    /// its own.
     pub fn new(
         simulation: &Simulation,
         colours: Colours,
@@ -48,7 +49,7 @@ impl Painter {
         let mut solid = Vec::with_capacity(width * height);
         for y in 0..height {
             solid.extend((0..width).map(|x| {
-                // Blocks that begin before the region are not looked into.
+                // A block that begins before the region is sampled at its first cell, which may lie outside.
                 let at =
                     [region.start[0] / stride * stride + x * stride, region.start[1] / stride * stride + y * stride, z];
                 simulation.is_solid(at)
@@ -61,7 +62,7 @@ impl Painter {
         Self { colours, range, upright: simulation.is_upright(), size: [width, height], scale, solid }
     }
 
-    /// How large pictures are.
+    /// Width and height of the images in pixels.
     pub fn size(&self) -> [usize; 2] {
         self.size.map(|size| size * self.scale)
     }
@@ -70,17 +71,17 @@ impl Painter {
         self.colours
     }
 
-    /// The least and the greatest value of a frame where no cell is solid; both signs alike if the colours are.
+    /// Minimum and maximum of a frame over non-solid cells; symmetric around 0 for a diverging palette.
     pub fn range_of(&self, field: &Field) -> [f32; 2] {
         let fluid = |at: &usize| !self.solid.get(*at).copied().unwrap_or(false);
         let values = field.values.iter().zip(0..).filter(|(_, at)| fluid(at)).map(|(value, _)| *value);
         range(self.colours, values)
     }
 
-    /// Paints a frame, of which the first layer is shown. `over` goes before the output's own range.
+    /// Renders the first layer of a frame. `over` takes precedence over the output's own range.
     ///
     /// # Panics
-    /// The frame is of another size: who paints owns the frames.
+    /// The frame has another size than the painter.
     pub fn paint(&self, field: &Field, over: Option<[f32; 2]>) -> Picture {
         let [width, height] = self.size;
         assert_eq!(field.size[..2], self.size, "a frame of the painter's size");
@@ -104,10 +105,10 @@ impl Painter {
 }
 
 impl Picture {
-    /// As a PNG file.
+    /// Encodes the image as a PNG file.
     ///
     /// # Panics
-    /// Never: memory takes all that is written to it.
+    /// Never: writing to memory does not fail.
     pub fn png(&self) -> Vec<u8> {
         let mut bytes = Vec::new();
         let mut encoder = png::Encoder::new(&mut bytes, self.width as u32, self.height as u32);
@@ -115,11 +116,11 @@ impl Picture {
         encoder.set_depth(png::BitDepth::Eight);
         encoder.set_palette(self.palette.concat());
         encoder.set_compression(png::Compression::Balanced);
-        // Neighbours' numbers say nothing about a colour's.
+        // Indices of neighbouring pixels do not predict each other, so filters do not help.
         encoder.set_filter(png::Filter::NoFilter);
-        let mut writer = encoder.write_header().expect("a header into memory");
-        writer.write_image_data(&self.pixels).expect("as many pixels as the header says, into memory");
-        writer.finish().expect("an end into memory");
+        let mut writer = encoder.write_header().expect("writing to memory");
+        writer.write_image_data(&self.pixels).expect("pixels match the header");
+        writer.finish().expect("writing to memory");
         bytes
     }
 }

@@ -1,20 +1,21 @@
-//! Frames in a terminal: two pixels a character, in 24-bit colours.
+//! Renders frames in a terminal: two pixels per character, in 24-bit colours.
 use std::fmt::Write;
 
 use kernels::grid::simulation::Field;
 
 use super::Painter;
 
-/// Characters of a line, and lines, at most: more than any screen has.
+/// Most characters per line, and most lines: more than any screen has.
 const CHARACTERS_MAX: usize = 1000;
 
-/// A frame as so many columns and lines of text at most, its proportions kept: each character is an upper half block, whose
-/// front is the upper pixel and whose back the lower one. Lines end in "\n", colours are set back at each end.
+/// Renders a frame within `columns` × `lines` characters, keeping its proportions. Each character is an upper half
+/// block: its foreground is the upper pixel, its background the lower one. Lines end in "\n"; colours are reset at the
+/// end of each.
 pub fn render(painter: &Painter, field: &Field, columns: usize, lines: usize) -> String {
     let picture = painter.paint(field, None);
     let columns = columns.clamp(1, CHARACTERS_MAX).min(picture.width);
     let rows = 2 * lines.clamp(1, CHARACTERS_MAX);
-    // As wide as there is room, unless that is too high.
+    // Fill the width, unless the result is too high.
     let (width, height) = (picture.width, picture.height);
     let (across, down) = if height * columns <= width * rows {
         (columns, (height * columns / width).max(1))
@@ -22,12 +23,12 @@ pub fn render(painter: &Painter, field: &Field, columns: usize, lines: usize) ->
         let down = rows.min(height);
         ((width * down / height).clamp(1, columns), down)
     };
-    // The mean colour of the pixels that fall on one.
+    // The mean colour of the image pixels that one terminal pixel covers.
     let mean = |x: usize, y: usize| -> [u8; 3] {
         let (left, right) = (x * width / across, ((x + 1) * width / across).max(x * width / across + 1));
         let (top, bottom) = (y * height / down, ((y + 1) * height / down).max(y * height / down + 1));
         let (mut sum, mut count) = ([0u64; 3], 0);
-        // Of large pictures some pixels are enough.
+        // A few samples are enough in a large image.
         let (dx, dy) = (((right - left) / PROBES).max(1), ((bottom - top) / PROBES).max(1));
         for row in (top..bottom).step_by(dy) {
             for column in (left..right).step_by(dx) {
@@ -59,5 +60,5 @@ pub fn render(painter: &Painter, field: &Field, columns: usize, lines: usize) ->
     text
 }
 
-/// Pixels that are looked at along each axis for one.
+/// Samples along each axis per terminal pixel.
 const PROBES: usize = 4;

@@ -1,4 +1,5 @@
-//! What is written can be read, replaced, continued and repeated after a failure; and the examples are in order.
+//! Tests of the output formats: files can be read, replaced, continued and rewritten after a failure; the examples are
+//! valid.
 use std::fs;
 use std::io::Read;
 
@@ -9,7 +10,7 @@ use tempfile::TempDir;
 
 use super::*;
 
-/// A simulation with one output, of a folder of its own.
+/// A simulation with one output.
 fn job(dimensions: &str, rule: &str, output: &str) -> Simulation {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("job.toml");
@@ -21,7 +22,7 @@ fn job(dimensions: &str, rule: &str, output: &str) -> Simulation {
 
 const HEAT: &str = "name = \"heat\"\nrate = 0.1";
 
-/// A frame in which every value is another.
+/// A frame of distinct values.
 fn frame(size: [usize; 3], step: u64) -> Field {
     let cells = size.iter().product::<usize>();
     Field { size, values: (0..cells).map(|at| (at as f32 - cells as f32 / 2.0) * (step + 1) as f32).collect() }
@@ -31,7 +32,7 @@ fn writer(simulation: &Simulation, out: &TempDir, from: u64) -> Writer {
     Writer::new(simulation, &simulation.outputs()[0], out.path(), from).unwrap()
 }
 
-/// Names in a folder, in order.
+/// Names in a folder, sorted.
 fn names(folder: &Path) -> Vec<String> {
     let mut names: Vec<String> =
         fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
@@ -40,7 +41,7 @@ fn names(folder: &Path) -> Vec<String> {
 }
 
 #[test]
-fn pictures_are_painted_as_people_look_at_them() {
+fn images_have_y_up_and_the_right_colours() {
     let simulation = job("[32, 16]", HEAT, "kind = \"png\"\nevery = 10\nfolder = \"p\"\nrange = [0, 1]\nsize_max = 64");
     let out = tempfile::tempdir().unwrap();
     let mut values = vec![0.0; 32 * 16];
@@ -53,23 +54,23 @@ fn pictures_are_painted_as_people_look_at_them() {
     let mut reader = decoder.read_info().unwrap();
     let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
     let info = reader.next_frame(&mut pixels).unwrap();
-    assert_eq!((info.width, info.height), (64, 32), "each cell four pixels");
+    assert_eq!((info.width, info.height), (64, 32), "2 × 2 pixels per cell");
     let at = |x: usize, y: usize| &pixels[3 * (y * 64 + x)..][..3];
-    assert_eq!(at(0, 31), [252, 255, 164], "hot below on the left, where x and y are least");
-    assert_eq!(at(2, 29), [255, 0, 255], "no number");
+    assert_eq!(at(0, 31), [252, 255, 164], "hot at the lower left, where x and y are 0");
+    assert_eq!(at(2, 29), [255, 0, 255], "NaN");
     assert_eq!(at(1, 1), at(0, 0));
-    assert!(at(0, 0)[0] > 150 && at(0, 0)[0] < 220 && at(63, 0) == [0, 0, 4], "half, and cold");
+    assert!(at(0, 0)[0] > 150 && at(0, 0)[0] < 220 && at(63, 0) == [0, 0, 4], "a middle value, and a cold cell");
 }
 
 #[test]
-fn solid_cells_are_grey_and_do_not_count() {
+fn solid_cells_are_grey_and_do_not_affect_the_range() {
     let rule = "name = \"d2q9\"\ntau = 1\nsolid = \"x < 4\"";
     let simulation = job("[32, 16]", rule, "kind = \"png\"\nquantity = \"ux\"\nevery = 10");
     let spec = &simulation.outputs()[0];
     let painter = Painter::new(&simulation, spec.colours, None, simulation.shown(spec), 32);
     let mut field = Field { size: [32, 16, 1], values: vec![0.5; 32 * 16] };
     (field.values[2], field.values[9]) = (-9.0, -0.25);
-    assert_eq!(painter.range_of(&field), [-0.5, 0.5], "both signs alike");
+    assert_eq!(painter.range_of(&field), [-0.5, 0.5], "symmetric around 0");
     let picture = painter.paint(&field, None);
     assert_eq!(picture.palette[usize::from(picture.pixels[0])], [110, 110, 110]);
     assert_eq!(picture.pixels[5], 253);
@@ -87,7 +88,7 @@ fn ranges_are_never_empty() {
 }
 
 #[test]
-fn a_film_is_complete_after_every_frame_and_goes_on_after_a_restart() {
+fn an_animation_is_complete_after_every_frame_and_continues_after_a_restart() {
     for range in ["", "range = [-100, 100]\nfps = 10"] {
         let simulation = job("[32, 16]", HEAT, &format!("kind = \"gif\"\nevery = 10\nfolder = \"f\"\n{range}"));
         let [whole, again] = [(); 2].map(|()| tempfile::tempdir().unwrap());
@@ -106,21 +107,21 @@ fn a_film_is_complete_after_every_frame_and_goes_on_after_a_restart() {
         let mut decoder = gif::DecodeOptions::new().read_info(&film_now[..]).unwrap();
         assert_eq!(decoder.read_next_frame().unwrap().unwrap().delay, if range.is_empty() { 4 } else { 10 });
 
-        // Stopped in the midst of a frame, gone on from a checkpoint before it, frames given twice.
+        // Stopped in the middle of a frame, resumed from an earlier checkpoint, with some frames written twice.
         let mut two = writer(&simulation, &again, 0);
         (0..=60).step_by(10).for_each(|step| two.write(step, &frame(size, step % 40)).unwrap());
         let torn = film(&again);
         fs::write(again.path().join("f/temperature.gif"), &torn[..torn.len() - 50]).unwrap();
         let mut two = writer(&simulation, &again, 70);
-        assert_eq!(shown(&film(&again)).len(), 6, "the torn one is gone");
+        assert_eq!(shown(&film(&again)).len(), 6, "the torn frame is removed");
         two.write(60, &frame(size, 60 % 40)).unwrap();
         let mut two = writer(&simulation, &again, 40);
-        assert_eq!(shown(&film(&again)).len(), 5, "later ones are gone");
+        assert_eq!(shown(&film(&again)).len(), 5, "later frames are removed");
         two.write(50, &frame(size, 7)).unwrap();
         (30..=100).step_by(10).for_each(|step| two.write(step, &frame(size, step % 40)).unwrap());
-        assert!(film(&whole) == film(&again), "the same film");
+        assert!(film(&whole) == film(&again), "the same file");
 
-        // Another run in the same place.
+        // Another run in the same folder.
         writer(&simulation, &again, 0).write(0, &frame(size, 0)).unwrap();
         assert_eq!(shown(&film(&again)).len(), 1);
         fs::write(again.path().join("f/temperature.gif"), b"GIF89a, or not").unwrap();
@@ -129,7 +130,7 @@ fn a_film_is_complete_after_every_frame_and_goes_on_after_a_restart() {
     }
 }
 
-/// A GIF's frames.
+/// The frames of a GIF.
 fn shown(gif: &[u8]) -> Vec<Vec<u8>> {
     let mut decoder = gif::DecodeOptions::new().read_info(gif).unwrap();
     let mut frames = Vec::new();
@@ -140,7 +141,7 @@ fn shown(gif: &[u8]) -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn arrays_have_all_frames_and_chunks_of_one_size() {
+fn arrays_have_all_frames_and_chunks_of_equal_size() {
     let out = tempfile::tempdir().unwrap();
     let simulation = job("[520, 4]", HEAT, "kind = \"zarr\"\nevery = 50\nfolder = \"z\"");
     let mut array = writer(&simulation, &out, 0);
@@ -163,7 +164,7 @@ fn arrays_have_all_frames_and_chunks_of_one_size() {
     assert_eq!((left.len(), left[512..1024] == expected[520..1032]), (4 * 512, true));
     assert!(right[..8] == expected[512..520] && right[8].is_nan() && right.len() == left.len());
     assert_eq!(read("time/c/0"), [0u64, 50, 100].map(u64::to_le_bytes).concat());
-    // From a checkpoint between two frames the later one is made again.
+    // After resuming from a checkpoint between two frames, the later frame is written again.
     let _ = writer(&simulation, &out, 20);
     assert_eq!(names(&out.path().join("z/temperature/c")), ["0"]);
 
@@ -208,7 +209,7 @@ fn a_write_that_fails_changes_nothing_and_can_be_repeated() {
         let simulation = job("[32, 16]", HEAT, &format!("kind = \"{kind}\"\nevery = 10\nfolder = \"p\""));
         let mut writer = writer(&simulation, &out, 0);
         let place = out.path().join(file);
-        // A folder is where the file goes.
+        // A folder is in the place of the file.
         fs::create_dir_all(place.join("in the way")).unwrap();
         let error = writer.write(10, &frame([32, 16, 1], 1)).unwrap_err();
         let text = error.to_string();
@@ -226,7 +227,7 @@ fn a_write_that_fails_changes_nothing_and_can_be_repeated() {
 }
 
 #[test]
-fn folders_that_cannot_be_are_told_at_once() {
+fn an_unusable_folder_is_reported_at_once() {
     let out = tempfile::tempdir().unwrap();
     fs::write(out.path().join("p"), b"a file").unwrap();
     let simulation = job("[32, 16]", HEAT, "kind = \"png\"\nevery = 10\nfolder = \"p\"");
@@ -234,13 +235,13 @@ fn folders_that_cannot_be_are_told_at_once() {
     assert!(error.contains("a file is where a folder should be") && error.contains("--out"), "{error}");
     let full = files::failed(out.path(), &std::io::Error::from(std::io::ErrorKind::StorageFull));
     assert!(
-        full.is_full() && full.to_string().contains("the disk is full; free some space, and it goes on by itself"),
+        full.is_full() && full.to_string().contains("the disk is full; free some space; the run then continues"),
         "{full}"
     );
 }
 
 #[test]
-fn a_terminal_shows_two_pixels_a_character() {
+fn a_terminal_shows_two_pixels_per_character() {
     let simulation = job("[32, 16]", HEAT, "kind = \"png\"\nevery = 10\nrange = [0, 1]");
     let spec = &simulation.outputs()[0];
     let painter = Painter::new(&simulation, spec.colours, spec.range, simulation.shown(spec), 32);
@@ -257,18 +258,18 @@ fn a_terminal_shows_two_pixels_a_character() {
 }
 
 #[test]
-fn examples_are_in_order() {
+fn examples_are_valid() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples");
     let out = tempfile::tempdir().unwrap();
     let mut seen = 0;
     for name in names(&folder).into_iter().filter(|name| name.ends_with(".toml")) {
         let simulation = Simulation::read(&folder.join(&name)).unwrap_or_else(|error| panic!("{error}"));
         assert_eq!(simulation.warnings(), [""; 0], "{name}");
-        assert!(!simulation.outputs().is_empty(), "{name}: something is to be seen");
+        assert!(!simulation.outputs().is_empty(), "{name}: has outputs");
         let text = fs::read_to_string(folder.join(&name)).unwrap();
         assert!(
             text.starts_with("# ") && text.contains("one core"),
-            "{name} says what one sees, and how long it takes"
+            "{name} begins with a comment that includes the time on one core"
         );
         let region = simulation.grid().region();
         let mut tile = Tile::new(simulation.grid(), simulation.rule(), region, 1).unwrap();

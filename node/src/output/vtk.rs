@@ -1,4 +1,4 @@
-//! All cells of a frame as a VTK image (`.vti`), which ParaView reads, and a list of all frames with their steps.
+//! Writes all cells of a frame as a VTK image (`.vti`) for ParaView, and a list of all frames with their steps.
 use std::fmt::Write;
 use std::path::PathBuf;
 
@@ -18,7 +18,7 @@ impl Series {
         Ok(Self { folder, quantity: quantity.into() })
     }
 
-    /// Values are cells' (not corners'), bytes appended as they are after the text.
+    /// Writes cell data (not point data), as raw bytes appended to the XML.
     pub(super) fn write(&self, step: u64, field: &Field) -> Result<(), OutputError> {
         let ([nx, ny, nz], name) = (field.size, &self.quantity);
         let extent = format!("0 {nx} 0 {ny} 0 {nz}");
@@ -44,7 +44,7 @@ impl Series {
         replace(&path, &[head.as_bytes(), &len, &cells, b"\n</AppendedData>\n</VTKFile>\n"])
     }
 
-    /// Lists the frames.
+    /// Writes the list of all frames.
     pub(super) fn finish(&self) -> Result<(), OutputError> {
         let mut list = String::from(
             "<?xml version=\"1.0\"?>\n<VTKFile type=\"Collection\" version=\"1.0\" byte_order=\"LittleEndian\">\n<Collection>\n",
@@ -59,7 +59,7 @@ impl Series {
     }
 }
 
-/// Of a frame's file.
+/// Suffix of a frame's file.
 pub(super) const ENDING: &str = ".vti";
-/// Of the list of all frames.
+/// Suffix of the list of all frames.
 pub(super) const LIST_ENDING: &str = ".pvd";

@@ -1,8 +1,9 @@
-//! All cells of all frames as one array, time first: Zarr version 3, with a chunk grid that no cut of the grid changes.
+//! Writes all cells of all frames as one array, time first: Zarr version 3, with a chunk grid independent of the
+//! tiling.
 //!
-//! The folder is a group of two arrays, the quantity and `time` (steps). Shapes are known before the first step; chunks that
-//! are not written yet read as no numbers. Floats are stored as they are (their last digits are noise to a compressor), the
-//! cells of Life as bytes through gzip, which makes a fiftieth of them.
+//! The folder is a group of two arrays, the quantity and `time` (steps). Shapes are fixed before the first step; chunks
+//! that are not written yet read as NaN (as 0 for Life). Floats are stored uncompressed (their low digits are noise),
+//! the cells of Life as bytes with gzip, which shrinks them to a fiftieth.
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -14,23 +15,23 @@ use serde_json::{Value, json};
 use super::OutputError;
 use super::files::{failed, replace};
 
-/// What the array of steps is called; a field of this name goes before it.
+/// Name of the array of steps; a quantity of this name takes precedence.
 const TIME: &str = "time";
-/// The file that describes an array or a group.
+/// The metadata file of an array or a group.
 const DESCRIPTION: &str = "zarr.json";
 /// Time, z, y and x.
 const AXES_MAX: usize = 4;
-/// Cells of a chunk along each axis: a megabyte of floats.
+/// Cells per chunk along each axis: a chunk of floats is 1 MiB.
 const CHUNK_2D: usize = 512;
 const CHUNK_3D: usize = 64;
 
 pub(super) struct Array {
     folder: PathBuf,
     every: u64,
-    /// Along x, y and z.
+    /// Cells along x, y and z.
     size: [usize; 3],
     chunk: [usize; 3],
-    /// Whether layers are an axis.
+    /// Whether z is an axis.
     three: bool,
     bytes: bool,
 }
@@ -104,7 +105,7 @@ impl Array {
         Ok(())
     }
 
-    /// A chunk's bytes; at the far ends, whole chunks too.
+    /// The bytes of a chunk; chunks at the far edges are padded to full size.
     fn encoded(&self, field: &Field, at: [usize; 3]) -> Vec<u8> {
         let start: [usize; 3] = std::array::from_fn(|axis| at[axis] * self.chunk[axis]);
         let inside: [usize; 3] = std::array::from_fn(|axis| self.chunk[axis].min(self.size[axis] - start[axis]));
@@ -134,7 +135,7 @@ impl Array {
         replace(&chunks.join("0"), &[&times])
     }
 
-    /// Removes later frames of an earlier run.
+    /// Removes frames after `last`, left by an earlier run.
     fn remove_after(&self, last: u64) -> Result<(), OutputError> {
         let chunks = self.folder.join("c");
         fs::create_dir_all(&chunks).map_err(|error| failed(&chunks, &error))?;
@@ -142,7 +143,7 @@ impl Array {
             if frame > last {
                 for chunk in chunk_files(&path) {
                     fs::remove_file(&chunk).map_err(|error| failed(&chunk, &error))?;
-                    // Folders that are empty go with it.
+                    // Remove folders that become empty.
                     for folder in chunk.ancestors().skip(1).take_while(|folder| **folder != chunks) {
                         if fs::remove_dir(folder).is_err() {
                             break;
@@ -155,7 +156,7 @@ impl Array {
     }
 }
 
-/// Files of an array and its steps in the output's folder: descriptions, and chunks by their numbers.
+/// Files of an array and of its steps in the output's folder: metadata and numbered chunks.
 pub(super) fn files(out: &Path, quantity: &str) -> Vec<PathBuf> {
     let mut found = vec![out.join(DESCRIPTION)];
     let arrays: &[&str] = if quantity == TIME { &[TIME] } else { &[quantity, TIME] };
@@ -166,14 +167,14 @@ pub(super) fn files(out: &Path, quantity: &str) -> Vec<PathBuf> {
     found
 }
 
-/// Entries of a folder whose names are numbers.
+/// Entries of a folder whose names are numbers, with these numbers.
 fn numbers(folder: &Path) -> Vec<(u64, PathBuf)> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let number = |entry: fs::DirEntry| Some((entry.file_name().to_str()?.parse().ok()?, entry.path()));
     entries.filter_map(number).collect()
 }
 
-/// Files below a folder on paths of numbers, at most as deep as an array has axes.
+/// Files under a folder on numeric paths, at most [`AXES_MAX`] levels deep.
 fn chunk_files(folder: &Path) -> Vec<PathBuf> {
     let (mut found, mut level) = (Vec::new(), vec![folder.to_path_buf()]);
     for _ in 0..AXES_MAX {
@@ -185,7 +186,7 @@ fn chunk_files(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// In what a quantity is counted. Fluids know cells and steps only; of what a rule's text computes nothing is known.
+/// The unit of a quantity: lattice units for fluids, dimensionless for other rules, whose units are unknown.
 fn units(simulation: &Simulation, quantity: &str) -> &'static str {
     match simulation.rule() {
         Rule::D2q9(_) | Rule::D3q19(_) => match quantity {
@@ -228,5 +229,5 @@ fn write_json(folder: &Path, value: &Value) -> Result<(), OutputError> {
 fn gzip(bytes: &[u8]) -> Vec<u8> {
     let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
     let written = encoder.write_all(bytes).and_then(|()| encoder.finish());
-    written.expect("memory takes all that is written to it")
+    written.expect("writing to memory")
 }

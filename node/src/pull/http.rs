@@ -1,4 +1,5 @@
-//! One file over HTTP: resumed with Range, hashed as it comes, renamed when it is right. The only user of ureq here.
+//! Downloads one file over HTTP: resumes with Range requests, checks length and hash, then renames. The only user of
+//! ureq in `pull`.
 use super::{Progress, PullError, beside, require_space};
 use sha2::{Digest, Sha256};
 use std::fs::File;
@@ -7,26 +8,26 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// What the file must be.
+/// Expected properties of the file.
 #[derive(Clone, Debug)]
 pub(super) struct Expected {
-    /// Length.
+    /// Length in bytes.
     pub(super) bytes: u64,
     /// SHA-256, lower-case hex.
     pub(super) sha256: String,
 }
 
-/// Broken connections tolerated without a single new byte in between; each resumes.
+/// Most consecutive resumed connections without a new byte.
 const STALLS_MAX: u32 = 4;
-/// A name that does not resolve or a host that does not answer should not hold up the next source.
+/// Timeout for name resolution and connection, so that an unreachable host does not delay the next source.
 const CONNECT_MAX: Duration = Duration::from_secs(8);
-/// Silence within a transfer after which the connection counts as broken.
+/// Timeout for each read of a transfer.
 const READ_MAX: Duration = Duration::from_secs(30);
-/// Largest model file: 4 TiB is beyond any machine this runs on, and keeps sums away from overflow.
+/// Largest model file: 4 TiB is above any realistic model, and keeps sums from overflowing.
 const FILE_BYTES_MAX: u64 = 4 << 40;
 
-/// Fetches `url` into `target`. With `expected` its length and hash decide; without, the hash that the hub tells in
-/// `X-Linked-ETag` does, where there is one.
+/// Downloads `url` to `target`. Checks the length and hash of `expected`, or, without it, the hash in the hub's
+/// `X-Linked-ETag`, if there is one.
 pub(super) fn download(
     url: &str,
     token: Option<&str>,
@@ -40,13 +41,13 @@ pub(super) fn download(
     let sha256 = expected.map(|e| e.sha256.clone()).or(head.sha256);
     let total = expected.map(|e| e.bytes).or(head.bytes);
     let dir = target.parent().unwrap_or(Path::new("."));
-    // A part of another version of the file is worth nothing.
+    // A partial file of another version is useless.
     let tag = sha256.clone().or(head.etag).unwrap_or_default();
     let kept = std::fs::read_to_string(&tag_path).ok();
     if tag.is_empty() || kept.as_ref().is_some_and(|kept| *kept != tag) {
         remove(&part)?;
     }
-    // Written once: on a full disk writing it again would leave it empty, and the part worth nothing.
+    // Write only if it changed: rewriting on a full disk would truncate it, and the partial file would become useless.
     if kept.as_ref() != Some(&tag) {
         std::fs::write(&tag_path, &tag).map_err(|e| PullError::storage(&tag_path, e))?;
     }
@@ -65,9 +66,9 @@ pub(super) fn download(
             Ok(Transfer::Broken(what)) => {
                 stalls = if have > before { 0 } else { stalls + 1 };
                 if stalls > STALLS_MAX {
-                    return Err(failed(url, format!("{what}; run the command again to go on from {have} bytes")));
+                    return Err(failed(url, format!("{what}; run the command again to resume from byte {have}")));
                 }
-                progress.note(&format!("{what}; going on from byte {have}"));
+                progress.note(&format!("{what}; resuming from byte {have}"));
                 std::thread::sleep(Duration::from_millis(250 << stalls));
             }
             Err(error) => return Err(error),
@@ -77,7 +78,7 @@ pub(super) fn download(
     remove(&tag_path)
 }
 
-/// Checks what `part` holds and gives it its name.
+/// Checks the partial file and renames it to `target`.
 pub(super) fn finish(
     source: &str,
     part: &Path,
@@ -89,7 +90,7 @@ pub(super) fn finish(
     let have = file.metadata().map_err(|e| PullError::storage(part, e))?.len();
     if let Some(total) = total.filter(|t| *t != have) {
         remove(part)?;
-        return Err(failed(source, format!("the file has {have} bytes, expected {total}: it was removed")));
+        return Err(failed(source, format!("expected {total} bytes, found {have}: the file was removed")));
     }
     if let Some(expected) = sha256 {
         let found = hash(part)?;
@@ -105,13 +106,13 @@ pub(super) fn finish(
     };
     if target.extension().is_some_and(|e| e == "gguf") && !looks_like_gguf().unwrap_or(false) {
         remove(part)?;
-        return Err(failed(source, "the file does not begin with GGUF: it is not a model and was removed".into()));
+        return Err(failed(source, "the file does not begin with GGUF, so it is not a model: it was removed".into()));
     }
     file.sync_all().map_err(|e| PullError::storage(part, e))?;
     std::fs::rename(part, target).map_err(|e| PullError::storage(target, e))
 }
 
-/// Percent-encodes what may not stand in a URL path; `/` stays.
+/// Percent-encodes a URL path, except `/`.
 pub(crate) fn encode_path(path: &str) -> String {
     path.bytes()
         .map(|b| match b {
@@ -127,7 +128,7 @@ struct Head {
     etag: Option<String>,
 }
 
-/// What the server says about the file before it redirects to where the bytes are.
+/// Metadata of the file, from the server's response before any redirect.
 fn head(url: &str, token: Option<&str>) -> Result<Head, PullError> {
     let request = authorised(agent().head(url), token);
     let response = request
@@ -145,18 +146,18 @@ fn head(url: &str, token: Option<&str>) -> Result<Head, PullError> {
         401 | 403 => {
             return Err(failed(
                 url,
-                format!("HTTP {status}: the file needs permission; set HF_TOKEN to a token of yours"),
+                format!("HTTP {status}: the file requires authorisation; set HF_TOKEN to your access token"),
             ));
         }
         404 => {
-            return Err(failed(url, "HTTP 404: there is no such file; check owner, repository and file name".into()));
+            return Err(failed(url, "HTTP 404: file not found; check owner, repository and file name".into()));
         }
         _ => return Err(failed(url, format!("HTTP {status}"))),
     }
     let length = if status < 300 { header("content-length") } else { None };
     let bytes = header("x-linked-size").or(length).and_then(|v| v.parse().ok());
     if let Some(bytes) = bytes.filter(|b| *b > FILE_BYTES_MAX) {
-        return Err(failed(url, format!("the server says the file has {bytes} bytes, more than {FILE_BYTES_MAX}")));
+        return Err(failed(url, format!("the server reports {bytes} bytes, more than the limit of {FILE_BYTES_MAX}")));
     }
     let linked = header("x-linked-etag").map(unquoted);
     let sha256 = linked.clone().filter(|tag| tag.len() == 64 && tag.bytes().all(|b| b.is_ascii_hexdigit()));
@@ -164,13 +165,13 @@ fn head(url: &str, token: Option<&str>) -> Result<Head, PullError> {
 }
 
 enum Transfer {
-    /// The server sent all it had.
+    /// The server sent the complete response.
     Complete,
-    /// The connection ended early; what came is in the part file.
+    /// The connection ended early; the received bytes are in the partial file.
     Broken(String),
 }
 
-/// One request for what is missing. `have` follows what is safely in the part file.
+/// One request for the missing bytes. `have` is updated to the length of the partial file.
 fn transfer(
     url: &str,
     token: Option<&str>,
@@ -190,12 +191,12 @@ fn transfer(
     let status = response.status().as_u16();
     match status {
         206 if starts_at(&response, *have) => {}
-        // A server without ranges starts over; one that disagrees about the range is asked for all of it.
+        // A server without range support starts over. If it disagrees about the range, request the whole file.
         200 => *have = 0,
         206 | 416 => {
             *have = 0;
             remove(part)?;
-            return Ok(Transfer::Broken("the server and the partial file do not fit together; starting over".into()));
+            return Ok(Transfer::Broken("the server's file does not match the partial file; starting over".into()));
         }
         408 | 429 | 500..=599 => return Ok(Transfer::Broken(format!("HTTP {status}"))),
         _ => return Err(failed(url, format!("HTTP {status}"))),
@@ -215,11 +216,14 @@ fn transfer(
             }
             Ok(0) => return Ok(Transfer::Complete),
             Ok(count) => count,
-            Err(error) => return Ok(Transfer::Broken(format!("the connection broke: {error}"))),
+            Err(error) => return Ok(Transfer::Broken(format!("the connection failed: {error}"))),
         };
         if total.is_some_and(|total| *have + count as u64 > total) {
             remove(part)?;
-            return Err(failed(url, "the server sends more than it said: the partial file was removed".into()));
+            return Err(failed(
+                url,
+                "the server sent more bytes than it announced: the partial file was removed".into(),
+            ));
         }
         file.write_all(&buffer[..count]).map_err(|e| PullError::storage(part, e))?;
         *have += count as u64;
@@ -239,7 +243,7 @@ fn authorised<B>(request: ureq::RequestBuilder<B>, token: Option<&str>) -> ureq:
     }
 }
 
-/// Trusts the certificates in `SSL_CERT_FILE` where it is set (networks that inspect TLS need that), else Mozilla's.
+/// Trusts the certificates in `SSL_CERT_FILE` if it is set (for networks that inspect TLS), otherwise Mozilla's.
 fn agent() -> ureq::Agent {
     static AGENT: OnceLock<ureq::Agent> = OnceLock::new();
     let build = || {
@@ -256,7 +260,7 @@ fn agent() -> ureq::Agent {
             .tls_config(tls)
             .http_status_as_error(false)
             .user_agent(concat!("meshnode/", env!("CARGO_PKG_VERSION")))
-            .accept_encoding("identity") // a range of a compressed body would be a range of something else
+            .accept_encoding("identity") // ranges must refer to the uncompressed file
             .timeout_connect(Some(CONNECT_MAX))
             .timeout_resolve(Some(CONNECT_MAX))
             .timeout_recv_response(Some(READ_MAX))
@@ -276,14 +280,14 @@ fn certificates(pem: &[u8]) -> Vec<ureq::tls::Certificate<'static>> {
         .collect()
 }
 
-const NO_NAME: &str = "the host's name does not resolve (no network, or it is blocked)";
+const NO_NAME: &str = "cannot resolve the host name (no network, or the host is blocked)";
 
-#[expect(clippy::wildcard_enum_match_arm, reason = "ureq's errors are open and explain themselves")]
+#[expect(clippy::wildcard_enum_match_arm, reason = "ureq's error enum is open, and its messages are clear")]
 fn explain(error: &ureq::Error) -> String {
     match error {
         ureq::Error::HostNotFound => NO_NAME.into(),
         ureq::Error::Io(error) if error.to_string().contains("failed to lookup address") => NO_NAME.into(),
-        ureq::Error::ConnectionFailed => "no connection".into(),
+        ureq::Error::ConnectionFailed => "cannot connect".into(),
         other => other.to_string(),
     }
 }

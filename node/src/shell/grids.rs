@@ -1,5 +1,5 @@
-//! Carries out what the core decides about tiles of grids: their simulation comes to this machine, then they are made; their saved
-//! states come and go.
+//! Carries out the core's decisions about tiles: fetches their simulation, creates them, and transfers their saved
+//! states.
 use super::{Ordered, Shell, answered};
 use crate::device_thread::tiles::{CellSource, dtype};
 use crate::device_thread::{Command, NewPart};
@@ -13,7 +13,7 @@ use partitioner::tiles::Block;
 use transport::frame::{Expectation, PAYLOAD_BYTES_MAX};
 
 impl Shell {
-    /// Gets the simulation, and has the tile made with the cells that its order names.
+    /// Fetches the simulation, then creates the tile with the initial state that its order names.
     pub(super) fn load_tile(&self, ordered: Ordered, bytes_max: u64, standby: Option<Tier>, order: Box<TileOrder>) {
         let Ordered { key: (job, part), epoch, load, sources } = ordered;
         let key = (job, part);
@@ -22,40 +22,40 @@ impl Shell {
             TileStart::Initial | TileStart::Continue | TileStart::Snapshot => None,
         };
         let id = order.simulation;
-        let held_from_now = move |simulation| {
+        let load_command = move |simulation| {
             let part = NewPart::Tile { order, standby, simulation, checkpoint };
             Command::Load { key, epoch, load, bytes_max, part }
         };
         if let Some(simulation) = self.submissions.hold_simulation(job, id.content) {
-            return self.submit(held_from_now(simulation));
+            return self.submit(load_command(simulation));
         }
         let (submissions, runtime, driver) = (self.submissions.clone(), self.runtime.clone(), self.driver.clone());
         let (commands, residency) = (self.commands.clone(), self.residency.clone());
         self.runtime.spawn_blocking(move || {
-            let still_wanted = match answered(|| submissions.fetch_simulation(&runtime, job, id, &sources), Err) {
+            let is_current = match answered(|| submissions.fetch_simulation(&runtime, job, id, &sources), Err) {
                 Ok(simulation) => residency.install(key, load, || {
-                    let _ = commands.send(held_from_now(simulation));
+                    let _ = commands.send(load_command(simulation));
                 }),
                 Err(reason) => {
-                    let (wanted, offered) = residency.fail(key, load, || {
+                    let (is_current, offered) = residency.fail(key, load, || {
                         let _ = commands.send(Command::Drop { key });
                     });
                     if let Some(offered) = offered {
                         driver.input(Input::CapacityChanged(offered));
                     }
-                    if wanted {
+                    if is_current {
                         driver.input(Input::Loaded { job, part, load, result: Err(reason) });
                     }
-                    wanted
+                    is_current
                 }
             };
-            if !still_wanted && !residency.wants(job) {
+            if !is_current && !residency.wants(job) {
                 submissions.forget_simulation(job);
             }
         });
     }
 
-    /// Gets the simulation of a tile that is not to be made yet.
+    /// Fetches the simulation of a tile that is not to be created yet.
     pub(super) fn fetch_simulation(&self, (job, part): Key, epoch: Epoch, id: SimulationId, sources: Vec<NodeId>) {
         let (submissions, runtime) = (self.submissions.clone(), self.runtime.clone());
         let fetched = move |result| Input::Fetched { job, epoch, part, result };
@@ -67,7 +67,7 @@ impl Shell {
         self.off_thread(fetch, move |why| fetched(Err(why)));
     }
 
-    /// The cells of a coordinator's checkpoint, to be fetched in parts.
+    /// Fetches the cells of the coordinator's checkpoint, box by box.
     fn cells_of(&self, coordinator: NodeId, job: JobId, step: u32) -> CellSource {
         let (submissions, runtime) = (self.submissions.clone(), self.runtime.clone());
         Box::new(move |part| answered(|| submissions.checkpoint(&runtime, coordinator, (job, step), part), Err))
@@ -117,7 +117,7 @@ impl Shell {
     }
 }
 
-/// Frames into a tile: the largest halo that can come is all of the ring around it, or what a frame holds.
+/// The frames that a tile receives: a halo is at most the whole ring around the tile, or what a frame holds.
 pub(super) fn halos(order: &TileOrder, part: PartId) -> Expectation {
     let reach = u64::from(order.depth) * u64::from(order.work.radius);
     let block: &Block = order.block(part);
@@ -127,7 +127,7 @@ pub(super) fn halos(order: &TileOrder, part: PartId) -> Expectation {
         cells * u128::from(extent + ring)
     });
     let halo = grown - u128::from(block.cells());
-    // Rows of bits begin with a whole byte.
+    // Rows of bits are padded to whole bytes.
     let bits = order.work.cell_bits.max(8);
     let bytes = (halo * u128::from(bits) / 8).clamp(64, PAYLOAD_BYTES_MAX as u128) as u32;
     let dtype = dtype(order.work.cell_bits);

@@ -1,4 +1,4 @@
-//! Carries out what the core decides about stages of models: their weights come to this machine, then they are loaded.
+//! Carries out the core's decisions about model stages: fetches their weights, then loads and warms them.
 use super::{EndpointAsk, Ordered, Shell};
 use crate::device_thread::{Command, NewPart};
 use crate::residency::Key;
@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use transport::frame::Expectation;
 
-/// Frames into a stage: tokens into the first, hidden rows into the others.
+/// The frames that a stage receives: tokens for the first stage, hidden rows for later stages.
 pub(super) fn rows(order: &StageOrder, part: PartId) -> Expectation {
     if order.layers_of(part).start == 0 {
         Expectation::tokens(CHUNK_POSITIONS_MAX)
@@ -25,18 +25,18 @@ pub(super) fn rows(order: &StageOrder, part: PartId) -> Expectation {
 }
 
 impl Shell {
-    /// Gets the weights, loads the stage, warms it, and hands it to the device thread.
+    /// Fetches the weights, loads the stage, warms it up, and hands it to the device thread.
     pub(super) fn load_stage(&self, ordered: Ordered, name: String, bytes_max: u64, order: StageOrder) {
         let Ordered { key: (job, part), epoch, load, sources } = ordered;
         let key = (job, part);
-        self.recalled.note(&order);
+        self.last_options.note(&order);
         let (library, ask) = (self.library.clone(), Arc::new(EndpointAsk(self.endpoint.clone())));
         let (driver, commands, device) = (self.driver.clone(), self.commands.clone(), self.device.clone());
         let residency = self.residency.clone();
         let failed = {
             let (residency, driver) = (residency.clone(), driver.clone());
             move |reason: String| {
-                // The device thread has nothing of it yet.
+                // The device thread does not have it yet.
                 if let (_, Some(offered)) = residency.fail(key, load, || {}) {
                     driver.input(Input::CapacityChanged(offered));
                 }
@@ -50,14 +50,14 @@ impl Shell {
             let held = library.share(order.content, &name, indices(&layers), &sources, &ask).await;
             let held = held.map_err(|e| e.to_string());
             let got = ordered_at.elapsed();
-            // What is here now, others may fetch from here.
+            // Peers may now fetch these weights from this node.
             driver.input(Input::Holdings(library.contents()));
             let loaded = tokio::task::spawn_blocking(move || {
                 held.and_then(|held| load_stage(&device, held.file.clone(), (&name, &order, part), got))
             })
             .await;
             match loaded.unwrap_or_else(|e| Err(format!("loading was interrupted: {e}"))) {
-                // The device thread answers. A stage that is no longer wanted is dropped here.
+                // The device thread answers. A stage whose order was superseded is dropped here.
                 Ok(stage) => {
                     residency.install(key, load, || {
                         let part = NewPart::Stage(stage);
@@ -73,7 +73,7 @@ impl Shell {
         self.spawn(loading, panicked);
     }
 
-    /// Gets the weights of a stage that is not to be loaded yet.
+    /// Fetches the weights of a stage that is not to be loaded yet.
     pub(super) fn fetch_stage(
         &self,
         (job, part): Key,
@@ -99,7 +99,7 @@ fn indices(layers: &Range<u32>) -> Range<usize> {
     layers.start as usize..layers.end as usize
 }
 
-/// `got`: what it took to have the weights on this machine.
+/// `got`: the time it took to fetch the weights.
 fn load_stage(
     device: &crate::device::Compute,
     file: Arc<kernels::weights::ModelFile>,
@@ -126,9 +126,9 @@ fn load_stage(
     Ok(stage)
 }
 
-/// A step of no request, so that the first real one waits for no page and no compiler.
+/// Runs one step without a request, so that the first real one does not wait for page faults or kernel compilation.
 fn warm(stage: &mut dyn Stage, threads: usize, is_first: bool) -> Result<(), StageError> {
-    // Of its own: the device thread computes with the node's meanwhile.
+    // Separate threads: the device thread uses the node's own at the same time.
     let mut threads = Threads::new(threads).map_err(|e| StageError::Device(format!("{threads} threads: {e}")))?;
     let zeros = vec![0.0; stage.width()];
     let input = if is_first { RowsIn::Tokens(&[0]) } else { RowsIn::Hidden(&zeros) };

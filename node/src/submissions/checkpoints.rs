@@ -1,7 +1,8 @@
-//! Checkpoints on the coordinator's disk: a folder for each step, a file for each tile, and a manifest that is written last.
+//! Checkpoints on the coordinator's disk: a folder per step, a file per tile, and a manifest that is written last.
 //!
-//! A part streams from its owner into a file beside its place and is hashed on the way, so that a checkpoint takes the same
-//! small amount of memory whatever the size of the grid. Only files that this module names are ever removed.
+//! A tile's part streams from its owner into a temporary file and is hashed on the way, so that a checkpoint takes the
+//! same small amount of memory for any grid size. Only files that this module names are ever removed.
+//!
 //! Next: `checkpoints/stored.rs`.
 use super::run_folder::folder;
 use kernels::grid::Region;
@@ -19,31 +20,31 @@ mod stored;
 #[cfg(test)]
 mod tests;
 
-/// Where they are in a run's folder.
+/// Their folder within a run's folder.
 pub const FOLDER: &str = "checkpoints";
-/// Checkpoints that stay: the last, and the one before.
+/// Complete checkpoints retained: the last, and the one before.
 const KEPT: usize = 2;
-/// What a manifest begins with.
+/// Format identifier of a manifest.
 const FORMAT: &str = "meshnode checkpoint 1";
-/// In a step's folder once all parts are there.
+/// The manifest in a step's folder; present once the checkpoint is complete.
 const MANIFEST: &str = "manifest.json";
-/// Ending of a tile's part.
+/// Suffix of a tile's part.
 const PART: &str = "cells";
-/// Ending of a file until it is complete.
+/// Suffix of a file until it is complete.
 pub(super) const PARTIAL: &str = "partial";
 
-/// The checkpoints of a run as they are written.
+/// The checkpoints of a run in progress.
 #[derive(Debug)]
 pub struct Checkpoints {
     folder: PathBuf,
     identity: String,
     size: [usize; 3],
     layout: Layout,
-    /// Hashes of parts that are on disk, by step and file name.
+    /// Hashes of the parts on disk, by step and file name.
     parts: BTreeMap<u32, BTreeMap<String, [u8; 32]>>,
-    /// Steps of which parts have been written since the last complete one.
+    /// Steps newer than the last complete checkpoint, of which parts were begun.
     begun: BTreeSet<u32>,
-    /// Steps of complete ones that are this run's, in order.
+    /// Steps of this run's retained checkpoints, ascending.
     kept: Vec<u32>,
 }
 
@@ -64,11 +65,11 @@ struct Part {
     blake3: String,
 }
 
-/// How the cells of a box lie in a saved state: field after field, then layers, then rows, each from a whole byte on.
+/// Layout of a box of cells in a saved state: by field, then z, then y; each row begins at a whole byte.
 #[derive(Clone, Copy, Debug)]
 struct Layout {
     fields: usize,
-    /// Bits of a field of a cell.
+    /// Bits per field of a cell.
     field_bits: usize,
 }
 
@@ -89,12 +90,12 @@ impl Layout {
     }
 }
 
-/// Bytes of a box's cells as they are saved.
+/// Bytes of a box of cells in a saved state.
 pub fn bytes(simulation: &Simulation, region: Region) -> u64 {
     Layout::of(simulation).bytes(region)
 }
 
-/// A tile's part on its way to the disk. Dropped before it is complete, it leaves nothing behind.
+/// A tile's part while it is written. Dropping it before `complete` removes the file.
 #[derive(Debug)]
 pub struct PartFile {
     step: u32,
@@ -110,45 +111,45 @@ pub struct PartFile {
 
 impl PartFile {
     fn create(folder: &Path, step: u32, region: Region, expected: u64) -> Result<Self, String> {
-        // Two of one part may come at once, after a loss: each has a file of its own until it is complete.
+        // After a loss, a part may arrive twice at the same time: each copy has its own file until it is complete.
         static NUMBER: AtomicU64 = AtomicU64::new(0);
-        fs::create_dir_all(folder).map_err(|e| told(folder, &e))?;
+        fs::create_dir_all(folder).map_err(|e| io_error(folder, &e))?;
         let name = file_name(region);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let (path, partial) = (folder.join(&name), folder.join(format!("{name}.{number}.{PARTIAL}")));
-        let file = crate::folders::create_new(&partial).map_err(|e| told(&partial, &e))?;
+        let file = crate::folders::create_new(&partial).map_err(|e| io_error(&partial, &e))?;
         let hasher = blake3::Hasher::new();
         Ok(Self { step, name, path, partial, file, hasher, written: 0, expected, complete: false })
     }
 
-    /// Bytes that the part has in all.
+    /// Total bytes of the part.
     pub fn expected(&self) -> u64 {
         self.expected
     }
 
-    /// Appends what came.
+    /// Appends received bytes.
     ///
     /// # Errors
-    /// The disk; more than the part has.
+    /// A disk error, or more bytes than the part has.
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), String> {
         self.written += bytes.len() as u64;
         if self.written > self.expected {
-            return Err(format!("{} has {} bytes, its owner sends more", self.name, self.expected));
+            return Err(format!("{} has {} bytes, but its owner sends more", self.name, self.expected));
         }
         self.hasher.update(bytes);
-        self.file.write_all(bytes).map_err(|e| told(&self.path, &e))
+        self.file.write_all(bytes).map_err(|e| io_error(&self.path, &e))
     }
 
-    /// All of it came: it is forced to the disk and takes its place.
+    /// Syncs the complete part to disk and renames it to its final name.
     ///
     /// # Errors
-    /// The disk; fewer bytes than the part has.
+    /// A disk error, or fewer bytes than the part has.
     pub fn complete(mut self) -> Result<WrittenPart, String> {
         if self.written != self.expected {
-            return Err(format!("{} has {} bytes, its owner sent {}", self.name, self.expected, self.written));
+            return Err(format!("{} has {} bytes, but its owner sent {}", self.name, self.expected, self.written));
         }
         let kept = self.file.sync_all().and_then(|()| fs::rename(&self.partial, &self.path));
-        kept.map_err(|e| told(&self.path, &e))?;
+        kept.map_err(|e| io_error(&self.path, &e))?;
         self.complete = true;
         Ok(WrittenPart { step: self.step, name: self.name.clone(), hash: *self.hasher.finalize().as_bytes() })
     }
@@ -162,7 +163,7 @@ impl Drop for PartFile {
     }
 }
 
-/// A tile's part that is on the disk.
+/// A tile's part on disk.
 #[derive(Debug)]
 pub struct WrittenPart {
     step: u32,
@@ -171,13 +172,13 @@ pub struct WrittenPart {
 }
 
 impl Checkpoints {
-    /// Those in a run's folder, which is made if it is not there.
+    /// The checkpoints in a run's folder, which is created if needed.
     ///
     /// # Errors
-    /// It cannot be made.
+    /// It cannot be created or written.
     pub fn open(out: &Path, simulation: &Simulation) -> Result<Self, String> {
         folder(out)?;
-        crate::folders::probe(out).map_err(|e| told(out, &e))?;
+        crate::folders::probe(out).map_err(|e| io_error(out, &e))?;
         Ok(Self {
             folder: out.join(FOLDER),
             identity: hex(&simulation.identity()),
@@ -189,25 +190,25 @@ impl Checkpoints {
         })
     }
 
-    /// A file for a tile's part, to be filled without holding this.
+    /// Creates the file of a tile's part, which is filled without borrowing this.
     ///
     /// # Errors
-    /// The disk.
+    /// A disk error.
     pub fn begin(&mut self, step: u32, region: Region) -> Result<PartFile, String> {
         self.begun.insert(step);
         PartFile::create(&step_folder(&self.folder, step), step, region, self.layout.bytes(region))
     }
 
-    /// A part is complete.
+    /// Records a complete part.
     pub fn add(&mut self, part: WrittenPart) {
         self.parts.entry(part.step).or_default().insert(part.name, part.hash);
     }
 
-    /// All parts of a step are there: it is the one to go back to from now on. The one before stays; older ones, incomplete ones
-    /// and files of another cut are removed.
+    /// Completes the checkpoint of a step, to which the run rolls back from now on. The previous checkpoint is
+    /// retained; older and incomplete ones, and files of another tiling, are removed.
     ///
     /// # Errors
-    /// A part is missing, or the disk.
+    /// A part is missing, or a disk error.
     pub fn keep(&mut self, step: u32, regions: &[Region]) -> Result<(), String> {
         let written = self.parts.get(&step).ok_or_else(|| format!("no part of step {step} is on disk"))?;
         let part = |region: &Region| {
@@ -229,7 +230,7 @@ impl Checkpoints {
         }
         self.parts.retain(|of, _| *of > step);
         self.begun.retain(|of| *of > step);
-        // A run that goes back makes some again.
+        // After a rollback, later checkpoints are written again.
         self.kept.retain(|kept| *kept < step);
         self.kept.push(step);
         self.kept.drain(..self.kept.len().saturating_sub(KEPT));
@@ -241,10 +242,10 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// The newest one that is complete, to go on from.
+    /// The newest complete checkpoint that is intact, to resume from.
     ///
     /// # Errors
-    /// There is none; what is wrong with the last.
+    /// There is none; or what is wrong with the newest.
     pub fn newest(&mut self, simulation: &Simulation) -> Result<Checkpoint, String> {
         let mut wrong = None;
         for (step, _) in steps(&self.folder).into_iter().rev().filter(|(_, whole)| *whole) {
@@ -264,7 +265,7 @@ impl Checkpoints {
         }
         Err(wrong.unwrap_or_else(|| {
             format!(
-                "there is no checkpoint in {}: --overwrite begins again; checkpoint_every in the job says how often one is made",
+                "there is no checkpoint in {}: start over with --overwrite; checkpoint_every in the job sets how often one is saved",
                 self.folder.display()
             )
         }))
@@ -276,7 +277,7 @@ pub fn newest_step(out: &Path) -> Option<u32> {
     steps(&out.join(FOLDER)).into_iter().rev().find(|(_, whole)| *whole).map(|(step, _)| step)
 }
 
-/// Files of all checkpoints in a run's folder, complete or not, relative to it.
+/// Files of all checkpoints in a run's folder, complete or not, relative to that folder.
 pub fn written(out: &Path) -> Vec<PathBuf> {
     let folder = out.join(FOLDER);
     let of_step = |(step, _): (u32, bool)| {
@@ -291,7 +292,7 @@ fn step_folder(folder: &Path, step: u32) -> PathBuf {
     folder.join(format!("step-{step}"))
 }
 
-/// Steps of which there is something, in order, and whether there is a manifest.
+/// Steps with a folder, ascending, and whether each has a manifest.
 fn steps(folder: &Path) -> Vec<(u32, bool)> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let step = |entry: fs::DirEntry| {
@@ -303,7 +304,7 @@ fn steps(folder: &Path) -> Vec<(u32, bool)> {
     steps
 }
 
-/// The files in a step's folder whose names are given here; others are not ours.
+/// The files in a step's folder that have names of this module.
 fn files(folder: &Path) -> Vec<(String, PathBuf)> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let ours = |entry: fs::DirEntry| {
@@ -314,12 +315,12 @@ fn files(folder: &Path) -> Vec<(String, PathBuf)> {
     entries.filter_map(ours).collect()
 }
 
-/// The manifest, a part, or one of them that is not complete: `x0-64_y0-64_z0-1.cells.7.partial`.
+/// Whether a name is that of a manifest, a part, or an incomplete one of either: `x0-64_y0-64_z0-1.cells.7.partial`.
 fn is_ours(name: &str) -> bool {
     let Some((cells, ending)) = name.split_once('.') else { return false };
     let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let number = ending.strip_prefix("cells.").and_then(|rest| rest.strip_suffix(".partial"));
-    // An earlier version put `.partial` in place of the ending.
+    // An earlier version replaced the suffix by `.partial`.
     if !matches!(ending, PART | PARTIAL) && !number.is_some_and(digits) {
         return name == MANIFEST;
     }
@@ -331,7 +332,7 @@ fn is_ours(name: &str) -> bool {
     cells == "manifest" || axes.len() == 3 && axes.into_iter().zip(['x', 'y', 'z']).all(range)
 }
 
-/// Removes a checkpoint, its manifest first, and its folder where nothing else is in it.
+/// Removes a checkpoint, manifest first, and its folder if that is then empty.
 fn remove_step(folder: &Path) {
     let mut files = files(folder);
     files.sort_by_key(|(name, _)| name != MANIFEST);
@@ -339,15 +340,15 @@ fn remove_step(folder: &Path) {
     let _ = fs::remove_dir(folder);
 }
 
-/// Named after its cells: parts of another cut do not take its place.
+/// A part's file is named after its cells, so that parts of different tilings do not collide.
 fn file_name(Region { start: [x, y, z], end: [right, top, up] }: Region) -> String {
     format!("x{x}-{right}_y{y}-{top}_z{z}-{up}.{PART}")
 }
 
-/// Writes a file so that it is there whole or not at all, also after a power cut.
+/// Writes a file atomically and durably: after a crash it is the old one or the new one.
 ///
 /// # Errors
-/// The disk; nothing is changed then.
+/// A disk error; then nothing is changed.
 pub fn whole_file(path: &Path, bytes: &[u8]) -> Result<(), String> {
     let partial = path.with_extension(PARTIAL);
     let write = || {
@@ -355,7 +356,7 @@ pub fn whole_file(path: &Path, bytes: &[u8]) -> Result<(), String> {
         file.write_all(bytes)?;
         file.sync_all()?;
         fs::rename(&partial, path)?;
-        // The name is on the disk when its folder is. Some file systems cannot be asked for that.
+        // Sync the folder too, so that the name is durable. Some file systems do not support that.
         if let Some(folder) = path.parent() {
             let _ = File::open(folder).and_then(|folder| folder.sync_all());
         }
@@ -363,13 +364,13 @@ pub fn whole_file(path: &Path, bytes: &[u8]) -> Result<(), String> {
     };
     write().map_err(|e| {
         let _ = fs::remove_file(&partial);
-        told(path, &e)
+        io_error(path, &e)
     })
 }
 
-fn told(path: &Path, error: &std::io::Error) -> String {
+fn io_error(path: &Path, error: &std::io::Error) -> String {
     let next = if error.kind() == std::io::ErrorKind::StorageFull {
-        "; the disk is full: free some space, and it goes on by itself"
+        "; the disk is full: free some space; the run then continues"
     } else {
         ""
     };

@@ -1,7 +1,7 @@
-//! The force on a simulation's solid cells as a table in the output folder: a line every `check_every` steps.
+//! Writes the force on a simulation's solid cells as a table in the output folder: one line every `check_every` steps.
 //!
-//! A thread of its own writes it, so that whoever tells of the force waits for no disk. A line that cannot be written is tried
-//! again until it can, or the run is over. What comes again after a loss is the same, and is left out.
+//! It is written on a separate thread, so that the sender never waits for the disk. A failed write is retried until it
+//! succeeds or the run is over. Steps repeated after a loss have equal forces and are skipped.
 use super::checkpoints::whole_file;
 use kernels::grid::simulation::{Force, Simulation};
 use std::collections::VecDeque;
@@ -14,12 +14,12 @@ use std::time::Duration;
 
 /// Its name in the output folder.
 pub const FORCES_FILE: &str = "forces.csv";
-/// Between two tries to write a line.
+/// Delay between two attempts to write a line.
 const AGAIN: Duration = Duration::from_secs(1);
-/// Tries after the run is over.
+/// Attempts after the run is over.
 const LAST_TRIES: usize = 3;
 
-/// A table that is written.
+/// A table being written.
 #[derive(Debug)]
 pub struct Forces {
     lines: Sender<(u32, String)>,
@@ -27,8 +27,8 @@ pub struct Forces {
 }
 
 impl Forces {
-    /// The table of a run that begins, or goes on, at a step: lines of later steps are of an earlier run and go. None if the
-    /// job does not ask for it.
+    /// Opens the table of a run that starts or resumes at `from`; lines of later steps, left by an earlier run, are
+    /// removed. `None` if the job has no force output.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -57,18 +57,21 @@ impl Forces {
         let (lines, receiver) = channel();
         let table = Table { path, len: kept.len() as u64, last };
         let thread = std::thread::Builder::new().name("forces".into()).spawn(move || table.write(&receiver));
-        Ok(Some(Self { lines, thread: thread.map_err(|e| format!("no thread for {FORCES_FILE}: {e}"))? }))
+        Ok(Some(Self {
+            lines,
+            thread: thread.map_err(|e| format!("the thread for {FORCES_FILE} could not be started: {e}"))?,
+        }))
     }
 
-    /// After this step.
+    /// Appends the force after a step.
     pub fn tell(&self, step: u32, force: &Force) {
         let numbers = force.force.iter().chain(force.coefficients.iter().flatten());
         let line = numbers.fold(step.to_string(), |line, number| format!("{line},{number}"));
-        // The other end is there as long as this one.
+        // The receiver lives at least as long as this sender, unless it gave up.
         let _ = self.lines.send((step, line + "\n"));
     }
 
-    /// Waits until all is written, or it is given up. Blocks.
+    /// Waits until all lines are written, or writing is given up. Blocks.
     pub fn finish(self) {
         drop(self.lines);
         let _ = self.thread.join();
@@ -77,9 +80,9 @@ impl Forces {
 
 struct Table {
     path: PathBuf,
-    /// Bytes that are whole lines.
+    /// Bytes of complete lines.
     len: u64,
-    /// The last step that is there.
+    /// The last step in the table.
     last: Option<u32>,
 }
 
@@ -104,7 +107,7 @@ impl Table {
                     }
                 }
             }
-            // What comes again after a loss is here already.
+            // Steps repeated after a loss are already in the table.
             waiting.retain(|(step, _)| self.last.is_none_or(|last| *step > last));
             let Some((step, line)) = waiting.front() else { continue };
             match self.append(line) {
@@ -114,7 +117,7 @@ impl Table {
                 }
                 Err(error) => {
                     if tries == 0 {
-                        tracing::warn!("{}: {error}; it is tried again", self.path.display());
+                        tracing::warn!("{}: {error}; the write is retried", self.path.display());
                     }
                     tries += 1;
                     if over && tries >= LAST_TRIES {
@@ -127,7 +130,7 @@ impl Table {
         }
     }
 
-    /// After the last whole line: what was torn off is written over.
+    /// Appends a line after the last complete one; a torn line is overwritten.
     fn append(&self, line: &str) -> io::Result<()> {
         let mut file: File = OpenOptions::new().write(true).open(&self.path)?;
         file.set_len(self.len)?;
@@ -154,25 +157,25 @@ mod tests {
     }
 
     #[test]
-    fn a_table_grows_and_goes_on() {
+    fn a_table_grows_and_is_resumed() {
         let (out, simulation) = (tempfile::tempdir().unwrap(), job("[force]\nvelocity = 1\nlength = 1\n"));
         let table = |from| Forces::open(out.path(), &simulation, from).unwrap().unwrap();
         let text = || fs::read_to_string(out.path().join(FORCES_FILE)).unwrap();
         let first = table(0);
-        // A loss: steps come again.
+        // A loss: steps are repeated.
         for step in [0, 2, 4, 2, 4, 6] {
             first.tell(step, &force(f64::from(step)));
         }
         first.finish();
         let all = "step,fx,fy,cx,cy\n0,0,-0.5,0,-1\n2,2,-0.5,4,-1\n4,4,-0.5,8,-1\n6,6,-0.5,12,-1\n";
         assert_eq!(text(), all);
-        // On from step 3, after a crash in the middle of a line.
+        // Resumed from step 3, after a crash in the middle of a line.
         fs::write(out.path().join(FORCES_FILE), &all[..all.len() - 3]).unwrap();
         let second = table(3);
         second.tell(3, &force(0.25));
         second.finish();
         assert_eq!(text(), "step,fx,fy,cx,cy\n0,0,-0.5,0,-1\n2,2,-0.5,4,-1\n3,0.25,-0.5,0.5,-1\n");
-        // Anew.
+        // A new run.
         table(0).finish();
         assert_eq!(text(), "step,fx,fy,cx,cy\n");
         assert!(Forces::open(out.path(), &job(""), 0).unwrap().is_none());
@@ -180,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_written_is_written_later() {
+    fn a_failed_write_is_retried() {
         let (out, simulation) = (tempfile::tempdir().unwrap(), job("[force]\n"));
         let table = Forces::open(out.path(), &simulation, 0).unwrap().unwrap();
         let (path, aside) = (out.path().join(FORCES_FILE), out.path().join("aside"));

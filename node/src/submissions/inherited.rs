@@ -1,8 +1,8 @@
-//! Simulations of other nodes that this one may have to go on with, or does: their checkpoints, and what is made from then on.
+//! Simulations that other nodes coordinate and this node may take over, or has: their checkpoints and later results.
 use super::checkpoints::Checkpoints;
 use super::forces::Forces;
 use super::run_folder::RunFolder;
-use super::{Made, Submission, Submissions, Told};
+use super::{Results, Submission, Submissions, Told};
 use crate::bulk::GridRequest;
 use crate::device_thread::tiles::region;
 use node_core::id::{JobId, NodeId};
@@ -15,12 +15,12 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use tokio::sync::watch;
 
-/// The folder in a node's data directory where they are kept, one folder for each.
+/// Their folder in the data directory, with one folder per job.
 const FOLDER: &str = "simulations";
-/// In a job's folder while it is another node's: there is nothing in it that anybody will look for.
+/// Marks the folder of a job that another node coordinates: it holds no results for a user.
 const MARK: &str = "another-node-coordinates-this";
 
-/// Where the data directory keeps them; what was another node's before a restart is removed.
+/// The folder in the data directory; removes copies from before the restart that are still marked.
 pub fn folder(data_dir: &Path) -> PathBuf {
     let folder = data_dir.join(FOLDER);
     for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
@@ -42,10 +42,10 @@ impl Submissions {
         self.folder.join(format!("{:016x}", job.0))
     }
 
-    /// Keeps a copy of another coordinator's checkpoint. Blocks.
+    /// Stores a copy of another coordinator's checkpoint. Blocks.
     ///
     /// # Errors
-    /// It cannot be fetched, or not be written.
+    /// It cannot be fetched or written.
     pub fn mirror(
         &self,
         runtime: &tokio::runtime::Handle,
@@ -55,7 +55,7 @@ impl Submissions {
         simulation: SimulationId,
     ) -> Result<(), String> {
         if self.find(job).is_some() {
-            return Err("this node goes on with it already".into());
+            return Err("this node already coordinates the job".into());
         }
         let simulation = self.fetch_simulation(runtime, job, simulation, &[from])?;
         let folder = self.job_folder(job);
@@ -72,29 +72,28 @@ impl Submissions {
         checkpoints.keep(step, &regions)
     }
 
-    /// This node has no part in a job any more: a copy of its checkpoints is of no use.
+    /// Removes the copied checkpoints of a job in which this node has no part any more.
     pub fn forget_mirror(&self, job: JobId) {
         if self.find(job).is_none() {
             forget(&self.job_folder(job));
         }
     }
 
-    /// This node goes on with a simulation that was submitted to `from`.
+    /// Takes over a simulation that was submitted to `from`.
     pub(super) fn inherit(&self, job: JobId, from: NodeId, id: SimulationId, schedule: &Schedule) {
-        // A successor computes a tile of it: it was parsed for that.
+        // A successor computes a tile of the job, so it has the parsed simulation.
         let Some(simulation) = self.simulation_of(id.content) else {
-            return tracing::warn!("job {:016x}: this node no longer holds its simulation", job.0);
+            return tracing::warn!("job {:016x}: this node no longer has its simulation", job.0);
         };
-        // What follows the outputs that the job names is for watchers.
+        // Outputs past those of the job are for live viewers.
         let mut outputs = schedule.outputs.iter().take(simulation.outputs().len());
         let kept = schedule.checkpoint_every.is_some() || outputs.any(|&every| every > 0);
         let folder = self.job_folder(job);
-        let place =
-            if kept { format!("what it makes goes to {}", folder.display()) } else { "it keeps nothing".into() };
-        tracing::warn!("job {:016x}: node {from} is silent, and this node goes on with it; {place}", job.0);
+        let place = if kept { format!("results go to {}", folder.display()) } else { "it writes no results".into() };
+        tracing::warn!("job {:016x}: its coordinator {from} is lost, and this node takes it over; {place}", job.0);
         let mark = folder.join(MARK);
         let now = Instant::now();
-        // Nothing was heard of it for a lease at least.
+        // The coordinator has been silent for at least a lease.
         let stalled = Some((now.checked_sub(LEASE).unwrap_or(now), 0));
         let told = Told { inherited_from: Some(from), losses: 1, stalled, ..Told::default() };
         let submission = Arc::new(Submission {
@@ -105,16 +104,16 @@ impl Submissions {
             told: Mutex::new(told),
             view: Mutex::default(),
             forces: Mutex::default(),
-            made: Mutex::new(Made::default()),
+            results: Mutex::new(Results::default()),
             changed: watch::channel(0).0,
         });
         self.lock().push(submission.clone());
-        // The disk is not for the thread that decides.
+        // Disk writes do not belong on the driver thread.
         std::thread::spawn(move || {
             let _ = fs::remove_file(mark);
             let Some(out) = &submission.out else { return };
             match RunFolder::inherit(out, &submission.simulation, job) {
-                Ok(folder) => submission.made().folder = Some(folder),
+                Ok(folder) => submission.results().folder = Some(folder),
                 Err(error) => tracing::warn!("{error}"),
             }
             match Forces::open(out, &submission.simulation, 0) {

@@ -1,4 +1,4 @@
-//! Simulations that were submitted here, remembered across a restart of this node: another one may have gone on with them.
+//! Remembers the simulations submitted here across a restart of this node: a successor may have taken them over.
 use super::checkpoints::{newest_step, whole_file};
 use super::look::{Found, Look, Sight};
 use super::report::Around;
@@ -12,13 +12,13 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// Where they are, beside the simulations of other nodes.
+/// The file, beside the folders of simulations of other nodes.
 const FILE: &str = "submitted.json";
-/// How many of the latest runs are listed: a user looks for one of today.
+/// Most runs listed: users ask for recent ones.
 const KEPT: usize = 16;
-/// Largest file: some paths.
+/// Largest file: a list of paths.
 const FILE_BYTES_MAX: u64 = 256 << 10;
-/// For how long the answer of other members holds: a page asks each second.
+/// How long other members' answers are cached: a page polls every second.
 const ANSWER_HOLDS: Duration = Duration::from_secs(5);
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -28,11 +28,11 @@ struct Entry {
     out: Option<PathBuf>,
 }
 
-/// See the file's first line.
+/// The list of runs that were submitted here and have not ended here.
 pub(super) struct Ledger {
     path: PathBuf,
     entries: Mutex<Vec<Entry>>,
-    /// What other members said of them last.
+    /// Other members' last answers about them.
     answers: Mutex<HashMap<String, (Instant, Value)>>,
 }
 
@@ -45,7 +45,7 @@ impl Ledger {
         Self { path, entries: Mutex::new(entries), answers: Mutex::default() }
     }
 
-    /// A simulation is submitted.
+    /// Adds a submitted simulation.
     pub(super) fn add(&self, submission: &Submission) {
         let entry = Entry {
             job: format!("{:016x}", submission.job.0),
@@ -59,7 +59,7 @@ impl Ledger {
         self.write(&entries);
     }
 
-    /// It ended here: there is nothing to look for after a restart.
+    /// Removes a simulation that ended here: there is nothing to find after a restart.
     pub(super) fn remove(&self, submission: &Submission) {
         let job = format!("{:016x}", submission.job.0);
         let mut entries = self.lock();
@@ -71,7 +71,7 @@ impl Ledger {
         let folder = self.path.parent().unwrap_or(Path::new("."));
         let text = serde_json::to_vec_pretty(entries).unwrap_or_default();
         let written = std::fs::create_dir_all(folder).map_err(|e| e.to_string());
-        // Without it a restarted node knows less; the simulation does not depend on it.
+        // The list only helps a restarted node; the simulation does not depend on it.
         if let Err(error) = written.and_then(|()| whole_file(&self.path, &text)) {
             tracing::warn!("{error}");
         }
@@ -88,7 +88,7 @@ impl Ledger {
 }
 
 impl Submissions {
-    /// Simulations that were submitted here before a restart, as the members say that may have gone on with them.
+    /// Reports on simulations submitted here before a restart, from the members that may have taken them over.
     pub(super) async fn submitted_before(&self, around: &Around) -> Vec<Value> {
         let entries = self.ledger.lock().clone();
         let mut found = Vec::new();
@@ -99,7 +99,7 @@ impl Submissions {
             let answer = match self.ledger.answered(&entry.job) {
                 Some(answer) => answer,
                 None => {
-                    let answer = self.gone_on_with(&entry, around).await;
+                    let answer = self.successor_report(&entry, around).await;
                     let mut answers = self.ledger.answers.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
                     answers.retain(|_, (at, _)| at.elapsed() < ANSWER_HOLDS);
                     answers.insert(entry.job, (Instant::now(), answer.clone()));
@@ -111,7 +111,7 @@ impl Submissions {
         found
     }
 
-    async fn gone_on_with(&self, entry: &Entry, around: &Around) -> Value {
+    async fn successor_report(&self, entry: &Entry, around: &Around) -> Value {
         let asked = match Look::new(&entry.job, Sight::Report) {
             Some(look) => self.look(&look, around).await,
             None => None,
@@ -126,13 +126,13 @@ impl Submissions {
         }
         let checkpoint = entry.out.as_deref().and_then(newest_step);
         let next = match checkpoint {
-            Some(step) => format!("`submit --resume` goes on from the checkpoint of step {step}"),
-            None => "there is no checkpoint to go on from".into(),
+            Some(step) => format!("`submit --resume` continues from the checkpoint of step {step}"),
+            None => "there is no checkpoint to resume from".into(),
         };
         json!({
             "job": entry.job, "name": entry.name, "state": "lost", "role": "submitter", "out": entry.out,
             "checkpoint": checkpoint,
-            "error": format!("this node was restarted while it coordinated it, and no member that it reaches goes on with it: {next}"),
+            "error": format!("this node restarted while it coordinated the job, and no reachable member has taken it over: {next}"),
         })
     }
 }
@@ -142,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_submissions_are_remembered() {
+    fn the_latest_submissions_are_remembered() {
         let folder = tempfile::tempdir().unwrap();
         let place = folder.path().join("simulations");
         let ledger = Ledger::open(&place);

@@ -1,5 +1,5 @@
-//! Simulations that other members coordinate, looked at from here: each question goes to the coordinator, and comes back as it
-//! would have been answered there.
+//! Queries about simulations that other members coordinate: each is forwarded to the coordinator, whose response is
+//! returned unchanged.
 use super::report::{Around, held_report, report};
 use super::{Submission, Submissions};
 use crate::bulk::{BulkRequest, GridRequest};
@@ -12,37 +12,37 @@ use std::time::Duration;
 
 /// Characters of a job's id.
 const JOB_CHARACTERS: usize = 16;
-/// How long a member may take to answer. Then the next one is asked, or the answer is that no member knows.
+/// Longest wait for a member's response; then the next one is asked, or the simulation counts as unknown.
 const ANSWER_MAX: Duration = Duration::from_secs(3);
-/// Largest answer: a picture, a report of 256 tiles, a screen of half blocks with their colours.
+/// Largest response: an image, a report of 256 tiles, a screen of half blocks with their colours.
 const ANSWER_BYTES_MAX: usize = 32 << 20;
-/// Columns and lines of a terminal at most.
+/// Most columns and lines of a terminal.
 const SCREEN_MAX: [u16; 2] = [1000, 500];
 
-/// What of a simulation is looked at.
+/// The kind of query.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sight {
-    /// How it stands, as JSON.
+    /// Its progress, as JSON.
     Report,
-    /// What it looks like: the step, then a PNG file.
+    /// Its picture: the step, then a PNG file.
     Picture,
-    /// The same for a terminal of this number of columns and lines: the step, then text.
+    /// Its picture for a terminal of this number of columns and lines: the step, then text.
     Text(u16, u16),
 }
 
-/// A question about a simulation.
+/// A query about a simulation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Look {
-    /// Its id in hexadecimal digits, or how that begins.
+    /// Its id in hexadecimal digits, or a prefix of it.
     pub job: String,
-    /// What is wanted.
+    /// The kind of query.
     pub sight: Sight,
-    /// A node that does not coordinate the simulation may ask the coordinator.
+    /// A node that does not coordinate the simulation may forward the query to the coordinator.
     pub onward: bool,
 }
 
 impl Look {
-    /// None if no job can have an id like that.
+    /// `None` if `job` is not a prefix of a job id.
     pub fn new(job: &str, sight: Sight) -> Option<Self> {
         let digits = (1..=JOB_CHARACTERS).contains(&job.len()) && job.bytes().all(|byte| byte.is_ascii_hexdigit());
         digits.then(|| Look { job: job.to_ascii_lowercase(), sight, onward: true })
@@ -52,7 +52,7 @@ impl Look {
         format!("{:016x}", job.0).starts_with(&self.job)
     }
 
-    /// Bytes after the tag.
+    /// Encodes the bytes after the tag.
     pub fn encode(&self) -> Vec<u8> {
         let (kind, [columns, lines]) = match self.sight {
             Sight::Report => (0u8, [0; 2]),
@@ -65,7 +65,7 @@ impl Look {
         bytes
     }
 
-    /// What was sent; none if it is something else.
+    /// Decodes a query; `None` if it is malformed.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let ([onward, kind, a, b, c, d], job) = bytes.split_first_chunk::<6>()?;
         let job = std::str::from_utf8(job).ok()?;
@@ -80,38 +80,38 @@ impl Look {
     }
 }
 
-/// Where a simulation can be looked at.
+/// Where a query was answered.
 pub enum Found {
-    /// It was submitted to this node, or this node goes on with it.
+    /// This node coordinates the simulation.
     Here(Arc<Submission>),
-    /// Another member answered.
+    /// Another member responded.
     There(Bytes),
 }
 
 impl Submissions {
-    /// What this node knows of simulations and of the nodes that compute them.
+    /// This node's knowledge of simulations and of the nodes that compute them.
     pub async fn around(&self) -> Around {
         Around::new(self.node, self.driver.views().await)
     }
 
-    /// How a simulation that was submitted here stands, or how it ended.
+    /// The progress or the end of a simulation submitted here.
     pub fn report(&self, submission: &Submission, around: &Around) -> Value {
         report(submission, around)
     }
 
-    /// All simulations in which this node has a part: those that it coordinates or did, then those of which it holds tiles, then
-    /// those that were submitted here before a restart.
+    /// Reports on all simulations in which this node takes part: those it coordinates or did, then those whose tiles it
+    /// holds, then those submitted here before a restart.
     pub async fn reports(&self, around: &Around) -> Vec<Value> {
         let all = self.all();
         let own = all.iter().map(|submission| report(submission, around));
-        // It may have handed one over, and compute it still.
+        // This node may have handed a job over and still compute tiles of it.
         let held = around.held().into_iter().filter(|job| !all.iter().any(|known| known.job == *job && !known.moved()));
         let mut reports: Vec<Value> = own.chain(held.map(|job| held_report(job, around))).collect();
         reports.extend(self.submitted_before(around).await);
         reports
     }
 
-    /// A simulation that was submitted here, by its id or the beginning of that.
+    /// A simulation submitted here, by its id or a unique prefix of it.
     pub fn named(&self, job: &str) -> Option<Arc<Submission>> {
         let known = u64::from_str_radix(job, 16).ok().filter(|_| job.len() == JOB_CHARACTERS);
         known.and_then(|job| self.find(JobId(job))).or_else(|| {
@@ -121,15 +121,15 @@ impl Submissions {
         })
     }
 
-    /// Looks at a simulation wherever in the mesh it is coordinated: here, at the coordinator of tiles that are held here, or,
-    /// where it has no part in it, at any member that knows.
+    /// Answers a query wherever the simulation is coordinated: here, at the coordinator of tiles on this node, or else
+    /// at any member that knows it.
     pub async fn look(&self, look: &Look, around: &Around) -> Option<Found> {
         let own = self.named(&look.job);
         if let Some(submission) = own.clone().filter(|submission| !submission.moved()) {
             return Some(Found::Here(submission));
         }
         let there = self.look_elsewhere(look, around).await;
-        // The coordinator does not answer: what is known here.
+        // If the coordinator does not respond, report what this node has.
         let held = || around.held().into_iter().find(|job| look.names(*job)).map(|job| held_report(job, around));
         let known =
             there.or_else(|| held().filter(|_| look.sight == Sight::Report).map(|held| held.to_string().into()));
@@ -163,7 +163,7 @@ impl Submissions {
         tokio::time::timeout(ANSWER_MAX, asked).await.ok().flatten()
     }
 
-    /// Answers another member. Blocks.
+    /// Answers another member's query. Blocks.
     pub(super) fn show(&self, look: &Look) -> Result<Bytes, String> {
         let runtime = tokio::runtime::Handle::try_current().map_err(|e| e.to_string())?;
         let around = runtime.block_on(self.around());
@@ -175,21 +175,21 @@ impl Submissions {
         if !look.onward {
             return Err(unknown());
         }
-        // To its coordinator only: a node without a part in it asks no other member.
+        // Forward to the coordinator only: a node without a part in the simulation does not ask further members.
         let asked = Look { onward: false, ..look.clone() };
         runtime.block_on(self.look_elsewhere(&asked, &around)).ok_or_else(unknown)
     }
 }
 
 impl Submission {
-    /// Another node coordinates it now, or this one let go of it.
+    /// Whether another node coordinates it now, or this node gave it up.
     pub(super) fn moved(&self) -> bool {
         self.told().moved
     }
 
     fn show(&self, sight: Sight, around: &Around) -> Result<Bytes, String> {
         let with_step = |step: u32, bytes: &[u8]| Bytes::from([&step.to_le_bytes()[..], bytes].concat());
-        let none = "no picture of this simulation has come yet";
+        let none = "there is no picture of this simulation yet: try again in a moment";
         match sight {
             Sight::Report => Ok(report(self, around).to_string().into()),
             Sight::Picture => self.picture().map(|(step, png)| with_step(step, &png)).ok_or_else(|| none.into()),
@@ -201,7 +201,7 @@ impl Submission {
     }
 }
 
-/// The step and what follows it, of an answer with a picture.
+/// Splits the response with a picture into the step and the rest.
 pub fn with_step(answer: &Bytes) -> Option<(u32, Bytes)> {
     let step = answer.first_chunk::<4>()?;
     Some((u32::from_le_bytes(*step), answer.slice(4..)))
@@ -212,7 +212,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn questions_survive_the_way_and_nonsense_is_none() {
+    fn queries_round_trip_and_malformed_ones_are_rejected() {
         for (job, sight) in [("4f", Sight::Report), ("0123456789abcdef", Sight::Picture), ("a", Sight::Text(80, 24))] {
             for onward in [false, true] {
                 let look = Look { job: job.into(), sight, onward };

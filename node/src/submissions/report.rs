@@ -1,4 +1,4 @@
-//! A simulation as users and programs see it: what its coordinator knows, or what a node does that computes some of it.
+//! Reports on a simulation for users and programs: by its coordinator, or by a node that computes tiles of it.
 use super::{Submission, Watched};
 use crate::views::{Views, hex};
 use kernels::grid::Region;
@@ -10,13 +10,14 @@ use node_core::work::{Ending, HeldPart, HeldWork};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What reports of simulations contain besides the results on this node.
+/// What a report needs besides the submission itself.
 pub struct Around {
     me: NodeId,
-    /// Names of nodes, and how fast each found its memory when it started: of a processor reading weights, of a GPU copying.
+    /// Names of nodes, and their memory bandwidth as measured at start: of a CPU while reading weights, of a GPU while
+    /// copying.
     nodes: BTreeMap<String, (String, u64)>,
     grids: Vec<JobView>,
-    /// Tiles that this node holds, of its own simulations and of others'.
+    /// Tiles on this node, of its own simulations and of others'.
     tiles: Vec<HeldPart>,
 }
 
@@ -36,7 +37,7 @@ impl Around {
         json!({"name": self.name(&node), "node": node})
     }
 
-    /// Jobs of which this node holds tiles.
+    /// Jobs whose tiles are on this node.
     pub(super) fn held(&self) -> BTreeSet<JobId> {
         self.tiles.iter().map(|tile| tile.job).collect()
     }
@@ -45,17 +46,17 @@ impl Around {
         self.tiles.iter().any(|tile| format!("{:016x}", tile.job.0) == job)
     }
 
-    /// Who coordinates a job of which this node holds tiles.
+    /// The coordinator of a job whose tiles are on this node.
     pub(super) fn coordinator_of(&self, job: JobId) -> Option<NodeId> {
         self.tiles.iter().find(|tile| tile.job == job).map(|tile| tile.epoch.issuer)
     }
 }
 
-/// A simulation of which this node holds tiles, as far as it knows by itself.
+/// Reports on a simulation from the tiles on this node alone.
 pub(super) fn held_report(job: JobId, around: &Around) -> Value {
     let held: Vec<&HeldPart> = around.tiles.iter().filter(|tile| tile.job == job).collect();
-    let (owns, stands_by) = (held.iter().any(|tile| !tile.standby), held.iter().any(|tile| tile.standby));
-    let role = match (owns, stands_by) {
+    let (owns, is_standby) = (held.iter().any(|tile| !tile.standby), held.iter().any(|tile| tile.standby));
+    let role = match (owns, is_standby) {
         (true, true) => "owner and standby",
         (true, false) => "owner",
         (false, _) => "standby",
@@ -77,7 +78,7 @@ pub(super) fn held_report(job: JobId, around: &Around) -> Value {
     })
 }
 
-/// Steps that a tile has made, and its steps in all.
+/// Steps that a tile has completed, and its total steps.
 fn steps_of(tile: &HeldPart) -> [u32; 2] {
     match tile.what {
         HeldWork::Tile { step, steps } => [step, steps],
@@ -85,7 +86,7 @@ fn steps_of(tile: &HeldPart) -> [u32; 2] {
     }
 }
 
-/// What a tile has spent.
+/// The accumulated times and bytes of a tile.
 fn figures_of(tile: &PartView) -> TileFigures {
     match tile.what {
         WhatView::Tile { figures, .. } => figures,
@@ -93,10 +94,10 @@ fn figures_of(tile: &PartView) -> TileFigures {
     }
 }
 
-/// How a simulation stands, or how it ended.
+/// Reports the progress or the end of a simulation.
 pub(super) fn report(submission: &Submission, around: &Around) -> Value {
     let (mut told, simulation) = (submission.told(), &submission.simulation);
-    // While it runs, the driver thread knows what tiles have spent, and their standbys.
+    // While it runs, the core has the tiles' figures and standbys.
     let running = around.grids.iter().find(|grid| grid.job == submission.job && told.ended.is_none());
     let running = running.map(|grid| grid.parts.as_slice()).unwrap_or_default();
     if told.ended.is_none() {
@@ -160,7 +161,7 @@ pub(super) fn report(submission: &Submission, around: &Around) -> Value {
     let computing: BTreeSet<String> = told.tiles.iter().map(|(node, _)| hex(&NodeId(node.0))).collect();
     let read = computing.iter().map(|node| around.nodes.get(node).map(|(_, read)| *read));
     let read = read.sum::<Option<u64>>().filter(|read| *read > 0);
-    // Steps of a small tile that stays in a cache take more than the memory gives: that is no share of it.
+    // A small tile that stays in cache can exceed the memory bandwidth; then no share is reported.
     let share =
         read.filter(|_| rate > 0.0).map(|read| rate * cells * traffic / read as f64).filter(|share| *share <= 1.0);
     let quantity = Watched::of(simulation).quantity;

@@ -1,8 +1,8 @@
-//! The folder that a run writes into: a manifest says what in it is meshnode's, so that no results are replaced unasked, and
-//! nothing is ever removed that no manifest there names.
+//! The folder of a run's results. A manifest lists the files that belong to meshnode, so that results are replaced only
+//! on request, and no file is ever removed unless a manifest there names it.
 //!
-//! A run that replaces another one puts that one aside, whole, and removes it only once it has a checkpoint of its own or is
-//! done. A folder without a manifest (of an earlier version, or of another program) is left as it is.
+//! A run that replaces another one first moves that one aside, complete, and removes it only when the new run has a
+//! checkpoint or is done. A folder without a manifest (of an earlier version, or of another program) is never changed.
 use super::checkpoints::{self, whole_file};
 use super::forces::FORCES_FILE;
 use crate::output;
@@ -14,32 +14,32 @@ use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// The manifest. No folder of an output has a dot in its name.
+/// The manifest. Names of output folders contain no dot, so they cannot collide with it.
 pub const MANIFEST: &str = "meshnode-run.json";
-/// Where a run that is being replaced is kept.
+/// The folder of a run that is being replaced.
 const REPLACED: &str = "replaced.run";
-/// What a manifest begins with.
+/// Format identifier of a manifest.
 const FORMAT: &str = "meshnode run 1";
-/// What names of files begin with that this program leaves in a folder for moments, to see whether it may write there.
+/// Prefix of temporary files with which this program probes whether a folder is writable.
 const OWN: &str = ".meshnode-";
-/// Largest manifest: a few lines for each of 16 outputs, of as many jobs as were resumed here.
+/// Largest manifest: a few lines for each of 16 outputs, per job that was resumed here.
 const MANIFEST_BYTES_MAX: u64 = 1 << 20;
-/// Entries of a folder that are named to the user.
+/// Most entries of a folder listed in an error text.
 const NAMED: usize = 4;
 
-/// What to do with a run that a folder holds already.
+/// What to do with a run that the folder already holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Existing {
-    /// Nothing: the folder must be empty.
+    /// Reject it: the folder must be empty.
     #[default]
     Refuse,
-    /// Go on from its last checkpoint.
+    /// Resume from its last checkpoint.
     Resume,
-    /// Put it aside, and remove it once there is something to take its place.
+    /// Move it aside, and remove it when the new run can replace it.
     Overwrite,
 }
 
-/// What a run writes, and how far it is.
+/// The outputs of a run, and its state.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Manifest {
     format: String,
@@ -51,7 +51,7 @@ struct Manifest {
     /// Steps requested.
     steps: u64,
     outputs: Vec<Written>,
-    /// Its files are on their way to where replaced runs are kept, or back.
+    /// Its files are being moved to or from [`REPLACED`].
     #[serde(default)]
     moving: bool,
 }
@@ -94,7 +94,7 @@ impl From<&OutputSpec> for Written {
 }
 
 impl Written {
-    /// Files that it has in a run's folder, relative to that.
+    /// Its existing files in a run's folder, relative to that folder.
     fn files(&self, run: &Path) -> Vec<PathBuf> {
         let kind = match self.kind {
             Kind::Png => OutputKind::Png,
@@ -106,15 +106,15 @@ impl Written {
     }
 }
 
-/// What a folder holds.
+/// The contents of a folder.
 enum Contents {
     Nothing,
     Run(Manifest),
-    /// Things that no manifest names, by name.
+    /// Names of entries that no manifest lists.
     Others(Vec<String>),
 }
 
-/// The folder of a run that is under way. No other run writes into it while this is held.
+/// The folder of a run in progress. No other run writes into it while this is held.
 #[derive(Debug)]
 pub struct RunFolder {
     path: PathBuf,
@@ -122,29 +122,29 @@ pub struct RunFolder {
     _lock: Option<File>,
 }
 
-/// What `--out` may name: an existing folder, or one that can be made.
+/// Creates the folder given by `--out` if it does not exist.
 ///
 /// # Errors
-/// It is neither.
+/// It cannot be created.
 pub fn folder(out: &Path) -> Result<(), String> {
     fs::create_dir_all(out)
         .map_err(|e| format!("cannot write into {}: {e}; name a folder that can be written, with --out", out.display()))
 }
 
-/// Whether a run may begin in a folder. Changes nothing.
+/// Checks whether a run may begin in a folder. Changes nothing.
 ///
 /// # Errors
-/// It holds something that is not to be touched: what, and which flags there are.
+/// It holds files that must not be touched; the text names them and the flags that apply.
 pub fn check(out: &Path, existing: Existing) -> Result<(), String> {
     let shown = out.display();
     match (contents(out)?, existing) {
         (Contents::Nothing, _) => Ok(()),
         (Contents::Run(_), Existing::Resume | Existing::Overwrite) => Ok(()),
         (Contents::Run(manifest), Existing::Refuse) => Err(format!(
-            "{shown} holds {}: --resume goes on from its last checkpoint, --overwrite replaces it, another --out keeps both",
+            "{shown} holds {}: --resume continues from its last checkpoint, --overwrite replaces it, another --out keeps both",
             manifest.described(out)
         )),
-        // Nothing but checkpoints: what a user of an earlier version brings.
+        // Checkpoints only, copied from a folder of an earlier version.
         (Contents::Others(names), Existing::Resume) if names == [checkpoints::FOLDER] => Ok(()),
         (Contents::Others(names), _) => {
             let more = names.len().saturating_sub(NAMED);
@@ -152,10 +152,10 @@ pub fn check(out: &Path, existing: Existing) -> Result<(), String> {
             let names = names[..names.len().min(NAMED)].join(", ");
             let has = checkpoints::newest_step(out);
             let resume = has.map_or_else(String::new, |step| {
-                format!("; to go on from the checkpoint of step {step}, copy `{}` into an empty folder and name that with --resume", checkpoints::FOLDER)
+                format!("; to resume from the checkpoint of step {step}, copy `{}` into an empty folder and use that with --resume", checkpoints::FOLDER)
             });
             Err(format!(
-                "{shown} holds {names}{more}, which no manifest of a run names (earlier versions wrote none), so neither --resume \
+                "{shown} holds {names}{more}, which no run manifest lists (earlier versions wrote none), so neither --resume \
                  nor --overwrite touches it: name another --out{resume}"
             ))
         }
@@ -169,9 +169,9 @@ fn contents(out: &Path) -> Result<Contents, String> {
             let mut text = String::new();
             let read = file.take(MANIFEST_BYTES_MAX).read_to_string(&mut text).map_err(|e| e.to_string());
             let manifest = read.and_then(|_| serde_json::from_str::<Manifest>(&text).map_err(|e| e.to_string()));
-            let manifest = manifest.and_then(|manifest| manifest.sound());
-            let manifest = manifest
-                .map_err(|e| format!("{} is no manifest of a run ({e}): name another --out", path.display()))?;
+            let manifest = manifest.and_then(|manifest| manifest.validated());
+            let manifest =
+                manifest.map_err(|e| format!("{} is not a run manifest ({e}): name another --out", path.display()))?;
             return Ok(Contents::Run(manifest));
         }
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
@@ -185,10 +185,10 @@ fn contents(out: &Path) -> Result<Contents, String> {
         }
     };
     let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
-    // A manifest whose first writing was interrupted is no file of others.
+    // A manifest whose first write was interrupted belongs to meshnode.
     let torn = Path::new(MANIFEST).with_extension(checkpoints::PARTIAL);
-    let of_others = |name: &String| !name.starts_with(OWN) && Path::new(name) != torn;
-    let mut names: Vec<String> = names.filter(of_others).collect();
+    let is_foreign = |name: &String| !name.starts_with(OWN) && Path::new(name) != torn;
+    let mut names: Vec<String> = names.filter(is_foreign).collect();
     names.sort();
     Ok(if names.is_empty() { Contents::Nothing } else { Contents::Others(names) })
 }
@@ -207,14 +207,14 @@ impl Manifest {
         }
     }
 
-    /// Another program may have written it: it names nothing outside its folder.
-    fn sound(self) -> Result<Self, String> {
+    /// Validates a manifest, which another program may have written: it must name nothing outside its folder.
+    fn validated(self) -> Result<Self, String> {
         let plain = |name: &str| {
             let letters = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
             !name.is_empty() && name.len() <= 64 && name.chars().all(letters)
         };
         if self.format != FORMAT {
-            return Err(format!("of format {:?}, expected {FORMAT:?}", self.format));
+            return Err(format!("expected format {FORMAT:?}, found {:?}", self.format));
         }
         match self.outputs.iter().find(|output| !plain(&output.folder) || !plain(&output.quantity)) {
             None => Ok(self),
@@ -222,7 +222,7 @@ impl Manifest {
         }
     }
 
-    /// In words, with its last checkpoint.
+    /// Describes the run in words, with its last checkpoint.
     fn described(&self, run: &Path) -> String {
         let Self { name, steps, step, .. } = self;
         let checkpoint = checkpoints::newest_step(run);
@@ -244,13 +244,13 @@ impl Manifest {
         }
     }
 
-    /// All files of the run but the manifest, relative to its folder.
+    /// All files of the run except the manifest, relative to its folder.
     fn files(&self, run: &Path) -> Vec<PathBuf> {
         let mut files: Vec<PathBuf> = self.outputs.iter().flat_map(|output| output.files(run)).collect();
         files.extend(checkpoints::written(run));
         files.push(FORCES_FILE.into());
         files.retain(|file| run.join(file).is_file());
-        // Two outputs of one folder, of jobs that were resumed here, may share some.
+        // Outputs of different jobs that were resumed here may share files.
         files.sort();
         files.dedup();
         files
@@ -262,7 +262,7 @@ impl Manifest {
     }
 }
 
-/// A folder in which a run may begin: nothing of it is changed yet.
+/// A folder in which a run may begin; nothing in it is changed yet.
 #[derive(Debug)]
 pub struct Opened {
     path: PathBuf,
@@ -272,11 +272,11 @@ pub struct Opened {
 }
 
 impl Opened {
-    /// Takes a folder for a run. With `Resume`, a run that was interrupted before it had a checkpoint to take the place of the
-    /// one before gives way to that.
+    /// Opens and locks a folder for a run. With `Resume`, if an interrupted run has no checkpoint yet, the run that it
+    /// was to replace is restored.
     ///
     /// # Errors
-    /// As [`check`]; another run writes into it, as `lock` says; the disk.
+    /// As for [`check`]; another run writes into the folder (from `lock`); a disk error.
     pub fn new(
         out: &Path,
         existing: Existing,
@@ -285,7 +285,7 @@ impl Opened {
         folder(out)?;
         let lock = lock(out)?;
         recover(out)?;
-        // A run that is done was interrupted while it removed the run that it replaced.
+        // A finished run was interrupted while it removed the run that it replaced.
         if matches!(contents(out)?, Contents::Run(run) if run.state == State::Done) {
             remove_replaced(out);
         }
@@ -296,7 +296,7 @@ impl Opened {
                     && checkpoints::newest_step(out).is_none()
                     && out.join(REPLACED).join(MANIFEST).is_file() =>
             {
-                Some(put_back(out, &interrupted)?)
+                Some(restore_replaced(out, &interrupted)?)
             }
             Contents::Run(before) => Some(before),
             Contents::Nothing | Contents::Others(_) => None,
@@ -304,18 +304,18 @@ impl Opened {
         Ok(Self { path: out.into(), existing, before, lock })
     }
 
-    /// The run begins. With `Overwrite`, what is there is put aside.
+    /// Begins the run. With `Overwrite`, the existing run is moved aside.
     ///
     /// # Errors
-    /// An output would go over files of others; the disk.
+    /// An output would overwrite foreign files; a disk error.
     pub fn begin(self, simulation: &Simulation, job: JobId) -> Result<RunFolder, String> {
         let Self { path, existing, before, lock } = self;
         let mut manifest = Manifest::new(simulation, job);
         if let Some(before) = before {
             if existing == Existing::Overwrite {
-                put_aside(&path, &before)?;
+                move_aside(&path, &before)?;
             } else {
-                strange_files(&path, &manifest, &before)?;
+                check_foreign_files(&path, &manifest, &before)?;
                 let kept: Vec<Written> =
                     before.outputs.into_iter().filter(|output| !manifest.outputs.contains(output)).collect();
                 manifest.outputs.extend(kept);
@@ -327,10 +327,10 @@ impl Opened {
 }
 
 impl RunFolder {
-    /// The folder of a run that this node goes on with, in its own data directory.
+    /// The folder of a run that this node takes over, in its own data directory.
     ///
     /// # Errors
-    /// The disk.
+    /// A disk error.
     pub fn inherit(out: &Path, simulation: &Simulation, job: JobId) -> Result<Self, String> {
         folder(out)?;
         let manifest = Manifest::new(simulation, job);
@@ -338,17 +338,17 @@ impl RunFolder {
         Ok(Self { path: out.into(), manifest, _lock: None })
     }
 
-    /// There is a checkpoint of this run: the one that it replaces is no longer needed.
+    /// This run has a checkpoint: removes the run that it replaces.
     pub fn has_checkpoint(&self) {
         remove_replaced(&self.path);
     }
 
-    /// The run is over. One that wrote nothing (there was no place for its grid, say) leaves the folder as it found it.
+    /// Ends the run. A run without any output (there was no placement for its grid, say) leaves the folder unchanged.
     pub fn finish(mut self, step: u32, done: bool) {
         let nothing = |file: &PathBuf| file.as_path() == Path::new(FORCES_FILE);
         if !done && step == 0 && self.manifest.files(&self.path).iter().all(nothing) {
             let undone = match self.path.join(REPLACED).join(MANIFEST).is_file() {
-                true => put_back(&self.path, &self.manifest).map(drop),
+                true => restore_replaced(&self.path, &self.manifest).map(drop),
                 false => remove(&self.path, &self.manifest).map(|()| drop(fs::remove_file(self.path.join(MANIFEST)))),
             };
             if let Err(error) = undone {
@@ -367,7 +367,7 @@ impl RunFolder {
     }
 }
 
-/// What a run that ended without a checkpoint leaves to go on from: the run that it was to replace, in words.
+/// The run that `out` was to replace, in words, if the new run has no checkpoint to resume from.
 pub fn replaced(out: &Path) -> Option<String> {
     match contents(&out.join(REPLACED)) {
         Ok(Contents::Run(before)) if checkpoints::newest_step(out).is_none() => {
@@ -377,8 +377,8 @@ pub fn replaced(out: &Path) -> Option<String> {
     }
 }
 
-/// New outputs of a run that is resumed go to folders without files of others.
-fn strange_files(out: &Path, manifest: &Manifest, before: &Manifest) -> Result<(), String> {
+/// Checks that new outputs of a resumed run go to folders without foreign files.
+fn check_foreign_files(out: &Path, manifest: &Manifest, before: &Manifest) -> Result<(), String> {
     let known: BTreeSet<PathBuf> = before.files(out).into_iter().collect();
     for output in manifest.outputs.iter().filter(|output| !before.outputs.contains(output)) {
         let entries = fs::read_dir(out.join(&output.folder)).into_iter().flatten().flatten();
@@ -386,7 +386,7 @@ fn strange_files(out: &Path, manifest: &Manifest, before: &Manifest) -> Result<(
         let strange = |path: &PathBuf| path.strip_prefix(out).is_ok_and(|path| !known.contains(path));
         if let Some(path) = files.into_iter().find(strange) {
             return Err(format!(
-                "the output {:?} is new, and {} is there already: give the output another `folder`",
+                "the output {:?} is new, but {} already exists: give the output another `folder`",
                 output.folder,
                 path.display()
             ));
@@ -395,9 +395,9 @@ fn strange_files(out: &Path, manifest: &Manifest, before: &Manifest) -> Result<(
     Ok(())
 }
 
-/// Moves a run's files out of the way. One that was itself interrupted while it replaced another, and has no checkpoint, has
-/// nothing to go on from: it goes, and the other stays.
-fn put_aside(out: &Path, before: &Manifest) -> Result<(), String> {
+/// Moves a run's files aside. If that run was itself interrupted while it replaced another one, and has no checkpoint,
+/// it cannot be resumed: it is removed, and the other one stays.
+fn move_aside(out: &Path, before: &Manifest) -> Result<(), String> {
     let replaced = out.join(REPLACED);
     if replaced.join(MANIFEST).is_file() {
         if checkpoints::newest_step(out).is_none() {
@@ -405,15 +405,15 @@ fn put_aside(out: &Path, before: &Manifest) -> Result<(), String> {
         }
         remove_replaced(out);
     }
-    // If this is interrupted, what was moved by then is moved back (`recover`).
+    // If this is interrupted, `recover` moves the files back.
     Manifest { moving: true, ..before.clone() }.write(out)?;
     folder(&replaced)?;
     before.write(&replaced)?;
     move_files(out, &replaced, &before.files(out))
 }
 
-/// Takes a run back that was put aside; what the one that was to replace it wrote goes.
-fn put_back(out: &Path, interrupted: &Manifest) -> Result<Manifest, String> {
+/// Restores a run that was moved aside; removes the files of the run that was to replace it.
+fn restore_replaced(out: &Path, interrupted: &Manifest) -> Result<Manifest, String> {
     let replaced = out.join(REPLACED);
     let Contents::Run(before) = contents(&replaced)? else {
         return Err(format!("{} is missing", replaced.display()));
@@ -424,7 +424,7 @@ fn put_back(out: &Path, interrupted: &Manifest) -> Result<Manifest, String> {
     Ok(before)
 }
 
-/// Moves the files of a run that were put aside back, if that or the contrary was interrupted.
+/// Moves the files of a replaced run back, if moving them in either direction was interrupted.
 fn recover(out: &Path) -> Result<(), String> {
     let Contents::Run(manifest) = contents(out)? else { return Ok(()) };
     if !manifest.moving {
@@ -449,7 +449,7 @@ fn remove_replaced(out: &Path) {
     let _ = fs::remove_dir(&replaced);
 }
 
-/// Moves files; folders that are empty then go.
+/// Moves files, and removes folders that become empty.
 fn move_files(from: &Path, to: &Path, files: &[PathBuf]) -> Result<(), String> {
     for file in files {
         let (old, new) = (from.join(file), to.join(file));
@@ -461,7 +461,7 @@ fn move_files(from: &Path, to: &Path, files: &[PathBuf]) -> Result<(), String> {
     Ok(())
 }
 
-/// Removes a run's files but the manifest, and folders that are empty then.
+/// Removes a run's files except the manifest, and folders that become empty.
 fn remove(run: &Path, manifest: &Manifest) -> Result<(), String> {
     let files = manifest.files(run);
     for file in &files {
@@ -472,11 +472,11 @@ fn remove(run: &Path, manifest: &Manifest) -> Result<(), String> {
     Ok(())
 }
 
-/// Folders in which these files were, where nothing is left in them.
+/// Removes the parent folders of `files` that are empty.
 fn remove_empty(run: &Path, files: &[PathBuf]) {
     let parents = files.iter().flat_map(|file| file.ancestors().skip(1));
     let folders: BTreeSet<&Path> = parents.filter(|folder| !folder.as_os_str().is_empty()).collect();
-    // Inner ones come after outer ones.
+    // Remove inner folders before outer ones.
     for folder in folders.into_iter().rev() {
         let _ = fs::remove_dir(run.join(folder));
     }
@@ -486,7 +486,7 @@ fn remove_empty(run: &Path, files: &[PathBuf]) {
 mod tests {
     use super::*;
 
-    /// Of a Life world with one output, and a checkpoint every 5 steps.
+    /// A Life world with one output, and a checkpoint every 5 steps.
     fn simulation(steps: u64) -> Simulation {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("job.toml");
@@ -502,7 +502,7 @@ mod tests {
         Opened::new(out, existing, |_| Ok(None))?.begin(&simulation(20), JobId(7))
     }
 
-    /// A checkpoint as its manifest alone says it: the cells are not read.
+    /// A fake checkpoint: the manifest exists, the cells are not read.
     fn checkpoint(out: &Path, step: u32) {
         let folder = out.join(format!("checkpoints/step-{step}"));
         fs::create_dir_all(&folder).unwrap();
@@ -510,7 +510,7 @@ mod tests {
         fs::write(folder.join("manifest.json"), "{}").unwrap();
     }
 
-    /// A run as it is when it is done.
+    /// A finished run.
     fn finished(out: &Path) {
         let run = begin(out, Existing::Refuse).unwrap();
         fs::create_dir_all(out.join("alive-png")).unwrap();
@@ -549,33 +549,33 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_is_overwritten_stays_until_there_is_a_checkpoint_of_the_new_one() {
+    fn an_overwritten_run_stays_until_the_new_one_has_a_checkpoint() {
         let out = tempfile::tempdir().unwrap();
         let out = out.path();
         finished(out);
         fs::write(out.join("notes.txt"), "mine").unwrap();
         fs::write(out.join("alive-png/notes.txt"), "mine").unwrap();
         let before = all(out);
-        // Ended before its first checkpoint: the old one is put back by --resume, what the new one wrote goes.
+        // Ended before its first checkpoint: --resume restores the old run and removes what the new one wrote.
         let run = begin(out, Existing::Overwrite).unwrap();
         assert!(!out.join("alive-png/alive_0000000020.png").exists() && out.join("alive-png/notes.txt").exists());
         fs::write(out.join("alive-png/alive_0000000005.png"), "new").unwrap();
         run.finish(7, false);
-        let told = replaced(out).unwrap();
-        assert!(told.contains("a finished run of 20 steps (world)"), "{told}");
+        let text = replaced(out).unwrap();
+        assert!(text.contains("a finished run of 20 steps (world)"), "{text}");
         let refused = begin(out, Existing::Refuse).unwrap_err();
         assert!(refused.contains("ended at step 7 of 20") && refused.contains("finished run of 20 steps"), "{refused}");
         begin(out, Existing::Resume).unwrap();
         assert_eq!(all(out), before);
-        // Interrupted while it was put aside: it is whole again.
+        // Interrupted while it was moved aside: it is complete again.
         let Contents::Run(finished) = contents(out).unwrap() else { panic!("a run") };
-        put_aside(out, &finished).unwrap();
+        move_aside(out, &finished).unwrap();
         fs::create_dir_all(out.join("alive-png")).unwrap();
         fs::rename(out.join("replaced.run/alive-png/alive_0000000020.png"), out.join("alive-png/alive_0000000020.png"))
             .unwrap();
         begin(out, Existing::Resume).unwrap();
         assert_eq!(all(out), before);
-        // Interrupted twice: the finished one is still the one to go back to.
+        // Interrupted twice: the finished run can still be restored.
         drop((begin(out, Existing::Overwrite).unwrap(), begin(out, Existing::Overwrite).unwrap()));
         assert!(replaced(out).unwrap().contains("finished run of 20 steps"));
         let run = begin(out, Existing::Overwrite).unwrap();
@@ -592,7 +592,7 @@ mod tests {
     }
 
     #[test]
-    fn a_finished_run_outlives_a_crash_while_it_removes_the_run_that_it_replaced() {
+    fn a_finished_run_survives_a_crash_while_it_removes_the_replaced_run() {
         let out = tempfile::tempdir().unwrap();
         let out = out.path();
         finished(out);
@@ -603,21 +603,21 @@ mod tests {
         manifest.state = State::Done;
         manifest.write(out).unwrap();
         drop(run);
-        assert!(replaced(out).is_some(), "the crash comes before it is removed");
+        assert!(replaced(out).is_some(), "the crash is before the removal");
         begin(out, Existing::Resume).unwrap();
-        assert!(out.join("alive-png/alive_0000000010.png").exists(), "the finished run's picture");
+        assert!(out.join("alive-png/alive_0000000010.png").exists(), "the finished run keeps its picture");
         assert_eq!(replaced(out), None);
     }
 
     #[test]
-    fn a_manifest_that_a_power_cut_tore_does_not_block_its_folder() {
+    fn a_torn_manifest_does_not_block_its_folder() {
         let out = tempfile::tempdir().unwrap();
         fs::write(out.path().join("meshnode-run.partial"), "{").unwrap();
         begin(out.path(), Existing::Refuse).unwrap();
     }
 
     #[test]
-    fn a_run_that_wrote_nothing_leaves_the_folder_as_it_was() {
+    fn a_run_without_output_leaves_the_folder_unchanged() {
         let out = tempfile::tempdir().unwrap();
         let out = out.path();
         begin(out, Existing::Refuse).unwrap().finish(0, false);
@@ -630,10 +630,10 @@ mod tests {
     }
 
     #[test]
-    fn what_no_manifest_names_is_left_alone() {
+    fn files_that_no_manifest_names_are_kept() {
         let out = tempfile::tempdir().unwrap();
         let out = out.path();
-        // An earlier version's folder.
+        // A folder of an earlier version.
         checkpoint(out, 7);
         fs::create_dir_all(out.join("checkpoints/step-8/deep")).unwrap();
         fs::write(out.join("checkpoints/step-8/deep/file"), "mine").unwrap();
@@ -644,14 +644,14 @@ mod tests {
             assert!(refused.contains("checkpoints, forces.csv") && refused.contains("step 7"), "{refused}");
         }
         assert_eq!(all(out), before);
-        // Its checkpoints alone can be gone on from.
+        // Its checkpoints alone can be resumed.
         fs::remove_file(out.join("forces.csv")).unwrap();
         assert!(begin(out, Existing::Overwrite).is_err());
         begin(out, Existing::Resume).unwrap();
-        // A manifest that points elsewhere is none.
+        // A manifest that points outside its folder is invalid.
         let text = fs::read_to_string(out.join(MANIFEST)).unwrap();
         fs::write(out.join(MANIFEST), text.replace("alive-png", "../alive-png")).unwrap();
-        assert!(begin(out, Existing::Overwrite).unwrap_err().contains("no manifest of a run"));
+        assert!(begin(out, Existing::Overwrite).unwrap_err().contains("not a run manifest"));
         assert!(out.join("checkpoints/step-8/deep/file").exists());
     }
 }

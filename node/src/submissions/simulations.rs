@@ -1,5 +1,5 @@
-//! Simulations by content: a job file with the files it names travels once to each node that computes it, on the plane of
-//! weights, and is parsed off the thread that decides.
+//! Simulations by content hash: a job file, with the files it names, is sent once to each node that computes it, on the
+//! bulk streams of weights, and is parsed off the driver thread.
 use super::Submissions;
 use crate::bulk::GridRequest;
 use kernels::grid::simulation::Simulation;
@@ -7,7 +7,7 @@ use node_core::id::{ContentId, JobId, NodeId};
 use node_core::work::steps::SimulationId;
 use std::sync::Arc;
 
-/// The name of a simulation for other nodes.
+/// The content id and size of a simulation.
 pub(super) fn id(simulation: &Simulation) -> SimulationId {
     let (mut hasher, mut bytes) = (blake3::Hasher::new(), 0);
     simulation.pack(&mut |part| {
@@ -19,7 +19,7 @@ pub(super) fn id(simulation: &Simulation) -> SimulationId {
 }
 
 impl Submissions {
-    /// A simulation that a job submitted here has, or a tile held here.
+    /// The simulation of that content, from a job submitted here or a tile on this node.
     pub fn simulation_of(&self, content: ContentId) -> Option<Arc<Simulation>> {
         let held = self.held.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let held = held.values().find(|(of, _)| *of == content).map(|(_, simulation)| simulation.clone());
@@ -29,22 +29,22 @@ impl Submissions {
         })
     }
 
-    /// Keeps a simulation for a job's tiles until `forget_simulation`, if it is here.
+    /// Retains a simulation for a job's tiles until `forget_simulation`, if this node has it.
     pub fn hold_simulation(&self, job: JobId, content: ContentId) -> Option<Arc<Simulation>> {
         let found = self.simulation_of(content)?;
         self.held.lock().unwrap_or_else(std::sync::PoisonError::into_inner).insert(job, (content, found.clone()));
         Some(found)
     }
 
-    /// No tile of the job is held any longer.
+    /// Releases the simulation of a job that has no more tiles here.
     pub fn forget_simulation(&self, job: JobId) {
         self.held.lock().unwrap_or_else(std::sync::PoisonError::into_inner).remove(&job);
     }
 
-    /// A job's simulation: from here, or from the first of these that has it. Blocks.
+    /// A job's simulation: from this node, or from the first of `sources` that has it. Blocks.
     ///
     /// # Errors
-    /// None of them has it, or it is none; what the last one said.
+    /// No source has it, or it is invalid; with the last error.
     pub fn fetch_simulation(
         &self,
         runtime: &tokio::runtime::Handle,
@@ -60,12 +60,12 @@ impl Submissions {
             .or_default()
             .clone();
         let fetched = {
-            // A panic while it is parsed reaches the caller that asked; the next caller tries again.
+            // A panic while parsing reaches this caller; the next caller tries again.
             let _turn = turn.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
             self.fetch_in_turn(runtime, job, id, sources)
         };
         let mut fetching = self.fetching.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        // Two hold it: the table, and this one.
+        // Two references remain: the table's and this one.
         if Arc::strong_count(&turn) <= 2 {
             fetching.remove(&id.content);
         }
@@ -82,7 +82,7 @@ impl Submissions {
         if let Some(found) = self.hold_simulation(job, id.content) {
             return Ok(found);
         }
-        let mut why = String::from("no member is known that has it");
+        let mut why = String::from("no known member has it");
         for from in sources.iter().filter(|from| **from != self.node) {
             match self.fetch_from(runtime, *from, id) {
                 Ok(simulation) => {
@@ -108,7 +108,7 @@ impl Submissions {
     ) -> Result<Simulation, String> {
         let bytes = self.whole(runtime, from, GridRequest::Simulation(id.content), id.bytes)?;
         if blake3::hash(&bytes).as_bytes() != &id.content.0 {
-            return Err("it sent other bytes than it was asked for".into());
+            return Err("it sent bytes with another hash".into());
         }
         Simulation::from_bytes(&bytes).map_err(|e| e.to_string())
     }

@@ -1,4 +1,4 @@
-//! A simulation as the planner and the core see it.
+//! Describes a simulation for the planner and the core.
 use super::Watched;
 use kernels::grid::simulation::Simulation;
 use node_core::id::JobId;
@@ -6,13 +6,13 @@ use node_core::work::steps::{GridSpec, Schedule, SimulationId};
 use partitioner::Tier;
 use partitioner::tiles::GridWork;
 
-/// What the planner needs to know of a simulation.
+/// The costs of a simulation for the planner.
 pub fn work(simulation: &Simulation) -> GridWork {
     let (grid, costs) = (simulation.grid(), simulation.rule().costs());
     let periodic =
         std::array::from_fn(|axis| axis < grid.dimensions() && grid.faces(axis)[0] == kernels::grid::Face::Periodic);
     let standby = simulation.standby() != kernels::grid::simulation::Tier::None;
-    // Of each kind of saved states one is kept, as large as one of the two that a step needs.
+    // One saved state of each kind is retained; each is half of the two states that a step needs.
     let kept = u64::from(standby) + u64::from(simulation.checkpoint_every().is_some());
     GridWork {
         size: grid.size().map(|cells| cells as u64),
@@ -23,24 +23,24 @@ pub fn work(simulation: &Simulation) -> GridWork {
         face_bits: costs.face_bits,
         cell_bits: costs.cell_bits,
         align_x: kernels::grid::RUN as u64,
-        // The job's files, and what is made of them.
+        // The packed job files, and their parsed form.
         scratch_bytes: SCRATCH_BYTES + 2 * simulation.packed_len() as u64,
         pass_steps: simulation.rule().pass_steps(grid) as u32,
     }
 }
 
-/// What a tile takes besides its cells and the job's files: halos, frames, checkpoints on their way to the disk.
+/// Memory of a tile besides its cells and the job's files: halos, frames, checkpoints on their way to disk.
 const SCRATCH_BYTES: u64 = 16 << 20;
 
-/// What the core knows of it.
+/// The job spec for the core.
 pub(super) fn spec(job: JobId, simulation: &Simulation, id: SimulationId, kept: bool, resume: Option<u32>) -> GridSpec {
     let whole = |steps: u64| u32::try_from(steps).unwrap_or(u32::MAX);
     let mut outputs: Vec<u32> = simulation.outputs().iter().map(|output| whole(output.every)).collect();
     if !kept {
-        // They are not kept, so they are not made.
+        // Without an output folder no outputs are computed.
         outputs.iter_mut().for_each(|every| *every = 0);
     }
-    // For watchers: now and then, and how it ends.
+    // Pictures for live viewers: at intervals, and after the last step.
     let every = whole(Watched::of(simulation).every(simulation));
     outputs
         .extend([every, if whole(simulation.steps()).is_multiple_of(every) { 0 } else { whole(simulation.steps()) }]);

@@ -1,4 +1,4 @@
-//! One simulation that was submitted here: what is known of it, and what is written of it.
+//! One simulation submitted here: its state, and its results on disk.
 use super::checkpoints::{self, Checkpoint, Checkpoints, WrittenPart};
 use super::forces::Forces;
 use super::run_folder::{self, RunFolder};
@@ -20,8 +20,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use tokio::sync::watch;
 
-/// Whole frames of an output that wait for an earlier one after a loss, in number and in bytes: then it does not come any
-/// more, because who made it is gone. As long as nobody is, and the cut stays, it comes.
+/// After a loss, an earlier frame may never arrive. At most this many complete frames per output (count, bytes) are
+/// buffered before writing past the gap. Without a loss or a new tiling, an earlier frame always arrives.
 const FRAMES_HELD: [usize; 2] = [64, 256 << 20];
 
 const CLOSED: &str = "the run is over";
@@ -30,93 +30,93 @@ const CLOSED: &str = "the run is over";
 pub struct Submission {
     /// Its id.
     pub job: JobId,
-    /// What is computed.
+    /// The simulation to compute.
     pub simulation: Arc<Simulation>,
-    /// Its name for other nodes.
+    /// Its content id.
     pub(super) id: SimulationId,
-    /// Where outputs go.
+    /// Folder for its outputs.
     pub out: Option<PathBuf>,
-    /// Held for moments only: the thread that decides writes into it.
+    /// Locked only briefly: the driver thread writes to it.
     pub(super) told: Mutex<Told>,
     pub(super) view: Mutex<Option<Arc<View>>>,
-    /// The table of forces, if one is wanted. Held for moments only.
+    /// The table of forces, if the job has one. Locked only briefly.
     pub(super) forces: Mutex<Option<Forces>>,
-    /// Held while the disk is written.
-    pub(super) made: Mutex<Made>,
-    /// Changes when something has happened.
+    /// Locked while the disk is written.
+    pub(super) results: Mutex<Results>,
+    /// Changes with every event.
     pub(super) changed: watch::Sender<u64>,
 }
 
-/// What comes of a simulation, as far as it is here.
+/// Results of a simulation on this node.
 #[derive(Default)]
-pub(super) struct Made {
-    /// The cut that the parts are of.
+pub(super) struct Results {
+    /// The tiling that the parts belong to.
     pub(super) cut: Vec<Region>,
-    /// Outputs of which some tiles are here, by output and step.
+    /// Frames of which some tiles' parts have arrived, by output and step.
     pub(super) mosaics: BTreeMap<(u16, u32), (Mosaic, BTreeSet<PartId>)>,
-    /// Frames that are whole and could not be written yet, or wait for earlier ones: a film's are in order.
+    /// Complete frames that failed to be written, or wait for earlier ones: animations need them in order.
     pub(super) unwritten: BTreeMap<(u16, u32), Field>,
-    /// The step of the next frame to be written, by output.
+    /// The step of the next frame to write, by output.
     pub(super) next: BTreeMap<u16, u32>,
     pub(super) writers: BTreeMap<u16, Writer>,
     pub(super) checkpoints: Option<Checkpoints>,
-    /// The run is over: what still arrives is not written, because the folder may belong to another run by now.
+    /// The run is over: late results are dropped, because the folder may belong to another run by now.
     pub(super) closed: bool,
     /// No other run writes into the folder while this is held.
     pub(super) folder: Option<RunFolder>,
 }
 
-/// What is known of a simulation.
+/// State of a simulation, from the events of its job.
 #[derive(Clone, Debug, Default)]
 pub struct Told {
-    /// The step that it began with here.
+    /// The step at which it began on this node.
     pub begun_at: u32,
-    /// Whose it was before.
+    /// Its previous coordinator.
     pub inherited_from: Option<NodeId>,
-    /// Steps that all tiles have made.
+    /// Steps that all tiles have completed.
     pub step: u32,
-    /// Steps between exchanges.
+    /// Halo depth: steps between halo exchanges.
     pub depth: u32,
-    /// Predicted nanoseconds of a step.
+    /// Predicted nanoseconds per step.
     pub step_ns: u64,
-    /// Who computes what.
+    /// Node and region of each tile.
     pub tiles: Vec<(NodeId, Region)>,
     /// When the first step could begin.
     pub running_since: Option<Instant>,
     /// When the last step was completed, or the run ended.
     pub computed: Option<Instant>,
-    /// How fast it has been of late.
+    /// Its recent speed.
     pub pace: Pace,
-    /// When it was last interrupted, and for how long at most.
+    /// The longest interruption so far.
     pub longest_stall: Duration,
-    /// Since when, and the step beyond which it has gone on.
+    /// Start of the current interruption, and the step that it must pass to end.
     pub(super) stalled: Option<(Instant, u32)>,
-    /// Nodes lost.
+    /// Number of nodes lost.
     pub losses: u32,
-    /// Placed again, after a loss or under another cut.
-    pub(super) cut_anew: bool,
-    /// The last totals, by field, in units of 2^-40, with the step.
+    /// It was placed again while running, after a loss or by a rebalance.
+    pub(super) placed_again: bool,
+    /// The last totals per field, in units of 2^-40, with their step.
     pub totals: Option<(u32, Vec<i128>)>,
-    /// And the first.
+    /// The first totals.
     pub first_totals: Option<Vec<i128>>,
     /// The state hash after the last step.
     pub hash: Option<u128>,
     /// The last checkpoint on disk.
     pub checkpoint: Option<u32>,
-    /// It ended without one: the run that it was to replace, which is there still.
+    /// If it ended without a checkpoint: a description of the run that it was to replace, which is still there.
     pub replaced: Option<String>,
-    /// Why it waits, if it does.
+    /// Why it is paused, if it is.
     pub waiting: Option<String>,
-    /// Another node goes on with it.
+    /// Another node coordinates it now.
     pub moved: bool,
     /// How it ended.
     pub ended: Option<Ending>,
-    /// What the tiles spent.
+    /// Accumulated times and bytes of the tiles.
     pub figures: Vec<TileFigures>,
 }
 
 impl Told {
-    /// Why it ended without all its steps made, if it did.
+    /// Why it ended before its last step, if it did.
     pub fn error(&self) -> Option<&str> {
         match self.ended.as_ref()? {
             Ending::Completed => None,
@@ -127,23 +127,23 @@ impl Told {
 }
 
 impl Submission {
-    /// What is known of it.
+    /// Its state.
     pub fn told(&self) -> Told {
         self.telling().clone()
     }
 
-    /// What watchers see: a step, and a quantity thinned to fit a screen.
+    /// The live view: a step, and a quantity downsampled to fit a screen.
     pub fn view(&self) -> Option<Arc<View>> {
         self.view.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
     }
 
-    /// Wakes when something has happened.
+    /// Wakes at every event.
     pub fn changes(&self) -> watch::Receiver<u64> {
         self.changed.subscribe()
     }
 
-    /// An event of its job.
-    #[expect(clippy::wildcard_enum_match_arm, reason = "few of many events are about a simulation")]
+    /// Handles an event of its job.
+    #[expect(clippy::wildcard_enum_match_arm, reason = "only a few events are about a simulation")]
     pub(super) fn tell(&self, event: &Event) {
         let mut told = self.telling();
         let now = Instant::now();
@@ -152,7 +152,7 @@ impl Submission {
                 if let Placement::Tiles { tiles, depth, .. } = &**placement {
                     told.tiles = tiles.iter().map(|(node, block)| (*node, region(block))).collect();
                     (told.depth, told.step_ns) = (*depth, *step_ns);
-                    told.cut_anew |= told.running_since.is_some();
+                    told.placed_again |= told.running_since.is_some();
                 }
             }
             Event::JobReady { .. } => told.waiting = None,
@@ -182,7 +182,7 @@ impl Submission {
                 told.pace.mark(now, *step);
             }
             StepsEvent::Progress { step } => {
-                // What is made again is not gone on with.
+                // Replayed steps do not end the interruption.
                 if let Some((since, _)) = told.stalled.take_if(|(_, at)| *step > *at) {
                     told.longest_stall = told.longest_stall.max(now - since);
                 }
@@ -211,7 +211,7 @@ impl Submission {
         }
     }
 
-    /// No more forces come: what was told is on the disk when this returns.
+    /// Closes the table of forces; all lines are on disk when this returns.
     pub(super) fn finish_forces(&self) {
         let forces = self.forces.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
         if let Some(forces) = forces {
@@ -219,21 +219,21 @@ impl Submission {
         }
     }
 
-    /// The run is over: writes what needs all frames, and releases the folder.
+    /// Ends the run: writes the remaining frames and the indices, and releases the folder.
     pub(super) fn close(&self, done: bool) {
-        let mut made = self.made();
+        let mut results = self.results();
         for number in 0..self.simulation.outputs().len() {
-            if let Err(error) = self.write(&mut made, number as u16, true) {
+            if let Err(error) = self.write(&mut results, number as u16, true) {
                 tracing::warn!("{error}");
             }
         }
-        for writer in made.writers.values_mut() {
+        for writer in results.writers.values_mut() {
             if let Err(error) = writer.finish() {
                 tracing::warn!("{error}");
             }
         }
         let step = self.telling().step;
-        if let Some(folder) = std::mem::replace(&mut *made, Made { closed: true, ..Made::default() }).folder {
+        if let Some(folder) = std::mem::replace(&mut *results, Results { closed: true, ..Results::default() }).folder {
             folder.finish(step, done);
         }
         if let Some(before) = self.out.as_deref().filter(|_| !done).and_then(run_folder::replaced) {
@@ -241,7 +241,7 @@ impl Submission {
         }
     }
 
-    /// A node is lost that has been silent for so long: what waits for it has waited since then.
+    /// Records the loss of a node that has been silent for `silent`: the interruption began then.
     pub(super) fn lost(&self, silent: Duration) {
         let mut told = self.telling();
         told.losses += 1;
@@ -253,34 +253,34 @@ impl Submission {
         self.telling().tiles.iter().map(|(_, region)| *region).collect()
     }
 
-    /// A file for a tile's part of a checkpoint; none where none are kept.
+    /// The file for a tile's part of a checkpoint; `None` if no checkpoints are saved.
     pub(super) fn begin_part(&self, name: StateName) -> Result<Option<checkpoints::PartFile>, String> {
         let region = self.region_of(name.part)?;
-        let mut made = self.made();
-        if made.closed {
+        let mut results = self.results();
+        if results.closed {
             return Err(CLOSED.into());
         }
-        if let (None, Some(out)) = (&made.checkpoints, &self.out) {
-            made.checkpoints = Some(Checkpoints::open(out, &self.simulation)?);
+        if let (None, Some(out)) = (&results.checkpoints, &self.out) {
+            results.checkpoints = Some(Checkpoints::open(out, &self.simulation)?);
         }
-        made.checkpoints.as_mut().map(|checkpoints| checkpoints.begin(name.step, region)).transpose()
+        results.checkpoints.as_mut().map(|checkpoints| checkpoints.begin(name.step, region)).transpose()
     }
 
     pub(super) fn add_part(&self, part: WrittenPart) {
-        if let Some(checkpoints) = &mut self.made().checkpoints {
+        if let Some(checkpoints) = &mut self.results().checkpoints {
             checkpoints.add(part);
         }
     }
 
     pub(super) fn region_of(&self, part: PartId) -> Result<Region, String> {
-        self.cut().get(part.index()).copied().ok_or_else(|| "the tile is none of the present cut's".into())
+        self.cut().get(part.index()).copied().ok_or_else(|| "the tile does not belong to the present tiling".into())
     }
 
-    /// The quantity that an output shows, of which cells, and every how many.
+    /// The quantity that an output shows, its region, and the stride between cells.
     pub(super) fn shown(&self, number: u16) -> (&str, (Region, usize)) {
         match self.simulation.outputs().get(usize::from(number)) {
             Some(output) => (output.quantity.as_str(), self.simulation.shown(output)),
-            // More than the job names: for watchers.
+            // Numbers past the job's own outputs are for live viewers.
             None => {
                 let watched = Watched::of(&self.simulation);
                 (watched.quantity, watched.shown)
@@ -297,45 +297,45 @@ impl Submission {
         Ok((values * self.simulation.needs(quantity).len() * size_of::<f32>()) as u64)
     }
 
-    /// A part of an output is here.
+    /// Adds a tile's part of an output.
     pub(super) fn take(&self, name: StateName, bytes: &Bytes) -> Result<(), String> {
         let StateName { part, step, kind, .. } = name;
         let cut = self.cut();
-        let region = *cut.get(part.index()).ok_or("the tile is none of the present cut's")?;
-        let mut made = self.made();
-        if made.closed {
+        let region = *cut.get(part.index()).ok_or("the tile does not belong to the present tiling")?;
+        let mut results = self.results();
+        if results.closed {
             return Err(CLOSED.into());
         }
-        if made.cut != cut {
-            // Parts under the same cut stay good: they would come again as they were.
-            made.mosaics.clear();
-            made.cut = cut;
+        if results.cut != cut {
+            // Under the same tiling, parts stay valid: they would be computed again with the same values.
+            results.mosaics.clear();
+            results.cut = cut;
         }
         match kind {
             SaveKind::Snapshot | SaveKind::Checkpoint => Ok(()),
-            SaveKind::Output(number) => self.frame(&mut made, (number, step), (part, region), bytes),
+            SaveKind::Output(number) => self.frame(&mut results, (number, step), (part, region), bytes),
         }
     }
 
-    /// A tile's part of a frame; when it was the last, the frame is written.
+    /// Adds a tile's part of a frame; after the last part, the frame is written.
     pub(super) fn frame(
         &self,
-        made: &mut Made,
+        results: &mut Results,
         key: (u16, u32),
         (tile, region): (PartId, Region),
         bytes: &Bytes,
     ) -> Result<(), String> {
-        if made.unwritten.contains_key(&key) {
-            return self.write(made, key.0, false);
+        if results.unwritten.contains_key(&key) {
+            return self.write(results, key.0, false);
         }
-        if made.next.get(&key.0).is_some_and(|next| key.1 < *next) {
+        if results.next.get(&key.0).is_some_and(|next| key.1 < *next) {
             return Ok(());
         }
         let simulation = &self.simulation;
         let output = simulation.outputs().get(usize::from(key.0));
         let (quantity, shown) = self.shown(key.0);
-        let tiles = made.cut.len();
-        let entry = match made.mosaics.entry(key) {
+        let tiles = results.cut.len();
+        let entry = match results.mosaics.entry(key) {
             Entry::Occupied(entry) => entry.into_mut(),
             Entry::Vacant(entry) => {
                 let mosaic = Mosaic::new(simulation, quantity, shown).map_err(|e| e.to_string())?;
@@ -355,11 +355,11 @@ impl Submission {
         if entry.1.len() < tiles {
             return Ok(());
         }
-        let Some((mosaic, _)) = made.mosaics.remove(&key) else { return Ok(()) };
+        let Some((mosaic, _)) = results.mosaics.remove(&key) else { return Ok(()) };
         let field = mosaic.finish();
         if output.is_some() {
-            made.unwritten.insert(key, field);
-            return self.write(made, key.0, false);
+            results.unwritten.insert(key, field);
+            return self.write(results, key.0, false);
         }
         let new = View::new(simulation, key.1, field);
         let mut view = self.view.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -370,27 +370,27 @@ impl Submission {
         Ok(())
     }
 
-    /// Writes an output's whole frames in order, as long as none is missing between them, or all of them; what cannot be
-    /// written is left to be tried again.
-    pub(super) fn write(&self, made: &mut Made, number: u16, all: bool) -> Result<(), String> {
+    /// Writes an output's complete frames in order up to a gap, or all of them with `all`. A failed write is retried by
+    /// the next call.
+    pub(super) fn write(&self, results: &mut Results, number: u16, all: bool) -> Result<(), String> {
         let (Some(output), Some(out)) = (self.simulation.outputs().get(usize::from(number)), &self.out) else {
             return Ok(());
         };
         let every = u32::try_from(output.every).unwrap_or(u32::MAX);
         let (begun_at, undisturbed) = {
             let told = self.telling();
-            (told.begun_at, told.losses == 0 && !told.cut_anew && told.inherited_from.is_none())
+            (told.begun_at, told.losses == 0 && !told.placed_again && told.inherited_from.is_none())
         };
         let first = begun_at.checked_next_multiple_of(every).unwrap_or(u32::MAX);
         loop {
-            let mut whole = made.unwritten.range((number, 0)..=(number, u32::MAX));
+            let mut whole = results.unwritten.range((number, 0)..=(number, u32::MAX));
             let Some((&(_, step), field)) = whole.next() else { return Ok(()) };
-            let next = made.next.get(&number).copied().unwrap_or(first);
+            let next = results.next.get(&number).copied().unwrap_or(first);
             let held = FRAMES_HELD[0].min(FRAMES_HELD[1] / (4 * field.values.len()).max(1));
             if step > next && !all && (undisturbed || whole.count() < held) {
                 return Ok(());
             }
-            let writer = match made.writers.entry(number) {
+            let writer = match results.writers.entry(number) {
                 Entry::Occupied(writer) => writer.into_mut(),
                 Entry::Vacant(entry) => {
                     let writer = Writer::new(&self.simulation, output, out, begun_at.into());
@@ -399,21 +399,21 @@ impl Submission {
             };
             writer.write(step.into(), field).map_err(|e| e.to_string())?;
             if u64::from(step) + output.every > self.simulation.steps() {
-                // The last one: whoever is told that the run is done finds all of it.
+                // The last frame: all files must be complete before the end of the run is reported.
                 writer.finish().map_err(|e| e.to_string())?;
             }
-            made.next.insert(number, step.saturating_add(every));
-            made.unwritten.remove(&(number, step));
+            results.next.insert(number, step.saturating_add(every));
+            results.unwritten.remove(&(number, step));
         }
     }
 
-    /// What watchers see, as a picture: a PNG file.
+    /// The live view as a PNG file, with its step.
     pub fn picture(&self) -> Option<(u32, Vec<u8>)> {
         let view = self.view()?;
         Some((view.step, Watched::of(&self.simulation).painter(&self.simulation).paint(&view.field, None).png()))
     }
 
-    /// The same for a terminal of so many columns and lines.
+    /// The live view as text for a terminal of `columns` × `lines`, with its step.
     pub fn text(&self, columns: usize, lines: usize) -> Option<(u32, String)> {
         let view = self.view()?;
         let painter = Watched::of(&self.simulation).painter(&self.simulation);
@@ -421,7 +421,7 @@ impl Submission {
     }
 
     pub(super) fn checkpoint(&self, step: u32) -> Result<Checkpoint, String> {
-        let out = self.out.as_deref().ok_or("this job has no checkpoints")?;
+        let out = self.out.as_deref().ok_or("this job saves no checkpoints")?;
         Checkpoint::open(out, step, &self.simulation)
     }
 
@@ -429,7 +429,7 @@ impl Submission {
         self.told.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
-    pub(super) fn made(&self) -> MutexGuard<'_, Made> {
-        self.made.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    pub(super) fn results(&self) -> MutexGuard<'_, Results> {
+        self.results.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }

@@ -1,44 +1,44 @@
-//! What whoever watches a simulation sees of it: one quantity, thinned to fit a screen, and how fast it is of late.
+//! The live view of a simulation: one quantity, downsampled to fit a screen, and the recent speed.
 use crate::output::Painter;
 use kernels::grid::Region;
 use kernels::grid::simulation::{Colours, Field, Simulation};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// Pixels along the longer side of a picture: grids up to this are shown cell by cell, larger ones thinned.
+/// Pixels along the longer side of a picture: smaller grids are shown cell by cell, larger ones downsampled.
 const SIZE: usize = 1024;
 /// Pictures of a short run.
 const PICTURES: u64 = 16;
-/// Steps from one picture to the next read and write at least so many bytes in short runs, and in runs of any length no
-/// more than the second: time on a core, and on the fastest devices.
+/// Bounds on the bytes that steps read and write between two pictures: at least the first (short runs on one core), at
+/// most the second (the fastest devices).
 const BYTES: [u64; 2] = [1 << 30, 256 << 30];
-/// And so many for each byte that is read for the picture, which is slow where a device has memory of its own.
+/// Minimum bytes of step traffic per byte read for a picture: the read is slow on a device with its own memory.
 const BYTES_PER_BYTE: u64 = 4 << 10;
 
-/// How a simulation is shown: as the first picture that its job wants, or what its rule is looked at for.
+/// What the live view shows: the first picture output of the job, or the rule's default quantity.
 #[derive(Clone, Copy, Debug)]
 pub struct Watched<'a> {
-    /// What is shown.
+    /// The quantity.
     pub quantity: &'a str,
-    /// Of which cells, and every how many.
+    /// The region, and the stride between cells.
     pub shown: (Region, usize),
     colours: Colours,
     range: Option<[f32; 2]>,
 }
 
-/// What a simulation looked like after a step.
+/// The live view after a step.
 #[derive(Debug)]
 pub struct View {
-    /// After this step.
+    /// The step.
     pub step: u32,
-    /// What it looked like.
+    /// The sampled values.
     pub field: Field,
     /// The values of the first and of the last colour.
     pub range: [f32; 2],
 }
 
 impl<'a> Watched<'a> {
-    /// Of a simulation.
+    /// The live view of a simulation.
     pub fn of(simulation: &'a Simulation) -> Self {
         let picture = simulation.outputs().iter().find(|output| output.kind.is_picture());
         let layer = picture.map_or(simulation.grid().size()[2] / 2, |output| output.layer);
@@ -51,8 +51,8 @@ impl<'a> Watched<'a> {
         }
     }
 
-    /// Steps from one picture to the next: making them takes far longer than looking. Not more than from one report to the
-    /// next.
+    /// Steps between two pictures: computing them takes far longer than the picture itself. At most the interval of
+    /// reports.
     pub fn every(&self, simulation: &Simulation) -> u64 {
         let (region, stride) = self.shown;
         let bits = simulation.rule().costs().traffic_bits;
@@ -63,14 +63,14 @@ impl<'a> Watched<'a> {
         (simulation.steps() / PICTURES).clamp(least, most).clamp(1, simulation.check_every())
     }
 
-    /// Who paints it.
+    /// The painter for its pictures.
     pub fn painter(&self, simulation: &Simulation) -> Painter {
         Painter::new(simulation, self.colours, self.range, self.shown, SIZE)
     }
 }
 
 impl View {
-    /// Of a frame.
+    /// The view of a frame.
     pub fn new(simulation: &Simulation, step: u32, field: Field) -> Self {
         let watched = Watched::of(simulation);
         let range = watched.range.unwrap_or_else(|| watched.painter(simulation).range_of(&field));
@@ -78,19 +78,19 @@ impl View {
     }
 }
 
-/// How many steps were made when, for the last few seconds.
+/// Steps completed over the last few seconds.
 #[derive(Clone, Debug, Default)]
 pub struct Pace {
     marks: VecDeque<(Instant, u32)>,
 }
 
-/// The time over which a pace is taken.
+/// Time over which the speed is averaged.
 const WINDOW: Duration = Duration::from_secs(8);
-/// Between two marks.
+/// Minimum time between two marks.
 const MARK_EVERY: Duration = Duration::from_millis(250);
 
 impl Pace {
-    /// So many steps are made now. Fewer than before: a run went back, and counts from there.
+    /// Records the present step. A lower step than before means a rollback, and restarts the average.
     pub fn mark(&mut self, now: Instant, step: u32) {
         if self.marks.back().is_some_and(|(_, last)| step < *last) {
             self.marks.clear();
@@ -98,13 +98,13 @@ impl Pace {
         if self.marks.back().is_none_or(|(last, _)| now - *last >= MARK_EVERY) {
             self.marks.push_back((now, step));
         }
-        // One older than the window stays: the pace is taken from there.
+        // Keep one mark older than the window: the average starts there.
         while self.marks.get(1).is_some_and(|(second, _)| now - *second >= WINDOW) {
             self.marks.pop_front();
         }
     }
 
-    /// Steps per second up to now; none before there is something to tell from.
+    /// Steps per second up to now; `None` while there are too few marks.
     pub fn steps_per_s(&self, now: Instant, step: u32) -> Option<f64> {
         let (first, from) = self.marks.front()?;
         let seconds = now.saturating_duration_since(*first).as_secs_f64();
@@ -112,12 +112,13 @@ impl Pace {
     }
 }
 
-/// Why a run ended, with the name of the field that it has the number of.
+/// Replaces a field number in an error text by the field's name.
 pub fn named(simulation: &Simulation, reason: String) -> String {
     let numbers = simulation.rule().field_names().into_iter().zip(0..);
-    let mut told =
+    let mut found =
         numbers.map(|(name, number)| (format!("field {number} of the cell"), format!("`{name}` of the cell")));
-    told.find(|(number, _)| reason.contains(number))
+    found
+        .find(|(number, _)| reason.contains(number))
         .map_or(reason.clone(), |(number, name)| reason.replacen(&number, &name, 1))
 }
 
@@ -126,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pace_forgets_what_was_long_ago_and_what_was_undone() {
+    fn the_speed_covers_recent_steps_and_restarts_after_a_rollback() {
         let (mut pace, start) = (Pace::default(), Instant::now());
         let at = |ms: u64| start + Duration::from_millis(ms);
         assert_eq!(pace.steps_per_s(start, 0), None);
@@ -136,7 +137,7 @@ mod tests {
         (1..=100).for_each(|i| pace.mark(at(10_000 + 100 * i), 1000 + 100 * i as u32));
         let fast = pace.steps_per_s(at(20_000), 11_000).unwrap();
         assert!((990.0..1010.0).contains(&fast), "{fast}");
-        // Nothing comes any more.
+        // No more progress.
         let stalled = pace.steps_per_s(at(36_000), 11_000).unwrap();
         assert!(stalled < 400.0, "{stalled}");
         pace.mark(at(36_000), 5000);
@@ -146,19 +147,19 @@ mod tests {
     }
 
     #[test]
-    fn a_field_that_is_no_number_is_told_by_its_name() {
+    fn a_field_number_is_replaced_by_its_name() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("job.toml");
         std::fs::write(&path, "name = \"x\"\nsteps = 1\n[grid]\nsize = [8, 8]\n[rule]\nname = \"wave\"\nspeed = 1")
             .unwrap();
         let simulation = Simulation::read(&path).unwrap();
-        let told = |reason: &str| named(&simulation, reason.into());
-        assert_eq!(told("after step 9 field 1 of the cell 1, 2, 0"), "after step 9 `before` of the cell 1, 2, 0");
-        assert_eq!(told("node 1 of the cell is lost"), "node 1 of the cell is lost");
+        let text = |reason: &str| named(&simulation, reason.into());
+        assert_eq!(text("after step 9 field 1 of the cell 1, 2, 0"), "after step 9 `before` of the cell 1, 2, 0");
+        assert_eq!(text("node 1 of the cell is lost"), "node 1 of the cell is lost");
     }
 
     #[test]
-    fn pictures_are_as_many_as_one_likes_to_see_and_cost_little() {
+    fn pictures_are_frequent_enough_and_cost_little() {
         let folder = tempfile::tempdir().unwrap();
         let every = |size: &str, rule: &str, steps: u64| {
             let path = folder.path().join("job.toml");
@@ -168,10 +169,10 @@ mod tests {
             Watched::of(&simulation).every(&simulation)
         };
         let (fluid, fluid3) = ("name = \"d2q9\"\ntau = 0.8", "name = \"d3q19\"\ntau = 0.8");
-        // A short run has some, a long one has one with each report.
+        // A short run has some pictures, a long one has one per report.
         assert_eq!(every("[96, 40, 40]", fluid3, 2500), 156);
         assert_eq!(every("[640, 192]", fluid, 40_000), 546);
-        // Of a large grid, looking takes a while, but so do a thousand steps.
+        // On a large grid, a picture takes a while, but so do a thousand steps.
         assert!((200..=300).contains(&every("[4096, 4096]", fluid, 1_000_000)));
         assert!(every("[2048, 2048]", fluid, 200) > 200);
         assert!((50..=150).contains(&every("[256, 256, 256]", fluid3, 1_000_000)));

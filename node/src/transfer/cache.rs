@@ -1,6 +1,6 @@
-//! The folder of weights from peers: how much it may hold, and what goes when room is needed.
+//! The cache of weights from peers: its size limit, and which contents are evicted.
 //!
-//! Only what was fetched from peers is in it. Model files that the user has, pulled ones among them, are never touched.
+//! It contains only what was fetched from peers. Model files of the user, including pulled ones, are never touched.
 use crate::config::Size;
 use crate::disk::{self, NoRoom};
 use kernels::weights::ShardIndex;
@@ -9,9 +9,9 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-/// Most bytes unless told otherwise: a few large models.
+/// Default limit in bytes: enough for a few large models.
 const LIMIT_MAX: u64 = 50 << 30;
-/// And of the disk's free space this share, in percent, so that a node does not fill a disk by itself.
+/// Default share of the disk's free space in percent, so that a node does not fill the disk.
 const DISK_PERCENT: u64 = 80;
 
 /// Weights fetched from peers, on disk.
@@ -21,7 +21,7 @@ pub struct Cache {
     limit: u64,
 }
 
-/// One content in the cache.
+/// A content in the cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Entry {
     pub(super) used_at: SystemTime,
@@ -30,8 +30,8 @@ pub(super) struct Entry {
 }
 
 impl Cache {
-    /// The cache that belongs to a folder of models, with at most `limit` bytes: by default 50 GiB, or 80 % of what the
-    /// disk has left, whichever is less.
+    /// The cache next to a folder of models, with at most `limit` bytes: by default 50 GiB, or 80 % of the disk's free
+    /// space if that is less.
     pub fn beside(models_dir: &Path, limit: Option<u64>) -> Self {
         Self::at(&models_dir.with_file_name("shards"), limit)
     }
@@ -45,22 +45,22 @@ impl Cache {
         cache
     }
 
-    /// Where it is.
+    /// Its folder.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// Most bytes it may hold.
+    /// Most bytes in it.
     pub fn limit(&self) -> u64 {
         self.limit
     }
 
-    /// Bytes it holds.
+    /// Bytes in it.
     pub fn used(&self) -> u64 {
         self.entries().iter().map(|entry| entry.bytes).sum()
     }
 
-    /// Everything in it, the least recently used first.
+    /// All contents, least recently used first.
     pub(super) fn entries(&self) -> Vec<Entry> {
         let entry = |path: PathBuf| {
             let content = content_of(&path)?;
@@ -75,22 +75,22 @@ impl Cache {
         entries
     }
 
-    /// The index of a content, if it is there and undamaged.
+    /// The stored index of a content, if it is valid.
     pub(super) fn kept_index(&self, content: ContentId) -> Option<ShardIndex> {
         let bytes = std::fs::read(self.index(content)).ok()?;
         ShardIndex::decode(&bytes).ok().filter(|index| index.content_id() == content.0)
     }
 
-    /// It is used now.
+    /// Marks a content as used now.
     pub(super) fn touch(&self, content: ContentId) {
-        // Without the time another content may go first; nothing else depends on it.
+        // Without a new time, another content may be evicted first; nothing else depends on it.
         let _ = std::fs::File::options()
             .append(true)
             .open(self.index(content))
             .and_then(|file| file.set_modified(SystemTime::now()));
     }
 
-    /// What has to go so that `coming` bytes more can be written under the limit and on the disk, of what may go.
+    /// The evictable contents to remove so that `coming` more bytes fit under the limit and on the disk.
     pub(super) fn victims(
         &self,
         coming: u64,
@@ -125,7 +125,7 @@ impl Cache {
         }
     }
 
-    /// Removes a content. Who has it open keeps what is open.
+    /// Removes a content. Files that are open stay readable.
     pub(super) fn remove(&self, content: ContentId) -> std::io::Result<()> {
         match std::fs::remove_file(self.weights(content)) {
             Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(e),
@@ -142,16 +142,16 @@ impl Cache {
     }
 }
 
-/// Which content an index in the cache is of, by its name.
+/// The content of an index file, from its name.
 fn content_of(path: &Path) -> Option<ContentId> {
     let stem = path.file_stem()?.to_str().filter(|_| path.extension().is_some_and(|e| e == "index"))?;
     blake3::Hash::from_hex(stem).ok().map(|hash| ContentId(*hash.as_bytes()))
 }
 
-/// What `st_blocks` counts in.
+/// The unit of `st_blocks`.
 const BLOCK_BYTES: u64 = 512;
-/// What to do where the cache's limit is reached by what is in use.
-const RAISE_LIMIT: &str = "all else in the cache is in use: raise --cache-size, or choose another --cache-dir";
+/// Advice if contents in use exceed the limit.
+const RAISE_LIMIT: &str = "the rest of the cache is in use: raise --cache-size, or choose another --cache-dir";
 
 #[cfg(test)]
 mod tests {
@@ -162,7 +162,7 @@ mod tests {
         ContentId([n; 32])
     }
 
-    /// Three contents of 64 KiB and an index each; the first was used last.
+    /// Three contents of 64 KiB, each with an index; the first was used last.
     fn cache(limit: u64) -> (tempfile::TempDir, Cache) {
         let dir = tempfile::tempdir().unwrap();
         let cache = Cache::at(dir.path(), Some(limit));
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn the_least_recently_used_goes_first_and_only_as_much_as_needed() {
+    fn the_least_recently_used_is_evicted_first_and_only_as_much_as_needed() {
         let (_dir, cache) = cache(256 << 10);
         let used = cache.used();
         assert!((192 << 10..=216 << 10).contains(&used), "{used}");
@@ -190,13 +190,13 @@ mod tests {
         assert_eq!(victims(100 << 10), [2]);
         assert_eq!(victims(180 << 10), [2, 3]);
         cache.touch(content(2));
-        assert_eq!(victims(100 << 10), [3], "what was used lately stays");
+        assert_eq!(victims(100 << 10), [3], "a recently used content stays");
         cache.remove(content(3)).unwrap();
         assert_eq!(victims(100 << 10), [0; 0]);
     }
 
     #[test]
-    fn what_is_in_use_stays_and_the_error_says_what_to_do() {
+    fn contents_in_use_stay_and_the_error_says_what_to_do() {
         let (_dir, cache) = cache(256 << 10);
         let error = cache.victims(200 << 10, Some(1 << 40), |c| c == content(3)).unwrap_err().to_string();
         for words in ["200.0 KiB needed", "--cache-size", "weights from peers"] {
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn the_default_leaves_room_on_the_disk() {
+    fn the_default_limit_leaves_space_on_the_disk() {
         let dir = tempfile::tempdir().unwrap();
         let limit = Cache::at(dir.path(), None).limit();
         assert!(limit <= LIMIT_MAX && limit <= disk::free_bytes(dir.path()).unwrap());

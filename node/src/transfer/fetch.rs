@@ -1,4 +1,4 @@
-//! Gets chunks from peers as `schedule.rs` decides: asks, hashes what comes, writes it in its place.
+//! Fetches chunks from peers as `schedule.rs` decides: sends requests, verifies hashes, writes chunks to their place.
 use super::holding::Holding;
 use super::ledger::{Ledger, Progress};
 use super::request::{WeightsRequest, decode_bitmap};
@@ -12,20 +12,20 @@ use std::sync::Arc;
 use std::time::Instant;
 use tokio::task::{AbortHandle, JoinSet};
 
-/// Everybody who may have a content, and how to ask them.
+/// The peers that may have a content, and how to send them requests.
 pub(super) struct Swarm<A> {
     pub(super) content: ContentId,
     pub(super) sources: Vec<NodeId>,
     pub(super) ask: Arc<A>,
     pub(super) ledger: Arc<Ledger>,
     pub(super) progress: Arc<Progress>,
-    /// Sources not asked because of what they gave before.
+    /// Number of sources excluded because they sent wrong bytes before.
     distrusted: usize,
-    /// What each said it has.
+    /// The chunks that each source has.
     has: BTreeMap<NodeId, Vec<bool>>,
 }
 
-/// What came of a question.
+/// The result of a request.
 enum Answer {
     Have(NodeId, Result<Vec<bool>, String>),
     Chunk(Wish, Result<Chunk, TransferError>),
@@ -54,9 +54,9 @@ impl<A: Ask> Swarm<A> {
         Self { content, sources, ask, ledger, progress, distrusted, has: BTreeMap::new() }
     }
 
-    /// The index, from whoever gives one whose hash is the content's id.
+    /// The index, from the first source whose index has the content's hash.
     pub(super) async fn index(&mut self) -> Result<ShardIndex, TransferError> {
-        let mut last = self.nobody();
+        let mut last = self.no_source();
         for source in self.sources.clone() {
             match self
                 .ask
@@ -66,10 +66,10 @@ impl<A: Ask> Swarm<A> {
                 Ok(answer) => match answer.split_first() {
                     Some((1, bytes)) => match ShardIndex::decode(bytes) {
                         Ok(index) if index.content_id() == self.content.0 => return Ok(index),
-                        Ok(_) => last = self.lied(source, "another model's index".to_owned()),
-                        Err(e) => last = self.lied(source, format!("a damaged index ({e})")),
+                        Ok(_) => last = self.reject(source, "another model's index".to_owned()),
+                        Err(e) => last = self.reject(source, format!("a damaged index ({e})")),
                     },
-                    _ => last = format!("{source} does not hold it"),
+                    _ => last = format!("{source} does not have it"),
                 },
                 Err(e) => last = format!("{source}: {e}"),
             }
@@ -77,39 +77,37 @@ impl<A: Ask> Swarm<A> {
         Err(TransferError::Peers { what: format!("the index of model {:?}", self.content), last })
     }
 
-    /// A source gave something that is not what its hash says: it is not asked again for now. Returns what it did.
-    fn lied(&mut self, node: NodeId, what: String) -> String {
+    /// Excludes a source that sent data with a wrong hash. Returns a description of what it sent.
+    fn reject(&mut self, node: NodeId, what: String) -> String {
         let model = blake3::Hash::from_bytes(self.content.0).to_hex();
-        tracing::warn!(
-            "{node} gave {what} of model {model}: it is not asked for this model for 10 minutes; others are"
-        );
-        self.ledger.lied(Instant::now(), node, &self.progress);
+        tracing::warn!("{node} sent {what} of model {model}: it is not asked for this model for 10 minutes");
+        self.ledger.sent_wrong_bytes(Instant::now(), node, &self.progress);
         self.sources.retain(|source| *source != node);
-        format!("{node} gave {what}")
+        format!("{node} sent {what}")
     }
 
-    /// Why there is no answer, where nobody could be asked.
-    fn nobody(&self) -> String {
+    /// The reason why no source can be asked.
+    fn no_source(&self) -> String {
         match self.distrusted {
             0 => "there is no source".to_owned(),
-            n => format!("{n} gave wrong bytes lately and {} not asked", if n == 1 { "is" } else { "are" }),
+            n => format!("{n} sent wrong bytes recently and {} excluded", if n == 1 { "is" } else { "are" }),
         }
     }
 
-    /// Fetches these chunks from all holders at once. What arrived stays, whatever happens.
+    /// Fetches these chunks from all holders in parallel. Chunks that arrived are kept even if this fails.
     pub(super) async fn fetch(&mut self, holding: &Arc<Holding>, chunks: &[usize]) -> Result<(), TransferError> {
         let sized = chunks.iter().map(|&chunk| (chunk, holding.bytes(&[chunk])));
         let mut fetching = Fetching {
             schedule: Schedule::new(sized),
             running: JoinSet::new(),
             aborts: BTreeMap::new(),
-            unheard: 0,
-            last: self.nobody(),
+            unanswered: 0,
+            last: self.no_source(),
         };
         for &node in &self.sources {
             match self.has.get(&node) {
                 Some(has) => fetching.schedule.handle_holder(node, has.clone(), self.ledger.is_trusted(node)),
-                None => fetching.ask_what_it_has(self, node, holding),
+                None => fetching.request_bitmap(self, node, holding),
             }
         }
         loop {
@@ -118,7 +116,7 @@ impl<A: Ask> Swarm<A> {
             if fetching.schedule.is_done() {
                 return Ok(());
             }
-            if let (0, Some(chunk)) = (fetching.unheard, fetching.schedule.stuck()) {
+            if let (0, Some(chunk)) = (fetching.unanswered, fetching.schedule.unavailable()) {
                 let what = format!("chunk {chunk} of {}", holding.index.chunks().len());
                 return Err(TransferError::Peers { what, last: fetching.last });
             }
@@ -131,8 +129,8 @@ impl<A: Ask> Swarm<A> {
             };
             tokio::select! {
                 Some(joined) = fetching.running.join_next() => match joined {
-                    Ok(answer) => fetching.hear(self, holding, answer)?,
-                    Err(e) if e.is_cancelled() => {} // another was faster
+                    Ok(answer) => fetching.handle_answer(self, holding, answer)?,
+                    Err(e) if e.is_cancelled() => {} // another source was faster
                     Err(e) => return Err(interrupted(e)),
                 },
                 () = sleep => fetching.give_up_overdue(),
@@ -146,17 +144,17 @@ struct Fetching {
     schedule: Schedule,
     running: JoinSet<Answer>,
     aborts: BTreeMap<Wish, AbortHandle>,
-    /// Sources that have not yet said what they have.
-    unheard: usize,
-    /// What the last one that could not give something said.
+    /// Sources that have not yet answered which chunks they have.
+    unanswered: usize,
+    /// The last error of a source.
     last: String,
 }
 
 impl Fetching {
-    fn ask_what_it_has(&mut self, swarm: &Swarm<impl Ask>, node: NodeId, holding: &Arc<Holding>) {
+    fn request_bitmap(&mut self, swarm: &Swarm<impl Ask>, node: NodeId, holding: &Arc<Holding>) {
         let (ask, request) = (swarm.ask.clone(), BulkRequest::Weights(swarm.content, WeightsRequest::Have).encode());
         let count = holding.index.chunks().len();
-        self.unheard += 1;
+        self.unanswered += 1;
         self.running.spawn(async move {
             let answer = ask.ask(node, request, 1 + count.div_ceil(8)).await;
             Answer::Have(
@@ -165,7 +163,7 @@ impl Fetching {
                     Some((1, bits)) => {
                         decode_bitmap(bits, count).ok_or_else(|| format!("{} bytes for {count} chunks", bits.len()))
                     }
-                    Some(_) | None => Err("does not hold it".to_owned()),
+                    Some(_) | None => Err("does not have it".to_owned()),
                 }),
             )
         });
@@ -174,7 +172,7 @@ impl Fetching {
     fn ask_for_more(&mut self, swarm: &Swarm<impl Ask>, holding: &Arc<Holding>) {
         while let Some(wish) = self.schedule.poll(Instant::now()) {
             if holding.is_intact(wish.chunk) {
-                // Another transfer of the same content, for other layers, brought it.
+                // Another transfer of the same content, for other layers, fetched it.
                 swarm.progress.arrived(None, holding.bytes(&[wish.chunk]));
                 let asked = self.schedule.handle_present(wish.chunk);
                 self.forget(asked);
@@ -188,16 +186,21 @@ impl Fetching {
         }
     }
 
-    fn hear(&mut self, swarm: &mut Swarm<impl Ask>, holding: &Holding, answer: Answer) -> Result<(), TransferError> {
+    fn handle_answer(
+        &mut self,
+        swarm: &mut Swarm<impl Ask>,
+        holding: &Holding,
+        answer: Answer,
+    ) -> Result<(), TransferError> {
         let now = Instant::now();
         match answer {
             Answer::Have(node, Ok(has)) => {
-                self.unheard -= 1;
+                self.unanswered -= 1;
                 swarm.has.insert(node, has.clone());
                 self.schedule.handle_holder(node, has, swarm.ledger.is_trusted(node));
             }
             Answer::Have(node, Err(why)) => {
-                self.unheard -= 1;
+                self.unanswered -= 1;
                 self.last = format!("{node}: {why}");
             }
             Answer::Chunk(wish, came) => {
@@ -205,7 +208,7 @@ impl Fetching {
                 match came? {
                     Chunk::Kept(bytes) => {
                         swarm.ledger.took(wish.node, bytes);
-                        if self.schedule.wants(wish.chunk) {
+                        if self.schedule.is_missing(wish.chunk) {
                             swarm.progress.arrived(Some(wish.node), bytes);
                         }
                         let others = self.schedule.handle_arrived(now, wish);
@@ -216,12 +219,12 @@ impl Fetching {
                         let found = found.to_hex();
                         let what =
                             format!("chunk {} whose hash is wrong (expected {expected}, found {found})", wish.chunk);
-                        self.last = swarm.lied(wish.node, what);
+                        self.last = swarm.reject(wish.node, what);
                         let asked = self.schedule.handle_gone(wish.node);
                         self.forget(asked);
                     }
                     Chunk::Lacking => {
-                        self.last = format!("{} does not hold it", wish.node);
+                        self.last = format!("{} does not have it", wish.node);
                         self.schedule.handle_lacking(wish);
                     }
                     Chunk::Failed(why) => {
@@ -237,13 +240,13 @@ impl Fetching {
     fn give_up_overdue(&mut self) {
         let now = Instant::now();
         for wish in self.schedule.overdue(now) {
-            self.last = format!("{} does not answer", wish.node);
+            self.last = format!("{} did not respond in time", wish.node);
             self.schedule.handle_failed(now, wish);
             self.forget(vec![wish]);
         }
     }
 
-    /// These need not be sent any more.
+    /// Aborts requests that are no longer needed.
     fn forget(&mut self, asked: Vec<Wish>) {
         asked.iter().filter_map(|wish| self.aborts.remove(wish)).for_each(|abort| abort.abort());
     }

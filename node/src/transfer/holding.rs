@@ -1,6 +1,6 @@
-//! One content on this node's disk: the user's own file, or a sparse file of the same layout that peers fill.
+//! One content on this node's disk: the user's own file, or a sparse file of the same layout that is filled from peers.
 //!
-//! What a former life (or another process) left in a sparse file is hashed before it is used or given away.
+//! Chunks that an earlier run or another process left in a sparse file are verified before they are used or served.
 use super::TransferError;
 use kernels::weights::{ModelFile, Served, ShardIndex};
 use node_core::id::ContentId;
@@ -10,7 +10,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// A model's chunks, those that are here.
+/// The chunks of a model that are on disk.
 pub(super) struct Holding {
     pub(super) content: ContentId,
     pub(super) index: Arc<ShardIndex>,
@@ -19,16 +19,16 @@ pub(super) struct Holding {
 }
 
 enum Kind {
-    /// A file of the user's, which is never written.
+    /// The user's file, which is never written.
     Whole(Arc<ModelFile>),
-    /// A file of the cache.
+    /// A file in the cache.
     Sparse { file: File, chunks: Mutex<Vec<Presence>>, model: Mutex<Option<Arc<ModelFile>>> },
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Presence {
     Missing,
-    /// Something is there, which this life has not hashed.
+    /// The file has data there, which has not been verified since the node started.
     Unproven,
     Intact,
 }
@@ -39,7 +39,7 @@ impl Holding {
         Self { content, index, path: path.to_owned(), kind: Kind::Whole(file) }
     }
 
-    /// Opens the sparse file, or begins it.
+    /// Opens or creates the sparse file.
     pub(super) fn sparse(path: &Path, index: ShardIndex) -> Result<Self, TransferError> {
         let disk = |cause| TransferError::Disk { path: path.to_owned(), cause };
         let open = || File::options().read(true).write(true).create(true).truncate(false).open(path).map_err(disk);
@@ -47,7 +47,7 @@ impl Holding {
         let len = file.metadata().map_err(disk)?.len();
         if len != index.file_len() {
             if len != 0 {
-                // A stage that has it open keeps the old content: nothing is cut in place.
+                // Remove instead of truncating: a stage that has the old file open keeps its content.
                 std::fs::remove_file(path).map_err(disk)?;
                 file = open()?;
             }
@@ -62,7 +62,7 @@ impl Holding {
         Ok(Self { content, index: Arc::new(index), path: path.to_owned(), kind })
     }
 
-    /// The user's whole file.
+    /// The user's complete file.
     pub(super) fn whole_file(&self) -> Option<&Arc<ModelFile>> {
         match &self.kind {
             Kind::Whole(file) => Some(file),
@@ -70,7 +70,7 @@ impl Holding {
         }
     }
 
-    /// Somebody computes with it.
+    /// Whether a stage uses it.
     pub(super) fn is_used(&self) -> bool {
         match &self.kind {
             Kind::Whole(_) => true,
@@ -78,8 +78,8 @@ impl Holding {
         }
     }
 
-    /// A file of the user's is what it was when it was opened; a file of the cache still has its name and its length: nobody
-    /// removed it to make room.
+    /// Whether the file is still valid: a user's file is unchanged since it was opened; a cache file still has its name
+    /// and length, that is, it was not evicted.
     pub(super) fn is_there(&self) -> bool {
         match &self.kind {
             Kind::Whole(model) => model.check_unchanged().is_ok(),
@@ -90,7 +90,7 @@ impl Holding {
         }
     }
 
-    /// Which chunks a peer may ask for.
+    /// The chunks that peers may request.
     pub(super) fn bitmap(&self) -> Vec<bool> {
         match &self.kind {
             Kind::Whole(_) => vec![self.is_there(); self.index.chunks().len()],
@@ -98,8 +98,8 @@ impl Holding {
         }
     }
 
-    /// The bytes of a chunk, for a peer. A sparse file's are hashed first if this life has not done so; those of a file of the user's
-    /// are given as long as nobody has written it.
+    /// The bytes of a chunk, for a peer. A chunk of a sparse file is verified first unless that was done before; one of
+    /// a user's file is served while the file is unchanged.
     pub(super) fn read(&self, chunk: usize) -> Option<Vec<u8>> {
         let range = &self.index.chunks().get(chunk)?.range;
         match &self.kind {
@@ -108,7 +108,7 @@ impl Holding {
                 Served::File(range) => {
                     let bytes = model.read(&range).and_then(|bytes| model.check_unchanged().map(|()| bytes));
                     bytes
-                        .inspect_err(|e| tracing::warn!("chunk {chunk} is not given to a peer: {e}"))
+                        .inspect_err(|e| tracing::warn!("chunk {chunk} cannot be served to a peer: {e}"))
                         .ok()
                         .map(Vec::from)
                 }
@@ -121,24 +121,24 @@ impl Holding {
         }
     }
 
-    /// Hashes what may be there of these chunks; returns those that are missing. Reads from the disk.
-    pub(super) fn missing(&self, wanted: &[usize]) -> Vec<usize> {
+    /// Verifies these chunks on disk; returns the missing ones. Reads from the disk.
+    pub(super) fn missing(&self, requested: &[usize]) -> Vec<usize> {
         let Kind::Sparse { file, chunks, .. } = &self.kind else { return Vec::new() };
         let intact = |&chunk: &usize| {
             if lock(chunks)[chunk] == Presence::Intact {
                 return true;
             }
             let range = &self.index.chunks()[chunk].range;
-            // Also where nothing was seen at first: another process may fill the same file.
+            // Check missing chunks too: another process may fill the same file.
             let there =
                 has_data(file, range) && read(file, range).is_some_and(|bytes| self.index.verify(chunk, &bytes));
             lock(chunks)[chunk] = if there { Presence::Intact } else { Presence::Missing };
             there
         };
-        wanted.iter().copied().filter(|chunk| !intact(chunk)).collect()
+        requested.iter().copied().filter(|chunk| !intact(chunk)).collect()
     }
 
-    /// This life has seen the chunk intact.
+    /// Whether the chunk has been verified since the node started.
     pub(super) fn is_intact(&self, chunk: usize) -> bool {
         match &self.kind {
             Kind::Whole(_) => true,
@@ -146,7 +146,7 @@ impl Holding {
         }
     }
 
-    /// Writes a chunk in its place if it is the right one; else tells the hash it has.
+    /// Writes a chunk to its place if its hash is right; else returns its hash.
     pub(super) fn keep(&self, chunk: usize, bytes: &[u8]) -> Result<Result<(), blake3::Hash>, TransferError> {
         if !self.index.verify(chunk, bytes) {
             return Ok(Err(blake3::hash(bytes)));
@@ -159,10 +159,10 @@ impl Holding {
         Ok(Ok(()))
     }
 
-    /// The model, once its header is here.
+    /// The model; its header must be on disk.
     pub(super) fn open(&self) -> Result<Arc<ModelFile>, TransferError> {
         let Kind::Sparse { model, .. } = &self.kind else {
-            return self.whole_file().cloned().ok_or_else(|| TransferError::Model("no file".into()));
+            return self.whole_file().cloned().ok_or_else(|| TransferError::Model("the model has no file".into()));
         };
         let mut model = lock(model);
         if let Some(open) = &*model {
@@ -172,7 +172,7 @@ impl Holding {
         Ok(model.insert(open).clone())
     }
 
-    /// Bytes of these chunks.
+    /// Total bytes of `chunks`.
     pub(super) fn bytes(&self, chunks: &[usize]) -> u64 {
         let bytes = |range: &Range<u64>| range.end - range.start;
         chunks.iter().map(|&chunk| bytes(&self.index.chunks()[chunk].range)).sum()
@@ -186,12 +186,12 @@ fn read(file: &File, range: &Range<u64>) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// Whether anything was ever written there: holes of a large file need not be read.
+/// Whether the range contains data: holes of a large file need not be read.
 fn has_data(file: &File, range: &Range<u64>) -> bool {
     match rustix::fs::seek(file, rustix::fs::SeekFrom::Data(range.start)) {
         Ok(data) => data < range.end,
-        Err(rustix::io::Errno::NXIO) => false, // nothing from here to the end
-        Err(_) => true,                        // this file system does not tell
+        Err(rustix::io::Errno::NXIO) => false, // no data from here to the end
+        Err(_) => true,                        // the file system cannot report holes
     }
 }
 

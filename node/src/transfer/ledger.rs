@@ -1,4 +1,4 @@
-//! What peers gave and took, who lied, and what is being fetched: for people, and for whom to ask next.
+//! Records what peers sent and received, which of them sent wrong bytes, and the transfers in progress.
 use crate::config::Size;
 use crate::views::count;
 use node_core::id::{ContentId, NodeId};
@@ -9,12 +9,12 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// Who gave a wrong chunk is not asked for that content for this long: its disk may be replaced meanwhile.
-const LIAR_REST: Duration = Duration::from_secs(600);
-/// Peers that are remembered: more than a mesh has that one works with.
+/// How long a peer that sent a wrong chunk is excluded for that content: its disk may be replaced meanwhile.
+const EXCLUDED_FOR: Duration = Duration::from_secs(600);
+/// Most peers recorded: more than a node works with in any mesh.
 const PEERS_MAX: usize = 1024;
 
-/// Kept by a library for as long as it lives.
+/// Exists as long as its library.
 #[derive(Default)]
 pub(super) struct Ledger {
     peers: Mutex<BTreeMap<NodeId, PeerRecord>>,
@@ -29,16 +29,16 @@ struct PeerRecord {
     chunks: u64,
     bytes: u64,
     refused: u64,
-    /// Contents of which it gave wrong bytes, and until when it is not asked for them.
+    /// Contents of which it sent wrong bytes, and until when it is excluded for each.
     rests: BTreeMap<ContentId, Instant>,
 }
 
-/// What a peer gave since this node was started.
+/// What a peer sent since the node started.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct PeerWeights {
     /// Node id, hex.
     pub node: String,
-    /// Chunks taken from it.
+    /// Chunks received from it.
     pub chunks: u64,
     /// Their bytes.
     pub bytes: u64,
@@ -46,24 +46,24 @@ pub struct PeerWeights {
     pub refused: u64,
 }
 
-/// A transfer that goes on.
+/// A transfer in progress.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct TransferView {
-    /// What the user calls the model.
+    /// The user's name for the model.
     pub model: String,
     /// First layer.
     pub first_layer: usize,
     /// One past the last layer.
     pub end_layer: usize,
-    /// Bytes that were missing.
+    /// Bytes that were missing at the start.
     pub bytes_total: u64,
-    /// Bytes of these that are here.
+    /// Bytes of them fetched so far.
     pub bytes_done: u64,
-    /// Peers that gave some.
+    /// Number of peers that sent some.
     pub peers: usize,
 }
 
-/// One transfer as it goes on.
+/// The state of a transfer in progress.
 pub(super) struct Progress {
     pub(super) content: ContentId,
     pub(super) started: Instant,
@@ -76,12 +76,12 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    /// More bytes are missing.
+    /// Adds missing bytes.
     pub(super) fn needs(&self, bytes: u64) {
         self.total.fetch_add(bytes, Relaxed);
     }
 
-    /// A chunk is here; from that peer, or by another transfer of the same content.
+    /// Counts a chunk as fetched: from `from`, or by another transfer of the same content.
     pub(super) fn arrived(&self, from: Option<NodeId>, bytes: u64) {
         self.done.fetch_add(bytes, Relaxed);
         lock(&self.peers).extend(from);
@@ -103,7 +103,7 @@ impl Progress {
         }
     }
 
-    /// One line for the log; `None` if all was here.
+    /// A line for the log; `None` if nothing was missing.
     pub(super) fn summary(&self, now: Instant) -> Option<String> {
         let (view, seconds) = (self.view(), now.saturating_duration_since(self.started).as_secs_f64());
         (view.bytes_total > 0).then(|| {
@@ -120,7 +120,7 @@ impl Progress {
     }
 }
 
-/// Keeps a transfer among those that go on; ends with it, however it ends.
+/// Registers a transfer while this exists.
 pub(super) struct Ongoing {
     pub(super) progress: Arc<Progress>,
     ledger: Arc<Ledger>,
@@ -150,12 +150,12 @@ impl Ledger {
         Ongoing { progress, ledger: self.clone(), number }
     }
 
-    /// Whether a transfer of it goes on.
+    /// Whether a transfer of the content is in progress.
     pub(super) fn is_fetched(&self, content: ContentId) -> bool {
         lock(&self.transfers).values().any(|t| t.content == content)
     }
 
-    /// Bytes that the transfers that go on will still write.
+    /// Bytes that the transfers in progress will still write.
     pub(super) fn reserved(&self) -> u64 {
         lock(&self.transfers).values().map(|t| t.left()).sum()
     }
@@ -167,22 +167,22 @@ impl Ledger {
         });
     }
 
-    /// A peer gave something whose hash is wrong.
-    pub(super) fn lied(&self, now: Instant, node: NodeId, progress: &Progress) {
+    /// Records that a peer sent data with a wrong hash.
+    pub(super) fn sent_wrong_bytes(&self, now: Instant, node: NodeId, progress: &Progress) {
         progress.refused.fetch_add(1, Relaxed);
         self.record(node, |record| {
             record.refused += 1;
             record.rests.retain(|_, until| *until > now);
-            record.rests.insert(progress.content, now + LIAR_REST);
+            record.rests.insert(progress.content, now + EXCLUDED_FOR);
         });
     }
 
-    /// Whether it may be asked for this content.
+    /// Whether a peer may be asked for this content.
     pub(super) fn may_be_asked(&self, now: Instant, node: NodeId, content: ContentId) -> bool {
         lock(&self.peers).get(&node).and_then(|r| r.rests.get(&content)).is_none_or(|until| *until <= now)
     }
 
-    /// Whether it never gave anything wrong.
+    /// Whether the peer never sent wrong data.
     pub(super) fn is_trusted(&self, node: NodeId) -> bool {
         lock(&self.peers).get(&node).is_none_or(|record| record.refused == 0)
     }
@@ -192,7 +192,7 @@ impl Ledger {
         self.served_bytes.fetch_add(bytes, Relaxed);
     }
 
-    /// Chunks given to peers, and their bytes.
+    /// Chunks served to peers, and their bytes.
     pub(super) fn given(&self) -> (u64, u64) {
         (self.served_chunks.load(Relaxed), self.served_bytes.load(Relaxed))
     }

@@ -1,80 +1,81 @@
-//! Which holder is asked for which chunk next: all of them at once, the rarest chunk first, a slow one for less.
+//! Decides which holder is asked for which chunk next: all holders in parallel, the rarest chunk first, slow holders
+//! for fewer.
 //!
-//! No clock, no network: `fetch.rs` asks, waits and hashes, and tells what came of it.
+//! Without clock or network: `fetch.rs` sends the requests, verifies the chunks and reports the results.
 use node_core::id::NodeId;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-/// One chunk to be asked of one holder.
+/// A request for one chunk from one holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Ask {
     pub(super) node: NodeId,
     pub(super) chunk: usize,
 }
 
-/// What is still to be fetched, and from whom.
+/// The chunks still to be fetched, and their holders.
 ///
-/// Tell it of holders and of what came of each `Ask`; call `poll` until `None` after each of these and whenever
-/// `next_wakeup` is due. It ends with `is_done`, or with a chunk that nobody is left to give (`stuck`).
+/// Report holders and the result of each `Ask`; after each report, and whenever `next_wakeup` is due, call `poll` until
+/// `None`. The schedule ends with `is_done`, or with a chunk that no remaining holder has (`unavailable`).
 #[derive(Debug)]
 pub(super) struct Schedule {
-    /// Chunks not here yet.
-    wanted: BTreeMap<usize, Wanted>,
+    /// Chunks not fetched yet.
+    missing: BTreeMap<usize, Missing>,
     holders: BTreeMap<NodeId, Holder>,
     in_flight: usize,
     pace: Option<Pace>,
 }
 
 #[derive(Debug)]
-struct Wanted {
+struct Missing {
     bytes: u64,
-    /// Holders asked for it at present.
+    /// Holders that are being asked for it.
     asked: Vec<NodeId>,
-    /// Holders that have it.
+    /// Number of holders that have it.
     rarity: usize,
 }
 
 #[derive(Debug)]
 struct Holder {
     has: Vec<bool>,
-    /// Chunks asked at once.
+    /// Most concurrent requests.
     window: usize,
     in_flight: BTreeMap<usize, Instant>,
-    /// Chunks that it has and nobody was asked for: rarest first, then in the order of the file.
+    /// Chunks that it has and that no holder is asked for: rarest first, then in file order.
     queue: BTreeSet<(usize, usize)>,
-    /// How long a chunk takes, smoothed.
+    /// Smoothed time per chunk.
     took: Option<Duration>,
-    /// Chunks that it said it has, and has not.
+    /// Chunks that it announced but does not have.
     lacked: u32,
-    /// Failures without a success between them.
+    /// Consecutive failures.
     failures: u32,
     last_failed: Option<Instant>,
-    /// Not asked before then.
+    /// Not asked before this time.
     rests_until: Option<Instant>,
 }
 
-/// Keeps all holders together below what the link here can take.
+/// Limits all holders together to a share of this node's link.
 #[derive(Debug)]
 struct Pace {
     bytes_per_second: u64,
-    /// When what was asked for so far will have arrived.
+    /// When all requests so far will have been answered at this rate.
     clear: Option<Instant>,
 }
 
 impl Schedule {
-    /// These chunks (number, bytes) are to be had.
+    /// A schedule for these chunks (number, bytes).
     pub(super) fn new(chunks: impl IntoIterator<Item = (usize, u64)>) -> Self {
-        let wanted = |(chunk, bytes)| (chunk, Wanted { bytes, asked: Vec::new(), rarity: 0 });
-        Self { wanted: chunks.into_iter().map(wanted).collect(), holders: BTreeMap::new(), in_flight: 0, pace: None }
+        let missing = |(chunk, bytes)| (chunk, Missing { bytes, asked: Vec::new(), rarity: 0 });
+        Self { missing: chunks.into_iter().map(missing).collect(), holders: BTreeMap::new(), in_flight: 0, pace: None }
     }
 
-    /// All answers together may bring so many bytes a second from now on.
+    /// Sets the bytes per second that all responses together may bring from now on.
     pub(super) fn handle_pace(&mut self, bytes_per_second: Option<u64>) {
         let clear = self.pace.as_ref().and_then(|pace| pace.clear);
         self.pace = bytes_per_second.map(|rate| Pace { bytes_per_second: rate.max(1), clear });
     }
 
-    /// A node says which chunks it has. One that is not trusted much is asked for one at a time at first.
+    /// Adds a holder and the chunks it has. An untrusted one gets one request at a time at first.
     pub(super) fn handle_holder(&mut self, node: NodeId, has: Vec<bool>, trusted: bool) {
         let holder = Holder {
             has,
@@ -91,7 +92,7 @@ impl Schedule {
         self.recount();
     }
 
-    /// A chunk is here, intact. Returns who else was asked for it and need not send it any more.
+    /// A chunk arrived intact. Returns the other requests for it, which are no longer needed.
     pub(super) fn handle_arrived(&mut self, now: Instant, ask: Ask) -> Vec<Ask> {
         if let Some(holder) = self.holders.get_mut(&ask.node)
             && let Some(asked) = holder.in_flight.get(&ask.chunk)
@@ -108,18 +109,18 @@ impl Schedule {
         self.handle_present(ask.chunk).into_iter().filter(|other| *other != ask).collect()
     }
 
-    /// A chunk is here, wherever it came from. Returns who was asked for it.
+    /// A chunk is on disk, from any source. Returns all requests for it.
     pub(super) fn handle_present(&mut self, chunk: usize) -> Vec<Ask> {
-        let Some(wanted) = self.wanted.remove(&chunk) else { return Vec::new() };
-        let asks: Vec<Ask> = wanted.asked.iter().map(|&node| Ask { node, chunk }).collect();
+        let Some(missing) = self.missing.remove(&chunk) else { return Vec::new() };
+        let asks: Vec<Ask> = missing.asked.iter().map(|&node| Ask { node, chunk }).collect();
         for holder in self.holders.values_mut() {
             self.in_flight -= usize::from(holder.in_flight.remove(&chunk).is_some());
-            holder.queue.remove(&(wanted.rarity, chunk));
+            holder.queue.remove(&(missing.rarity, chunk));
         }
         asks
     }
 
-    /// The holder does not have that chunk after all.
+    /// The holder does not have this chunk after all.
     pub(super) fn handle_lacking(&mut self, ask: Ask) {
         self.give_back(ask);
         let Some(holder) = self.holders.get_mut(&ask.node) else { return };
@@ -134,11 +135,12 @@ impl Schedule {
         }
     }
 
-    /// The holder could not be asked, or its answer broke off or is overdue. It rests; after a few times it is given up.
+    /// A request could not be sent, or its response broke off or is overdue. The holder pauses; after a few failures it
+    /// is dropped.
     pub(super) fn handle_failed(&mut self, now: Instant, ask: Ask) {
         let asked = self.give_back(ask);
         let Some(holder) = self.holders.get_mut(&ask.node) else { return };
-        // What was asked before the last failure failed with it: a connection that breaks is one failure.
+        // Requests sent before the last failure failed with it: a broken connection is one failure.
         if asked.is_some_and(|asked| holder.last_failed.is_none_or(|last| asked >= last)) {
             holder.failures += 1;
             holder.last_failed = Some(now);
@@ -150,7 +152,7 @@ impl Schedule {
         }
     }
 
-    /// The holder is not asked for anything any more. Returns what it was asked for.
+    /// Drops a holder. Returns the requests in flight to it.
     pub(super) fn handle_gone(&mut self, node: NodeId) -> Vec<Ask> {
         let chunks: Vec<usize> =
             self.holders.get(&node).map(|h| h.in_flight.keys().copied().collect()).unwrap_or_default();
@@ -163,7 +165,7 @@ impl Schedule {
         asks
     }
 
-    /// Answers that are overdue: whoever asked stops waiting, and says so with `handle_failed`.
+    /// Overdue requests: the caller stops waiting for them, and reports each with `handle_failed`.
     pub(super) fn overdue(&self, now: Instant) -> Vec<Ask> {
         let late = |asked: &Instant| now.saturating_duration_since(*asked) >= ANSWER_MAX;
         let of = |(node, holder): (&NodeId, &Holder)| {
@@ -173,33 +175,34 @@ impl Schedule {
         self.holders.iter().flat_map(of).collect()
     }
 
-    /// Whom to ask for what now.
+    /// The next request to send.
     pub(super) fn poll(&mut self, now: Instant) -> Option<Ask> {
         if self.in_flight >= IN_FLIGHT_MAX || self.pace.as_ref().is_some_and(|pace| pace.waits_until(now).is_some()) {
             return None;
         }
         let ask = self.first_time(now).or_else(|| self.second_time(now))?;
-        let wanted = self.wanted.get_mut(&ask.chunk)?;
+        let missing = self.missing.get_mut(&ask.chunk)?;
         for holder in self.holders.values_mut() {
-            holder.queue.remove(&(wanted.rarity, ask.chunk));
+            holder.queue.remove(&(missing.rarity, ask.chunk));
         }
-        wanted.asked.push(ask.node);
+        missing.asked.push(ask.node);
         if let Some(pace) = &mut self.pace {
-            pace.take(now, wanted.bytes);
+            pace.take(now, missing.bytes);
         }
         self.holders.get_mut(&ask.node)?.in_flight.insert(ask.chunk, now);
         self.in_flight += 1;
         Some(ask)
     }
 
-    /// The holder with the least to do of those that have something nobody was asked for; the fastest of these.
+    /// A chunk that no holder is asked for yet, from the holder with the fewest requests in flight; the fastest breaks
+    /// ties.
     fn first_time(&self, now: Instant) -> Option<Ask> {
         let ready = self.holders.iter().filter(|(_, h)| h.is_ready(now) && !h.queue.is_empty());
         let (node, holder) = ready.min_by_key(|(node, h)| (h.in_flight.len(), h.took.unwrap_or(FAST), **node))?;
         holder.queue.first().map(|(_, chunk)| Ask { node: *node, chunk: *chunk })
     }
 
-    /// The end game: who has nothing else to do is asked for what has been awaited from another for too long.
+    /// End game: an idle holder is asked for a chunk that another holder has not delivered for too long.
     fn second_time(&self, now: Instant) -> Option<Ask> {
         let idle = self.holders.iter().filter(|(_, h)| h.is_ready(now) && h.queue.is_empty() && h.in_flight.is_empty());
         let idle: Vec<(&NodeId, &Holder)> = idle.collect();
@@ -211,13 +214,13 @@ impl Schedule {
             self.holders.iter().flat_map(late).filter(|(late, ..)| *late <= now).collect();
         late.sort_unstable();
         late.into_iter().find_map(|(_, chunk, _)| {
-            let once = self.wanted.get(&chunk).is_some_and(|wanted| wanted.asked.len() == 1);
+            let once = self.missing.get(&chunk).is_some_and(|missing| missing.asked.len() == 1);
             let other = idle.iter().find(|(_, h)| once && h.has(chunk) && !h.in_flight.contains_key(&chunk));
             other.map(|(node, _)| Ask { node: **node, chunk })
         })
     }
 
-    /// When to come back if nothing is told before then.
+    /// When to call `poll` again if nothing is reported before.
     pub(super) fn next_wakeup(&self, now: Instant) -> Option<Instant> {
         let rests = self.holders.values().filter_map(|h| h.rests_until);
         let late = self.holders.values().flat_map(|h| h.in_flight.values().map(|asked| h.late_at(*asked)));
@@ -226,44 +229,47 @@ impl Schedule {
         rests.chain(late).chain(pace).filter(|at| *at > now).chain(overdue).min()
     }
 
-    /// Everything is here.
+    /// Whether all chunks have been fetched.
     pub(super) fn is_done(&self) -> bool {
-        self.wanted.is_empty()
+        self.missing.is_empty()
     }
 
-    /// The chunk is not here yet.
-    pub(super) fn wants(&self, chunk: usize) -> bool {
-        self.wanted.contains_key(&chunk)
+    /// Whether the chunk has not been fetched yet.
+    pub(super) fn is_missing(&self, chunk: usize) -> bool {
+        self.missing.contains_key(&chunk)
     }
 
-    /// A chunk that nobody is left to give.
-    pub(super) fn stuck(&self) -> Option<usize> {
-        self.wanted.iter().find(|(_, wanted)| wanted.rarity == 0 && wanted.asked.is_empty()).map(|(chunk, _)| *chunk)
+    /// A chunk that no remaining holder has.
+    pub(super) fn unavailable(&self) -> Option<usize> {
+        self.missing
+            .iter()
+            .find(|(_, missing)| missing.rarity == 0 && missing.asked.is_empty())
+            .map(|(chunk, _)| *chunk)
     }
 
-    /// The holder was asked, and this did not bring the chunk. Returns when it was asked.
+    /// Ends a request that did not bring the chunk. Returns when it was sent.
     fn give_back(&mut self, ask: Ask) -> Option<Instant> {
         let asked = self.holders.get_mut(&ask.node)?.in_flight.remove(&ask.chunk)?;
         self.in_flight -= 1;
-        if let Some(wanted) = self.wanted.get_mut(&ask.chunk) {
-            wanted.asked.retain(|node| *node != ask.node);
-            if wanted.asked.is_empty() {
+        if let Some(missing) = self.missing.get_mut(&ask.chunk) {
+            missing.asked.retain(|node| *node != ask.node);
+            if missing.asked.is_empty() {
                 for holder in self.holders.values_mut().filter(|h| h.has(ask.chunk)) {
-                    holder.queue.insert((wanted.rarity, ask.chunk));
+                    holder.queue.insert((missing.rarity, ask.chunk));
                 }
             }
         }
         Some(asked)
     }
 
-    /// Counts anew who has what: a holder came or went.
+    /// Recounts the holders of each chunk after a holder was added or dropped.
     fn recount(&mut self) {
         self.holders.values_mut().for_each(|h| h.queue.clear());
-        for (&chunk, wanted) in &mut self.wanted {
-            wanted.rarity = self.holders.values().filter(|h| h.has(chunk)).count();
-            if wanted.asked.is_empty() {
+        for (&chunk, missing) in &mut self.missing {
+            missing.rarity = self.holders.values().filter(|h| h.has(chunk)).count();
+            if missing.asked.is_empty() {
                 for holder in self.holders.values_mut().filter(|h| h.has(chunk)) {
-                    holder.queue.insert((wanted.rarity, chunk));
+                    holder.queue.insert((missing.rarity, chunk));
                 }
             }
         }
@@ -279,14 +285,14 @@ impl Holder {
         self.in_flight.len() < self.window && self.rests_until.is_none_or(|until| until <= now)
     }
 
-    /// When another holder may be asked for the same.
+    /// When another holder may be asked for the same chunk.
     fn late_at(&self, asked: Instant) -> Instant {
         asked + self.took.map_or(LATE_MIN, |took| (took * 2).max(LATE_MIN))
     }
 }
 
 impl Pace {
-    /// A tenth of a second may be asked for ahead, so that no round trip is lost.
+    /// Requests may be sent a tenth of a second ahead, so that no round trip is lost.
     fn waits_until(&self, now: Instant) -> Option<Instant> {
         self.clear.filter(|clear| *clear > now + AHEAD).map(|clear| clear - AHEAD)
     }
@@ -297,28 +303,29 @@ impl Pace {
     }
 }
 
-/// Chunks asked of a new holder at once: one is on its way while the other is read from its disk.
+/// Concurrent requests to a new holder: one chunk travels while another is read from the holder's disk.
 const WINDOW_FIRST: usize = 2;
-/// Most chunks asked of one holder at once: fills a link of 1 Gbit/s at 60 ms with chunks of 1 MiB.
+/// Most concurrent requests to one holder: fills a link of 1 Gbit/s at 60 ms with chunks of 1 MiB.
 const WINDOW_MAX: usize = 8;
-/// Most chunks under way from all holders: what they may take of this node's memory, in MiB.
+/// Most chunks in flight from all holders; bounds the memory they take on this node to this many MiB.
 const IN_FLIGHT_MAX: usize = 32;
-/// A holder that takes less than this for a chunk is asked for one more at a time,
+/// A holder faster than this per chunk gets one more concurrent request.
 const FAST: Duration = Duration::from_secs(1);
-/// one that takes more than this for half as many.
+/// A holder slower than this per chunk gets half the concurrent requests.
 const SLOW: Duration = Duration::from_secs(3);
-/// No chunk is asked of a second holder before this.
+/// Earliest time to ask a second holder for the same chunk.
 const LATE_MIN: Duration = Duration::from_millis(500);
-/// Longest wait for a chunk: 17 KB/s. QUIC notices a dead peer far sooner.
+/// Longest wait for a chunk: corresponds to 17 KB/s. QUIC detects a dead peer far sooner.
 const ANSWER_MAX: Duration = Duration::from_secs(60);
-/// A holder that failed rests this long, twice as long each time.
+/// Base pause of a failed holder; doubles with each failure.
 const REST: Duration = Duration::from_millis(125);
-/// So many failures in a row, and a holder is given up: after a second in all, because the head that waits for this
+/// A holder is dropped after this many consecutive failures, about a second in all: the coordinator that waits for this
 /// stage may do better with another node.
 const FAILURES_MAX: u32 = 4;
-/// Who lacks so many of the chunks it named is not asked any more: a few at the edges of what it has may be amiss.
+/// A holder is dropped after it lacks this many of the chunks it announced: a few at the edges of its share may be
+/// missing.
 const LACKED_MAX: u32 = 64;
-/// What may be asked for ahead of the pace.
+/// How far ahead of the pace requests may be sent.
 const AHEAD: Duration = Duration::from_millis(100);
 
 #[cfg(test)]

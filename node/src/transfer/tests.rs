@@ -1,4 +1,4 @@
-//! Libraries that fetch from others, whose answers are counted and can fail, lie or never come.
+//! Tests of libraries that fetch from peers whose responses are counted and may fail, be corrupt or never arrive.
 use super::*;
 use crate::bulk::BulkRequest;
 use kernels::stage::{Activations, Rows, RowsIn, Stage, StageError, StageOptions, Want};
@@ -7,17 +7,17 @@ use kernels::weights::testing::TinyModel;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::time::Duration;
 
-/// A peer: its library, and how it misbehaves.
+/// A peer: its library, and its faults.
 struct Source {
     library: Arc<Library>,
-    /// Answers still given; then it is out of reach.
+    /// Responses left before it becomes unreachable.
     left: AtomicUsize,
-    /// After that it does not say so, but nothing at all.
-    hangs: bool,
+    /// Once unreachable, it does not respond at all instead of with an error.
+    is_silent: bool,
     /// Flips a bit of every chunk.
-    lies: bool,
+    corrupts: bool,
     delay: Duration,
-    /// Chunks asked for.
+    /// Chunks requested from it.
     asked: Mutex<Vec<usize>>,
 }
 
@@ -33,19 +33,19 @@ impl Ask for Net {
     async fn ask(&self, node: NodeId, request: Vec<u8>, _: usize) -> Result<Vec<u8>, String> {
         let Some(source) = self.0.get(&node) else { return Err("not connected to that node".into()) };
         if source.left.fetch_update(SeqCst, SeqCst, |left| left.checked_sub(1)).is_err() {
-            if source.hangs {
+            if source.is_silent {
                 std::future::pending::<()>().await;
             }
             return Err("out of reach".to_owned());
         }
         tokio::time::sleep(source.delay).await;
         let Some(BulkRequest::Weights(content, what)) = BulkRequest::decode(&request) else {
-            return Err("expected a question about weights".into());
+            return Err("expected a request for weights".into());
         };
         let mut answer = source.library.answer(content, what);
         if let WeightsRequest::Chunk(chunk) = what {
             source.asked.lock().unwrap().push(chunk as usize);
-            if source.lies
+            if source.corrupts
                 && let Some(last) = answer.last_mut()
             {
                 *last ^= 1;
@@ -72,14 +72,14 @@ fn library(dir: &Path, limit: u64) -> Arc<Library> {
     Arc::new(Library::open(Cache::at(dir, Some(limit))).unwrap())
 }
 
-/// A model whose name, and so whose content, is its own.
+/// A model whose name, and so its content id, depends on `layers`.
 fn model(dir: &Path, layers: usize) -> PathBuf {
     let path = dir.join(format!("model{layers}.gguf"));
     std::fs::write(&path, TinyModel { layers, ..TinyModel::default() }.writer().write()).unwrap();
     path
 }
 
-/// As many peers with the whole model as there are changes to them.
+/// Peers with the whole model, one per change, each with its change applied.
 fn bench(changes: &[fn(&mut Source)]) -> Bench {
     let dir = tempfile::tempdir().unwrap();
     let path = model(dir.path(), LAYERS);
@@ -91,7 +91,7 @@ fn bench(changes: &[fn(&mut Source)]) -> Bench {
         known = Some((held.content, chunks));
         let left = AtomicUsize::new(usize::MAX);
         let mut source =
-            Source { library, left, hangs: false, lies: false, delay: Duration::ZERO, asked: Mutex::default() };
+            Source { library, left, is_silent: false, corrupts: false, delay: Duration::ZERO, asked: Mutex::default() };
         change(&mut source);
         net.insert(peer(n as u8), source);
     }
@@ -101,7 +101,7 @@ fn bench(changes: &[fn(&mut Source)]) -> Bench {
 }
 
 impl Bench {
-    /// The library of a node that has nothing but what former lives of it fetched.
+    /// The library of a node that has only what its earlier runs fetched.
     fn fetcher(&self) -> Arc<Library> {
         library(&self.dir.path().join("fetcher"), 1 << 30)
     }
@@ -115,14 +115,14 @@ impl Bench {
         &self.net.0[&peer(n)]
     }
 
-    /// Chunks all peers were asked for.
+    /// Number of chunks requested from all peers.
     fn asked(&self) -> usize {
         self.net.0.values().map(Source::chunks).sum()
     }
 }
 
 #[tokio::test]
-async fn a_share_that_broke_off_goes_on_where_it_was() {
+async fn an_interrupted_share_is_resumed() {
     let bench = bench(&[|s| s.left = 12.into()]);
     let error = bench.share(&bench.fetcher(), 0..LAYERS).await.err().expect("out of reach").to_string();
     assert!(error.contains("out of reach"), "{error}");
@@ -130,26 +130,26 @@ async fn a_share_that_broke_off_goes_on_where_it_was() {
     assert!(before >= 8, "{before}");
     bench.source(0).left.store(1000, SeqCst);
     let held = bench.share(&bench.fetcher(), 0..LAYERS).await.expect("the rest");
-    assert_eq!(bench.asked(), bench.chunks, "no chunk came twice");
+    assert_eq!(bench.asked(), bench.chunks, "no chunk is fetched twice");
     held.file.tokenizer().expect("the whole model");
 }
 
 #[tokio::test]
-async fn what_a_killed_life_had_fetched_is_not_fetched_again() {
-    let bench = bench(&[|s| (s.left, s.hangs) = (12.into(), true)]);
+async fn chunks_fetched_before_a_kill_are_not_fetched_again() {
+    let bench = bench(&[|s| (s.left, s.is_silent) = (12.into(), true)]);
     let life = bench.fetcher();
     let sharing = tokio::time::timeout(Duration::from_millis(500), bench.share(&life, 0..LAYERS));
-    assert!(sharing.await.is_err(), "it is dropped in mid-transfer, with requests under way");
+    assert!(sharing.await.is_err(), "it is dropped in mid-transfer, with requests in flight");
     drop(life);
     let before = bench.asked();
     assert!((8..bench.chunks).contains(&before), "{before}");
     bench.source(0).left.store(1000, SeqCst);
     bench.share(&bench.fetcher(), 0..LAYERS).await.expect("the rest");
-    assert_eq!(bench.asked(), bench.chunks, "no chunk came twice");
+    assert_eq!(bench.asked(), bench.chunks, "no chunk is fetched twice");
 }
 
 #[tokio::test]
-async fn what_is_damaged_on_disk_is_fetched_again_and_nothing_else() {
+async fn only_damaged_chunks_are_fetched_again() {
     let bench = bench(&[|_| {}]);
     let life = bench.fetcher();
     bench.share(&life, 0..LAYERS).await.unwrap();
@@ -161,7 +161,7 @@ async fn what_is_damaged_on_disk_is_fetched_again_and_nothing_else() {
     std::fs::write(&path, &bytes).unwrap();
     let next = bench.fetcher();
     let last = bench.chunks - 1;
-    assert_eq!(next.answer(bench.content, WeightsRequest::Chunk(last as u32)), [0], "nor is it given to others");
+    assert_eq!(next.answer(bench.content, WeightsRequest::Chunk(last as u32)), [0], "nor is it served to peers");
     bench.share(&next, 0..LAYERS).await.unwrap();
     assert_eq!(bench.asked(), bench.chunks + 1);
     assert_eq!(bench.source(0).asked.lock().unwrap().last(), Some(&last));
@@ -175,13 +175,13 @@ async fn only_what_the_layers_need_is_fetched_and_more_when_they_move() {
     let first = bench.asked();
     assert!(first < bench.chunks, "{first} of {}", bench.chunks);
     bench.share(&library, 0..4).await.unwrap();
-    assert_eq!(bench.asked(), first, "nothing twice");
+    assert_eq!(bench.asked(), first, "nothing is fetched twice");
     bench.share(&library, 4..LAYERS).await.unwrap();
     assert_eq!(bench.asked(), bench.chunks);
 }
 
 #[tokio::test]
-async fn all_holders_give_at_once_and_the_slow_one_less() {
+async fn holders_send_in_parallel_and_the_slow_one_less() {
     let slow: fn(&mut Source) = |s| s.delay = Duration::from_millis(100);
     let quick: fn(&mut Source) = |s| s.delay = Duration::from_millis(20);
     let bench = bench(&[quick, slow, quick]);
@@ -196,21 +196,21 @@ async fn all_holders_give_at_once_and_the_slow_one_less() {
 }
 
 #[tokio::test]
-async fn nodes_with_a_share_each_are_together_a_source_of_the_whole() {
+async fn nodes_with_a_share_each_are_together_a_source_of_the_whole_model() {
     let bench = bench(&[|_| {}]);
     let (front, back) = (library(&bench.dir.path().join("a"), 1 << 30), library(&bench.dir.path().join("b"), 1 << 30));
     bench.share(&front, 0..LAYERS / 2).await.unwrap();
     bench.share(&back, LAYERS / 2..LAYERS).await.unwrap();
     assert_eq!((front.contents(), back.contents()), (vec![bench.content], vec![bench.content]));
-    // Also what a former life fetched is given from the start.
+    // Chunks fetched by an earlier run are served from the start too.
     drop(back);
     let back = library(&bench.dir.path().join("b"), 1 << 30);
     assert_eq!(back.contents(), [bench.content]);
     let source = |library| Source {
         library,
         left: AtomicUsize::new(usize::MAX),
-        hangs: false,
-        lies: false,
+        is_silent: false,
+        corrupts: false,
         delay: Duration::ZERO,
         asked: Mutex::default(),
     };
@@ -222,38 +222,38 @@ async fn nodes_with_a_share_each_are_together_a_source_of_the_whole() {
 }
 
 #[tokio::test]
-async fn who_gives_wrong_bytes_is_not_asked_again_and_another_is() {
-    let bench = bench(&[|s| s.lies = true, |_| {}]);
+async fn a_source_of_wrong_bytes_is_excluded_and_another_is_used() {
+    let bench = bench(&[|s| s.corrupts = true, |_| {}]);
     let library = bench.fetcher();
-    let held = bench.share(&library, 0..LAYERS).await.expect("the other has it");
+    let held = bench.share(&library, 0..LAYERS).await.expect("the other source has it");
     held.file.tokenizer().expect("the right bytes");
-    let lies = bench.source(0).chunks();
-    assert!((1..=2).contains(&lies), "asked for two at once: {lies}");
+    let requests = bench.source(0).chunks();
+    assert!((1..=2).contains(&requests), "two requests in parallel: {requests}");
     let seen = library.view();
     let refused: Vec<u64> = seen.peers.iter().map(|p| p.refused).collect();
     assert_eq!(refused[0], 1, "{seen:?}");
-    // Not for this model for ten minutes, whatever else happens.
+    // It stays excluded for this model for ten minutes.
     std::fs::remove_file(library.cache.weights(bench.content)).unwrap();
-    bench.share(&library, 0..LAYERS).await.expect("from the other alone");
-    assert_eq!(bench.source(0).chunks(), lies);
+    bench.share(&library, 0..LAYERS).await.expect("from the other source alone");
+    assert_eq!(bench.source(0).chunks(), requests);
 }
 
 #[tokio::test]
-async fn wrong_bytes_are_not_kept() {
-    let bench = bench(&[|s| s.lies = true]);
-    let error = bench.share(&bench.fetcher(), 0..4).await.err().expect("lies").to_string();
+async fn wrong_bytes_are_rejected() {
+    let bench = bench(&[|s| s.corrupts = true]);
+    let error = bench.share(&bench.fetcher(), 0..4).await.err().expect("wrong bytes").to_string();
     assert!(error.contains("hash is wrong"), "{error}");
 }
 
 #[tokio::test]
-async fn a_source_that_dies_is_done_without() {
+async fn a_lost_source_is_replaced_by_another() {
     let bench = bench(&[|s| s.left = 6.into(), |s| s.delay = Duration::from_millis(1)]);
-    bench.share(&bench.fetcher(), 0..LAYERS).await.expect("from the other");
+    bench.share(&bench.fetcher(), 0..LAYERS).await.expect("from the other source");
     assert_eq!(bench.asked(), bench.chunks);
 }
 
 #[tokio::test]
-async fn the_least_recently_used_model_makes_room_and_what_is_in_use_does_not() {
+async fn the_least_recently_used_model_is_evicted_unless_it_is_in_use() {
     let bench = bench(&[|_| {}]);
     let source = &bench.source(0).library;
     let others: Vec<ContentId> =
@@ -267,49 +267,49 @@ async fn the_least_recently_used_model_makes_room_and_what_is_in_use_does_not() 
     let share = async |content: ContentId| library.share(content, "tiny", 0..20, &[peer(0)], &bench.net).await;
     let first = share(others[0]).await.expect("room for two");
     drop(share(others[1]).await.expect("room for two"));
-    let third = share(bench.content).await.expect("the second goes: it is not in use");
+    let third = share(bench.content).await.expect("the second is evicted: it is not in use");
     assert_eq!(library.contents().len(), 2);
     assert!(!library.contents().contains(&others[1]));
     let error = share(others[1]).await.err().expect("both others are in use").to_string();
     assert!(error.contains("--cache-size") && error.contains(".gguf") && error.contains("needed"), "{error}");
     drop(first);
-    share(others[1]).await.expect("now the first may go");
+    share(others[1]).await.expect("now the first can be evicted");
     assert!(!library.contents().contains(&others[0]) && library.contents().contains(&bench.content));
     assert!(library.view().cache_used <= library.view().cache_limit);
     drop(third);
 }
 
-/// Somebody cuts the file beneath a node that serves it: what is loaded goes on, nothing more is loaded from it or given to others,
-/// and nothing crashes.
+/// The file of a serving node is truncated: the loaded stage keeps working, nothing more is loaded from the file or
+/// served to peers, and nothing crashes.
 #[tokio::test]
-async fn a_file_that_was_cut_is_neither_loaded_nor_given_to_peers() {
+async fn a_truncated_file_is_neither_loaded_nor_served_to_peers() {
     let bench = bench(&[|_| {}]);
     let (library, path) = (&bench.source(0).library, bench.dir.path().join(format!("model{LAYERS}.gguf")));
-    let held = library.share(bench.content, "tiny", 0..LAYERS, &[], &bench.net).await.expect("it is here");
+    let held = library.share(bench.content, "tiny", 0..LAYERS, &[], &bench.net).await.expect("it is on disk");
     let mut stage = stage(&held).expect("loads");
     let expected = logits(&mut *stage);
     let last = WeightsRequest::Chunk(bench.chunks as u32 - 1);
     assert_eq!(library.answer(bench.content, last)[0], 1);
     std::fs::File::options().write(true).open(&path).unwrap().set_len(held.file.file_len() / 2).unwrap();
 
-    assert_eq!(logits(&mut *stage), expected, "what is loaded goes on");
+    assert_eq!(logits(&mut *stage), expected, "the loaded stage keeps working");
     let error = stage_error(&held);
     for part in ["model24.gguf", "expected", "found", "by a rename"] {
         assert!(error.contains(part), "{error}");
     }
     for _ in 0..2 {
         let again = library.share(bench.content, "tiny", 0..LAYERS, &[], &bench.net).await;
-        let error = again.err().expect("cut").to_string();
-        assert!(error.contains("changed after it was opened") && error.contains("no peer could give"), "{error}");
+        let error = again.err().expect("truncated").to_string();
+        assert!(error.contains("changed after it was opened") && error.contains("no peer could provide"), "{error}");
     }
     assert_eq!(library.contents(), []);
     for chunk in [WeightsRequest::Chunk(0), last] {
-        assert_eq!(library.answer(bench.content, chunk), [0], "also what is before the cut");
+        assert_eq!(library.answer(bench.content, chunk), [0], "even chunks before the truncation");
     }
     assert!(library.answer(bench.content, WeightsRequest::Have)[1..].iter().all(|byte| *byte == 0));
     assert!(library.add(&path).is_err());
 
-    // A sound file with the same content, and the node is a source again.
+    // With an intact file of the same content, the node is a source again.
     let beside = bench.dir.path().join("beside");
     std::fs::create_dir(&beside).unwrap();
     std::fs::rename(model(&beside, LAYERS), &path).unwrap();
@@ -318,9 +318,9 @@ async fn a_file_that_was_cut_is_neither_loaded_nor_given_to_peers() {
     assert_eq!(logits(&mut *self::stage(&library.add(&path).unwrap()).expect("loads")), expected);
 }
 
-/// With peers that have it, a node whose own file was cut fetches its share.
+/// A node whose own file was truncated fetches its share from peers that have it.
 #[tokio::test]
-async fn a_file_that_was_cut_is_made_up_for_by_peers() {
+async fn a_truncated_file_is_replaced_by_a_share_from_peers() {
     let bench = bench(&[|_| {}]);
     let own = bench.dir.path().join("own");
     std::fs::create_dir(&own).unwrap();
@@ -334,9 +334,9 @@ async fn a_file_that_was_cut_is_made_up_for_by_peers() {
     assert_eq!(library.contents(), [bench.content]);
 }
 
-/// The cache's own file: once cut, it is written again under its name, and a stage that has the old one open goes on.
+/// A truncated cache file is replaced under its name; a stage that has the old one open keeps working.
 #[tokio::test]
-async fn a_file_of_the_cache_that_was_cut_is_fetched_again() {
+async fn a_truncated_cache_file_is_fetched_again() {
     let bench = bench(&[|_| {}]);
     let library = bench.fetcher();
     let held = bench.share(&library, 0..LAYERS).await.unwrap();
@@ -350,7 +350,7 @@ async fn a_file_of_the_cache_that_was_cut_is_fetched_again() {
     let again = bench.share(&library, 0..LAYERS).await.expect("fetched again");
     assert_eq!(bench.asked(), 2 * bench.chunks);
     assert_eq!(logits(&mut *self::stage(&again).expect("loads")), expected);
-    assert_eq!(logits(&mut *stage), expected, "what was loaded before goes on");
+    assert_eq!(logits(&mut *stage), expected, "the stage loaded before keeps working");
 }
 
 fn stage(held: &Held) -> Result<Box<dyn Stage>, StageError> {
@@ -360,7 +360,7 @@ fn stage(held: &Held) -> Result<Box<dyn Stage>, StageError> {
 }
 
 fn stage_error(held: &Held) -> String {
-    stage(held).err().expect("refused").to_string()
+    stage(held).err().expect("an error").to_string()
 }
 
 fn logits(stage: &mut dyn Stage) -> String {
@@ -370,7 +370,7 @@ fn logits(stage: &mut dyn Stage) -> String {
 }
 
 #[test]
-fn a_disk_that_is_full_is_named_with_what_to_do() {
+fn a_full_disk_is_named_with_what_to_do() {
     let cause = std::io::Error::from(std::io::ErrorKind::StorageFull);
     let error = TransferError::Disk { path: "/full/x.gguf".into(), cause }.to_string();
     assert!(error.contains("/full/x.gguf") && error.contains("--cache-dir"), "{error}");

@@ -1,10 +1,9 @@
-//! The search itself, over numbers only: cuts × device order, level by level (one more stage per level).
+//! The search over numbers only: splits × device orders, level by level (one more stage per level).
 //!
-//! A state is (set of devices used, device of the last stage) with the least score for each count of layers covered.
-//! With every state kept this is the exact dynamic programme of Held and Karp, joined with the one over cuts; with only
-//! the most promising kept it is a beam search. The beam's width follows from a budget of cells visited, not from a
-//! clock, so that the same question has the same answer on every machine.
-//! Next: `../repair.rs`.
+//! A state is (set of devices used, device of the last stage), with the least score for each number of layers covered. With all
+//! states this is the exact dynamic programme of Held and Karp, combined with the one over splits; with only the most promising
+//! states it is a beam search. The beam's width follows from a budget of cells visited, not from a clock, so that the same
+//! question has the same answer on every machine. Next: `../repair.rs`.
 use alloc::{
     collections::{BTreeMap, VecDeque},
     vec,
@@ -12,28 +11,28 @@ use alloc::{
 };
 use core::ops::Range;
 
-/// What is added up or compared: the caller packs the goals into it, most important in the highest bits.
+/// What is summed or compared: the caller packs its goals into it, the most important in the highest bits.
 pub(crate) type Score = i128;
 
 /// Larger than any score: impossible.
 pub(crate) const NEVER: Score = i128::MAX / 4;
 
-/// Most devices that a search looks at: the bits of a set.
+/// Maximum number of devices in a search: the bits of a set.
 pub(crate) const DEVICES_MAX: usize = 128;
 
-/// Up to this many devices the search is exact…
+/// The search is exact up to this number of devices…
 pub(crate) const EXACT_DEVICES: usize = 10;
 
-/// …and up to this many cells (10 devices × 390 layers): 48 MB of table.
+/// …and up to this number of cells (10 devices × 390 layers): 48 MB of table.
 const EXACT_CELLS: usize = 2_000_000;
 
-/// Cells that one search may visit when it cannot be exact: 10 to 20 ms on a core of 2020.
+/// Cells that one search may visit when it is not exact: 10 to 20 ms on a CPU core of 2020.
 pub(crate) const BUDGET: u64 = 4_000_000;
 
-/// Widest beam: more finds nothing better in the random fleets of the tests.
+/// Maximum width of a beam: a wider beam finds nothing better in the random fleets of the tests.
 const WIDTH_MAX: u64 = 64;
 
-/// What one layer without a place weighs in a beam's estimate: more than any time.
+/// Weight of a layer without a place in a beam's estimate: more than any time.
 const SHORTFALL: Score = 1 << 100;
 
 /// How scores of stages and hops combine.
@@ -45,7 +44,7 @@ pub(crate) enum Rule {
     Max,
 }
 
-/// What a beam expects of the layers not yet covered.
+/// A beam's estimate for the layers not yet covered.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Guide {
     /// The unused devices are filled in order of speed.
@@ -54,25 +53,25 @@ pub(crate) enum Guide {
     Cheapest,
 }
 
-/// What a stage on one device costs.
+/// Costs of a stage on one device.
 pub(crate) struct DeviceCosts {
-    /// `before[i]`: layers `0..i`.
+    /// `before[i]`: cost of layers `0..i`.
     pub before: Vec<Score>,
-    /// Every stage.
+    /// Fixed cost of every stage.
     pub open: Score,
-    /// A stage that is first and not last, last and not first, both.
+    /// Extra cost of a stage that is first but not last (`first`), last but not first (`last`), or both (`whole`).
     pub first: Score,
     /// See `first`.
     pub last: Score,
     /// See `first`.
     pub whole: Score,
-    /// `from[j]`: the least start ≥ 1 of a stage that ends at `j` and fits; `j` if none does.
+    /// `from[j]`: the least start ≥ 1 of a stage that ends at `j` and fits; `j` if none fits.
     pub from: Vec<usize>,
-    /// The longest first stage that fits, if it is not the last: layers `0..longest_first`.
+    /// The longest first stage that fits without being last: layers `0..longest_first`.
     pub longest_first: usize,
     /// All layers fit.
     pub fits_whole: bool,
-    /// About how many layers fit.
+    /// Approximate number of layers that fit.
     pub capacity: usize,
 }
 
@@ -82,7 +81,7 @@ pub(crate) struct Problem {
     pub guide: Guide,
     pub layers: usize,
     pub devices: Vec<DeviceCosts>,
-    /// Head to first stage, last stage to head, device to device; `NEVER` where nothing gets through.
+    /// Coordinator to first stage, last stage to coordinator, device to device; `NEVER` where no link is usable.
     pub enter: Vec<Score>,
     pub leave: Vec<Score>,
     pub hops: Vec<Vec<Score>>,
@@ -97,11 +96,11 @@ pub(crate) type Placement = Vec<(usize, Range<usize>)>;
 pub(crate) struct Outcome {
     /// Score and stages (device, layers) of the best placement.
     pub best: Option<(Score, Placement)>,
-    /// The least score of a placement that uses each device (among those looked at).
+    /// The least score of a placement with each device (among the placements visited).
     pub best_with: Vec<Score>,
-    /// The most layers that any arrangement looked at covers.
+    /// The most layers that any placement visited covers.
     pub furthest: usize,
-    /// Every arrangement was considered.
+    /// Every placement was considered.
     pub exact: bool,
 }
 
@@ -115,9 +114,9 @@ struct State {
     last: usize,
     /// Least score with exactly layers `0..j` covered.
     cells: Vec<Score>,
-    /// For each cell, the state before the last stage and where that stage starts.
+    /// For each cell, the state before the last stage and the first layer of that stage.
     via: Vec<(u32, u32)>,
-    /// What a whole placement through this state is expected to score.
+    /// Estimated score of a complete placement through this state.
     rank: Score,
 }
 
@@ -128,7 +127,7 @@ struct Search<'a> {
     best: Option<(Score, usize)>,
     best_with: Vec<Score>,
     furthest: usize,
-    /// `rest[j]`: no placement adds less than this to layers `0..j`.
+    /// `rest[j]`: a lower bound of what any placement adds to layers `0..j`.
     rest: Vec<Score>,
     /// Devices by speed, for `Guide::Fill`.
     fill: Vec<Fill>,
@@ -136,7 +135,7 @@ struct Search<'a> {
     expansions: u64,
 }
 
-/// A device as the beam's estimate sees it.
+/// A device in the beam's estimate.
 struct Fill {
     device: usize,
     per_layer: Score,
@@ -188,7 +187,7 @@ impl<'a> Search<'a> {
         Outcome { best, best_with: self.best_with, furthest: self.furthest, exact: self.exact }
     }
 
-    /// The states in which `device` holds the first stage.
+    /// The state in which `device` holds the first stage.
     fn first_stage(&mut self, device: usize) -> Option<usize> {
         let (problem, costs) = (self.problem, &self.problem.devices[device]);
         let enter = problem.enter[device];
@@ -205,7 +204,7 @@ impl<'a> Search<'a> {
         self.keep(State { used: 1 << device, last: device, via: vec![(u32::MAX, 0); cells.len()], cells, rank: 0 })
     }
 
-    /// The states that follow when `device` takes the stage after any state of `group` (which all used the same devices).
+    /// The state in which `device` takes the next stage after any state of `group` (all of which used the same devices).
     fn next_stage(&mut self, group: &[usize], device: usize) -> Option<usize> {
         let cells = self.problem.layers + 1;
         let mut arrive = vec![NEVER; cells];
@@ -232,7 +231,7 @@ impl<'a> Search<'a> {
         self.keep(State { used: self.states[group[0]].used | 1 << device, last: device, cells, via, rank: 0 })
     }
 
-    /// Least sum for each end: a sliding window over starts, because what fits at an end starts at `from` or later.
+    /// Least sum for each end, with a sliding window over starts: a stage that fits an end starts at `from` or later.
     fn extend_sum(&self, arrive: &[Score], device: usize) -> (Vec<Score>, Vec<u32>) {
         let costs = &self.problem.devices[device];
         let mut cells = vec![NEVER; arrive.len()];
@@ -259,7 +258,7 @@ impl<'a> Search<'a> {
         (cells, starts)
     }
 
-    /// Least maximum for each end. A longer stage costs more, so the walk back stops once the stage alone is too slow.
+    /// Least maximum for each end. A longer stage costs more, so the backward scan stops once the stage alone is too slow.
     fn extend_max(&mut self, arrive: &[Score], device: usize) -> (Vec<Score>, Vec<u32>) {
         let costs = &self.problem.devices[device];
         let mut cells = vec![NEVER; arrive.len()];
@@ -281,7 +280,8 @@ impl<'a> Search<'a> {
         (cells, starts)
     }
 
-    /// Notes what a state completes, drops what cannot be part of something better, and stores it if it leads on.
+    /// Records what a state completes, drops cells that cannot become better than the best, and stores the state if it can be
+    /// extended.
     fn keep(&mut self, mut state: State) -> Option<usize> {
         let layers = self.problem.layers;
         let furthest = state.cells.iter().rposition(|&score| score < NEVER)?;
@@ -316,7 +316,7 @@ impl<'a> Search<'a> {
         leads_on.then_some(self.states.len() - 1)
     }
 
-    /// Cuts a beam to the width that the budget left allows for the levels left.
+    /// Truncates a beam to the width that the remaining budget allows for the remaining levels.
     fn narrow(&self, frontier: &mut Vec<usize>, levels_left: u64) {
         let each = match self.expansions {
             0 => 4 * (self.problem.layers as u64 + 1),
@@ -328,7 +328,7 @@ impl<'a> Search<'a> {
         frontier.truncate(width);
     }
 
-    /// The least expected score of a placement that begins with this state.
+    /// The least estimated score of a placement that begins with this state.
     fn rank(&self, state: &State) -> Score {
         let layers = self.problem.layers;
         let mut rank = NEVER;
@@ -363,16 +363,16 @@ impl<'a> Search<'a> {
     }
 }
 
-/// What the layers left would cost on the unused devices, for one layer, two, three…
+/// Estimated cost of the remaining layers on the unused devices, for one layer, two, three…
 struct Filler<'a> {
     search: &'a Search<'a>,
     used: u128,
     next: usize,
-    /// Of the device being filled.
+    /// Layers that still fit on the device being filled.
     room: usize,
     per_layer: Score,
     sum: Score,
-    /// For `Rule::Max`: layers per 2⁴⁰ ns, and room, of all unused devices; layers so far.
+    /// For `Rule::Max`: layers per 2⁴⁰ ns and capacity of all unused devices; layers so far.
     rate: Score,
     room_all: usize,
     count: usize,
@@ -419,7 +419,7 @@ impl<'a> Filler<'a> {
     }
 }
 
-/// For each count of layers covered, a bound from below on what the rest adds: each layer where it costs least.
+/// For each number of layers covered, a lower bound of what the rest adds: each layer where it costs least.
 fn least_rest(problem: &Problem) -> Vec<Score> {
     let least = |of: &dyn Fn(usize) -> Score| (0..problem.devices.len()).map(of).min().unwrap_or(NEVER);
     let leave = least(&|device| problem.leave[device]).min(NEVER);
@@ -435,7 +435,7 @@ fn least_rest(problem: &Problem) -> Vec<Score> {
     rest
 }
 
-/// The devices by what a layer costs there when they are full, a typical hop included.
+/// The devices by their time per layer when full, a typical hop included.
 fn fill_order(problem: &Problem) -> Vec<Fill> {
     let mut order: Vec<Fill> = (0..problem.devices.len())
         .map(|device| {
@@ -454,7 +454,7 @@ fn fill_order(problem: &Problem) -> Vec<Fill> {
 mod tests {
     use super::*;
 
-    /// A random question with `devices` devices of very different speed and room, all linked.
+    /// A random problem with `devices` devices of very different speed and capacity, all linked.
     fn question(seed: u64, devices: usize, layers: usize) -> Problem {
         let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
         let mut below = |limit: u64| {
@@ -495,7 +495,7 @@ mod tests {
         }
     }
 
-    /// Scores (exact, beam) over many seeds where there is a placement at all.
+    /// Scores (exact, beam) over many seeds, where a placement exists.
     fn compare(rule: Rule, budget: u64) -> Vec<(Score, Score)> {
         let mut pairs = Vec::new();
         for seed in 0..200 {

@@ -1,12 +1,12 @@
-//! Who stands by for tiles, and what the loss of one costs.
+//! Assignment of standbys to tiles, and the predicted cost of losing a tile.
 use super::{Block, GridPlan, GridWork, bytes_of, halo_bits, tile_bytes};
 use crate::fleet::{DeviceId, Fleet, Link};
 use alloc::vec::Vec;
 use serde::{Deserialize, Serialize};
 
-/// Predicted nanoseconds from the loss of a tile's node being noticed to the next step: to agree on the next placement, and for
-/// a warm standby, which has a snapshot every so many nanoseconds, to make the steps since then again. On average that is half
-/// of what lies between two snapshots; what is made again waits for nobody.
+/// Predicted nanoseconds from the detected loss of a tile's node to the next step: agreeing on the next placement, and for a
+/// warm standby, with a snapshot every `snapshot_every_ns`, copying the snapshot and replaying the steps since then. On average
+/// these are half of the steps between two snapshots; the replay waits for no other tile.
 pub fn takeover_ns(work: &GridWork, plan: &GridPlan, tile: usize, snapshot_every_ns: Option<u64>) -> u64 {
     let again = plan.tiles.get(tile).zip(snapshot_every_ns).map_or(0, |(tile, every)| {
         let steps = every / 2 / plan.step_ns.max(1);
@@ -16,24 +16,24 @@ pub fn takeover_ns(work: &GridWork, plan: &GridPlan, tile: usize, snapshot_every
     AGREE_NS.saturating_add(again)
 }
 
-/// For an epoch to be agreed on, on a local network: 10 to 50 ms were measured.
+/// Time to agree on an epoch on a local network: 10 to 50 ms were measured.
 const AGREE_NS: u64 = 30_000_000;
-/// A snapshot is copied into place at this pace at least, within a machine's memory.
+/// Minimum rate at which a snapshot is copied into place, within a machine's memory.
 const COPY_BYTES_PER_SECOND: u128 = 2_000_000_000;
 
-/// A node that stands by for a tile.
+/// The standby of a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TileStandby {
-    /// For which tile.
+    /// The tile.
     pub tile: u16,
-    /// Who.
+    /// The standby's device.
     pub device: DeviceId,
-    /// Nanoseconds from one snapshot of a warm standby to the next.
+    /// Nanoseconds between two snapshots of a warm standby.
     pub snapshot_every_ns: u64,
 }
 
-/// Nanoseconds from one snapshot of a tile to the next: fetching them takes a tenth of what the link carries, or up to a quarter
-/// where that keeps what is made again short beside what it takes to agree.
+/// Nanoseconds between two snapshots of a tile: fetching them takes a tenth of the link's bandwidth, or up to a quarter if that
+/// keeps the replay short relative to the time to agree on an epoch.
 pub(super) fn snapshot_every_ns(work: &GridWork, block: &Block, link: &Link) -> u64 {
     let cells = u128::from(block.cells()) * u128::from(work.cell_bits) / 8;
     let fetched = cells * 1_000_000_000 / u128::from(link.bytes_per_second.max(1));
@@ -44,7 +44,7 @@ pub(super) fn snapshot_every_ns(work: &GridWork, block: &Block, link: &Link) -> 
     u64::try_from(every).unwrap_or(u64::MAX).clamp(least, SNAPSHOT_MOST_NS)
 }
 
-/// Nanoseconds in which a tile's neighbours send it so many bytes of halos: what they keep must reach back to a snapshot.
+/// Nanoseconds in which a tile's neighbours send it `bytes` of halos: the halos that they retain must reach back to a snapshot.
 pub fn halos_last_ns(work: &GridWork, block: &Block, depth: u32, step_ns: u64, bytes: u64) -> u64 {
     let scratchless = GridWork { state_bits: halo_bits(work, depth), scratch_bytes: 0, ..work.clone() };
     let halo = tile_bytes(&scratchless, block, depth).saturating_sub(bytes_of(block.cells(), scratchless.state_bits));
@@ -52,19 +52,20 @@ pub fn halos_last_ns(work: &GridWork, block: &Block, depth: u32, step_ns: u64, b
     u64::try_from(cycles * u128::from(depth) * u128::from(step_ns)).unwrap_or(u64::MAX)
 }
 
-/// More often is not noticed: agreeing on who goes on takes longer than what is made again.
+/// Shorter intervals gain nothing: agreeing on a placement takes longer than the replay.
 const SNAPSHOT_LEAST_NS: u64 = 200_000_000;
-/// A quarter of a link is not taken for more than this.
+/// Longest interval for which fetching may use more than a tenth of the link.
 const SNAPSHOT_QUICK_NS: u64 = 250_000_000;
-/// A snapshot is copied within the owner's memory too, which costs steps: a fiftieth of the time, but once a second it may.
+/// The owner copies a snapshot within its memory too, which delays steps: at most a fiftieth of the time, but once per second
+/// is always allowed.
 const SNAPSHOT_COPIED_NS: u64 = 1_000_000_000;
-/// What is made again takes as long as it did.
+/// Longest interval: a replay takes as long as the steps took at first.
 const SNAPSHOT_MOST_NS: u64 = 30_000_000_000;
 
-/// Who stands by for which tile: for each that has none yet (`kept`) the node, other than its owner, that has the memory, on
-/// another machine where there is one, then in another zone (or an unknown one), with the fewest tiles to look after, the fastest of these. Where only its owner is left
-/// for a tile, somebody who was chosen for another one changes over, at worst one of `kept`. `fleet` is the mesh as it would be if nobody held anything
-/// of the job.
+/// Assigns a standby to each tile without one in `kept`: a node other than the owner, with enough memory and the same
+/// numerics. Prefers another machine, then another zone (or an unknown one), then the fewest tiles, then the highest bandwidth.
+/// If only its owner is left for a tile, another tile's standby is reassigned to it, at worst one of `kept`. `fleet` is the
+/// mesh as if no node held any part of the job.
 pub fn standbys(
     work: &GridWork,
     owners: &[(DeviceId, Block)],
@@ -72,27 +73,27 @@ pub fn standbys(
     fleet: &Fleet,
     kept: &[(u16, DeviceId)],
 ) -> Vec<TileStandby> {
-    let guards = Guards { work, owners, depth, fleet };
+    let assignment = Assignment { work, owners, depth, fleet };
     let mut chosen: Vec<(u16, DeviceId)> = kept.to_vec();
     let mut left = Vec::new();
     for tile in (0..owners.len() as u16).filter(|tile| kept.iter().all(|(of, _)| of != tile)) {
-        match guards.best(tile, &chosen) {
+        match assignment.best(tile, &chosen) {
             Some(device) => chosen.push((tile, device)),
             None => left.push(tile),
         }
     }
     for tile in left {
-        // Those that have nothing yet rather than those that have.
+        // New assignments are tried before those of `kept`.
         let changed = (0..chosen.len()).rev().find_map(|at| {
             let mut others = chosen.clone();
             let (other, device) = others.remove(at);
-            others.push((tile, guards.allows(tile, device, &others).then_some(device)?));
-            others.push((other, guards.best(other, &others)?));
+            others.push((tile, assignment.allows(tile, device, &others).then_some(device)?));
+            others.push((other, assignment.best(other, &others)?));
             Some(others)
         });
         chosen = changed.unwrap_or(chosen);
     }
-    chosen.retain(|guard| !kept.contains(guard));
+    chosen.retain(|standby| !kept.contains(standby));
     chosen.sort_unstable();
     let found = chosen.into_iter().map(|(tile, device)| {
         let (owner, block) = &owners[usize::from(tile)];
@@ -102,15 +103,15 @@ pub fn standbys(
     found.collect()
 }
 
-struct Guards<'a> {
+struct Assignment<'a> {
     work: &'a GridWork,
     owners: &'a [(DeviceId, Block)],
     depth: u32,
     fleet: &'a Fleet,
 }
 
-impl Guards<'_> {
-    /// The best of those who may, where these are chosen already.
+impl Assignment<'_> {
+    /// The best device that may be the tile's standby, given the assignments so far.
     fn best(&self, tile: u16, chosen: &[(u16, DeviceId)]) -> Option<DeviceId> {
         let owner = self.owners[usize::from(tile)].0;
         let owner = self.fleet.device(owner);
@@ -127,16 +128,16 @@ impl Guards<'_> {
         best.map(|device| device.id)
     }
 
-    /// Whether a device may stand by for a tile, and has the room beside what it has of the job.
+    /// Whether a device may be the standby of a tile and has memory for it besides its other tiles of the job.
     fn allows(&self, tile: u16, device: DeviceId, chosen: &[(u16, DeviceId)]) -> bool {
         let (owner, block) = &self.owners[usize::from(tile)];
         let Some(device) = self.fleet.device(device) else { return false };
         let bytes = |block: &Block| tile_bytes(self.work, block, self.depth);
         let owned = self.owners.iter().filter(|(owner, _)| *owner == device.id).map(|(_, block)| block);
-        let guarded = chosen.iter().filter(|(_, by)| *by == device.id);
-        let guarded = guarded.filter_map(|(of, _)| self.owners.get(usize::from(*of))).map(|(_, block)| block);
-        // The fleet is as it would be without the job.
-        let taken = owned.chain(guarded).map(bytes).fold(0, u64::saturating_add);
+        let assigned = chosen.iter().filter(|(_, by)| *by == device.id);
+        let assigned = assigned.filter_map(|(of, _)| self.owners.get(usize::from(*of))).map(|(_, block)| block);
+        // The fleet's memory is as it would be without the job.
+        let taken = owned.chain(assigned).map(bytes).fold(0, u64::saturating_add);
         let room = device.memory.saturating_sub(taken);
         let same = self.fleet.device(*owner).map(|owner| owner.numerics) == Some(device.numerics);
         !device.excluded && device.id != *owner && same && device.copy_bytes_per_second > 0 && room >= bytes(block)

@@ -1,30 +1,30 @@
-//! A question to the planner of grids: what is to be cut, for whom, and what is known of them by now.
-use super::{Block, GridError, GridPlan, GridWork, Hand, Planner, cut, hands, validate};
+//! Questions about partitioning a grid: the work, the fleet, and the rates measured so far.
+use super::{Block, Candidate, GridError, GridPlan, GridWork, Planner, candidates, cut, validate};
 use crate::fleet::{Device, DeviceId, Fleet};
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 
-/// How a grid is to be cut.
+/// A question about partitioning a grid.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GridQuestion {
     /// The simulation.
     pub work: GridWork,
-    /// The machines and links as measured.
+    /// The measured machines and links.
     pub fleet: Fleet,
-    /// What the rule has shown of the machines.
+    /// Rates measured with the simulation's rule.
     pub paces: Paces,
-    /// Steps between two exchanges, as asked for; chosen where it is not.
+    /// Requested steps between two exchanges; `None`: the planner chooses.
     pub depth: Option<u32>,
-    /// The cut as it is, and its depth, where it is to be compared with.
+    /// The present partition and its depth, to compare the answer with.
     pub present: Option<(Vec<(DeviceId, Block)>, u32)>,
 }
 
-/// What devices reach with a rule, in thousandths of what is predicted by their memory bandwidth.
+/// Rates that devices reach with a rule, in thousandths of the rate predicted from their memory bandwidth.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Paces {
-    /// Measured while they computed it.
+    /// Devices measured while they computed the rule.
     pub measured: Vec<(DeviceId, u32)>,
-    /// All others.
+    /// The rate assumed for all other devices.
     pub others: u32,
 }
 
@@ -39,36 +39,36 @@ impl Paces {
     /// As fast as predicted.
     pub const AS_PREDICTED: u32 = 1000;
 
-    /// That of a device.
+    /// The rate of a device.
     pub fn of(&self, device: DeviceId) -> u32 {
         self.measured.iter().find(|(id, _)| *id == device).map_or(self.others, |&(_, pace)| pace)
     }
 }
 
 impl GridQuestion {
-    /// The best cut there is. Where there is one to compare with, the plan says what that takes.
+    /// The best partition. If the question names a present partition, the plan includes its predicted time.
     ///
     /// # Errors
-    /// A grid that is not sound, that fits nowhere, or a depth that is deeper than a tile.
+    /// The grid is invalid or does not fit, or the depth exceeds a tile.
     pub fn answer(&self) -> Result<GridPlan, GridError> {
         let mut plan = cut(&self.work, &self.fleet, &self.paces, self.depth)?;
         plan.before_ns = self.present.as_ref().and_then(|(tiles, depth)| self.predict(tiles, *depth));
         Ok(plan)
     }
 
-    /// Predicted nanoseconds per step of tiles where they are; none if one of the devices is gone.
+    /// Predicted nanoseconds per step of a present partition; `None` if one of its devices is gone.
     fn predict(&self, tiles: &[(DeviceId, Block)], depth: u32) -> Option<u64> {
         validate(&self.work).ok()?;
-        // Whoever has a tile has the room, and goes on with it while it takes no new work.
+        // The owner of a tile has the memory for it, and keeps the tile while it takes no new work.
         let mut fleet = self.fleet.clone();
         fleet.devices.iter_mut().for_each(|device| (device.memory, device.excluded) = (u64::MAX, false));
-        let hands = hands(&self.work, &fleet, &self.paces);
-        let hand = |id: &DeviceId| hands.iter().find(|hand| hand.device.id == *id);
-        let owners: Option<Vec<&Hand<'_>>> = tiles.iter().map(|(id, _)| hand(id)).collect();
+        let candidates = candidates(&self.work, &fleet, &self.paces);
+        let candidate = |id: &DeviceId| candidates.iter().find(|candidate| candidate.device.id == *id);
+        let owners: Option<Vec<&Candidate<'_>>> = tiles.iter().map(|(id, _)| candidate(id)).collect();
         let blocks: Vec<Block> = tiles.iter().map(|(_, block)| *block).collect();
         let planner = Planner { work: &self.work, fleet: &fleet, depth: Some(depth) };
         let plan = planner.charge(&owners?, &blocks, depth.max(1)).ok()?;
-        // Who has taken over for another computes one tile after the other.
+        // An owner that took over further tiles computes its tiles one after the other.
         let mut spent: BTreeMap<DeviceId, u64> = BTreeMap::new();
         for tile in &plan.tiles {
             let spent = spent.entry(tile.device).or_default();
@@ -78,10 +78,10 @@ impl GridQuestion {
     }
 }
 
-/// Cells a second of each device, in their order.
+/// Cells per second of each device, in their order.
 ///
-/// What differs between devices of one machine and one arithmetic is mostly when they were measured: those that are close to
-/// each other are taken for equal, as far as the rule itself has not shown what they are.
+/// Measured speeds of devices in one machine with the same numerics differ mostly by when they were measured. Similar ones are
+/// averaged, and the rates measured with the rule apply on top.
 pub(super) fn speeds(work: &GridWork, devices: &[Device], paces: &Paces) -> Vec<u64> {
     let mut alike: BTreeMap<(u64, u64), Vec<u64>> = BTreeMap::new();
     for device in devices.iter().filter(|device| device.copy_bytes_per_second > 0) {

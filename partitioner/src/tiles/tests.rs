@@ -1,4 +1,4 @@
-//! Cuts of random grids on random fleets, and halo depths against figures worked out by hand.
+//! Partitions of random grids on random fleets, and halo depths compared with figures worked out by hand.
 use super::guards::snapshot_every_ns;
 use super::*;
 use crate::fleet::Link;
@@ -60,7 +60,7 @@ impl Draw {
 }
 
 #[test]
-fn every_cut_covers_the_grid_once_within_memory_and_on_the_grain() {
+fn every_partition_covers_the_grid_once_within_memory_and_aligned() {
     let mut draw = Draw(1);
     let mut several = 0;
     for seed in 0..400 {
@@ -100,7 +100,7 @@ fn every_cut_covers_the_grid_once_within_memory_and_on_the_grain() {
             "seed {seed}: the same question, the same answer"
         );
     }
-    assert!(several > 100, "{several} of 400 were cut");
+    assert!(several > 100, "{several} of 400 were split");
 }
 
 #[test]
@@ -110,15 +110,15 @@ fn tiles_are_as_large_as_their_machines_are_fast() {
     let cells: Vec<u64> = plan.tiles().iter().map(|tile| tile.block.cells()).collect();
     assert_eq!(cells, vec![2048 * 1024, 2048 * 3072]);
     let [a, b] = plan.tiles() else { panic!("two tiles") };
-    assert!(a.compute_ns.abs_diff(b.compute_ns) * 100 < a.compute_ns, "both take the same time");
-    // Measured with the rule itself, the first one turns out to be the faster.
+    assert!(a.compute_ns.abs_diff(b.compute_ns) * 100 < a.compute_ns, "equal times");
+    // Measured with the rule itself, the first device is the faster one.
     let measured = vec![(DeviceId([1; 16]), 900), (DeviceId([2; 16]), 100)];
     let plan = cut(&d2q9(2048, 4096), &fleet, &Paces { measured, others: 500 }, None).unwrap();
     assert_eq!(plan.tiles()[0].block.cells(), 2048 * 3072);
 }
 
 #[test]
-fn a_machine_that_does_not_help_is_left_out() {
+fn a_machine_that_does_not_help_is_not_used() {
     let mut slow = device(2, 1, 8 << 30);
     slow.step_ns = 50_000_000;
     let fleet = fleet(vec![device(1, 30, 8 << 30), slow], 1, 100_000_000);
@@ -139,32 +139,32 @@ fn memory_comes_before_speed() {
     assert!(matches!(cut(&work, &none, &Paces::default(), None), Err(GridError::Memory { .. })));
 }
 
-/// The wide-area rows of the field's own arithmetic: 20 ms one way and 1 Gbit/s between machines of 20 GB/s.
+/// A wide-area case: 20 ms one way and 1 Gbit/s between machines of 20 GB/s.
 #[test]
 fn the_halo_is_as_deep_as_the_network_needs() {
     let wan = |width, height| {
         let pair = vec![device(1, 20, 64 << 30), device(2, 20, 64 << 30)];
         cut(&d2q9(width, height), &fleet(pair, 40, 125_000_000), &Paces::default(), None).unwrap()
     };
-    // A tile of 1024²: 3.8 ms a step. 20 ms of way over 3.8 less 0.2 ms of wire: six or seven steps.
+    // A tile of 1024²: 3.8 ms per step. 20 ms of latency over 3.8 ms less 0.2 ms of transfer: six or seven steps.
     let plan = wan(1024, 2048);
     assert!((6..=9).contains(&plan.depth()), "{}", plan.depth());
     assert!(plan.busy_percent() >= 97, "{}", plan.busy_percent());
-    // A tile of 4096²: 60 ms a step hide the way by themselves.
+    // A tile of 4096²: steps of 60 ms hide the latency without a deeper halo.
     assert_eq!(wan(4096, 8192).depth(), 1);
-    // On a fast network nobody computes anything twice.
+    // On a fast network no cells are computed twice.
     let pair = vec![device(1, 20, 64 << 30), device(2, 20, 64 << 30)];
     let near = cut(&d2q9(1024, 2048), &fleet(pair, 0, 10_000_000_000), &Paces::default(), None).unwrap();
     assert_eq!(near.depth(), 1);
 }
 
 #[test]
-fn a_depth_that_does_not_fit_is_refused_with_the_one_that_does() {
+fn a_depth_that_does_not_fit_is_rejected_with_the_maximum() {
     let pair = vec![device(1, 20, 64 << 30), device(2, 20, 64 << 30)];
     let fleet = fleet(pair, 0, 1_000_000_000_000);
     let work = GridWork { periodic: [false; 3], ..d2q9(4096, 20) };
     assert_eq!(cut(&work, &fleet, &Paces::default(), Some(3)).unwrap().depth(), 3);
-    // Alone, a tile has no halo at all, so any depth "fits"; but a depth of none does not.
+    // A single tile has no halo, so any depth "fits"; but depth 0 does not.
     assert!(matches!(cut(&work, &fleet, &Paces::default(), Some(0)), Err(GridError::Depth { .. })));
     let flat = GridWork { size: [64, 20, 1], ..work };
     let plan = cut(&flat, &fleet, &Paces::default(), Some(10));
@@ -172,7 +172,7 @@ fn a_depth_that_does_not_fit_is_refused_with_the_one_that_does() {
 }
 
 #[test]
-fn nonsense_is_refused_by_name() {
+fn invalid_grids_are_rejected_by_name() {
     let fleet = fleet(vec![device(1, 20, 64 << 30)], 0, 1_000_000_000);
     for work in [
         GridWork { size: [0, 1, 1], ..d2q9(1, 1) },
@@ -182,13 +182,13 @@ fn nonsense_is_refused_by_name() {
     ] {
         assert!(matches!(cut(&work, &fleet, &Paces::default(), None), Err(GridError::Invalid(_))), "{work:?}");
     }
-    let nobody = Fleet { devices: vec![], ..fleet };
-    assert_eq!(cut(&d2q9(64, 64), &nobody, &Paces::default(), None), Err(GridError::NoDevices));
+    let empty = Fleet { devices: vec![], ..fleet };
+    assert_eq!(cut(&d2q9(64, 64), &empty, &Paces::default(), None), Err(GridError::NoDevices));
 }
 
 #[test]
 fn links_are_mirrored_and_cover_the_halo() {
-    // A k-d cut: one tile has the whole of a periodic axis, two share the rest.
+    // A k-d partition: one tile spans a periodic axis, two tiles share the rest.
     let block = |from: [u64; 3], to: [u64; 3]| Block { from, to };
     let blocks = [block([0, 0, 0], [128, 40, 1]), block([0, 40, 0], [64, 100, 1]), block([64, 40, 0], [128, 100, 1])];
     let (size, periodic, reach) = ([128, 100, 1], [true, true, false], 3);
@@ -203,7 +203,7 @@ fn links_are_mirrored_and_cover_the_halo() {
             };
             assert!(all[usize::from(link.peer)].contains(&mirror), "{me}: {link:?}");
         }
-        // Every cell of the halo is in exactly one displaced neighbour.
+        // Every cell of the halo is in exactly one shifted neighbour.
         let b = &blocks[me];
         let ring = |axis: usize| if b.extent(axis) < size[axis] { reach as i64 } else { 0 };
         for y in b.from[1] as i64 - ring(1)..b.to[1] as i64 + ring(1) {
@@ -221,13 +221,13 @@ fn links_are_mirrored_and_cover_the_halo() {
             }
         }
     }
-    assert!(all[0].iter().any(|link| link.gives && !link.takes), "a tile that wraps gives what it does not take");
+    assert!(all[0].iter().any(|link| link.gives && !link.takes), "a tile that wraps gives without taking");
 }
 
 #[test]
-fn tiles_and_their_standbys_are_of_one_arithmetic() {
+fn tiles_and_their_standbys_have_the_same_numerics() {
     let mut devices: Vec<Device> = (1..=6).map(|id| device(id, 20, 8 << 30)).collect();
-    // Three that compute otherwise, and faster.
+    // Three devices with other numerics, and faster.
     for odd in &mut devices[3..] {
         (odd.numerics, odd.copy_bytes_per_second) = (9, 60_000_000_000);
     }
@@ -236,9 +236,9 @@ fn tiles_and_their_standbys_are_of_one_arithmetic() {
     let kind = |id: DeviceId| fleet.device(id).unwrap().numerics;
     assert!(plan.tiles().len() > 1 && plan.tiles().iter().all(|tile| kind(tile.device) == 9), "{plan:?}");
     let owners: Vec<_> = plan.tiles().iter().map(|tile| (tile.device, tile.block)).collect();
-    let guards = standbys(&work, &owners, plan.depth(), &fleet, &[]);
-    assert_eq!(guards.len(), owners.len());
-    for TileStandby { tile, device, snapshot_every_ns } in guards {
+    let found = standbys(&work, &owners, plan.depth(), &fleet, &[]);
+    assert_eq!(found.len(), owners.len());
+    for TileStandby { tile, device, snapshot_every_ns } in found {
         assert!(kind(device) == 9 && device != owners[usize::from(tile)].0);
         assert!((1_000_000_000..=30_000_000_000).contains(&snapshot_every_ns));
     }
@@ -254,54 +254,54 @@ fn snapshots_take_a_tenth_of_the_link() {
     assert!(gigabit.abs_diff(24_159_191_040) < 10, "{gigabit}");
     assert_eq!(every(100_000_000_000), 1_000_000_000);
     assert_eq!(every(0), 30_000_000_000);
-    // A small tile's takes a fifth: 6 MB every quarter of a second.
+    // A small tile may use a fifth: 6 MB every quarter of a second.
     let small = Block { from: [0; 3], to: [416, 416, 1] };
     let link = Link { rtt_ns: 1_000_000, bytes_per_second: 125_000_000 };
     assert_eq!(snapshot_every_ns(&work, &small, &link), 250_000_000);
 }
 
 #[test]
-fn kept_halos_reach_back_for_as_long_as_they_are_many() {
-    // Two rows of 8192 cells above and below, twelve bytes of each a step, every 2 ms.
+fn retained_halos_reach_back_in_proportion_to_their_bytes() {
+    // Two rows of 8192 cells above and below, twelve bytes each per step, every 2 ms.
     let work = d2q9(8192, 8192);
     let block = Block { from: [0, 2048, 0], to: [8192, 4096, 1] };
     let last = halos_last_ns(&work, &block, 1, 2_000_000, 256 << 20);
     assert_eq!(last, (256 << 20) / (2 * 8192 * 12) * 2_000_000);
-    // A tile that has no neighbours is sent nothing.
+    // A tile without neighbours receives no halo.
     let whole = Block { from: [0; 3], to: [8192, 8192, 1] };
     assert_eq!(halos_last_ns(&work, &whole, 1, u64::MAX, 256 << 20), u64::MAX);
 }
 
 #[test]
-fn a_warm_standby_makes_half_of_what_lies_between_snapshots_again() {
+fn a_warm_standby_replays_half_of_the_steps_between_snapshots() {
     let fleet = fleet(vec![device(1, 20, 8 << 30)], 0, 1 << 30);
     let work = d2q9(2048, 2048);
     let plan = cut(&work, &fleet, &Paces::default(), None).unwrap();
     let hot = takeover_ns(&work, &plan, 0, None);
     let warm = takeover_ns(&work, &plan, 0, Some(4_000_000_000));
-    // Alone, the mesh is no faster than the tile: two seconds are made again in two, and the copy.
+    // A single tile is as fast as the mesh: replaying two seconds takes two seconds, plus the copy.
     let copy = tile_bytes(&work, &plan.tiles()[0].block, 1) / 2;
     let expected = hot + 2_000_000_000 + copy;
     assert!(warm.abs_diff(expected) < expected / 50, "{warm}, expected {expected}");
 }
 
 #[test]
-fn halos_are_as_deep_as_passes_where_machines_make_several_steps_in_one() {
+fn the_halo_depth_follows_the_steps_per_pass() {
     let work = GridWork { pass_steps: 8, ..d2q9(2048, 2048) };
     let planned = |count: u8, pass_steps: u32| {
         let devices = (1..=count).map(|id| Device { pass_steps, ..device(id, 25, 1 << 34) }).collect();
-        // A network that costs nothing: only what a pass saves asks for a deeper halo.
+        // A network that costs nothing: only the saving of a pass makes a deeper halo worthwhile.
         cut(&work, &fleet(devices, 0, 5_000_000_000), &Paces::default(), None).unwrap()
     };
     let ratio = |count: u8| planned(count, 8).step_ns() as f64 / planned(count, 1).step_ns() as f64;
     assert_eq!((planned(2, 1).depth(), planned(2, 8).depth()), (1, 8));
     assert!((0.55..0.60).contains(&ratio(2)), "{}", ratio(2));
-    // Alone there are no halos, and passes are as long as they can be.
+    // A single tile has no halo, and its passes have the maximum length.
     assert!((ratio(1) - 9.0 / 16.0).abs() < 1e-3, "{}", ratio(1));
 }
 
 #[test]
-fn what_one_machine_is_measured_at_at_two_moments_is_one_speed() {
+fn similar_speeds_measured_on_one_machine_are_averaged() {
     let of_machine = |id, gigabytes, machine| {
         let mut device = device(id, gigabytes, 8 << 30);
         device.machine = machine;
@@ -313,17 +313,17 @@ fn what_one_machine_is_measured_at_at_two_moments_is_one_speed() {
     };
     let paces = Paces::default();
     assert_eq!(rows(vec![of_machine(1, 12, 5), of_machine(2, 15, 5)], &paces), [1024, 1024]);
-    // Other machines, or too far apart to be the same, are as they were measured.
+    // Other machines, or speeds too far apart, stay as measured.
     assert_eq!(rows(vec![of_machine(1, 10, 5), of_machine(2, 15, 6)], &paces), [819, 1229]);
     assert_eq!(rows(vec![of_machine(1, 10, 5), of_machine(2, 30, 5)], &paces), [512, 1536]);
-    // Once the rule has been measured on them, that counts.
+    // Once rates are measured with the rule, they apply.
     let measured = vec![(DeviceId([1; 16]), 1000), (DeviceId([2; 16]), 1600)];
     let paces = Paces { measured, others: 1300 };
     assert_eq!(rows(vec![of_machine(1, 12, 5), of_machine(2, 15, 5)], &paces), [788, 1260]);
 }
 
 #[test]
-fn a_cut_is_compared_with_a_better_one() {
+fn a_partition_is_compared_with_a_better_one() {
     let fleet = fleet(vec![device(1, 20, 8 << 30), device(2, 20, 8 << 30)], 0, 10_000_000_000);
     let question = |measured: Vec<(DeviceId, u32)>, present| GridQuestion {
         work: d2q9(2048, 2048),
@@ -338,12 +338,12 @@ fn a_cut_is_compared_with_a_better_one() {
     let present = Some((owners.clone(), even.depth()));
     let same = question(Vec::new(), present.clone()).answer().unwrap();
     assert_eq!(same.before_ns(), Some(same.step_ns()), "compared with itself");
-    // One turns out to be half as fast: two thirds of the time are enough.
+    // One device turns out to be half as fast: the better partition takes two thirds of the time.
     let slow = vec![(owners[0].0, 500), (owners[1].0, 1000)];
     let better = question(slow, present).answer().unwrap();
     let (before, after) = (better.before_ns().unwrap(), better.step_ns());
     assert!((after * 3).abs_diff(before * 2) < before / 20, "{before} and {after}");
-    // Who has both takes twice as long.
+    // An owner of both tiles takes twice as long.
     let both = owners.iter().map(|(_, block)| (owners[0].0, *block)).collect();
     let shared = question(Vec::new(), Some((both, even.depth()))).answer().unwrap();
     assert!(shared.before_ns().unwrap().abs_diff(2 * even.step_ns()) < even.step_ns() / 10, "{shared:?}");
@@ -352,15 +352,15 @@ fn a_cut_is_compared_with_a_better_one() {
     assert_eq!(question(Vec::new(), Some((gone, 1))).answer().unwrap().before_ns(), None);
 }
 
-/// Each of four has room for one tile beside its own: in whatever order they are taken, nobody may be left with the one that is
-/// its own.
+/// Each of four nodes has memory for one tile besides its own: in whatever order the tiles are assigned, no node may be left
+/// with only its own tile to choose.
 #[test]
-fn each_tile_has_a_standby_where_there_is_room_for_all() {
+fn each_tile_has_a_standby_if_memory_allows() {
     let work = d2q9(832, 832);
     let whole = Block { from: [0; 3], to: work.size };
     let tile = tile_bytes(&work, &Block { to: [832, 208, 1], ..whole }, 8);
     for order in 0..256u64 {
-        // Speeds decide who is asked first.
+        // The speeds decide the order of preference.
         let speed = |id: u64| 10 + (order >> (2 * id) & 3);
         let devices = (0..4).map(|id| device(id as u8 + 1, speed(id), tile * 26 / 9)).collect();
         let fleet = fleet(devices, 0, 10_000_000_000);
@@ -371,9 +371,9 @@ fn each_tile_has_a_standby_where_there_is_room_for_all() {
         let found = standbys(&work, &owners, 8, &fleet, &[]);
         assert_eq!(found.len(), 4, "{order}: {found:?}");
         let devices: BTreeSet<DeviceId> = found.iter().map(|standby| standby.device).collect();
-        assert_eq!(devices.len(), 4, "{order}: each has room for one");
+        assert_eq!(devices.len(), 4, "{order}: each has memory for one");
         assert!(found.iter().all(|standby| standby.device != owners[usize::from(standby.tile)].0));
-        // Three that guard each other's leave the fourth with its own: one of them changes over.
+        // Three nodes that are each other's standbys leave the fourth tile to its own owner: one assignment must change.
         let kept = [0, 1, 2].map(|tile: u8| (u16::from(tile), DeviceId([(tile + 1) % 3 + 1; 16])));
         let found = standbys(&work, &owners, 8, &fleet, &kept);
         let [changed, last] = found[..] else { panic!("{found:?}") };
@@ -383,7 +383,7 @@ fn each_tile_has_a_standby_where_there_is_room_for_all() {
 }
 
 #[test]
-fn standbys_of_tiles_stand_in_another_zone_where_there_is_room() {
+fn standbys_of_tiles_are_in_another_zone_if_memory_allows() {
     let work = d2q9(2048, 2048);
     let zones = ["attic", "attic", "cellar", "cellar", ""];
     for count in 2..=5 {

@@ -1,17 +1,17 @@
-//! Random small fleets and jobs from a seed, for the tests of the planner.
+//! Random small fleets and jobs from a seed, for the planner's tests.
 use partitioner::{Device, DeviceId, Fleet, Goal, Layer, Link, Options, Work};
 use std::collections::BTreeMap;
 
-/// A xorshift generator: enough for tests, the same everywhere.
+/// A xorshift generator: sufficient for tests, and the same on every machine.
 pub(crate) struct Random(u64);
 
 impl Random {
-    /// A stream of its own for each seed.
+    /// An independent stream for each seed.
     pub(crate) fn new(seed: u64) -> Self {
         Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
-    /// A stream beside this one, which stays as it is.
+    /// A separate stream; this one is unchanged.
     fn aside(&self) -> Self {
         Self::new(self.0)
     }
@@ -55,7 +55,7 @@ pub(crate) fn work(random: &mut Random, layers: usize) -> Work {
     }
 }
 
-/// Devices of very different sizes and speeds; some excluded, some unmeasured, some links dead.
+/// Devices of very different sizes and speeds; some excluded, some unmeasured, some links unusable.
 pub(crate) fn fleet(random: &mut Random, devices: usize) -> Fleet {
     let mut layers = random.aside();
     let mut device = |random: &mut Random, n: usize| Device {
@@ -92,7 +92,7 @@ pub(crate) fn fleet(random: &mut Random, devices: usize) -> Fleet {
     Fleet { devices: list, links, default_link: link(random) }
 }
 
-/// Options whose head is device 0.
+/// Options with device 0 as coordinator.
 pub(crate) fn options(goal: Goal) -> Options {
     Options { goal, head: id(0), losses: false }
 }

@@ -1,4 +1,4 @@
-//! A simulation of a case, as data: how large it is, how it is guarded, and what becomes of it.
+//! A simulation of a case as data: size, schedule, standby tier and cancellation.
 use crate::grids;
 use crate::units;
 use node_core::id::JobId;
@@ -8,49 +8,49 @@ use partitioner::Tier;
 use partitioner::tiles::GridWork;
 use serde::{Deserialize, Serialize};
 
-/// One simulation. Its cells are 64-bit numbers under the rule of `grids.rs`, of which each takes a host 0.4 ms a step.
+/// One simulation. Its cells are 64-bit numbers under the rule of `grids.rs`; a host takes 0.4 ms per cell and step.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Simulation {
     /// When it is submitted.
     #[serde(with = "units::moment")]
     pub at: Instant,
-    /// At which host: its first coordinator.
+    /// The host that receives it, its first coordinator.
     pub host: u32,
     /// Cells along x, y and z.
     pub size: [u64; 3],
-    /// Axes whose ends meet.
+    /// Periodic axes.
     pub periodic: [bool; 3],
-    /// Steps in all.
+    /// Number of steps.
     pub steps: u32,
-    /// How its tiles are guarded.
+    /// Standby tier of its tiles.
     pub tier: Guarded,
-    /// Steps between exchanges; the planner chooses where it is not given.
+    /// Halo depth: steps between halo exchanges. The planner chooses it if it is absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub depth: Option<u32>,
-    /// Steps from one checkpoint to the next.
+    /// Checkpoint interval in steps; no checkpoints if absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub checkpoint_every: Option<u32>,
-    /// Steps from one report to the next.
+    /// Report interval in steps.
     pub report_every: u32,
-    /// Steps from one frame of each output to the next.
+    /// Frame interval of each output in steps.
     pub outputs: Vec<u32>,
-    /// MiB that a tile takes besides its cells.
+    /// Scratch memory per tile, MiB.
     pub scratch_mib: u64,
-    /// The submitter ends it after this time.
+    /// The submitter cancels it after this time.
     #[serde(with = "units::optional", skip_serializing_if = "Option::is_none")]
     pub cancel_after: Option<Duration>,
 }
 
-/// How tiles are guarded against the loss of their nodes.
+/// Standby tier of tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Guarded {
-    /// By checkpoints only.
+    /// No standbys, only checkpoints.
     None,
-    /// By standbys that hold snapshots.
+    /// Standbys that hold snapshots.
     Warm,
-    /// By standbys that compute along.
+    /// Standbys that compute the same steps.
     Hot,
 }
 
@@ -74,26 +74,32 @@ impl Default for Simulation {
 }
 
 impl Simulation {
-    /// Whether it can be tried at all, on this number of hosts.
+    /// Checks all values against their bounds, for this number of hosts.
     pub(super) fn check(&self, hosts: u32) -> Result<(), String> {
         if self.host >= hosts {
-            return Err(format!("a simulation is submitted at host {}, there are {hosts}, counted from 0", self.host));
+            return Err(format!(
+                "expected the host of a simulation from 0 to {}, found {}",
+                hosts.saturating_sub(1),
+                self.host
+            ));
         }
         let cells = self.size.iter().fold(1u64, |cells, &axis| cells.saturating_mul(axis));
         if cells == 0 || cells > CELLS_MAX || self.steps == 0 || self.steps > STEPS_MAX {
-            return Err(format!("expected 1 to {CELLS_MAX} cells and 1 to {STEPS_MAX} steps of a simulation"));
+            return Err(format!("expected a simulation of 1 to {CELLS_MAX} cells and 1 to {STEPS_MAX} steps"));
         }
         let every = self.outputs.iter().chain(&self.checkpoint_every).chain([&self.report_every]);
         if every.into_iter().any(|every| *every == 0) || self.outputs.len() > OUTPUTS_MAX {
             return Err(format!("expected at most {OUTPUTS_MAX} outputs, and periods of at least one step"));
         }
         if self.depth.is_some_and(|depth| !(1..=DEPTH_MAX).contains(&depth)) || self.scratch_mib > SCRATCH_MIB_MAX {
-            return Err(format!("expected a depth of 1 to {DEPTH_MAX} and at most {SCRATCH_MIB_MAX} MiB beside cells"));
+            return Err(format!(
+                "expected a halo depth of 1 to {DEPTH_MAX} and at most {SCRATCH_MIB_MAX} MiB of scratch"
+            ));
         }
         Ok(())
     }
 
-    /// What the submitter's shell would submit. The name of a simulation is its seed.
+    /// The job as a shell would submit it. The simulation id encodes the seed.
     pub fn spec(&self, job: JobId, seed: u64, resume: Option<u32>) -> GridSpec {
         GridSpec {
             job,
@@ -117,7 +123,7 @@ impl Simulation {
         }
     }
 
-    /// What the planner counts with.
+    /// The costs that the planner uses.
     pub fn work(&self) -> GridWork {
         GridWork {
             size: self.size,
@@ -139,10 +145,10 @@ impl Simulation {
     }
 }
 
-/// A run in one piece takes a checker a second then.
+/// Bounds the checker's reference run to about a second.
 const CELLS_MAX: u64 = 4096;
 const STEPS_MAX: u32 = 20_000;
 const OUTPUTS_MAX: usize = 4;
 const DEPTH_MAX: u32 = 16;
-/// A terabyte.
+/// 1 TiB.
 const SCRATCH_MIB_MAX: u64 = 1 << 20;

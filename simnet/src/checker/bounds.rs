@@ -1,5 +1,4 @@
-//! Bounds hold: one batch per stage and one run per tile in flight, batches and chunks no larger than promised, and no tensor left
-//! behind.
+//! Resource bounds: one batch per stage and one run per tile in flight, bounded batches and chunks, and no leaked tensor.
 use crate::host::HostId;
 use crate::world::{Observer, World};
 use node_core::id::{Epoch, JobId, PartId, TensorId, WorkId};
@@ -26,12 +25,12 @@ struct Seen {
 }
 
 impl Bounds {
-    /// What was seen that must not be.
+    /// All violations.
     pub fn violations(&self) -> Vec<String> {
         self.seen.borrow().violations.clone()
     }
 
-    /// A process died: its batch never comes back.
+    /// A process died: its batches never complete.
     pub fn forget(&self, host: HostId) {
         let mut seen = self.seen.borrow_mut();
         seen.running.retain(|(holder, ..), _| *holder != host);
@@ -55,7 +54,7 @@ impl Observer for Bounds {
     fn output(&mut self, at: Instant, host: HostId, output: &Output) {
         let mut seen = self.seen.borrow_mut();
         if let Output::Unload { job } = output {
-            // What its batch brings is dropped; a stage loaded later has one of its own.
+            // The result of its batch is dropped; a stage loaded later may run one of its own.
             seen.running.retain(|(holder, of, ..), _| (*holder, *of) != (host, *job));
             seen.tiles.retain(|(holder, of, _), _| (*holder, *of) != (host, *job));
         }
@@ -88,12 +87,12 @@ impl Observer for Bounds {
         if rows > CHUNK_POSITIONS_MAX {
             wrong.push(format!("a batch of {rows} rows"));
         }
-        let told = wrong.into_iter().map(|what| format!("{} ms, host {}: {what}", at.0 / 1_000_000, host.0));
-        seen.violations.extend(told);
+        let texts = wrong.into_iter().map(|what| format!("{} ms, host {}: {what}", at.0 / 1_000_000, host.0));
+        seen.violations.extend(texts);
     }
 }
 
-/// Tensors and caches that live hosts hold when nothing runs any more.
+/// Tensors and caches that live hosts hold in an idle mesh.
 pub fn leaks(world: &World) -> Vec<String> {
     let live = world.hosts().filter(|host| host.runs());
     live.filter_map(|host| {
@@ -101,7 +100,7 @@ pub fn leaks(world: &World) -> Vec<String> {
         let made = host.executor.tensor_ids().filter(|tensor| matches!(tensor, TensorId::Made(_))).count();
         (tensors + caches > 0).then(|| {
             let arrived = tensors - made;
-            format!("host {} holds {made} tensors that it made, {arrived} that arrived, {caches} caches", host.id.0)
+            format!("host {} holds {made} computed tensors, {arrived} received tensors, {caches} caches", host.id.0)
         })
     })
     .collect()

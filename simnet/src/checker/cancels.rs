@@ -1,5 +1,4 @@
-//! A simulation that its submitter cancels ends within a second, and its tiles are freed within two, if nothing else goes wrong at that
-//! time.
+//! A cancelled simulation ends within a second and its tiles are freed within two, if no fault is active meanwhile.
 use super::survival::Survival;
 use crate::submissions::Submissions;
 use crate::world::World;
@@ -9,7 +8,7 @@ use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::rc::Rc;
 
-/// Records what outlives a cancellation. Clones share the record.
+/// Records what survives a cancellation. Clones share the record.
 #[derive(Clone, Default)]
 pub struct Cancels {
     seen: Rc<RefCell<Seen>>,
@@ -17,14 +16,14 @@ pub struct Cancels {
 
 #[derive(Default)]
 struct Seen {
-    /// Jobs whose end and whose tiles were looked at.
+    /// Jobs whose end was checked, and jobs whose tiles were.
     ended: BTreeSet<JobId>,
     freed: BTreeSet<JobId>,
     violations: Vec<String>,
 }
 
 impl Cancels {
-    /// What was seen that must not be.
+    /// All violations.
     pub fn violations(&self) -> Vec<String> {
         self.seen.borrow().violations.clone()
     }

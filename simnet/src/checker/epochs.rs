@@ -1,4 +1,4 @@
-//! No work of an old epoch is accepted, epochs only grow, and no life of a node tells an epoch of an earlier one again.
+//! No work of an old epoch is accepted, epochs only grow, and no life of a node announces an epoch of an earlier one again.
 use crate::faults::Fault;
 use crate::host::HostId;
 use crate::world::Observer;
@@ -21,38 +21,38 @@ pub struct Epochs {
 
 #[derive(Default)]
 struct Seen {
-    /// The parts each host loads or holds of a job, under which epoch, and what is awaited before they are resident.
+    /// The parts that each host loads or holds, their epochs, and the load that is awaited before a part is resident.
     parts: BTreeMap<(HostId, JobId, PartId), (Epoch, Option<LoadId>)>,
-    /// Parts whose coordinator, the same host, stood down: no successor has ordered them yet.
+    /// Parts whose coordinator, on the same host, handed the job over: no successor has ordered them yet.
     left: BTreeSet<(HostId, JobId, PartId)>,
-    /// How many times each host has died, and in which of its lives it told an epoch of its own.
+    /// The number of deaths of each host; and in which of its lives it announced an epoch of its own.
     deaths: BTreeMap<HostId, u64>,
-    told: BTreeMap<(HostId, JobId, Epoch), u64>,
+    announced: BTreeMap<(HostId, JobId, Epoch), u64>,
     violations: Vec<String>,
 }
 
 impl Epochs {
-    /// What was seen that must not be.
+    /// All violations.
     pub fn violations(&self) -> Vec<String> {
         self.seen.borrow().violations.clone()
     }
 
-    /// A process died: what it held is gone, and its next life begins anew.
+    /// A process died: all its parts are lost.
     pub fn forget(&self, host: HostId) {
         self.seen.borrow_mut().parts.retain(|(holder, ..), _| *holder != host);
     }
 }
 
 impl Seen {
-    /// A coordinator tells others an epoch of its own.
-    fn tell(&mut self, host: HostId, job: JobId, epoch: Epoch) -> Option<String> {
+    /// A coordinator announces an epoch of its own.
+    fn announce(&mut self, host: HostId, job: JobId, epoch: Epoch) -> Option<String> {
         let life = self.deaths.get(&host).copied().unwrap_or(0);
-        let before = *self.told.entry((host, job, epoch)).or_insert(life);
-        (before != life).then(|| format!("tells {epoch:?} of job {:x}, as an earlier life of it did", job.0))
+        let before = *self.announced.entry((host, job, epoch)).or_insert(life);
+        (before != life).then(|| format!("announces {epoch:?} of job {:x}, as an earlier life of it did", job.0))
     }
 }
 
-#[expect(clippy::wildcard_enum_match_arm, reason = "a checker looks at few of many things")]
+#[expect(clippy::wildcard_enum_match_arm, reason = "a checker handles few of many variants")]
 impl Observer for Epochs {
     fn input(&mut self, _at: Instant, host: HostId, input: &Input) {
         if let Input::Loaded { job, part, load, result: Ok(_) } = input
@@ -62,15 +62,15 @@ impl Observer for Epochs {
         }
     }
 
-    /// The generation goes with the disk. The clock takes its place, which counts seconds: what a life of the same second
-    /// told is not held against the next.
+    /// The generation is lost with the disk. The clock, which counts seconds, replaces it: a life of the same second may
+    /// announce an epoch again.
     fn fault(&mut self, _at: Instant, fault: &Fault) {
         let lost = match fault {
             Fault::Restart { host, keep_disk: false } => std::slice::from_ref(host),
             Fault::Outage { hosts, keep_disk: false, .. } => hosts.as_slice(),
             _ => &[],
         };
-        self.seen.borrow_mut().told.retain(|(host, ..), _| !lost.contains(host));
+        self.seen.borrow_mut().announced.retain(|(host, ..), _| !lost.contains(host));
     }
 
     fn died(&mut self, _at: Instant, host: HostId) {
@@ -114,7 +114,8 @@ impl Observer for Epochs {
                 None
             }
             Output::Notify(Event::JobEnded { job, ending: Ending::Moved(_), .. }) => {
-                // Its parts obey any epoch of the successor's, and standbys go on with what they have until it orders them.
+                // Its parts obey any epoch of the successor's, and standbys continue with what they have until the
+                // successor orders them.
                 let of = seen.parts.keys().filter(|(holder, of, _)| (*holder, *of) == (host, *job));
                 let left: Vec<_> = of.copied().collect();
                 seen.left.extend(left);
@@ -136,7 +137,7 @@ impl Observer for Epochs {
                     job,
                     epoch,
                     say: ToParticipant::Prepare(_) | ToParticipant::Go { .. },
-                }) => seen.tell(host, job, epoch),
+                }) => seen.announce(host, job, epoch),
                 _ => None,
             },
             _ => None,

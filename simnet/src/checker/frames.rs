@@ -1,4 +1,4 @@
-//! No frame of an old epoch is accepted: it is thrown away while it is handled, never computed with, never sent on.
+//! No frame of an old epoch is accepted: it is dropped when it is handled, never computed with and never forwarded.
 use crate::host::HostId;
 use crate::world::Observer;
 use node_core::id::{Epoch, JobId, TensorId};
@@ -18,21 +18,21 @@ pub struct Frames {
 
 #[derive(Default)]
 struct Seen {
-    /// The epoch each host holds of a job.
+    /// The epoch of each job on each host.
     held: BTreeMap<(HostId, JobId), Epoch>,
-    /// What came under a lower one and is not gone yet.
+    /// Frames that arrived under a lower epoch and are not dropped yet: the frame's epoch, and the host's.
     old: BTreeMap<(HostId, TensorId), (Epoch, Epoch)>,
     violations: Vec<String>,
 }
 
 impl Frames {
-    /// What was seen that must not be.
+    /// All violations.
     pub fn violations(&self) -> Vec<String> {
         self.seen.borrow().violations.clone()
     }
 }
 
-#[expect(clippy::wildcard_enum_match_arm, reason = "a checker looks at few of many things")]
+#[expect(clippy::wildcard_enum_match_arm, reason = "a checker handles few of many variants")]
 impl Observer for Frames {
     fn input(&mut self, _at: Instant, host: HostId, input: &Input) {
         let mut seen = self.seen.borrow_mut();
@@ -79,7 +79,7 @@ impl Observer for Frames {
         }
     }
 
-    /// A liar's frames are thrown away as well.
+    /// Forged frames must be dropped as well.
     fn forged(&mut self, at: Instant, host: HostId, input: &Input) {
         self.input(at, host, input);
     }

@@ -5,14 +5,14 @@ use node_core::id::NodeId;
 use node_core::membership::MemberState;
 use std::collections::BTreeSet;
 
-/// One node's view that is not the truth.
+/// A view that differs from the set of live nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Divergence {
-    /// Whose view.
+    /// The host that has this view.
     pub host: HostId,
-    /// Live nodes it does not know to be alive.
+    /// Live nodes that it does not list as alive.
     pub missing: Vec<NodeId>,
-    /// Dead nodes it takes to be alive.
+    /// Dead nodes that it lists as alive.
     pub ghosts: Vec<NodeId>,
 }
 
@@ -42,12 +42,12 @@ pub fn divergences(world: &World, gone: &[HostId]) -> Vec<Divergence> {
         .collect()
 }
 
-/// Whether all views are the truth.
+/// Whether no view differs.
 pub fn converged(world: &World, gone: &[HostId]) -> bool {
     divergences(world, gone).is_empty()
 }
 
-/// Whether, besides, everybody has heard what everybody offers.
+/// Whether no view differs and every node has the adverts of all others.
 pub fn informed(world: &World, gone: &[HostId]) -> bool {
     converged(world, gone)
         && world.hosts().filter(|host| host.runs() && !gone.contains(&host.id)).all(|host| {

@@ -1,6 +1,6 @@
-//! One owner per stage or tile and epoch, which is not its standby as well, and one stage (or the halves of one) per owner that took
-//! none over. A node that was reported lost gets none before it was heard
-//! (of) again, and a banned node none at all. A successor takes a simulation over if more than half of its participants ask for it.
+//! Each stage or tile has one owner per epoch, which is not its own standby. An owner has one stage (or both halves of one)
+//! besides those that it took over. A node that was reported lost gets no part before it is heard again, a banned node none
+//! at all. A successor takes a simulation over only if more than half of its participants ask for it.
 use crate::host::HostId;
 use crate::world::{Observer, World};
 use node_core::codec;
@@ -16,7 +16,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
-/// Watches who is given what. Clones share what they saw.
+/// Watches placements. Clones share what they saw.
 #[derive(Clone, Default)]
 pub struct Owners {
     seen: Rc<RefCell<Seen>>,
@@ -24,28 +24,28 @@ pub struct Owners {
 
 #[derive(Default)]
 struct Seen {
-    /// Who owns which stage of a job under an epoch, as its head said.
+    /// Owners of the stages of a job under an epoch, as its coordinator announced them.
     owners: BTreeMap<(JobId, Epoch), BTreeMap<PartId, NodeId>>,
-    /// Who was ordered to be the standby of which stage: it may own several once it has taken over.
+    /// Standbys of stages. Such a node may own several stages once it has taken over.
     standbys: BTreeSet<(JobId, PartId, NodeId)>,
-    /// Who owns which tile: a node may own several, those that it was the standby of.
+    /// Owners of tiles. A node may own several: those that it was the standby of.
     tiles: BTreeMap<(JobId, Epoch), Vec<NodeId>>,
-    /// The owners of a simulation as a participant received them last from each coordinator, and who told it that the coordinator is
-    /// silent.
+    /// The owners of a simulation as a participant last received them from each coordinator; and the votes: which nodes
+    /// reported to it that the coordinator is silent.
     owners_known: BTreeMap<(HostId, JobId, NodeId), BTreeSet<NodeId>>,
     votes: BTreeMap<(HostId, JobId), BTreeMap<NodeId, Instant>>,
-    /// The list of banned nodes that a coordinator received, and when.
+    /// The ban list that a coordinator received, and when.
     banned: BTreeMap<HostId, (Instant, Vec<NodeId>)>,
-    /// Who a coordinator reported lost by one of its jobs and has not heard since. What one job has lost another one of the same
-    /// coordinator may ask once: it has leases of its own.
+    /// Nodes that a coordinator reported lost for one of its jobs and has not heard since. Another job of the same
+    /// coordinator may still ask a node once: it has its own leases.
     lost: BTreeMap<(HostId, NodeId), BTreeMap<JobId, Instant>>,
-    /// When a host heard a node last: what it handles at that time may report the node lost and find it back.
+    /// When a host last heard a node: inputs handled at the same moment may report the node lost and find it again.
     heard: BTreeMap<(HostId, NodeId), Instant>,
     violations: Vec<String>,
 }
 
 impl Owners {
-    /// What was seen that must not be.
+    /// All violations.
     pub fn violations(&self) -> Vec<String> {
         self.seen.borrow().violations.clone()
     }
@@ -54,31 +54,31 @@ impl Owners {
     pub fn look(&self, world: &World) {
         let mut seen = self.seen.borrow_mut();
         let banned = std::mem::take(&mut seen.banned);
-        for (head, (since, out)) in banned {
-            let uses = (since + LET_GO < world.now()).then(|| seen.uses(world, head, &out)).flatten();
+        for (coordinator, (since, out)) in banned {
+            let uses = (since + LET_GO < world.now()).then(|| seen.uses(world, coordinator, &out)).flatten();
             match uses {
                 Some(owner) => seen.violations.push(format!(
                     "{} ms, host {}: computes on {owner}, banned since {} ms",
                     world.now().0 / 1_000_000,
-                    head.0,
+                    coordinator.0,
                     since.0 / 1_000_000
                 )),
-                // Said once.
-                None => _ = seen.banned.insert(head, (since, out)),
+                // Reported once.
+                None => _ = seen.banned.insert(coordinator, (since, out)),
             }
         }
     }
 }
 
 impl Seen {
-    /// A node of this list that a coordinator computes on.
-    fn uses(&self, world: &World, head: HostId, out: &[NodeId]) -> Option<NodeId> {
-        let node = world.host(head).node.as_ref()?;
+    /// A node of this list that runs a part for a coordinator.
+    fn uses(&self, world: &World, coordinator: HostId, out: &[NodeId]) -> Option<NodeId> {
+        let node = world.host(coordinator).node.as_ref()?;
         let running = node.jobs().filter(|view| view.state == JobState::Running);
         running.flat_map(|view| view.parts).map(|part| part.owner).find(|owner| out.contains(owner))
     }
 
-    /// A tile is asked for, of its owner or its standby.
+    /// A tile is ordered from its owner or its standby.
     fn own_tile(&mut self, job: JobId, epoch: Epoch, order: &Order, to: NodeId) -> Option<String> {
         let owners = &order.owners;
         let known = self.tiles.entry((job, epoch)).or_insert_with(|| owners.clone());
@@ -88,10 +88,10 @@ impl Seen {
         let owns = order.owner(order.part) == Some(to);
         let tile = order.part;
         (owns == order.standby.is_some())
-            .then(|| format!("asks {to} for tile {tile} as {:?}, owners {owners:?}", order.standby))
+            .then(|| format!("orders tile {tile} from {to} with standby tier {:?}, owners {owners:?}", order.standby))
     }
 
-    /// What a participant of a simulation receives.
+    /// A participant of a simulation receives a message.
     fn receive(&mut self, at: Instant, host: HostId, from: NodeId, job: JobId, say: ToParticipant) {
         if let ToParticipant::Prepare(order) = say {
             if matches!(order.work, PartWork::Tile(_)) {
@@ -102,18 +102,20 @@ impl Seen {
         }
     }
 
-    /// A host takes a simulation over from a coordinator: more than half of the participants ask for it, so more than half of the owners' number.
+    /// A host takes a simulation over from a coordinator: the participants that ask for it must be more than half of the
+    /// owners.
     fn succeed(&self, at: Instant, host: HostId, job: JobId, from: NodeId) -> Option<String> {
         let votes = self.votes.get(&(host, job)).into_iter().flatten().filter(|(_, vote)| at <= **vote + VOTE_MAX);
         let (votes, owners) = (1 + votes.count(), self.owners_known.get(&(host, job, from))?.len());
-        (2 * votes <= owners)
-            .then(|| format!("takes a simulation over, {votes} participants ask for it, {owners} own tiles"))
+        (2 * votes <= owners).then(|| {
+            format!("takes over a simulation, though only {votes} participants ask for it and {owners} own tiles")
+        })
     }
 
-    /// Whether a coordinator may not place work on a node now, and why.
-    fn unfit(&self, at: Instant, head: HostId, job: JobId, node: NodeId) -> Option<&'static str> {
-        let banned = self.banned.get(&head).is_some_and(|(_, out)| out.contains(&node));
-        let lost = self.lost.get(&(head, node)).and_then(|jobs| jobs.get(&job));
+    /// Why a coordinator may not place work on a node now; `None` if it may.
+    fn unfit(&self, at: Instant, coordinator: HostId, job: JobId, node: NodeId) -> Option<&'static str> {
+        let banned = self.banned.get(&coordinator).is_some_and(|(_, out)| out.contains(&node));
+        let lost = self.lost.get(&(coordinator, node)).and_then(|jobs| jobs.get(&job));
         let lost = lost.is_some_and(|since| at < *since + EXCLUDED);
         if banned { Some("which is banned") } else { lost.then_some("reported lost and not heard since") }
     }
@@ -137,21 +139,21 @@ impl Seen {
             return Some(format!("{node} and {before} own part {part} under {epoch:?}"));
         }
         let took_over = |at: &PartId| self.standbys.contains(&(job, *at, node));
-        // A stage that is cut for two standbys is two parts of its owner, one after the other.
+        // A stage that is split for two standbys is two parts of its owner, one after the other.
         let halves = |at: PartId| at == part.after() || Some(at) == part.before();
         let apart = |at: PartId| at != part && !halves(at) && !took_over(&at);
         let other = owners.iter().find(|(at, owner)| **owner == node && apart(**at));
         other.filter(|_| !took_over(&part)).map(|(at, _)| format!("{node} owns parts {part} and {at} under {epoch:?}"))
     }
 
-    fn stand_by(&mut self, job: JobId, epoch: Epoch, part: PartId, node: NodeId) -> Option<String> {
+    fn add_standby(&mut self, job: JobId, epoch: Epoch, part: PartId, node: NodeId) -> Option<String> {
         self.standbys.insert((job, part, node));
         let owner = self.owners.get(&(job, epoch))?.get(&part)?;
         (*owner == node).then(|| format!("{node} is listed as standby of part {part} and owns it under {epoch:?}"))
     }
 }
 
-#[expect(clippy::wildcard_enum_match_arm, reason = "a checker looks at few of many things")]
+#[expect(clippy::wildcard_enum_match_arm, reason = "a checker handles few of many variants")]
 impl Observer for Owners {
     fn input(&mut self, at: Instant, host: HostId, input: &Input) {
         if let Input::Banned(nodes) = input {
@@ -165,7 +167,7 @@ impl Observer for Owners {
         self.seen.borrow_mut().hear(at, host, input);
     }
 
-    // What a liar makes up says nothing, but that it lives.
+    // A forged message proves only that its sender lives.
     fn forged(&mut self, at: Instant, host: HostId, input: &Input) {
         self.seen.borrow_mut().hear(at, host, input);
     }
@@ -177,12 +179,12 @@ impl Observer for Owners {
                 Ok(Message::ToParticipant { job, epoch, say: ToParticipant::Prepare(order) }) => {
                     match (&order.work, order.standby) {
                         (PartWork::Tile(_), _) => seen.own_tile(job, epoch, &order, *to),
-                        (PartWork::Stage(_), Some(_)) => seen.stand_by(job, epoch, order.part, *to),
+                        (PartWork::Stage(_), Some(_)) => seen.add_standby(job, epoch, order.part, *to),
                         (PartWork::Stage(_), None) => seen.own(job, epoch, order.part, *to),
                     }
                 }
                 Ok(Message::ToParticipant { job, epoch, say: ToParticipant::Standby { part, node: Some(node) } }) => {
-                    seen.stand_by(job, epoch, part, node)
+                    seen.add_standby(job, epoch, part, node)
                 }
                 _ => None,
             },
@@ -191,7 +193,7 @@ impl Observer for Owners {
                 seen.lost.entry((host, *node)).or_default().insert(*job, at);
                 None
             }
-            // Others heard it: membership's word counts as well.
+            // Other nodes heard it: a report of membership counts as well.
             Output::Notify(Event::PeerUp { node }) => {
                 seen.lost.remove(&(host, *node));
                 None
@@ -206,7 +208,7 @@ impl Observer for Owners {
                 let unfit = nodes.iter().find_map(|node| Some((*node, seen.unfit(at, host, *job, *node)?)));
                 owned.or(unfit.map(|(node, why)| format!("places {epoch:?} on {node}, {why}")))
             }
-            // A standby of its own sends itself no order.
+            // A coordinator that is a standby itself sends itself no order.
             Output::Notify(Event::Standby { job, part, node, .. }) => {
                 seen.standbys.insert((*job, *part, *node));
                 None
@@ -221,7 +223,7 @@ impl Observer for Owners {
 
     fn died(&mut self, _at: Instant, host: HostId) {
         let mut seen = self.seen.borrow_mut();
-        seen.lost.retain(|(head, _), _| *head != host);
+        seen.lost.retain(|(coordinator, _), _| *coordinator != host);
         seen.banned.remove(&host);
         seen.owners_known.retain(|(of, ..), _| *of != host);
         seen.votes.retain(|(of, _), _| *of != host);

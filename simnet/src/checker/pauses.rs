@@ -1,6 +1,7 @@
-//! A request waits at most one second for its next token after the loss of a stage with a current standby, of two such stages, or of
-//! all connections, if nothing else goes wrong at that time; and a simulation as long for its next step, of tiles with current
-//! standbys, or of its coordinator where most participants live. It goes back no further than to what its standbys had reported.
+//! A request waits at most one second for its next token after the loss of a stage with a current standby, of two such
+//! stages, or of all connections, if there is no other fault meanwhile. A simulation waits as long for its next step
+//! after the loss of a tile with a current standby, or of its coordinator if most participants live; it rolls back no
+//! further than to what its standbys had reported.
 //!
 //! Events are recorded as they happen and evaluated at the end: a loss counts only if the time around it was quiet.
 mod story;
@@ -31,9 +32,9 @@ pub struct Pauses {
 #[derive(Default)]
 struct Record {
     entries: Vec<Entry>,
-    /// Which job each call of a host is for.
+    /// The job of each call of a host.
     calls: BTreeMap<(HostId, CallId), JobId>,
-    /// Steps of each simulation.
+    /// Number of steps of each simulation.
     simulations: BTreeMap<JobId, u32>,
 }
 
@@ -50,75 +51,75 @@ impl Record {
 type Entry = (Instant, HostId, Seen);
 
 enum Seen {
-    /// Processes died, and nothing else.
+    /// Processes died.
     Loss(Vec<HostId>),
-    /// A connection broke, and nothing else.
+    /// A connection broke.
     Broken,
-    /// Some other fault is active until then.
+    /// Another fault is active until then.
     Trouble(Instant),
-    /// Nodes of the stages, first to last, or of the tiles.
+    /// Owners of the stages, first to last, or of the tiles.
     Placed(JobId, Vec<NodeId>),
     Ready(JobId),
-    /// A stage's or tile's standby, and whether it holds what the owner holds.
+    /// The standby of a stage or tile, and whether it is current.
     Standby(JobId, u16, NodeId, bool),
     Token(JobId, CallId),
     Ended(JobId, CallId),
-    /// A caller went away, or a request or simulation came.
+    /// A caller disconnected, or a request or simulation arrived.
     Changed,
-    /// A simulation has a successor.
+    /// A successor took a simulation over.
     Inherited(JobId),
     /// It runs again from this step.
     Running(JobId, u32),
-    /// All tiles have made this number of steps.
+    /// All tiles have completed this step.
     Progress(JobId, u32),
-    /// The standby of a tile holds this number of steps, as it reports.
+    /// An owner or standby of a tile reports this step.
     Held(JobId, u16, u32),
-    /// It is cut again, because that is faster.
+    /// The job is rebalanced.
     Moves(JobId),
-    /// It is over, or another host goes on with it.
+    /// The job has ended, or another host continues it.
     Over(JobId),
 }
 
-/// A loss after which requests and simulations must go on within [`LIMIT`].
+/// A loss after which requests and simulations must continue within [`LIMIT`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Loss {
     /// When the first process died.
     pub at: Instant,
     /// When the last one did.
     pub last: Instant,
-    /// Whether it is a simulation's.
+    /// Whether the job is a simulation.
     pub simulation: bool,
-    /// Owners of stages or tiles among the dead; 0 where connections broke.
+    /// Lost stages or tiles; 0 if only connections broke.
     pub owners: usize,
     /// Longest wait of a running request for its next token, or of the simulation for its next step, from the last death on.
     pub waited: Duration,
-    /// What may be waited beyond the limit where tokens or steps take long.
+    /// Time allowed in addition to the limit, where tokens or steps take long.
     pub slack: Duration,
-    /// The step that the simulation went back to, and the one that it had to keep.
+    /// The step that the simulation rolled back to, and the one that it had to keep.
     pub back: Option<(u32, u32)>,
 }
 
 impl Loss {
-    /// What is wrong with it, if anything is.
+    /// The violation, if there is one.
     pub fn violation(&self, limit: Duration) -> Option<String> {
         let (ms, owners, waited) = (self.at.0 / 1_000_000, self.owners, units::text(self.waited));
         let (parts, waits) = if self.simulation { ("tiles", "a simulation") } else { ("stages", "a request") };
         if self.waited > limit + self.slack {
-            let waited = if self.waited == Duration::MAX { "for ever".into() } else { waited };
+            let waited = if self.waited == Duration::MAX { "forever".into() } else { waited };
             return Some(format!(
-                "{ms} ms: {owners} {parts} are lost whose standbys were current, and {waits} waits {waited}"
+                "{ms} ms: {owners} {parts} with current standbys are lost, and {waits} waits {waited}"
             ));
         }
         let (back, kept) = self.back.filter(|(back, kept)| back < kept)?;
         Some(format!(
-            "{ms} ms: {owners} {parts} are lost whose standbys were current, and {waits} goes back to step {back}, though step {kept} \
-             was reported by all who continue"
+            "{ms} ms: {owners} {parts} with current standbys are lost, and {waits} rolls back to step {back}, though all \
+             remaining participants had reported step {kept}"
         ))
     }
 }
 
 impl Pauses {
-    /// Every loss that [`LIMIT`] applies to. `node` maps hosts to nodes.
+    /// All losses that [`LIMIT`] applies to. `node` maps hosts to nodes.
     pub fn losses(&self, node: impl Fn(HostId) -> NodeId) -> Vec<Loss> {
         let seen = self.seen.borrow();
         let mut stories = Stories::new(&seen.simulations);
@@ -150,7 +151,7 @@ impl Pauses {
     }
 }
 
-#[expect(clippy::wildcard_enum_match_arm, reason = "a checker looks at few of many things")]
+#[expect(clippy::wildcard_enum_match_arm, reason = "a checker handles few of many variants")]
 impl Observer for Pauses {
     fn input(&mut self, at: Instant, host: HostId, input: &Input) {
         let mut seen = self.seen.borrow_mut();
@@ -185,7 +186,7 @@ impl Observer for Pauses {
             Event::Steps { job, event: StepsEvent::Runs { step } } => Some(Seen::Running(*job, *step)),
             Event::Standby { job, part, node, current } => Some(Seen::Standby(*job, part.0, *node, *current)),
             Event::Token { call, .. } => job_of(&seen, call).map(|job| Seen::Token(job, *call)),
-            // Other checkers look at the reason.
+            // Other checkers check the reason.
             Event::Done { call, .. } => job_of(&seen, call).map(|job| Seen::Ended(job, *call)),
             Event::JobInherited { job, .. } => Some(Seen::Inherited(*job)),
             Event::Steps { job, event: StepsEvent::Progress { step } } => Some(Seen::Progress(*job, *step)),
@@ -201,10 +202,11 @@ impl Observer for Pauses {
             Fault::Crash(host) => Seen::Loss(vec![*host]),
             Fault::Outage { hosts, .. } => Seen::Loss(hosts.clone()),
             Fault::Break(..) => Seen::Broken,
-            // Lies must delay no request, a restart does not, and an ambush is recorded as the outage that it causes.
+            // Forged messages must delay no request, a restart does not, and an ambush is recorded as the outage that it
+            // causes.
             Fault::Restart { .. } | Fault::Ambush { .. } | Fault::Lies { .. } => return,
-            // A coordinator does not notice that its own tile's executor hangs, and a drain or a node that leaves may have a job
-            // placed again: those are troubles like others.
+            // A coordinator does not notice that its own tile's executor has stalled, and a drain or a node that leaves may
+            // cause a new placement: those count as other faults.
             other => Seen::Trouble(at + other.lasts()),
         };
         self.seen.borrow_mut().entries.push((at, HostId(0), entry));

@@ -1,12 +1,12 @@
-//! What is reported of a simulation is what a run in one piece makes: sums and hashes after each step, checkpoints and outputs on
-//! disk. A coordinator tells each step's report once under an epoch.
+//! Reported results of a simulation equal those of a run in one piece: sums and hashes after each step, checkpoints and
+//! outputs on disk. A coordinator reports each step once per epoch.
 use crate::grids::{self, Saved};
 use crate::submissions::{End, Submission, Submissions};
 use crate::world::World;
 use std::collections::BTreeMap;
 
-/// Everything that is wrong with what submitters were told or have on disk; empty if all is well. `calm`: nothing went wrong in this
-/// world, so nothing may be missing.
+/// All violations in the results that submitters received or have on disk. `calm`: there was no fault, so nothing may be
+/// missing.
 pub fn violations(world: &World, submissions: &Submissions, calm: bool) -> Vec<String> {
     submissions.all.iter().flat_map(|submission| violations_of(world, submission, calm)).collect()
 }
@@ -15,8 +15,9 @@ fn violations_of(world: &World, submission: &Submission, calm: bool) -> Vec<Stri
     let Some(end) = submission.end.as_ref().map(|(_, end)| end) else { return Vec::new() };
     let simulation = &submission.simulation;
     let expected = grids::alone(submission.seed, simulation.size, simulation.periodic, simulation.steps);
-    let mut wrong = told(submission, &expected);
-    let last = submission.reports.iter().any(|told| told.step == simulation.steps && told.report.hash.is_some());
+    let mut wrong = wrong_reports(submission, &expected);
+    let last =
+        submission.reports.iter().any(|reported| reported.step == simulation.steps && reported.report.hash.is_some());
     if *end == End::Done && !last {
         wrong.push("it ends without a report of its last step".into());
     }
@@ -51,26 +52,26 @@ fn violations_of(world: &World, submission: &Submission, calm: bool) -> Vec<Stri
     wrong.into_iter().map(|what| format!("{}: {what}", submission.name())).collect()
 }
 
-/// Reports that are wrong, or told twice.
-fn told(submission: &Submission, expected: &[(i128, u128)]) -> Vec<String> {
+/// Reports that are wrong or repeated.
+fn wrong_reports(submission: &Submission, expected: &[(i128, u128)]) -> Vec<String> {
     let mut wrong = Vec::new();
     let mut last = BTreeMap::new();
-    for told in &submission.reports {
-        let (step, report, host) = (told.step, &told.report, told.host.0);
+    for reported in &submission.reports {
+        let (step, report, host) = (reported.step, &reported.report, reported.host.0);
         let Some((total, hash)) = expected.get(step as usize) else {
-            wrong.push(format!("host {host} reports step {step}, there are {}", expected.len() - 1));
+            wrong.push(format!("host {host} reports step {step}, expected at most {}", expected.len() - 1));
             continue;
         };
         if report.totals != [*total] {
-            wrong.push(format!("the sum of step {step} is {:?}, in one piece {total}", report.totals));
+            wrong.push(format!("the sum of step {step} is {:?}, expected {total}", report.totals));
         }
         let due = step == submission.simulation.steps;
-        if report.hash.is_some() != due || report.hash.is_some_and(|told| told != *hash) {
-            wrong.push(format!("the hash of step {step} is {:?}, in one piece {hash}", report.hash));
+        if report.hash.is_some() != due || report.hash.is_some_and(|reported| reported != *hash) {
+            wrong.push(format!("the hash of step {step} is {:?}, expected {hash}, at the last step only", report.hash));
         }
-        let before = last.insert((told.host, told.life, told.epoch), step);
+        let before = last.insert((reported.host, reported.life, reported.epoch), step);
         if let Some(before) = before.filter(|before| *before >= step) {
-            let epoch = told.epoch.map_or(0, |epoch| epoch.counter);
+            let epoch = reported.epoch.map_or(0, |epoch| epoch.counter);
             wrong.push(format!("host {host} reports step {step} after {before} under epoch {epoch}"));
         }
     }

@@ -1,10 +1,10 @@
-//! A mesh at rest holds what its coordinators know of and nothing else: no orphaned stage or tile, no simulation, no memory without a
-//! stage.
+//! A mesh at rest holds only what its coordinators list: no orphaned stage or tile, no ended simulation, no memory without
+//! a part.
 use crate::world::World;
 use node_core::job::{JobView, ProgramView};
 use node_core::work::HeldWork;
 
-/// Stages and tiles that their coordinator does not count on, simulations that are not over, and memory without an account.
+/// Parts that their coordinator does not list, simulations that have not ended, and memory in use without a part.
 pub fn orphans(world: &World) -> Vec<String> {
     let mut wrong = Vec::new();
     for host in world.hosts() {
@@ -21,22 +21,22 @@ pub fn orphans(world: &World) -> Vec<String> {
             if !counted {
                 let (number, what, epoch) = (held.part, held.what, held.epoch.counter);
                 wrong.push(format!(
-                    "host {} holds part {number}, {what:?}, of epoch {epoch}, its coordinator does not know it",
+                    "host {} holds part {number}, {what:?}, of epoch {epoch}, which its coordinator does not list",
                     host.id.0
                 ));
             }
         }
         let is_simulation = |view: &JobView| matches!(view.program, ProgramView::Steps { .. });
         for view in node.jobs().filter(is_simulation) {
-            wrong.push(format!("host {} coordinates a simulation that is over, {:?}", host.id.0, view.state));
+            wrong.push(format!("host {} coordinates a simulation that should have ended, {:?}", host.id.0, view.state));
         }
         let states = host.executor.grids.states_held();
         if !node.parts().any(|held| matches!(held.what, HeldWork::Tile { .. })) && states > 0 {
-            wrong.push(format!("host {} holds {states} saved states of tiles that it does not hold", host.id.0));
+            wrong.push(format!("host {} holds {states} saved tile states, but no tile", host.id.0));
         }
         let taken = host.spec.capacity.memory_free.saturating_sub(host.executor.memory_free());
         if !holds && taken > 0 {
-            wrong.push(format!("host {} holds no stage, yet {taken} bytes are taken", host.id.0));
+            wrong.push(format!("host {} holds no part, but {taken} bytes are in use", host.id.0));
         }
     }
     wrong

@@ -1,8 +1,8 @@
-//! What a stage may still be asked for is still in its ring: everything from the least of what its successors, the next
-//! owner and its standby, said they hold.
+//! A stage's replay ring holds everything that the stage may have to resend: from the lowest position that its successors,
+//! the next owner and its standby, reported.
 //!
-//! Looked at where a stage tells its head what it keeps: when it is placed anew. Worlds must be small enough for no ring
-//! to be full.
+//! Checked when a stage reports its ring to its coordinator, on a new placement. Cases must be small enough that no ring is
+//! full.
 use crate::host::HostId;
 use crate::world::Observer;
 use node_core::codec;
@@ -17,7 +17,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
-/// Watches what stages keep. Clones share what they saw.
+/// Watches the rings of stages. Clones share what they saw.
 #[derive(Clone, Default)]
 pub struct Rings {
     seen: Rc<RefCell<Seen>>,
@@ -25,18 +25,18 @@ pub struct Rings {
 
 #[derive(Default)]
 struct Seen {
-    /// The parts that a node owns or is the standby of, as its coordinator said last.
+    /// The parts that a node owns or is the standby of, in its coordinator's last orders.
     part_of: BTreeMap<(JobId, NodeId), BTreeSet<PartId>>,
-    /// The stages that each host holds, and what successors said they hold since it was placed last.
+    /// The stages of each host, and the positions that successors reported since the stage was placed.
     stages: BTreeMap<(HostId, JobId, PartId), Successors>,
     violations: Vec<String>,
 }
 
-/// What nodes said they hold of each request.
+/// The positions that nodes reported for each request.
 type Successors = BTreeMap<NodeId, BTreeMap<RequestId, u32>>;
 
 impl Rings {
-    /// What was seen that must not be.
+    /// All violations.
     pub fn violations(&self) -> Vec<String> {
         self.seen.borrow().violations.clone()
     }
@@ -50,7 +50,7 @@ impl Seen {
         }
     }
 
-    /// It is placed anew and says what it keeps; from now on other successors may count.
+    /// A stage is placed again and reports its ring; from then on it may have other successors.
     fn keeps(&mut self, host: HostId, job: JobId, part: PartId, positions: &[Position]) -> Option<String> {
         let held = std::mem::take(self.stages.get_mut(&(host, job, part))?);
         for position in positions {
@@ -64,7 +64,7 @@ impl Seen {
     }
 }
 
-#[expect(clippy::wildcard_enum_match_arm, reason = "a checker looks at few of many things")]
+#[expect(clippy::wildcard_enum_match_arm, reason = "a checker handles few of many variants")]
 impl Observer for Rings {
     fn input(&mut self, _at: Instant, host: HostId, input: &Input) {
         if let Input::Message { from, bytes } = input

@@ -1,5 +1,5 @@
-//! Each stage has a standby if a host has memory for one, and standbys that are current stay current while a
-//! request runs. The same holds for the tiles of a guarded simulation, at any time at which nothing goes wrong.
+//! Each stage has a standby if a host has memory for one, and standbys that are current stay current while a request runs.
+//! The same holds for the tiles of a simulation with standbys, whenever no fault is active.
 use crate::case::Guarded;
 use crate::checker::survival::Survival;
 use crate::host::Host;
@@ -23,20 +23,20 @@ pub struct TileStandbys {
 struct Seen {
     /// The standby of each tile under a placement, and since when.
     standbys: BTreeMap<(JobId, Epoch, PartId), (TileStandby, Instant)>,
-    told: BTreeSet<JobId>,
+    reported: BTreeSet<JobId>,
     violations: Vec<String>,
 }
 
-/// The standby of a tile, and the step of what it has.
+/// The standby of a tile, and the step of its state.
 type TileStandby = Option<(NodeId, Option<u32>)>;
 
 impl TileStandbys {
-    /// What was seen that must not be.
+    /// All violations.
     pub fn violations(&self) -> Vec<String> {
         self.seen.borrow().violations.clone()
     }
 
-    /// Records a tile that has no standby for long, though a host has room, and a standby that does not follow its tile.
+    /// Records a tile that has no standby for long although a host has memory, and a standby that does not follow its tile.
     pub fn look(&self, world: &World, submissions: &Submissions, survival: &Survival) {
         let mut seen = self.seen.borrow_mut();
         let guarded =
@@ -44,11 +44,11 @@ impl TileStandbys {
         for submission in submissions.all.iter().filter(guarded) {
             let node = world.host(submission.coordinator).node.as_ref();
             let view = node.and_then(|node| node.jobs().find(|view| view.job == submission.job()));
-            // In the last steps no standby is sought.
+            // No standby is assigned in the last steps.
             let Some(view) = view.filter(|view| view.state == JobState::Running && !ends_soon(view)) else { continue };
             for (at, tile) in view.parts.iter().enumerate() {
                 let wrong = seen.look_at_tile(world, &view, PartId::of(at), tile, survival);
-                if let Some(wrong) = wrong.filter(|_| seen.told.insert(view.job)) {
+                if let Some(wrong) = wrong.filter(|_| seen.reported.insert(view.job)) {
                     seen.violations.push(format!("{}: {wrong}", submission.name()));
                 }
             }
@@ -103,7 +103,7 @@ impl Seen {
     }
 }
 
-/// Stages without a standby although a host besides their owners has memory for one. Empty while the job is not ready.
+/// Stages without a standby although a host other than their owner has memory for one. Empty while the job is not running.
 pub fn missing(world: &World, work: &Workload) -> Vec<String> {
     let Some(view) = job(world, work) else { return Vec::new() };
     let idle = |owner: NodeId, bytes: u64| {
@@ -117,7 +117,7 @@ pub fn missing(world: &World, work: &Workload) -> Vec<String> {
     lacks.map(|(at, part)| format!("part {at}, {:?}, has no standby, though a host has room", part.what)).collect()
 }
 
-/// Stages and standbys that are current.
+/// The standbys that are current, by stage.
 pub fn current(world: &World, work: &Workload) -> BTreeSet<(u16, NodeId)> {
     let view = job(world, work);
     let parts = view.iter().flat_map(|view| &view.parts).zip(0..);
@@ -129,10 +129,10 @@ fn job(world: &World, work: &Workload) -> Option<JobView> {
     jobs.find(|view| Some(view.job) == work.job && view.state == JobState::Running)
 }
 
-/// A tile has a standby, and the standby makes steps, within this time of calm: a refusal is tried again after five seconds, and a
-/// node that failed is used again after ten.
+/// A tile has a standby, and the standby advances, within this time without faults: a rejection is retried after five
+/// seconds, and a node that failed is used again after ten.
 const FOLLOWS: Duration = Duration::from_secs(8);
-/// Steps that a standby may lag behind, and at the end of a simulation in which none is sought.
+/// Steps that a standby may lag behind, and last steps of a simulation, in which no standby is assigned.
 const LAST: u32 = 20;
-/// The planner keeps a part of each host's memory free: a tenth, and what it rounds up.
+/// The planner keeps a part of each host's memory free: a tenth plus rounding.
 const MARGIN: u64 = 4;

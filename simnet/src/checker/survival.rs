@@ -1,6 +1,6 @@
-//! A request fails only if its coordinator is lost or leaves, if devices fail under it repeatedly, or if the mesh lacks memory for the
-//! model for a long time. A simulation fails only if its coordinator leaves or the mesh lacks memory for it, and it is lost only with
-//! its coordinator and half of its participants.
+//! A request fails only if its coordinator is lost or leaves, if devices fail under it repeatedly, or if the mesh lacks
+//! memory for the model for a long time. A simulation fails only if its coordinator leaves or the mesh lacks memory for it;
+//! it is lost only with its coordinator and half of its participants.
 use crate::faults::Fault;
 use crate::host::{Host, HostId};
 use crate::submissions::{End, Submission, Submissions};
@@ -14,7 +14,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
-/// Records what may fail a request or a simulation. Clones share the record.
+/// Records possible causes of failed requests and simulations. Clones share the record.
 #[derive(Clone, Default)]
 pub struct Survival {
     seen: Rc<RefCell<Seen>>,
@@ -22,24 +22,25 @@ pub struct Survival {
 
 #[derive(Default)]
 struct Seen {
-    /// When batches failed on a device, or a stage or tile did not fit.
+    /// When a batch failed on a device, or a stage or tile could not be loaded.
     strikes: Vec<Instant>,
     /// When a node was asked to leave.
     leaves: Vec<(Instant, HostId)>,
-    /// Every fault but a host's start: when it struck, and until when it was active.
+    /// Every fault but restarts: when it struck, and until when it was active.
     faults: Vec<(Instant, Instant)>,
-    /// Since when hosts that a coordinator can use have had memory for all that runs without interruption, and the last look at it.
+    /// Per coordinator: since when its usable hosts have had memory for all work without interruption, and when that was
+    /// last checked.
     room: BTreeMap<HostId, (Instant, Instant)>,
-    /// The same of memory that is free, for the grid of a simulation.
+    /// The same for free memory and the grid of a simulation.
     grid_room: BTreeMap<JobId, Instant>,
-    /// The placement of each simulation that runs.
+    /// The placement of each running simulation.
     standing: BTreeMap<JobId, Standing>,
-    /// Jobs whose end was looked at.
+    /// Jobs whose end was checked.
     judged: BTreeSet<JobId>,
     violations: Vec<String>,
 }
 
-/// A simulation's placement as its coordinator had it last.
+/// A simulation's placement as its coordinator last had it.
 struct Standing {
     coordinator: HostId,
     life: u32,
@@ -48,46 +49,46 @@ struct Standing {
     since: Instant,
     /// Owners and standbys.
     participants: BTreeSet<HostId>,
-    /// Owners besides the coordinator: any of them may succeed it.
+    /// Owners other than the coordinator: any of them may succeed it.
     successors: BTreeSet<HostId>,
     /// When the coordinator's process was found dead.
     dead: Option<Instant>,
-    /// Participants that have run without interruption since.
+    /// Participants that have run without interruption since then.
     sound: BTreeSet<HostId>,
 }
 
 impl Survival {
-    /// What was seen that must not be.
+    /// All violations.
     pub fn violations(&self) -> Vec<String> {
         self.seen.borrow().violations.clone()
     }
 
-    /// Whether nothing has gone wrong from some seconds before `from` until `to`.
+    /// Whether no fault was active from some seconds before `from` until `to`.
     pub fn is_calm(&self, from: Instant, to: Instant) -> bool {
         self.seen.borrow().faults_within(from, to) == 0
     }
 
-    /// Checks whether the hosts that the coordinator can use have memory for `bytes` together.
-    pub fn look(&self, world: &World, head: HostId, bytes: u64) {
-        let room: u64 = usable(world, head).map(|host| host.spec.capacity.memory_free).sum();
+    /// Records whether the hosts that a coordinator can use have memory for `bytes` together.
+    pub fn look(&self, world: &World, coordinator: HostId, bytes: u64) {
+        let room: u64 = usable(world, coordinator).map(|host| host.spec.capacity.memory_free).sum();
         let mut seen = self.seen.borrow_mut();
         let now = world.now();
-        let before = seen.room.remove(&head).filter(|(_, last)| *last + LOOKED > now);
+        let before = seen.room.remove(&coordinator).filter(|(_, last)| *last + LOOKED > now);
         if room >= bytes * PLENTY {
-            seen.room.insert(head, (before.map_or(now, |(since, _)| since), now));
+            seen.room.insert(coordinator, (before.map_or(now, |(since, _)| since), now));
         }
     }
 
-    /// Why a request to `head` must not have failed at this time; `None` if it may have.
-    pub fn doubt(&self, at: Instant, head: HostId) -> Option<String> {
+    /// Why a request to `coordinator` must not have failed at this time; `None` if it may have.
+    pub fn doubt(&self, at: Instant, coordinator: HostId) -> Option<String> {
         let seen = self.seen.borrow();
         if seen.strikes.iter().filter(|strike| **strike <= at).count() >= REQUEST_STRIKES_MAX as usize {
             return None;
         }
-        if seen.left(at, head) {
+        if seen.left(at, coordinator) {
             return None;
         }
-        let (room, _) = seen.room.get(&head).filter(|(since, _)| *since + (EXCLUDED + GRACE) < at)?;
+        let (room, _) = seen.room.get(&coordinator).filter(|(since, _)| *since + (EXCLUDED + GRACE) < at)?;
         Some(format!(
             "though its coordinator lives, no device failed {REQUEST_STRIKES_MAX} times, and for {} ms (of {} that a job \
              waits) hosts had {PLENTY} times the memory of the model",
@@ -96,7 +97,7 @@ impl Survival {
         ))
     }
 
-    /// Checks the end of each simulation, and records what may explain those that come. `hosts`: of the mesh.
+    /// Checks the end of each simulation, and records what may explain later ends. `hosts`: number of hosts in the mesh.
     pub fn look_at_simulations(&self, world: &World, submissions: &Submissions, hosts: u64) {
         let mut seen = self.seen.borrow_mut();
         for submission in submissions.all.iter().filter(|submission| submission.submitted.is_some()) {
@@ -107,13 +108,14 @@ impl Survival {
             match &submission.end {
                 None => {
                     seen.measure_room(world, submission, hosts);
-                    seen.stand(world, submission);
+                    seen.record_placement(world, submission);
                 }
                 Some((at, End::Failed(why))) if seen.judged.insert(job) => {
                     let since = seen.grid_room.get(&job).filter(|since| **since + GRACE < *at).copied();
                     if let Some(since) = since.filter(|_| !seen.left(*at, submission.coordinator)) {
                         let (name, ms) = (submission.name(), at.since(since).as_millis());
-                        seen.violations.push(format!("{name} fails ({why}), though hosts had room for it for {ms} ms"));
+                        seen.violations
+                            .push(format!("{name} fails ({why}), though hosts had memory for it for {ms} ms"));
                     }
                 }
                 Some((_, End::Done | End::Cancelled | End::Broken | End::Failed(_))) => {}
@@ -140,8 +142,8 @@ impl Seen {
         }
     }
 
-    /// Records the placement, and who of it is left once the coordinator is dead.
-    fn stand(&mut self, world: &World, submission: &Submission) {
+    /// Records the placement, and the participants that are left once the coordinator is dead.
+    fn record_placement(&mut self, world: &World, submission: &Submission) {
         let (job, now) = (submission.job(), world.now());
         let host = world.host(submission.coordinator);
         let view = host.node.as_ref().and_then(|node| node.jobs().find(|view| view.job == job));
@@ -176,13 +178,13 @@ impl Seen {
         }
     }
 
-    /// A simulation is held nowhere any more.
+    /// A simulation was lost with its coordinator: checks whether a successor had to take it over.
     fn lost(&mut self, now: Instant, submission: &Submission) {
         let Some(standing) = self.standing.remove(&submission.job()) else { return };
         let Some(dead) = standing.dead.filter(|dead| standing.since + SETTLES < *dead) else { return };
         let (left, all) = (standing.sound.len(), standing.participants.len());
         let succeeds = standing.successors.iter().any(|host| standing.sound.contains(host));
-        // One fault: the loss itself.
+        // The loss itself is one fault.
         if 2 * left > all && succeeds && self.faults_within(dead, (dead + SUCCEEDS).min(now)) <= 1 {
             let name = submission.name();
             self.violations
@@ -197,14 +199,15 @@ fn is_sound(world: &World, host: HostId) -> bool {
 }
 
 /// Hosts that a coordinator can use.
-fn usable(world: &World, head: HostId) -> impl Iterator<Item = &Host> {
+fn usable(world: &World, coordinator: HostId) -> impl Iterator<Item = &Host> {
     world.hosts().filter(move |host| {
-        let linked = host.id == head || (world.reaches(host.id, head) && world.reaches(head, host.id));
+        let linked =
+            host.id == coordinator || (world.reaches(host.id, coordinator) && world.reaches(coordinator, host.id));
         host.runs() && host.paused_until.is_none() && !host.leaves && linked
     })
 }
 
-#[expect(clippy::wildcard_enum_match_arm, reason = "a checker looks at few of many things")]
+#[expect(clippy::wildcard_enum_match_arm, reason = "a checker handles few of many variants")]
 impl Observer for Survival {
     fn input(&mut self, at: Instant, host: HostId, input: &Input) {
         let mut seen = self.seen.borrow_mut();
@@ -224,15 +227,15 @@ impl Observer for Survival {
     }
 }
 
-/// Layers do not fill hosts to the last byte, and a plan needs them next to each other.
+/// Layers do not fill hosts to the last byte, and a stage needs consecutive layers.
 const PLENTY: u64 = 2;
-/// From a host being usable again to a plan with it.
+/// From a host becoming usable again to a plan with it.
 const GRACE: Duration = Duration::from_secs(3);
-/// A look is followed by the next one within this time, while there are looks.
+/// Checks without interruption follow each other within this time.
 const LOOKED: Duration = Duration::from_millis(100);
-/// Time after a fault in which its consequences may hold things up.
+/// Time after a fault in which its consequences may delay work.
 const QUIET: Duration = Duration::from_secs(5);
 /// From the start of a placement until all successors know it and the standbys of its tiles.
 const SETTLES: Duration = Duration::from_secs(2);
-/// From the loss of a coordinator to its successor, and a turn for each successor before that.
+/// From the loss of a coordinator to the takeover, with a turn for each earlier successor.
 const SUCCEEDS: Duration = Duration::from_secs(6);

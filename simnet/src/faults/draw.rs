@@ -1,5 +1,5 @@
-//! Bad times drawn from a seed. Each seed turns on some kinds of trouble only: troubles that hide each other when all are
-//! on come out alone.
+//! Random fault schedules from a seed (swarm testing): each seed enables only some kinds of faults, so that a fault that
+//! hides another one does not always occur with it.
 use super::{Fault, Moment, Schedule, Timed};
 use crate::host::HostId;
 use crate::options::chance;
@@ -7,18 +7,18 @@ use node_core::time::{Duration, Instant};
 use rand::{Rng, RngExt};
 use rand_chacha::ChaCha8Rng;
 
-/// What faults are drawn over.
+/// Bounds of a random schedule.
 #[derive(Clone, Copy, Debug)]
 pub struct Ground {
     /// Hosts 0 to one less than this.
     pub hosts: u32,
-    /// How long faults go on.
+    /// Time span of the faults.
     pub span: Duration,
-    /// Whether the first host, at which the callers are, may die.
+    /// Whether host 0, the callers' entry node, may die.
     pub head_mortal: bool,
 }
 
-/// Faults of every kind at random moments, from time 0 on.
+/// Faults of every kind at random times, from time 0 on.
 pub fn any(seed: u64, ground: &Ground) -> Schedule {
     let mut rng = chance(seed, "any fault");
     let kinds: Vec<u32> = (0..ANY_KINDS).filter(|_| rng.random_bool(0.4)).collect();
@@ -35,7 +35,8 @@ pub fn any(seed: u64, ground: &Ground) -> Schedule {
     schedule
 }
 
-/// Losses of one host, of two hosts within a lease, or of all connections, with quiet times between them. Host 0 never dies.
+/// Losses of one host, of two hosts within a lease, or of all connections, with quiet periods between them. Host 0 never
+/// dies.
 pub fn losses(seed: u64, ground: &Ground) -> Schedule {
     let mut rng = chance(seed, "losses");
     let hosts = ground.hosts.max(3);
@@ -63,7 +64,7 @@ pub fn losses(seed: u64, ground: &Ground) -> Schedule {
     schedule
 }
 
-/// A member that lies all the time, in one world of five.
+/// A member that forges messages all the time, in one seed of five.
 pub fn lies(seed: u64, ground: &Ground) -> Schedule {
     let mut rng = chance(seed, "liar");
     let host = HostId(rng.random_range(1..ground.hosts.max(2)));
@@ -72,7 +73,7 @@ pub fn lies(seed: u64, ground: &Ground) -> Schedule {
     lies.into_iter().filter(|_| ground.hosts > 1).collect()
 }
 
-/// Disks that are full for a while or fail, in one world of seven.
+/// Disks that are full for a while or fail, in 15 % of the seeds.
 pub fn disks(seed: u64, ground: &Ground) -> Schedule {
     let mut rng = chance(seed, "disks");
     let count = if rng.random_bool(0.15) { rng.random_range(1..=4) } else { 0 };
@@ -134,12 +135,12 @@ fn draw_any(kind: u32, ground: &Ground, rng: &mut ChaCha8Rng) -> Fault {
         18 => Fault::Depart { host: mortal, lasts },
         19 => Fault::JoinStorm { hosts: rng.random_range(1..6) },
         20 => Fault::Drain { host, lasts },
-        // Host 0 holds the callers' first coordinator. A later one may be banned: it continues with the nodes that it reaches.
+        // Host 0 is the callers' first coordinator. A later one may be banned: it continues with the nodes that it reaches.
         21 => Fault::Ban { host: HostId(rng.random_range(1..hosts)), lasts },
         _ => {
             let ours = [Moment::Promotion, Moment::Prepared, Moment::Go];
-            let heads = [Moment::Plan, Moment::Mint];
-            let moments = if ground.head_mortal && rng.random_bool(0.3) { &heads[..] } else { &ours[..] };
+            let coordinators = [Moment::Plan, Moment::Mint];
+            let moments = if ground.head_mortal && rng.random_bool(0.3) { &coordinators[..] } else { &ours[..] };
             let moment = moments[rng.random_range(0..moments.len())];
             let after = Duration::from_micros(if rng.random_bool(0.3) { 0 } else { rng.random_range(0..200_000) });
             Fault::Ambush { moment, after, lasts }
@@ -147,8 +148,8 @@ fn draw_any(kind: u32, ground: &Ground, rng: &mut ChaCha8Rng) -> Fault {
     }
 }
 
-/// A bad time drawn from a seed: faults at random moments of `span`, every kind or only some, never the first host's
-/// death. What is still broken at the end is mended by [`mend`].
+/// A random schedule: faults at random times of `span`, of every kind or only some; the first host never dies. [`mend`]
+/// ends what is left of it.
 pub fn swarm(seed: u64, hosts: &[HostId], from: Instant, span: Duration) -> Schedule {
     let mut rng = chance(seed, "faults");
     let span_ms = u64::try_from(span.as_millis()).unwrap_or(u64::MAX);
@@ -164,13 +165,13 @@ pub fn swarm(seed: u64, hosts: &[HostId], from: Instant, span: Duration) -> Sche
     schedule
 }
 
-/// Everything works again: partitions end, loss ends, whoever is down starts.
+/// Heals the faults of [`swarm`]: partitions and loss end, hosts that are down start.
 pub fn mend(hosts: &[HostId], at: Instant) -> Schedule {
     let restarts = hosts.iter().map(|&host| Fault::Restart { host, keep_disk: true });
     [Fault::Heal, Fault::Loss(0)].into_iter().chain(restarts).map(|fault| Timed { at, fault }).collect()
 }
 
-/// One trouble, with its end where it has one.
+/// One fault, and its end if it has one.
 fn draw(kind: u32, hosts: &[HostId], at: Instant, rng: &mut impl Rng) -> Schedule {
     let later = at + Duration::from_millis(rng.random_range(100..8_000));
     let some = |rng: &mut dyn Rng| hosts[rng.random_range(0..hosts.len())];
@@ -208,11 +209,11 @@ fn draw(kind: u32, hosts: &[HostId], at: Instant, rng: &mut impl Rng) -> Schedul
     }
 }
 
-/// Kinds of trouble that `draw` knows.
+/// Number of kinds that `draw` handles.
 const KINDS: u32 = 6;
-/// Kinds that `draw_any` knows.
+/// Number of kinds that `draw_any` handles.
 const ANY_KINDS: u32 = 23;
-/// From one loss to the next: time for new standbys to load and catch up.
+/// Time between losses: new standbys load and catch up.
 const QUIET: Duration = Duration::from_secs(7);
-/// Hosts that share a fuse.
+/// Number of hosts that share a fuse.
 const RACK: u32 = 3;

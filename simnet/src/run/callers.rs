@@ -1,4 +1,4 @@
-//! The callers of one entry node: they ask, cancel, and turn to another host when theirs is gone.
+//! The callers of one entry node: they send requests, cancel them, and fail over to another host if theirs is lost.
 use crate::case::{Ask, Case};
 use crate::checker::survival::Survival;
 use crate::host::{Host, HostId};
@@ -13,19 +13,19 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 pub(super) struct Callers {
     pub(super) work: Workload,
-    /// Which entry node of the case: 0 is the first.
+    /// The entry node's number in the case: 0 is the first.
     entry: u32,
     asks: VecDeque<Ask>,
     cancels: Vec<(Instant, CallId)>,
-    /// When the callers of calls that have not ended yet went away.
+    /// When the callers of calls that have not ended disconnected.
     gone: BTreeMap<CallId, Instant>,
-    /// When the callers' host was last paused.
+    /// When the callers' host was last seen paused.
     stopped: Option<Instant>,
     /// Failed calls that were checked.
     failed: BTreeSet<CallId>,
-    /// Calls that broke with their host and are asked again.
+    /// Calls that broke with their host and must be sent again.
     again: VecDeque<CallId>,
-    /// The life of the host that the callers use, and when they may look for another.
+    /// The life of the host in use, and when the callers may fail over.
     life: u32,
     turn_at: Option<Instant>,
     /// The job that their host coordinated, and until when they wait for its successor.
@@ -76,16 +76,16 @@ impl Callers {
         self.turn_at.is_none() && self.work.job.is_some()
     }
 
-    /// What has not ended, for messages.
+    /// What has not ended, for violations.
     pub(super) fn open(&self) -> String {
         let open = self.work.calls.iter().filter(|(_, call)| call.ends.is_empty()).map(|(id, _)| name(*id));
         let open: Vec<u64> = open.collect();
         let (asks, job) = (self.asks.len() + self.again.len(), self.work.job);
-        let told = self.work.notes.last().map(|told| format!("{:?}", told.event));
-        format!("calls {open:?} are open, {asks} not asked, job {job:?}, told last: {told:?}")
+        let last = self.work.notes.last().map(|told| format!("{:?}", told.event));
+        format!("calls {open:?} are open, {asks} requests are not sent, job {job:?}, last event {last:?}")
     }
 
-    /// Checks what depends on the present state of the world. `bytes`: what is to be held in all, weights, caches and tiles.
+    /// Checks the current state of the world. `bytes`: memory for all weights, caches and tiles.
     pub(super) fn judge(&mut self, world: &World, survival: &Survival, bytes: u64, violations: &mut Vec<String>) {
         let head = self.work.head;
         if world.host(head).paused_until.is_some() {
@@ -112,7 +112,7 @@ impl Callers {
         }
     }
 
-    /// Does what is due.
+    /// Sends and cancels what is due.
     pub(super) fn step(&mut self, world: &mut World, origin: Instant, seed: u64) {
         let now = world.now();
         if self.is_served() {
@@ -126,7 +126,7 @@ impl Callers {
         }
         let due: Vec<CallId> = self.cancels.extract_if(.., |(at, _)| *at <= now).map(|(_, call)| call).collect();
         for call in due {
-            // Where the host is gone there is no node to tell.
+            // If the host is lost, no node can be asked to cancel.
             if self.work.calls.get(&call).is_some_and(|call| call.ends.is_empty()) && self.turn_at.is_none() {
                 self.work.cancel(world, call);
                 self.gone.insert(call, now);
@@ -146,9 +146,9 @@ impl Callers {
         call
     }
 
-    /// Callers whose host died get an error, and turn to another host a while later: to one of the first `count`, and not to one of
-    /// `others` where there is another.
-    pub(super) fn look_after_head(&mut self, world: &mut World, count: u32, others: &[HostId], timeline: &Timeline) {
+    /// Callers whose host died get an error, and fail over to another host a while later: to one of the first `count`, and
+    /// not to one of `others` if another one is usable.
+    pub(super) fn fail_over(&mut self, world: &mut World, count: u32, others: &[HostId], timeline: &Timeline) {
         let now = world.now();
         let head = world.host(self.work.head);
         let lost = |call: &Call| call.ends.first().is_some_and(|(_, reason)| is_lost_elsewhere(reason));
@@ -156,14 +156,14 @@ impl Callers {
         let gone = !head.runs() || head.life != self.life || elsewhere;
         if gone && self.turn_at.is_none() {
             self.before = self.work.job.map(|job| (job, now + SUCCESSOR_MAX));
-            // The node that the host passed them on to is gone: for their callers the same.
+            // The node to which the host forwarded them is lost: for their callers the same.
             for call in self.work.calls.values_mut().filter(|call| lost(call)) {
                 call.ends.clear();
             }
             let broken = self.work.head_died(now);
             let head = world.host(self.work.head);
             if head.runs() && head.life == self.life {
-                // A node that lives notices that its callers close their connections.
+                // A live node notices that its callers close their connections.
                 broken.iter().for_each(|call| world.inject(self.work.head, Input::Cancel { call: *call }));
             }
             timeline.note(now, format!("{} calls broke with host {}", broken.len(), self.work.head.0));
@@ -176,7 +176,8 @@ impl Callers {
                     (self.turn_at, self.before) = (None, None);
                     self.life = world.host(host).life;
                     self.work.follow(host, job, epoch);
-                    return timeline.note(now, format!("callers turn to host {}, which took the job over", host.0));
+                    return timeline
+                        .note(now, format!("callers fail over to host {}, which took over the job", host.0));
                 }
                 let held =
                     |host: &Host| host.node.as_ref().is_some_and(|node| node.parts().any(|held| held.job == job));
@@ -193,11 +194,11 @@ impl Callers {
             self.turn_at = None;
             self.life = world.host(next).life;
             self.work.turn_to(world, next);
-            timeline.note(now, format!("callers turn to host {}", next.0));
+            timeline.note(now, format!("callers fail over to host {}", next.0));
         }
     }
 
-    /// The owner of the model puts its file back where the disks of all that had some of it were lost.
+    /// The owner of the model restores its file if no disk has all of its pieces any more.
     pub(super) fn restore_model(&self, world: &mut World) {
         let (content, layers) = (self.work.model.content, self.work.model.work.layers.len() as u32);
         if !world.has_all_of(content, layers) {
@@ -205,7 +206,7 @@ impl Callers {
         }
     }
 
-    /// Bytes of the model's weights and caches.
+    /// Memory for the model's weights and caches.
     pub(super) fn model_bytes(&self) -> u64 {
         let work = &self.work.model.work;
         let positions = u64::from(work.context) * u64::from(work.sequences);
@@ -215,14 +216,14 @@ impl Callers {
     }
 }
 
-/// The host that coordinates a job and that a person could ask.
+/// The host that coordinates a job, if its node accepts requests.
 fn coordinator(world: &World, job: JobId) -> Option<(HostId, Epoch)> {
     let hosts = world.hosts().filter(|host| is_usable(world, host.id));
     let jobs = hosts.filter_map(|host| Some((host.id, host.node.as_ref()?.jobs().find(|view| view.job == job)?.epoch)));
     jobs.max_by_key(|(_, epoch)| *epoch)
 }
 
-/// Whether a call ended because the node to which its host had passed it on is gone, or does not serve the model any more.
+/// Whether a call ended because the node to which its host forwarded it is lost, or no longer serves the model.
 fn is_lost_elsewhere(reason: &DoneReason) -> bool {
     match reason {
         DoneReason::Failed(why) => why.contains("which ran this request, is gone or serves"),
@@ -231,17 +232,17 @@ fn is_lost_elsewhere(reason: &DoneReason) -> bool {
     }
 }
 
-/// Whether a person at this host could ask its node for something.
+/// Whether the node of this host accepts requests.
 pub(super) fn is_usable(world: &World, host: HostId) -> bool {
     let host = world.host(host);
     host.runs() && host.paused_until.is_none() && !host.leaves
 }
 
-/// Weights of one layer, as `compute.rs` takes its time.
+/// Weights of one layer, as in `compute.rs`.
 const LAYER_BYTES: u64 = 20 << 20;
-/// Callers whose host is gone look for another after this.
+/// Failover delay of callers whose host is lost.
 const TURN: Duration = Duration::from_millis(500);
-/// How long they wait for a successor of it while its parts are held.
+/// How long they wait for its successor while parts of the job are held.
 const SUCCESSOR_MAX: Duration = Duration::from_secs(8);
 /// A cancelled call ends within this time.
 pub(super) const CANCEL_MAX: Duration = Duration::from_secs(1);

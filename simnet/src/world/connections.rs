@@ -1,4 +1,4 @@
-//! Connections of the virtual world: dialled, standing, broken, and what waits on them.
+//! Connections of the simulated world: dialling, handshakes, delivery and breaks.
 use super::{Happening, World};
 use crate::compute::Cargo;
 use crate::host::{Host, HostId};
@@ -8,14 +8,15 @@ use node_core::input::Input;
 use node_core::time::Duration;
 
 impl World {
-    /// Dial unless a connection stands or is being made. `wanted` by the core: it hears of one that already stands.
-    pub(super) fn connect(&mut self, from: HostId, node: NodeId, wanted: bool) {
+    /// Dials unless a connection is established or being dialled. If the core `requested` it, an established one is
+    /// reported again.
+    pub(super) fn connect(&mut self, from: HostId, node: NodeId, requested: bool) {
         let Some(to) = self.host_of(node).filter(|to| *to != from) else { return };
         let pair = pair(from, to);
         let lives = (self.hosts[pair.0.index()].life, self.hosts[pair.1.index()].life);
         if let Some(connection) = self.network.connection(pair) {
             if connection.lives == lives {
-                if connection.up && wanted {
+                if connection.up && requested {
                     let rtt_ns = self.network.rtt(from, to).as_nanos() as u64;
                     self.answer(from, Duration::ZERO, Input::Connected { node, rtt_ns });
                 }
@@ -46,7 +47,7 @@ impl World {
         self.send_held(pair);
     }
 
-    /// Both ends live on as they were and hear each other.
+    /// Both hosts are in the lives that dialled, not paused, and reach each other.
     fn is_sound(&self, pair: Pair) -> bool {
         let (a, b) = (&self.hosts[pair.0.index()], &self.hosts[pair.1.index()]);
         let moves = |host: &Host| host.runs() && host.paused_until.is_none();
@@ -57,8 +58,8 @@ impl World {
             && self.network.reaches(pair.1, pair.0)
     }
 
-    /// Both ends hear of it at once, but after whatever they are doing now: a node that dials a peer in its new life is in
-    /// the middle of its outputs, and is given no input before the last of them is carried out.
+    /// Both ends learn of it now, but after their current outputs: a node that dials a peer's new life is still carrying
+    /// out its outputs, and must receive no input before the last of them.
     pub(super) fn break_connection(&mut self, pair: Pair) {
         let Some(connection) = self.network.remove(pair) else { return };
         let ends = [(pair.0, pair.1, connection.lives.0), (pair.1, pair.0, connection.lives.1)];
@@ -98,7 +99,7 @@ impl World {
         }
     }
 
-    /// A host's links are as fast as usual again: what waited before its bottleneck does not wait any longer.
+    /// Removes a host's bandwidth limit, and reschedules the parcels queued at its bottleneck.
     pub(super) fn widen(&mut self, host: HostId) {
         if !self.network.widen(self.now, host) {
             return;

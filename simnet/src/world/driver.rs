@@ -1,5 +1,5 @@
-//! The loop around each node, as in `node/src/driver.rs`: what has come is handled together, then outputs are carried out until
-//! there are none, then the next wakeup is armed.
+//! The loop around each node, as in `node/src/driver.rs`: handle all inputs that have arrived, carry out outputs until
+//! there are none, arm the next wakeup.
 use super::{Happening, World};
 use crate::host::{Arrival, HostId};
 use node_core::input::Input;
@@ -8,12 +8,12 @@ use node_core::record;
 use node_core::time::Instant;
 
 impl World {
-    /// An input reaches a host; its driver takes it up when it is done with what came before.
+    /// Queues an input for a host; its driver handles it after the inputs before it.
     pub(super) fn deliver(&mut self, id: HostId, input: Input) {
         self.arrives(id, Arrival { input, forged: false });
     }
 
-    /// The same for what a lying member made up.
+    /// As `deliver`, for an input that may be forged.
     pub(super) fn arrives(&mut self, id: HostId, arrival: Arrival) {
         let host = &mut self.hosts[id.index()];
         let lost = host.paused_until.is_some() && host.inbox.len() >= INBOX_MAX;
@@ -24,7 +24,7 @@ impl World {
         self.arm_turn(id);
     }
 
-    /// Inputs that are due at the same moment are in the queue before this turn, so that they are handled in it.
+    /// Inputs due at the same moment are queued before this turn, so the turn handles them.
     fn arm_turn(&mut self, id: HostId) {
         let host = &mut self.hosts[id.index()];
         let at = self.now.max(host.busy_until);
@@ -34,7 +34,7 @@ impl World {
         }
     }
 
-    /// The loop: feed what has come, carry out outputs until there are none, arm the next wakeup.
+    /// One turn of the loop.
     pub(super) fn turn(&mut self, id: HostId, life: u32) {
         let host = &mut self.hosts[id.index()];
         if host.life != life || host.turn_at != Some(self.now) {
@@ -135,7 +135,7 @@ impl World {
         }
         host.paused_until = None;
         (host.wake_at, host.turn_at) = (None, None);
-        // A real driver looks at its clock before its queue: so does a turn.
+        // As a real driver, a turn checks the clock before the inbox.
         self.arm_turn(id);
         for (_, happening) in self.stopped.extract_if(.., |(host, _)| *host == id).collect::<Vec<_>>() {
             self.happen(happening);
@@ -143,7 +143,7 @@ impl World {
     }
 }
 
-/// Inputs handled before their outputs are carried out, as in `node/src/driver.rs`: one, and 64 more that have come.
+/// Inputs handled before their outputs are carried out, as in `node/src/driver.rs`: one, and up to 64 more from the queue.
 const TOGETHER_MAX: usize = 65;
-/// What a paused host's socket buffers hold; beyond that datagrams are lost.
+/// Inputs that a paused host's socket buffers hold; further ones are lost.
 const INBOX_MAX: usize = 4096;

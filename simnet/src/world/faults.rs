@@ -1,4 +1,4 @@
-//! What each fault does to the virtual world, and how it ends.
+//! Applies each fault to the simulated world, and ends it.
 use super::{Happening, World};
 use crate::disk::{Disk, Fate};
 use crate::faults::{Fault, Moment};
@@ -10,7 +10,7 @@ use node_core::output::Output;
 use node_core::time::Duration;
 use rand::RngExt;
 
-/// Waits for a moment to kill somebody in.
+/// A pending ambush: kills a host at the next such moment.
 #[derive(Debug)]
 pub(super) struct Ambush {
     moment: Moment,
@@ -18,7 +18,7 @@ pub(super) struct Ambush {
     lasts: Duration,
 }
 
-/// What ends by itself.
+/// The end of a fault.
 #[derive(Debug)]
 pub(super) enum End {
     Cut(u64),
@@ -31,7 +31,7 @@ pub(super) enum End {
     DiskFull(HostId),
     Drain(HostId),
     Ban(HostId),
-    /// The next cut of a link that flaps, with the time it has left.
+    /// The next cut of a flapping link, with the remaining time.
     Flap {
         between: (HostId, HostId),
         period: Duration,
@@ -137,7 +137,7 @@ impl World {
             }
             Fault::Ban { host, lasts } => {
                 self.banned.insert(self.hosts[host.index()].node_id);
-                self.tell_banned();
+                self.send_ban_list();
                 self.ends(lasts, End::Ban(host));
             }
             Fault::Lies { host, messages, lasts } => self.plan_lies(host, messages, lasts),
@@ -153,13 +153,13 @@ impl World {
         }
     }
 
-    /// Somebody is waited for, perhaps in this very moment.
+    /// Checks whether an output is the moment that an ambush waits for.
     pub(super) fn spring_ambushes(&mut self, host: HostId, output: &Output) {
         let node = self.hosts[host.index()].node_id;
         let mut sprung: Vec<(Ambush, NodeId)> = Vec::new();
         let mut at = 0;
         while let Some(ambush) = self.ambushes.get(at) {
-            // One death a moment, or two ambushes for one moment would be one.
+            // One victim per moment: two ambushes for one moment would kill one host.
             match ambush.moment.victim(node, output).filter(|_| sprung.is_empty()) {
                 Some(victim) => sprung.push((self.ambushes.remove(at), victim)),
                 None => at += 1,
@@ -167,7 +167,7 @@ impl World {
         }
         for (ambush, victim) in sprung {
             let Some(victim) = self.host_of(victim) else { continue };
-            // The first host is the callers': it dies only where the moment is about heads.
+            // Host 0 is the callers' entry node: only an ambush on coordinators may kill it.
             if victim == HostId(0) && !ambush.moment.kills_head() {
                 self.ambushes.push(ambush);
                 continue;
@@ -179,7 +179,7 @@ impl World {
 
     pub(super) fn end(&mut self, era: u32, end: End) {
         if era != self.era {
-            return; // mended before
+            return; // healed earlier
         }
         let usual = &self.options;
         match end {
@@ -195,7 +195,7 @@ impl World {
             End::Drain(host) => self.inject(host, Input::Drain(false)),
             End::Ban(host) => {
                 self.banned.remove(&self.hosts[host.index()].node_id);
-                self.tell_banned();
+                self.send_ban_list();
             }
             End::Slow(host) => self.hosts[host.index()].executor.slow_percent = 100,
             End::DiskFull(host) => self.hosts[host.index()].disk.full = false,
@@ -238,8 +238,8 @@ impl World {
         self.deliver(id, Input::Leave);
     }
 
-    /// Sends the list of banned nodes to all other hosts.
-    fn tell_banned(&mut self) {
+    /// Sends the ban list to all other hosts.
+    fn send_ban_list(&mut self) {
         let list: Vec<NodeId> = self.banned.iter().copied().collect();
         let others = self.hosts.iter().filter(|host| !self.banned.contains(&host.node_id)).map(|host| host.id);
         for host in others.collect::<Vec<HostId>>() {
@@ -262,12 +262,12 @@ impl World {
         }
     }
 
-    /// Everything works again.
+    /// Heals all faults, and starts the hosts that are down.
     fn mend(&mut self) {
         self.era += 1;
         self.ambushes.clear();
         self.banned.clear();
-        self.tell_banned();
+        self.send_ban_list();
         self.network.heal();
         self.network.mend(&self.options);
         for index in 0..self.hosts.len() {
@@ -280,7 +280,7 @@ impl World {
             (executor.slow_percent, executor.failures, executor.refusals) = (100, 0, 0);
             self.inject(id, Input::Drain(false));
             if self.hosts[index].leaves {
-                self.crash(id); // it had said goodbye and only waited for its end
+                self.crash(id); // it has left the mesh and was about to exit
             }
             self.start(id);
             if self.hosts[index].paused_until.is_some() {
@@ -291,7 +291,7 @@ impl World {
         self.resend();
     }
 
-    /// A device that stalls goes on: what waits for it comes earlier by what is left of the stall.
+    /// Ends a device stall early: pending results move forward by the rest of the stall.
     fn end_stall(&mut self, id: HostId) {
         let Some((from, less)) = self.hosts[id.index()].executor.end_stall(self.now) else { return };
         let answers = |input: &Input| {
@@ -304,7 +304,7 @@ impl World {
         }
     }
 
-    /// What partitions held is sent again.
+    /// Resends the parcels that partitions held.
     fn resend(&mut self) {
         for pair in self.network.pairs() {
             if self.network.connection(pair).is_some_and(|connection| connection.up) {
@@ -322,5 +322,5 @@ impl World {
 
 /// From an operator's `leave` to the end of the process.
 const GOODBYE: Duration = Duration::from_secs(2);
-/// A link that flaps faster than this has no time to be anything.
+/// Shortest period of a flapping link.
 const FLAP_MIN: Duration = Duration::from_millis(2);

@@ -1,4 +1,4 @@
-//! Carries out what nodes decide about simulations, in the virtual world.
+//! Carries out the outputs of nodes that concern simulations.
 use super::{Happening, World};
 use crate::disk::Record;
 use crate::grids::Saved;
@@ -49,20 +49,20 @@ impl World {
 
     /// `Output::KeepCheckpoint`.
     pub(super) fn keep_checkpoint(&mut self, id: HostId, job: JobId, step: u32) {
-        let cells = self.hosts[id.index()].parts.remove(&(job, step)).ok_or_else(|| "no part of it is here".into());
+        let cells = self.hosts[id.index()].parts.remove(&(job, step)).ok_or_else(|| "no part of it arrived".into());
         let result = cells.and_then(|cells| self.write(id, Record::Checkpoint((job, step), cells)));
         self.answer(id, self.options.sync, Input::Kept { job, step, result });
     }
 
-    /// The parts of another coordinator's checkpoint have come, if its host still answers.
+    /// A checkpoint arrives from another coordinator, if its host still answers.
     pub(super) fn mirror(&mut self, id: HostId, from: NodeId, (job, step): (JobId, u32)) {
         let cells = self.reached(id, from).and_then(|there| there.disk.checkpoint(job, step)).cloned();
-        let cells = cells.ok_or_else(|| String::from("it is not there"));
+        let cells = cells.ok_or_else(|| String::from("checkpoint gone"));
         let result = cells.and_then(|cells| self.write(id, Record::Checkpoint((job, step), cells)));
         self.answer(id, self.options.sync, Input::Mirrored { job, step, result });
     }
 
-    /// A state has come, if the host that saved it still answers.
+    /// A saved state arrives, if the host that saved it still answers.
     pub(super) fn collected(&mut self, id: HostId, from: NodeId, state: (JobId, PartId, u32, SaveKind)) {
         let (job, part, step, kind) = state;
         let result = self.collect(id, from, state);
@@ -75,9 +75,9 @@ impl World {
         from: NodeId,
         (job, part, step, kind): (JobId, PartId, u32, SaveKind),
     ) -> Result<(), String> {
-        let there = self.host_of(from).ok_or("nobody of that name")?;
+        let there = self.host_of(from).ok_or("no such host exists")?;
         if there != id && (!self.reaches(there, id) || !self.hosts[there.index()].runs()) {
-            return Err("it does not answer".into());
+            return Err("peer not reachable".into());
         }
         let state = self.hosts[there.index()].executor.grids.state(job, part, step, kind);
         let state = state.cloned().ok_or("the state is gone")?;
@@ -96,7 +96,7 @@ impl World {
         Ok(())
     }
 
-    /// A host that runs and whose answers come to `id`.
+    /// The host of a node, if it runs and its answers reach `id`.
     fn reached(&self, id: HostId, node: NodeId) -> Option<&Host> {
         let there = self.host_of(node)?;
         let host = &self.hosts[there.index()];
@@ -120,12 +120,12 @@ impl World {
     }
 }
 
-/// How long saved states of this size take from one host to another.
+/// Transfer time of saved states of this size.
 fn travels(bytes: u64) -> Duration {
     Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / STATE_BYTES_PER_SECOND) + LOAD
 }
 
-/// What making a tile takes.
+/// Time to load a tile.
 const LOAD: Duration = Duration::from_millis(5);
-/// How fast states come from peers.
+/// Transfer rate of saved states.
 const STATE_BYTES_PER_SECOND: u64 = 100_000_000;

@@ -1,7 +1,7 @@
-//! A member that speaks for others: forged messages and frames that are near misses of what would be said at that moment.
+//! Byzantine members: forge messages and frames in the names of other nodes, close to what those would send at the same moment.
 //!
-//! The liar knows jobs, epochs, requests and positions as they are. It says nothing that it is entitled to say for itself: what
-//! a member reports about its own stage has to be believed.
+//! A misreporting member sees the current jobs, epochs, requests and positions. It forges nothing that it may say for
+//! itself: a member's reports about its own stage are trusted.
 use super::{Happening, World};
 use crate::compute::Cargo;
 use crate::host::HostId;
@@ -20,7 +20,7 @@ use partitioner::Tier;
 use rand::RngExt;
 use std::collections::BTreeMap;
 
-/// What was seen of jobs: near misses are made from it.
+/// Observed state of jobs; forged messages are variations of it.
 #[derive(Default)]
 pub(super) struct Known {
     frames: BTreeMap<JobId, FrameHeader>,
@@ -65,7 +65,7 @@ impl Known {
     }
 }
 
-/// A lie and its victim.
+/// A forged message and its receiver.
 enum Lie {
     Message(HostId, Message),
     Frame(HostId, FrameHeader),
@@ -73,7 +73,7 @@ enum Lie {
 }
 
 impl World {
-    /// Spreads a liar's messages over a time.
+    /// Schedules a member's forged messages over a time span.
     pub(super) fn plan_lies(&mut self, host: HostId, messages: u32, lasts: Duration) {
         let span_us = u64::try_from(lasts.as_micros()).unwrap_or(u64::MAX).max(1);
         for _ in 0..messages {
@@ -82,14 +82,14 @@ impl World {
         }
     }
 
-    /// Says one thing that is not true, if there is something to lie about.
-    pub(super) fn lie(&mut self, era: u32, liar: HostId) {
-        let host = &self.hosts[liar.index()];
+    /// Sends one forged message, if there is a job to forge about.
+    pub(super) fn lie(&mut self, era: u32, forger: HostId) {
+        let host = &self.hosts[forger.index()];
         if era != self.era || !host.runs() || host.paused_until.is_some() {
             return;
         }
         let (from, source) = (host.node_id, host.gossip_addr);
-        let Some(lie) = self.lie_about_a_job(liar) else { return };
+        let Some(lie) = self.lie_about_a_job(forger) else { return };
         let (to, input) = match lie {
             Lie::Message(to, message) => {
                 let Ok(bytes) = codec::encode_message(&message) else { return };
@@ -109,30 +109,30 @@ impl World {
         self.queue.push(self.now, Happening::Forged { host: to, life, input });
     }
 
-    fn lie_about_a_job(&mut self, liar: HostId) -> Option<Lie> {
-        let views = self.hosts.iter().filter(|host| host.id != liar);
+    fn lie_about_a_job(&mut self, forger: HostId) -> Option<Lie> {
+        let views = self.hosts.iter().filter(|host| host.id != forger);
         let views = views.filter_map(|host| Some((host.id, host.node.as_ref()?.jobs())));
         let views: Vec<(HostId, JobView)> =
             views.flat_map(|(host, views)| views.filter(is_model).map(move |view| (host, view))).collect();
         let tiles: Vec<JobId> = self.known.tiles.keys().copied().collect();
         let at = self.lie_chance.random_range(0..(views.len() + tiles.len()).max(1));
         match views.into_iter().nth(at) {
-            Some((head, view)) => {
+            Some((coordinator, view)) => {
                 let order = self.known.stages.get(&view.job)?.clone();
-                Subject { liar, head, order, frame: self.known.frames.get(&view.job).copied(), view }.lie(self)
+                Subject { forger, coordinator, order, frame: self.known.frames.get(&view.job).copied(), view }.lie(self)
             }
-            None => self.lie_about_a_tile(liar, *tiles.get(at.checked_sub(self.jobs_seen(liar))?)?),
+            None => self.lie_about_a_tile(forger, *tiles.get(at.checked_sub(self.jobs_seen(forger))?)?),
         }
     }
 
-    fn jobs_seen(&self, liar: HostId) -> usize {
-        let others = self.hosts.iter().filter(|host| host.id != liar);
+    fn jobs_seen(&self, forger: HostId) -> usize {
+        let others = self.hosts.iter().filter(|host| host.id != forger);
         others.filter_map(|host| host.node.as_ref()).map(|node| node.jobs().filter(is_model).count()).sum()
     }
 
-    /// A host that runs and is reached by the liar.
-    fn victim(&mut self, liar: HostId, among: impl IntoIterator<Item = HostId>) -> Option<HostId> {
-        let reached = |host: &HostId| *host != liar && self.hosts[host.index()].runs() && self.reaches(liar, *host);
+    /// A random host of `among` that runs and that the sender reaches.
+    fn victim(&mut self, forger: HostId, among: impl IntoIterator<Item = HostId>) -> Option<HostId> {
+        let reached = |host: &HostId| *host != forger && self.hosts[host.index()].runs() && self.reaches(forger, *host);
         let all: Vec<HostId> = among.into_iter().filter(reached).collect();
         (!all.is_empty()).then(|| all[self.lie_chance.random_range(0..all.len())])
     }
@@ -142,10 +142,10 @@ fn is_model(view: &JobView) -> bool {
     matches!(view.program, ProgramView::Serve { .. })
 }
 
-/// A model job as the liar knows it.
+/// A model job as the misreporting member sees it.
 struct Subject {
-    liar: HostId,
-    head: HostId,
+    forger: HostId,
+    coordinator: HostId,
     view: JobView,
     order: Order,
     frame: Option<FrameHeader>,
@@ -153,31 +153,32 @@ struct Subject {
 
 impl Subject {
     fn lie(&self, world: &mut World) -> Option<Lie> {
-        let me = world.hosts[self.liar.index()].node_id;
+        let me = world.hosts[self.forger.index()].node_id;
         let owners = self.view.parts.iter().map(|part| part.owner);
         let standbys = self.view.parts.iter().filter_map(|part| part.standby.as_ref()?.node);
-        let holds = world.hosts[self.liar.index()].node.as_ref()?.parts().any(|part| part.job == self.view.job);
+        let holds = world.hosts[self.forger.index()].node.as_ref()?.parts().any(|part| part.job == self.view.job);
         let takes_part = holds || owners.chain(standbys).any(|node| node == me);
         let holders = world
             .hosts
             .iter()
             .filter(|host| host.node.as_ref().is_some_and(|node| node.parts().any(|part| part.job == self.view.job)));
         let holders: Vec<HostId> = holders.map(|host| host.id).collect();
-        let victim = world.victim(self.liar, holders)?;
-        let head = world.victim(self.liar, [self.head]);
-        // What a participant says of its own stage is believed, so a liar that takes part says nothing of the kind.
-        let kinds = if takes_part { 0..AS_HEAD + AS_PARTICIPANT } else { 0..AS_HEAD + AS_PARTICIPANT + AS_STAGE };
+        let victim = world.victim(self.forger, holders)?;
+        let coordinator = world.victim(self.forger, [self.coordinator]);
+        // Participants are trusted about their own stages, so a participant forges no such report.
+        let kinds =
+            if takes_part { 0..AS_COORDINATOR + AS_PARTICIPANT } else { 0..AS_COORDINATOR + AS_PARTICIPANT + AS_STAGE };
         let kind = world.lie_chance.random_range(kinds);
         match kind {
-            0..AS_HEAD => self.as_head(world, kind, victim, me),
-            kind if kind < AS_HEAD + AS_PARTICIPANT => {
-                self.as_participant(world, kind - AS_HEAD, victim, head?, takes_part)
+            0..AS_COORDINATOR => self.as_coordinator(world, kind, victim, me),
+            kind if kind < AS_COORDINATOR + AS_PARTICIPANT => {
+                self.as_participant(world, kind - AS_COORDINATOR, victim, coordinator?, takes_part)
             }
-            kind => Some(Lie::Message(head?, self.as_stage(world, kind - AS_HEAD - AS_PARTICIPANT))),
+            kind => Some(Lie::Message(coordinator?, self.as_stage(world, kind - AS_COORDINATOR - AS_PARTICIPANT))),
         }
     }
 
-    /// An epoch near the real one.
+    /// An epoch close to the current one.
     fn epoch(&self, world: &mut World, issuer: NodeId) -> Epoch {
         let more = [0, 0, 1, 2, 65_536, 65_537, u32::MAX / 2][world.lie_chance.random_range(0..7usize)];
         Epoch { counter: self.view.epoch.counter.saturating_add(more), issuer }
@@ -198,10 +199,10 @@ impl Subject {
             [world.lie_chance.random_range(0..7usize)]
     }
 
-    /// What only the coordinator may say.
-    fn as_head(&self, world: &mut World, kind: u32, victim: HostId, me: NodeId) -> Option<Lie> {
+    /// Messages that only the coordinator may send.
+    fn as_coordinator(&self, world: &mut World, kind: u32, victim: HostId, me: NodeId) -> Option<Lie> {
         let job = self.view.job;
-        // An epoch of the liar's own is refused where a stage of this job is held; elsewhere it would be a job of its own.
+        // Holders of a stage of this job reject an epoch that the sender issued; for other hosts it would be a new job.
         let issuer = if world.lie_chance.random_bool(0.7) { self.view.epoch.issuer } else { me };
         let mut epoch = self.epoch(world, issuer);
         let request = self.request(world);
@@ -239,13 +240,13 @@ impl Subject {
         (!owners.is_empty()).then(|| Box::new(Order { part, owners, standby, ..self.order.clone() }))
     }
 
-    /// What participants tell each other or the coordinator about others, and rows out of range.
+    /// Messages between participants, reports to the coordinator about other nodes, and frames out of range.
     fn as_participant(
         &self,
         world: &mut World,
         kind: u32,
         victim: HostId,
-        head: HostId,
+        coordinator: HostId,
         takes_part: bool,
     ) -> Option<Lie> {
         let job = self.view.job;
@@ -254,30 +255,30 @@ impl Subject {
                 let issuer = if world.lie_chance.random_bool(0.8) {
                     self.view.epoch.issuer
                 } else {
-                    world.hosts[self.liar.index()].node_id
+                    world.hosts[self.forger.index()].node_id
                 };
                 let mine = self.epoch(world, issuer);
-                let to = if world.lie_chance.random_bool(0.3) { head } else { victim };
+                let to = if world.lie_chance.random_bool(0.3) { coordinator } else { victim };
                 Some(Lie::Message(to, Message::Stale { job, mine }))
             }
             2 => {
-                let others = self.view.parts.iter().filter_map(|part| world.host_of(part.owner)).chain([head]);
+                let others = self.view.parts.iter().filter_map(|part| world.host_of(part.owner)).chain([coordinator]);
                 let others: Vec<HostId> = others.collect();
-                let node = world.victim(self.liar, others).map(|host| world.hosts[host.index()].node_id)?;
+                let node = world.victim(self.forger, others).map(|host| world.hosts[host.index()].node_id)?;
                 let silent_ms = world.lie_chance.random_range(0..5_000);
                 let say = ToCoordinator::Silent { node, silent_ms };
-                Some(Lie::Message(head, Message::ToCoordinator { job, epoch: self.view.epoch, say }))
+                Some(Lie::Message(coordinator, Message::ToCoordinator { job, epoch: self.view.epoch, say }))
             }
             3 => {
                 let epoch = self.epoch(world, self.view.epoch.issuer);
                 let heartbeat = Heartbeat { job, epoch, done: 1 << 40, op_elapsed_us: u32::MAX, op_budget_us: 1 };
-                Some(Lie::Heartbeat(if takes_part { victim } else { head }, heartbeat)).filter(|_| !takes_part)
+                Some(Lie::Heartbeat(if takes_part { victim } else { coordinator }, heartbeat)).filter(|_| !takes_part)
             }
             _ => {
                 let node = world.hosts[victim.index()].node_id;
                 let own = self.view.parts.iter().position(|part| part.owner == node);
                 let part = PartId::of(own.unwrap_or(0));
-                // The real sender of a stage's rows may send what it likes: not to this part, then.
+                // A stage's real predecessor may send it any rows, so a participant addresses another part.
                 let part = if takes_part || world.lie_chance.random_bool(0.2) { PartId(part.0 + 3) } else { part };
                 let (channel, cursor) = (self.request(world).0, self.position(world));
                 let count = [1, 1, 0, 513, u32::MAX][world.lie_chance.random_range(0..5usize)];
@@ -287,7 +288,7 @@ impl Subject {
         }
     }
 
-    /// What only a stage or a standby may say to the coordinator.
+    /// Messages that only a stage or a standby may send to the coordinator.
     fn as_stage(&self, world: &mut World, kind: u32) -> Message {
         let (job, epoch) = (self.view.job, self.view.epoch);
         let (request, position) = (self.request(world), self.position(world));
@@ -314,7 +315,7 @@ impl Subject {
     }
 }
 
-/// A tile as the liar knows it.
+/// A tile as the misreporting member sees it.
 struct Tile {
     part: PartId,
     other: PartId,
@@ -323,7 +324,7 @@ struct Tile {
 }
 
 impl Tile {
-    /// What its coordinator and the others that take part may say to the one that holds it.
+    /// Messages of its coordinator and of other participants to the holder of the tile.
     fn to_participant(&self, lie: u32, order: &Order) -> Option<ToParticipant> {
         let Tile { part, other, step, kind } = *self;
         Some(match lie {
@@ -341,7 +342,7 @@ impl Tile {
         })
     }
 
-    /// What those that hold it may say to the coordinator.
+    /// Messages of the tile's holders to the coordinator.
     fn to_coordinator(&self, lie: u32) -> Option<ToCoordinator> {
         let Tile { part, step, kind, .. } = *self;
         let ready = Ready { bytes: 1, has: Has::Tile { step, kept: Vec::new() } };
@@ -358,19 +359,19 @@ impl Tile {
 }
 
 impl World {
-    /// A simulation, as the liar knows it. One that owns a tile says nothing.
-    fn lie_about_a_tile(&mut self, liar: HostId, job: JobId) -> Option<Lie> {
+    /// Forges a message about a simulation, unless the member holds or owns a tile of it.
+    fn lie_about_a_tile(&mut self, forger: HostId, job: JobId) -> Option<Lie> {
         let (epoch, order) = self.known.tiles.get(&job)?.clone();
         let PartWork::Tile(work) = &order.work else { return None };
-        let me = self.hosts[liar.index()].node_id;
+        let me = self.hosts[forger.index()].node_id;
         let holds =
             |host: &crate::host::Host| host.node.as_ref().is_some_and(|node| node.parts().any(|part| part.job == job));
-        if holds(&self.hosts[liar.index()]) || order.owners.contains(&me) || epoch.issuer == me {
+        if holds(&self.hosts[forger.index()]) || order.owners.contains(&me) || epoch.issuer == me {
             return None;
         }
         let holders: Vec<HostId> = self.hosts.iter().filter(|host| holds(host)).map(|host| host.id).collect();
         let coordinator = self.host_of(epoch.issuer);
-        let to = self.victim(liar, holders.into_iter().chain(coordinator))?;
+        let to = self.victim(forger, holders.into_iter().chain(coordinator))?;
         let random = &mut self.lie_chance;
         let mut part = || PartId::of(random.random_range(0..order.owners.len().max(1)));
         let (part, other) = (part(), part());
@@ -390,11 +391,11 @@ impl World {
     }
 }
 
-/// Kinds of lies in the coordinator's name.
-const AS_HEAD: u32 = 10;
-/// Kinds that any participant might say.
+/// Kinds of messages forged in the coordinator's name.
+const AS_COORDINATOR: u32 = 10;
+/// Kinds that any participant may send.
 const AS_PARTICIPANT: u32 = 6;
-/// Kinds in a stage's name.
+/// Kinds forged in a stage's name.
 const AS_STAGE: u32 = 12;
-/// Kinds about tiles: ten to participants, six to the coordinator, and that an epoch is over.
+/// Kinds about tiles: ten to participants, six to the coordinator, and `Stale`.
 const TILE_LIES: u32 = 17;

@@ -6,20 +6,20 @@ use node_core::input::Input;
 use node_core::time::{Duration, Instant};
 use std::collections::BTreeMap;
 
-/// When each host measures its link to another.
+/// The measurement schedule of each host's links.
 #[derive(Default)]
 pub(super) struct Links(BTreeMap<(HostId, HostId), Link>);
 
 struct Link {
-    /// Another connection is another link.
+    /// A new connection counts as a new link.
     connection: u64,
     due: Instant,
-    /// Bytes both ways at the last look.
+    /// Bytes in both directions at the last check.
     bytes: u64,
 }
 
 impl World {
-    /// Every host looks whether one of its links is to be measured.
+    /// Starts a measurement on each host that has an idle link due.
     pub(super) fn glance_at_links(&mut self) {
         let now = self.now;
         let (network, hosts) = (&self.network, &self.hosts);
@@ -52,7 +52,7 @@ impl World {
         self.queue.push(now + GLANCE, Happening::Glance);
     }
 
-    /// A measurement is over; it says nothing if the connection broke meanwhile.
+    /// A measurement ends; without a result if the connection broke meanwhile.
     pub(super) fn measured(&mut self, host: HostId, other: HostId, connection: u64) {
         let pair: Pair = pair(host, other);
         let stands = self.network.connection(pair).is_some_and(|now| now.id == connection && now.up);
@@ -67,15 +67,15 @@ impl World {
     }
 }
 
-/// How often it is looked whether a measurement is due.
+/// Interval of checks for due measurements.
 pub(super) const GLANCE: Duration = Duration::from_secs(1);
-/// How long a measurement takes.
+/// Duration of a measurement.
 const BURST: Duration = Duration::from_millis(500);
-/// A link is measured again after this long.
+/// Interval between measurements of a link.
 const AGAIN: Duration = Duration::from_secs(600);
-/// A measurement that failed is tried again after this long.
+/// Retry delay after a failed measurement.
 const RETRY: Duration = Duration::from_secs(30);
-/// No frame for this long: no job is generating over the link.
+/// Without a frame for this long no job generates over the link.
 const FRAMES_SILENT: Duration = Duration::from_secs(10);
-/// More bytes than this since the last look are a transfer of weights or a prompt.
+/// More bytes than this between two checks are a transfer of weights or a prompt.
 const IDLE_BYTES: u64 = 64 << 10;

@@ -1,6 +1,6 @@
-//! Weights on their way between hosts: which pieces a host lacks, which sources it asks, and what follows if a source is lost.
+//! Weight transfers between hosts: missing pieces, the choice of sources, and lost sources.
 //!
-//! The rules are those of `node/src/transfer/schedule.rs`: all sources at once, a few pieces from each; what arrived stays.
+//! Rules as in `node/src/transfer/schedule.rs`: all sources in parallel, a few pieces from each; received pieces are kept.
 use super::{Happening, World};
 use crate::disk::{Piece, Record, pieces};
 use crate::host::HostId;
@@ -11,52 +11,52 @@ use node_core::time::{Duration, Instant};
 use node_core::work::{Order, PartWork};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// All transfers that run.
+/// All running transfers.
 #[derive(Default)]
 pub(super) struct Transfers {
     running: BTreeMap<u64, Transfer>,
     begun: u64,
 }
 
-/// What a transfer is for.
+/// The purpose of a transfer.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Purpose {
-    /// A stage that is to be in memory.
+    /// Weights of a stage to load into memory.
     Load { job: JobId, part: PartId, load: LoadId },
-    /// A stage whose weights are to be on the disk.
+    /// Weights of a stage to store on disk.
     Fetch { job: JobId, epoch: Epoch, part: PartId },
 }
 
-/// One host's share of a model on its way.
+/// The transfer of a host's share of a model.
 struct Transfer {
     host: HostId,
     life: u32,
     purpose: Purpose,
     content: ContentId,
-    /// Not empty.
+    /// Never empty.
     missing: BTreeSet<Piece>,
     sources: BTreeMap<HostId, Source>,
-    /// Bytes that came.
+    /// Bytes received.
     fetched: u64,
-    /// Why the last source could not give something.
+    /// The last failure of a source.
     last: String,
 }
 
-/// A host that may have some of it.
+/// A host that may have some of the pieces.
 struct Source {
-    /// The connection on which it was asked last.
+    /// The connection of the last request.
     connection: Option<u64>,
-    /// What it said that it has; none until it answers.
+    /// The pieces that it reported; `None` until it answers.
     has: Option<BTreeSet<Piece>>,
     asked: BTreeMap<Piece, Instant>,
-    /// How long a piece took.
+    /// How long its last piece took.
     took: Duration,
     failures: u32,
     rests_until: Instant,
 }
 
 impl World {
-    /// Gives a host the whole of a model, as a user's file.
+    /// Stores a whole model on a host's disk, as a user's file.
     pub fn give_model(&mut self, host: HostId, content: ContentId, layers_total: u32) {
         self.hosts[host.index()].disk.give(content, layers_total);
         self.announce_holdings(host);
@@ -68,7 +68,7 @@ impl World {
         pieces(&(0..layers_total), layers_total).all(|piece| kept.contains(&piece))
     }
 
-    /// A node says which models it has some of on its disk.
+    /// Reports to a node the models of which its disk has pieces.
     pub(super) fn announce_holdings(&mut self, host: HostId) {
         let contents = self.hosts[host.index()].disk.contents();
         if !contents.is_empty() {
@@ -76,13 +76,13 @@ impl World {
         }
     }
 
-    /// Fetches what is missing of a stage's weights, then goes on with what they are for.
+    /// Fetches the missing weights of a stage, then continues with its purpose.
     pub(super) fn begin_transfer(&mut self, host: HostId, purpose: Purpose, order: &Order, sources: &[NodeId]) {
         let PartWork::Stage(stage) = &order.work else { return };
         let here = &self.hosts[host.index()];
         let (content, life) = (stage.content, here.life);
-        let wanted = pieces(&stage.layers_of(order.part), stage.layers_total());
-        let missing: BTreeSet<Piece> = wanted.filter(|piece| !here.disk.has(content, *piece)).collect();
+        let needed = pieces(&stage.layers_of(order.part), stage.layers_total());
+        let missing: BTreeSet<Piece> = needed.filter(|piece| !here.disk.has(content, *piece)).collect();
         if missing.is_empty() {
             return self.transferred(host, purpose, 0);
         }
@@ -110,7 +110,7 @@ impl World {
         self.transfer(id);
     }
 
-    /// Looks after a transfer: sources that do not answer, pieces to ask for, its end.
+    /// Checks a transfer: silent sources, pieces to request, completion.
     pub(super) fn transfer(&mut self, id: u64) {
         let Some(transfer) = self.transfers.running.get(&id) else { return };
         let host = &self.hosts[transfer.host.index()];
@@ -121,14 +121,14 @@ impl World {
         if host.paused_until.is_none() {
             self.drop_silent_sources(id);
             self.ask_for_pieces(id);
-            if self.end_stuck(id) {
+            if self.fail_unavailable(id) {
                 return;
             }
         }
         self.queue.push(self.now + LOOK, Happening::Transfer { id });
     }
 
-    /// What was asked on a connection that is gone is not answered any more.
+    /// Drops requests on broken connections: they get no answer.
     fn drop_silent_sources(&mut self, id: u64) {
         let Some(transfer) = self.transfers.running.get_mut(&id) else { return };
         let (now, host, last) = (self.now, transfer.host, &mut transfer.last);
@@ -160,7 +160,8 @@ impl World {
         }
     }
 
-    /// The next piece to ask for: of the source with the least to do. A piece that is late is asked of a second source that is idle.
+    /// The next piece to request, from the least loaded source. A late piece is requested from a second source that is
+    /// idle.
     fn next_piece(&self, id: u64) -> Option<(HostId, HostId, ContentId, Piece)> {
         let transfer = self.transfers.running.get(&id)?;
         let asked = |piece: &Piece| transfer.sources.values().filter(|source| source.asked.contains_key(piece)).count();
@@ -195,13 +196,13 @@ impl World {
         Some((transfer.host, source, transfer.content, piece))
     }
 
-    /// A transfer ends without success if a piece is left that no source has.
-    fn end_stuck(&mut self, id: u64) -> bool {
+    /// Fails a transfer if no source has one of the missing pieces. Returns whether it has ended.
+    fn fail_unavailable(&mut self, id: u64) -> bool {
         let Some(transfer) = self.transfers.running.get(&id) else { return true };
-        let unheard = transfer.sources.values().any(|source| source.has.is_none());
+        let unanswered = transfer.sources.values().any(|source| source.has.is_none());
         let has =
             |piece: &Piece| transfer.sources.values().any(|s| s.has.as_ref().is_some_and(|has| has.contains(piece)));
-        let Some(piece) = transfer.missing.iter().find(|piece| !unheard && !has(piece)) else { return false };
+        let Some(piece) = transfer.missing.iter().find(|piece| !unanswered && !has(piece)) else { return false };
         let reason = format!("no peer could give piece {} of part {}: {}", piece.number, piece.part, transfer.last);
         self.fail_transfer(id, reason);
         true
@@ -237,13 +238,13 @@ impl World {
         }
     }
 
-    /// Sends over the connection that stands, or a new one. Returns which.
+    /// Sends over the established connection, or a new one. Returns its id.
     fn send_weights(&mut self, from: HostId, to: HostId, weights: Weights) -> Option<u64> {
         self.send_parcel(from, self.hosts[to.index()].node_id, Parcel::Weights(weights));
         self.network.connection(pair(from, to)).map(|connection| connection.id)
     }
 
-    /// A request or an answer arrives. An answer goes back on the connection of its request, or not at all.
+    /// A request or an answer arrives. An answer uses the connection of its request, or is dropped.
     pub(super) fn weights_arrive(&mut self, pair: Pair, from: HostId, weights: Weights) {
         let to = if pair.0 == from { pair.1 } else { pair.0 };
         let disk = &self.hosts[to.index()].disk;
@@ -265,7 +266,7 @@ impl World {
                     transfer.last = lacks;
                 }
                 source.has = Some(has);
-                self.go_on(id);
+                self.continue_transfer(id);
             }
             Weights::Lacking(id, piece) => {
                 let source = self.transfers.running.get_mut(&id).and_then(|transfer| transfer.sources.get_mut(&from));
@@ -273,7 +274,7 @@ impl World {
                     source.asked.remove(&piece);
                     source.has.iter_mut().for_each(|has| _ = has.remove(&piece));
                 }
-                self.go_on(id);
+                self.continue_transfer(id);
             }
             Weights::Here(id, content, piece) => self.piece_arrives(to, from, id, (content, piece)),
         }
@@ -294,7 +295,7 @@ impl World {
                 (source.took, source.failures) = (now.since(*since), 0);
             }
         }
-        // Other transfers of this host may want the same piece.
+        // Other transfers of this host may need the same piece.
         let same = |transfer: &&mut Transfer| transfer.host == to && transfer.content == content;
         let mut whole = Vec::new();
         for (other, transfer) in self.transfers.running.iter_mut().filter(|(_, transfer)| same(transfer)) {
@@ -311,25 +312,25 @@ impl World {
                 self.transferred(to, transfer.purpose, transfer.fetched);
             }
         }
-        self.go_on(id);
+        self.continue_transfer(id);
     }
 
-    /// Something was learned: the next pieces are asked for without waiting for the next look.
-    fn go_on(&mut self, id: u64) {
+    /// Requests the next pieces without waiting for the next check.
+    fn continue_transfer(&mut self, id: u64) {
         self.ask_for_pieces(id);
-        self.end_stuck(id);
+        self.fail_unavailable(id);
     }
 }
 
-/// Pieces asked of one source at once: one is on its way while the other is read.
+/// Requests in flight per source: one piece is in transit while another is read.
 const WINDOW: usize = 2;
-/// Pieces asked for in all: what they may take of a host's memory.
+/// Requests in flight per transfer: bounds the memory that pieces take.
 const ASKED_MAX: usize = 8;
-/// No piece is asked of a second source before this.
+/// A piece is not requested from a second source before this time.
 const LATE_MIN: Duration = Duration::from_millis(500);
-/// A source whose connection broke rests this long, and twice as long each further time.
+/// Backoff of a source whose connection broke; it doubles with each further failure.
 const REST: Duration = Duration::from_millis(125);
-/// After this number of failures in a row a source is given up.
+/// A source is dropped after this number of failures in a row.
 const FAILURES_MAX: u32 = 4;
-/// How often it is looked whether a source's connection still stands.
+/// Interval of transfer checks.
 const LOOK: Duration = Duration::from_millis(50);

@@ -1,21 +1,21 @@
-//! Coordinators that restart, stand still, or whose own executor hangs.
+//! Coordinators that restart, are paused, or whose own executor stalls.
 use super::*;
 use node_core::limits::{LEASE, SERVE_SUCCESSION};
 
-/// Nothing about epochs is on disk: a job's id contains the head's generation, and no two lives have the same.
+/// No epoch is stored on disk: a job's id contains the coordinator's generation, and no two lives have the same one.
 #[test]
-fn a_restarted_head_never_tells_an_epoch_of_an_earlier_life_again() {
+fn a_restarted_coordinator_never_reuses_an_epoch_of_an_earlier_life() {
     let mut room = Room::serving(Options::lan(1), 5);
     let mut jobs = vec![room.work.job];
     for life in 1..=3 {
         // Within the same second, so that the clock alone would give the same generation.
-        room.strike(Fault::Crash(HEAD));
+        room.strike(Fault::Crash(COORDINATOR));
         room.world.run_for(ms(5));
-        room.strike(Fault::Restart { host: HEAD, keep_disk: true });
+        room.strike(Fault::Restart { host: COORDINATOR, keep_disk: true });
         let settled = room.world.run_while_not(ms(20_000), ms(50), |world| membership::informed(world, &[]));
         assert!(settled, "life {life}: {:?}", membership::divergences(&room.world, &[]));
         room.world.run_for(ms(2_000));
-        // A successor serves the model: its user ends that.
+        // A successor serves the model: its user ends that job.
         let successors: Vec<(HostId, JobId)> = room
             .world
             .hosts()
@@ -24,7 +24,7 @@ fn a_restarted_head_never_tells_an_epoch_of_an_earlier_life_again() {
         successors.into_iter().for_each(|(host, job)| room.world.inject(host, node_core::input::Input::End { job }));
         room.world.run_for(ms(1_000));
         room.world.take_told();
-        room.work = Workload::deploy(&mut room.world, HEAD, symbolic_model(LAYERS, LAYER_BYTES));
+        room.work = Workload::deploy(&mut room.world, COORDINATOR, symbolic_model(LAYERS, LAYER_BYTES));
         assert!(room.work.run_until_ready(&mut room.world, ms(20_000)), "life {life}: {:?}", room.work.notes);
         assert!(!jobs.contains(&room.work.job), "life {life}: {jobs:?}");
         jobs.push(room.work.job);
@@ -35,16 +35,16 @@ fn a_restarted_head_never_tells_an_epoch_of_an_earlier_life_again() {
 }
 
 #[test]
-fn a_head_whose_own_executor_hangs_goes_on_elsewhere() {
+fn a_coordinator_whose_own_executor_stalls_moves_its_stage() {
     for seed in seeds(10) {
-        let what = format!("the head's executor hangs, seed {seed}");
+        let what = format!("the coordinator's executor stalls, seed {seed}");
         let mut draw = chance(seed, "the head's executor hangs");
         let mut room = Room::serving(Options::swarm(seed), 6);
-        assert!(room.work.stages(&room.world).contains(&HEAD), "{what}: it holds a stage");
+        assert!(room.work.stages(&room.world).contains(&COORDINATOR), "{what}: it holds a stage");
         room.submit(seed, draw.random_range(1..400), 200);
         room.run_for(ms(draw.random_range(1_000..2_500)));
-        room.strike(Fault::Stall { host: HEAD, lasts: ms(8_000) });
-        room.run_for(ms(9_000)); // what it holds is given up when it answers
+        room.strike(Fault::Stall { host: COORDINATOR, lasts: ms(8_000) });
+        room.run_for(ms(9_000)); // its old stage is freed once it answers
         let room = room.check(&what);
         room.assert_all_finished(&what);
         assert!(room.longest_pause() < ms(3_000), "{what}: the caller waited {:?}", room.longest_pause());
@@ -52,35 +52,37 @@ fn a_head_whose_own_executor_hangs_goes_on_elsewhere() {
 }
 
 #[test]
-fn a_head_whose_own_executor_hangs_waits_for_it_where_nobody_else_has_room() {
+fn a_coordinator_waits_for_its_own_executor_if_no_other_host_has_memory() {
     let mut room = Room::serving(Options::lan(2), 3);
     room.submit(2, 100, 200);
     room.run_for(ms(1_500));
     let epoch = room.work.epoch;
-    room.strike(Fault::Stall { host: HEAD, lasts: ms(4_000) });
-    let room = room.check("nobody else has room");
-    room.assert_all_finished("nobody else has room");
+    room.strike(Fault::Stall { host: COORDINATOR, lasts: ms(4_000) });
+    let room = room.check("no other host has memory");
+    room.assert_all_finished("no other host has memory");
     assert!(room.longest_pause() < ms(5_000), "the caller waited {:?}", room.longest_pause());
-    assert_eq!(room.work.epoch, epoch, "and the job was not placed anew");
+    assert_eq!(room.work.epoch, epoch, "the job was not placed again");
 }
 
 #[test]
-fn a_head_that_stood_still_takes_no_executor_for_hung() {
+fn a_coordinator_that_was_paused_takes_no_executor_for_stalled() {
     for seed in seeds(10) {
-        let what = format!("a head that stood still, seed {seed}");
+        let what = format!("a paused coordinator, seed {seed}");
         let mut draw = chance(seed, "a head that stood still");
         let mut room = Room::serving(Options::swarm(seed), 6);
         room.submit(seed, draw.random_range(1..400), 200);
         room.run_for(Duration::from_micros(draw.random_range(1_000_000..1_500_000)));
         let lasts = ms(draw.random_range(900..7_000));
-        room.strike(Fault::Pause { host: HEAD, lasts });
+        room.strike(Fault::Pause { host: COORDINATOR, lasts });
         let room = room.check(&what);
         room.assert_all_finished(&what);
-        let succeeded =
-            room.world.hosts().any(|host| host.id != HEAD && host.node.as_ref().is_some_and(|n| n.jobs().count() > 0));
-        let stays = room.work.stages(&room.world).contains(&HEAD);
+        let succeeded = room
+            .world
+            .hosts()
+            .any(|host| host.id != COORDINATOR && host.node.as_ref().is_some_and(|n| n.jobs().count() > 0));
+        let stays = room.work.stages(&room.world).contains(&COORDINATOR);
         assert!(succeeded || stays, "{what}: its own stage stays where it is");
-        assert!(stays || lasts > LEASE + SERVE_SUCCESSION, "{what}: successors leave it its time");
+        assert!(stays || lasts > LEASE + SERVE_SUCCESSION, "{what}: successors wait long enough");
         assert!(room.longest_pause() < lasts + ms(2_000), "{what}: the caller waited {:?}", room.longest_pause());
     }
 }

@@ -1,23 +1,23 @@
-//! What one direction between two nodes does to a datagram: pure, so that its clock and its dice are the caller's.
+//! The effect of one direction between two nodes on a datagram. Pure: the caller supplies clock and randomness.
 use std::time::{Duration, Instant};
 
-/// How a direction behaves.
+/// Properties of a direction.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Link {
-    /// Added to every datagram.
+    /// Delay of every datagram.
     pub latency: Duration,
-    /// Up to this much more, evenly spread. Delays, but never reorders: a longer queue does not either.
+    /// Additional delay, uniform between zero and this. It never reorders datagrams.
     pub jitter: Duration,
-    /// Share of the datagrams that vanish, 0 to 1.
+    /// Fraction of datagrams lost, 0 to 1.
     pub loss: f64,
-    /// What it carries; `None` is as much as comes.
+    /// Bandwidth; `None` is unlimited.
     pub bytes_per_second: Option<u64>,
-    /// Bytes that wait where a narrow link begins; what comes beyond vanishes.
+    /// Queue in front of a bandwidth limit, in bytes; datagrams beyond it are dropped.
     pub queue_bytes: u64,
 }
 
 impl Link {
-    /// Nothing in the way.
+    /// An ideal link.
     pub const PLAIN: Self = Self {
         latency: Duration::ZERO,
         jitter: Duration::ZERO,
@@ -27,21 +27,21 @@ impl Link {
     };
 }
 
-/// What home routers hold: a third of a second at 6 Mbit/s.
+/// Typical of home routers: a third of a second at 6 Mbit/s.
 const QUEUE_BYTES: u64 = 256 << 10;
 
-/// What passed one direction so far.
+/// Traffic counters of one direction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Passed {
-    /// Datagrams passed on.
+    /// Datagrams forwarded.
     pub datagrams: u64,
-    /// Their payloads.
+    /// Payload bytes forwarded.
     pub bytes: u64,
-    /// Vanished by chance.
+    /// Datagrams dropped at random.
     pub lost: u64,
-    /// Vanished because the queue was full.
+    /// Datagrams dropped because the queue was full.
     pub overflowed: u64,
-    /// Vanished because the link was cut.
+    /// Datagrams dropped because the link was cut.
     pub cut: u64,
 }
 
@@ -65,13 +65,13 @@ pub(super) struct Path {
     pub(super) link: Link,
     pub(super) cut: bool,
     random: Random,
-    /// When the last byte that was taken leaves the narrow place.
+    /// When the last accepted byte leaves the bandwidth-limited queue.
     free_at: Option<Instant>,
-    /// When the last datagram that was taken arrives: the next one arrives no sooner.
+    /// Arrival of the last accepted datagram: the next one arrives no earlier.
     last_due: Option<Instant>,
 }
 
-/// What becomes of a datagram.
+/// Outcome for a datagram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Fate {
     Arrives(Instant),
@@ -85,9 +85,9 @@ impl Path {
         Self { link, cut: false, random: Random(seed), free_at: None, last_due: None }
     }
 
-    /// Takes a datagram of `bytes` at `now`.
+    /// Accepts or drops a datagram of `bytes` at `now`.
     pub(super) fn take(&mut self, now: Instant, bytes: usize) -> Fate {
-        // Both drawn for every datagram: which ones vanish depends on the seed and their number alone.
+        // Both numbers are drawn for every datagram, so that losses depend only on the seed and the datagram's index.
         let (luck, delay) = (self.random.fraction(), self.random.fraction());
         if self.cut {
             return Fate::Cut;
@@ -112,7 +112,7 @@ impl Path {
     }
 }
 
-/// SplitMix64: the same numbers from the same seed, everywhere.
+/// SplitMix64: the same seed gives the same numbers on every platform.
 #[derive(Clone, Debug)]
 pub struct Random(pub u64);
 
@@ -126,12 +126,12 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// Below `end`, which is not 0.
+    /// A number below `end`, which must not be 0.
     pub fn below(&mut self, end: usize) -> usize {
         (self.bits() % end as u64) as usize
     }
 
-    /// 0 to 1, 1 excluded.
+    /// A number in `[0, 1)`.
     fn fraction(&mut self) -> f64 {
         (self.bits() >> 11) as f64 / (1u64 << 53) as f64
     }
@@ -150,14 +150,14 @@ mod tests {
         let mut last = start;
         for i in 0..1000 {
             let now = start + MS * i / 4;
-            let Fate::Arrives(due) = path.take(now, 100) else { panic!("nothing is lost here") };
+            let Fate::Arrives(due) = path.take(now, 100) else { panic!("no loss was configured") };
             assert!(due >= last && due >= now + 20 * MS && due <= now + 30 * MS);
             last = due;
         }
     }
 
     #[test]
-    fn a_seed_decides_which_datagrams_vanish() {
+    fn the_seed_determines_the_lost_datagrams() {
         let now = Instant::now();
         let lost = |seed| {
             let mut path = Path::new(Link { loss: 0.02, ..Link::PLAIN }, seed);
@@ -173,20 +173,20 @@ mod tests {
         let start = Instant::now();
         let link = Link { bytes_per_second: Some(125_000), queue_bytes: 10_000, ..Link::PLAIN };
         let mut path = Path::new(link, 7);
-        // 1,000 bytes take 8 ms; ten wait, the rest vanishes.
+        // 1,000 bytes take 8 ms; ten datagrams are queued, the rest are dropped.
         let fates: Vec<Fate> = (0..15).map(|_| path.take(start, 1000)).collect();
         let expected = |i: u32| if i < 10 { Fate::Arrives(start + 8 * MS * (i + 1)) } else { Fate::Overflowed };
         assert_eq!(fates, (0..15).map(expected).collect::<Vec<_>>());
-        // Half of the queue has left: half of it may come.
+        // Half of the queue has drained, so half of it can be filled again.
         let later = start + 40 * MS;
         let room = (0..15).filter(|_| path.take(later, 1000) != Fate::Overflowed).count();
         assert_eq!(room, 5);
         let idle = start + Duration::from_secs(1);
-        assert_eq!(path.take(idle, 1000), Fate::Arrives(idle + 8 * MS), "nothing is left of the queue");
+        assert_eq!(path.take(idle, 1000), Fate::Arrives(idle + 8 * MS), "the queue is empty");
     }
 
     #[test]
-    fn a_cut_link_takes_nothing_and_changes_no_luck() {
+    fn a_cut_link_drops_everything_and_does_not_shift_the_random_sequence() {
         let now = Instant::now();
         let run = |cut: std::ops::Range<u32>| {
             let mut path = Path::new(Link { loss: 0.5, ..Link::PLAIN }, 3);

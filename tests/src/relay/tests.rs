@@ -1,15 +1,15 @@
-//! The relay between sockets that stand for nodes.
+//! The relay between sockets in place of nodes.
 use super::*;
 
-/// A node's two sockets.
-struct Stand {
+/// The two sockets of a simulated node.
+struct FakeNode {
     gossip: UdpSocket,
     data: UdpSocket,
     place: Place,
     front: SocketAddr,
 }
 
-impl Stand {
+impl FakeNode {
     fn new(relay: &mut Relay) -> Self {
         let (gossip, data) = front().unwrap();
         for socket in [&gossip, &data] {
@@ -26,12 +26,12 @@ impl Stand {
         }
     }
 
-    fn send(&self, to: &Stand, plane: Plane, bytes: &[u8]) {
+    fn send(&self, to: &FakeNode, plane: Plane, bytes: &[u8]) {
         let to = SocketAddr::new(to.front.ip(), to.front.port() + plane as u16);
         self.socket(plane).send_to(bytes, to).unwrap();
     }
 
-    fn hear(&self, plane: Plane) -> (Vec<u8>, SocketAddr) {
+    fn receive(&self, plane: Plane) -> (Vec<u8>, SocketAddr) {
         let mut buffer = [0; 2000];
         let (length, source) = self.socket(plane).recv_from(&mut buffer).unwrap();
         (buffer[..length].to_vec(), source)
@@ -41,12 +41,12 @@ impl Stand {
 #[test]
 fn each_node_sees_the_others_at_their_fronts_on_both_planes() {
     let mut relay = Relay::start(1).unwrap();
-    let stands: Vec<Stand> = (0..3).map(|_| Stand::new(&mut relay)).collect();
+    let nodes: Vec<FakeNode> = (0..3).map(|_| FakeNode::new(&mut relay)).collect();
     for plane in PLANES {
-        for from in &stands {
-            for to in stands.iter().filter(|to| to.place != from.place) {
+        for from in &nodes {
+            for to in nodes.iter().filter(|to| to.place != from.place) {
                 from.send(to, plane, &[from.place as u8]);
-                let (bytes, source) = to.hear(plane);
+                let (bytes, source) = to.receive(plane);
                 assert_eq!(bytes, [from.place as u8]);
                 assert_eq!(source.port(), from.front.port() + plane as u16);
                 let expected = Passed { datagrams: 1, bytes: 1, ..Passed::default() };
@@ -60,23 +60,23 @@ fn each_node_sees_the_others_at_their_fronts_on_both_planes() {
 #[test]
 fn latency_delays_and_keeps_the_order() {
     let mut relay = Relay::start(1).unwrap();
-    let (a, b) = (Stand::new(&mut relay), Stand::new(&mut relay));
+    let (a, b) = (FakeNode::new(&mut relay), FakeNode::new(&mut relay));
     let latency = Duration::from_millis(30);
     relay.link(a.place, b.place, Link { latency, jitter: latency, ..Link::PLAIN });
     let start = Instant::now();
     for i in 0..50 {
         a.send(&b, Plane::Data, &[i]);
     }
-    let heard: Vec<u8> = (0..50).map(|_| b.hear(Plane::Data).0[0]).collect();
+    let received: Vec<u8> = (0..50).map(|_| b.receive(Plane::Data).0[0]).collect();
     assert!(start.elapsed() >= latency);
-    assert_eq!(heard, (0..50).collect::<Vec<u8>>());
+    assert_eq!(received, (0..50).collect::<Vec<u8>>());
 }
 
 #[test]
-fn cuts_hold_in_one_direction_or_around_a_node_until_they_heal() {
+fn cuts_affect_one_direction_or_one_node_until_restored() {
     let mut relay = Relay::start(1).unwrap();
-    let (a, b) = (Stand::new(&mut relay), Stand::new(&mut relay));
-    let swallowed = |from: &Stand, to: &Stand| {
+    let (a, b) = (FakeNode::new(&mut relay), FakeNode::new(&mut relay));
+    let expect_cut = |from: &FakeNode, to: &FakeNode| {
         let before = relay.passed(from.place, to.place, Plane::Gossip).cut;
         from.send(to, Plane::Gossip, b"lost");
         while relay.passed(from.place, to.place, Plane::Gossip).cut == before {
@@ -84,23 +84,23 @@ fn cuts_hold_in_one_direction_or_around_a_node_until_they_heal() {
         }
     };
     relay.cut(a.place, b.place, true);
-    swallowed(&a, &b);
+    expect_cut(&a, &b);
     b.send(&a, Plane::Gossip, b"back");
-    assert_eq!(a.hear(Plane::Gossip).0, b"back");
+    assert_eq!(a.receive(Plane::Gossip).0, b"back");
     relay.cut(a.place, b.place, false);
     relay.isolate(b.place, true);
-    swallowed(&a, &b);
-    swallowed(&b, &a);
+    expect_cut(&a, &b);
+    expect_cut(&b, &a);
     relay.isolate(b.place, false);
     a.send(&b, Plane::Gossip, b"healed");
-    assert_eq!(b.hear(Plane::Gossip).0, b"healed");
+    assert_eq!(b.receive(Plane::Gossip).0, b"healed");
 }
 
 #[test]
 fn the_same_seed_loses_the_same_datagrams() {
     let lost = |seed| {
         let mut relay = Relay::start(seed).unwrap();
-        let (a, b) = (Stand::new(&mut relay), Stand::new(&mut relay));
+        let (a, b) = (FakeNode::new(&mut relay), FakeNode::new(&mut relay));
         relay.links(Link { loss: 0.3, ..Link::PLAIN });
         (0..60u8)
             .filter(|i| {
@@ -122,16 +122,16 @@ fn the_same_seed_loses_the_same_datagrams() {
 }
 
 #[test]
-fn a_narrow_link_takes_its_time() {
+fn a_narrow_link_limits_the_rate() {
     let mut relay = Relay::start(1).unwrap();
-    let (a, b) = (Stand::new(&mut relay), Stand::new(&mut relay));
+    let (a, b) = (FakeNode::new(&mut relay), FakeNode::new(&mut relay));
     relay.link(a.place, b.place, Link { bytes_per_second: Some(100_000), ..Link::PLAIN });
     let start = Instant::now();
     for _ in 0..10 {
         a.send(&b, Plane::Data, &[0; 1000]);
     }
     for _ in 0..10 {
-        b.hear(Plane::Data);
+        b.receive(Plane::Data);
     }
-    assert!(start.elapsed() >= Duration::from_millis(100), "10,000 bytes at 100,000 a second");
+    assert!(start.elapsed() >= Duration::from_millis(100), "10,000 bytes at 100,000 bytes per second");
 }

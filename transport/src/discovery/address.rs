@@ -1,23 +1,23 @@
-//! Addresses that people give: a multiaddr, or just HOST:PORT, of a node's TCP P; its other planes follow from it.
+//! User-supplied addresses: a multiaddr or HOST:PORT of a node's TCP P. The ports of its other planes follow from it.
 use crate::identity::PeerId;
 use libp2p::{Multiaddr, multiaddr::Protocol};
 use std::net::{SocketAddr, ToSocketAddrs};
 use thiserror::Error;
 
-/// Where a node is, from its one `--port`.
+/// Where a node is reachable, derived from its one `--port`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeerAddress {
     /// TCP P.
     pub discovery: SocketAddr,
-    /// Who should be there, if the address says so.
+    /// The expected key, if the address names one.
     pub peer_id: Option<PeerId>,
 }
 
 impl PeerAddress {
-    /// Reads `/ip4/…/tcp/P`, `/dns/…/tcp/P` (either with `/p2p/PEER`), or `HOST:P`. Looks names up.
+    /// Parses `/ip4/…/tcp/P`, `/dns/…/tcp/P` (either with `/p2p/PEER`), or `HOST:P`. Resolves host names.
     ///
     /// # Errors
-    /// It is neither, or the name is not known.
+    /// The text has none of these forms, or the name does not resolve.
     #[allow(clippy::wildcard_enum_match_arm, reason = "multiaddr knows dozens of protocols")]
     pub fn parse(text: &str) -> Result<Self, AddressError> {
         let text = text.trim();
@@ -55,7 +55,7 @@ fn look_up(text: &str, host: &str) -> Result<SocketAddr, AddressError> {
     host.to_socket_addrs().map_err(|_| unknown())?.next().ok_or_else(unknown)
 }
 
-/// `HOST:PORT` of a multiaddr that begins with a name.
+/// `HOST:PORT` of a multiaddr that begins with a host name.
 #[allow(clippy::wildcard_enum_match_arm, reason = "multiaddr knows dozens of protocols")]
 fn host_and_port(addr: &Multiaddr) -> Option<String> {
     let mut parts = addr.iter();
@@ -84,19 +84,19 @@ pub(super) fn socket_addr(addr: &Multiaddr) -> Option<SocketAddr> {
     }
 }
 
-/// Why a text is no address.
+/// Why a text is not an address.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum AddressError {
-    /// It looks like nothing we know.
-    #[error("\"{text}\" is no address; give HOST:PORT, /ip4/HOST/tcp/PORT, or a ticket (mesh1…)")]
+    /// The text has none of the supported forms.
+    #[error("\"{text}\" is not an address; give HOST:PORT, /ip4/HOST/tcp/PORT, or a ticket (mesh1…)")]
     Malformed {
-        /// What was given.
+        /// The input.
         text: String,
     },
-    /// Its name is not known.
-    #[error("the host of \"{text}\" is not known; check the spelling, or give its IP address")]
+    /// The host name does not resolve.
+    #[error("the host of \"{text}\" does not resolve; check the spelling, or give its IP address")]
     UnknownHost {
-        /// What was given.
+        /// The input.
         text: String,
     },
 }
@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn people_write_addresses_in_several_ways() {
+    fn all_address_forms_parse() {
         let parse = |text: &str| PeerAddress::parse(text).unwrap();
         assert_eq!(parse("10.0.0.5:4470").data(), "10.0.0.5:4471".parse().unwrap());
         assert_eq!(parse("[::1]:4470").gossip(), "[::1]:4470".parse().unwrap());
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn others_are_told_what_is_expected() {
+    fn malformed_addresses_are_rejected() {
         for text in ["", "hello", "10.0.0.5", "10.0.0.5:0", "10.0.0.5:99999", "/ip4/10.0.0.5", "/ip4/10.0.0.5/udp/1"] {
             let error = PeerAddress::parse(text).unwrap_err();
             assert!(matches!(error, AddressError::Malformed { .. }), "{text}: {error}");

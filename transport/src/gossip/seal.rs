@@ -1,8 +1,8 @@
-//! The seal of a gossip datagram: ChaCha20-Poly1305 under a key of its own per (sender, generation), counter nonces, and
-//! a window that lets each datagram in once.
+//! Encryption of gossip datagrams: ChaCha20-Poly1305 under a separate key per (sender, generation), counter nonces, and
+//! a replay window that accepts each datagram once.
 //!
-//! The receiver's name is sealed in, so that a datagram cannot be replayed to another member. An outsider can hold one
-//! back and deliver it late (up to the window); SWIM and leases carry their own sequence numbers against that.
+//! The receiver's id is authenticated, so that a datagram cannot be replayed to another member. An outsider can delay a
+//! datagram (up to the window); SWIM and leases carry their own sequence numbers against that.
 use crate::identity::NodeId;
 use crate::wire::Reader;
 use chacha20poly1305::{AeadInPlace, ChaCha20Poly1305, KeyInit};
@@ -12,17 +12,17 @@ use std::{
 };
 use thiserror::Error;
 
-/// Bytes that the seal adds: version, sender, generation, counter, tag.
+/// Bytes that encryption adds: version, sender, generation, counter, tag.
 pub(super) const OVERHEAD: usize = HEADER + TAG;
 const HEADER: usize = 1 + 16 + 8 + 8;
 const TAG: usize = 16;
 const VERSION: u8 = 1;
-/// Datagrams that may overtake each other: at 100 a second and sender, more than ten seconds' worth.
+/// Reordering tolerated, in datagrams: at 100 per second and sender, more than ten seconds' worth.
 const WINDOW: u64 = 1024;
-/// Senders remembered; a mesh has at most 4096 members. Only members (who hold the key) can fill it.
+/// Maximum senders remembered; a mesh has at most 4096 members. Only members (who hold the key) can fill the table.
 const SENDERS_MAX: usize = 8192;
 
-/// Seals what this life of this node says.
+/// Encrypts datagrams of one generation of this node.
 pub struct Sealer {
     cipher: ChaCha20Poly1305,
     prefix: [u8; 25],
@@ -40,22 +40,22 @@ impl Sealer {
         Self { cipher: cipher(mesh_key, &node, generation), prefix, counter: AtomicU64::new(0), key_hash }
     }
 
-    /// The same, after `used` nonces.
+    /// The same sealer, continuing after `used` nonces.
     pub(super) fn after(self, used: u64) -> Self {
         Self { counter: AtomicU64::new(used), ..self }
     }
 
-    /// How many nonces are used.
+    /// Number of nonces used.
     pub(super) fn used(&self) -> u64 {
         self.counter.load(Ordering::Relaxed)
     }
 
-    /// Tells keys of the mesh apart.
+    /// Identifies the mesh key.
     pub(super) fn key_hash(&self) -> [u8; 32] {
         self.key_hash
     }
 
-    /// The packet that carries `payload` to `to`; `None` once all nonces are spent.
+    /// The packet that carries `payload` to `to`; `None` once all nonces are used.
     pub fn seal(&self, to: &NodeId, payload: &[u8]) -> Option<Vec<u8>> {
         let counter = self.counter.fetch_add(1, Ordering::Relaxed);
         if counter == u64::MAX {
@@ -73,39 +73,39 @@ impl Sealer {
     }
 }
 
-/// Opens what is sealed for one node, each datagram once.
+/// Decrypts datagrams for one node, each once.
 pub struct Opener {
     mesh_key: [u8; 32],
     me: NodeId,
     senders: BTreeMap<NodeId, Sender>,
 }
 
-/// A sender's newest life that was heard of.
+/// The newest generation received from a sender.
 struct Sender {
     generation: u64,
     cipher: ChaCha20Poly1305,
     seen: Seen,
 }
 
-/// An opened datagram.
+/// A decrypted datagram.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Unsealed {
-    /// Who sealed it (some member: all hold the mesh key).
+    /// The sender (some member: all hold the mesh key).
     pub from: NodeId,
-    /// What was sealed.
+    /// The plaintext.
     pub payload: Vec<u8>,
 }
 
 impl Opener {
-    /// Opens datagrams for `me`.
+    /// Decrypts datagrams for `me`.
     pub fn new(mesh_key: &[u8; 32], me: NodeId) -> Self {
         Self { mesh_key: *mesh_key, me, senders: BTreeMap::new() }
     }
 
-    /// Checks and opens a packet. Nothing is remembered of a packet that fails.
+    /// Authenticates and decrypts a packet. A packet that fails leaves no state behind.
     ///
     /// # Errors
-    /// Why it is refused.
+    /// Why the packet is rejected.
     pub fn open(&mut self, packet: &[u8]) -> Result<Unsealed, SealError> {
         if packet.len() > super::PACKET_BYTES_MAX {
             return Err(SealError::Malformed);
@@ -138,7 +138,8 @@ impl Opener {
 
     fn remember(&mut self, from: NodeId, generation: u64, counter: u64) {
         if self.senders.len() >= SENDERS_MAX && !self.senders.contains_key(&from) {
-            // Whoever is forgotten could be replayed; members that fill the table could as well forge outright.
+            // Datagrams of an evicted sender could be replayed; but members that fill the table could also forge
+            // outright.
             self.senders.pop_first();
         }
         let sender = self.senders.entry(from).or_insert_with(|| Sender {
@@ -154,7 +155,7 @@ impl Opener {
     }
 }
 
-/// Which of the last `WINDOW` counters were seen.
+/// The set of counters seen among the last `WINDOW`.
 #[derive(Default)]
 struct Seen {
     /// One above the highest seen.
@@ -211,7 +212,7 @@ fn split(packet: &[u8]) -> Option<Packet<'_>> {
     Some(Packet { from, generation, counter, body: front.get(HEADER..)?, tag: *tag })
 }
 
-/// Sealed in without being sent: the header, and whom it is for.
+/// Associated data, authenticated but not sent: the header and the receiver.
 fn associated(header: &[u8], to: &NodeId) -> [u8; HEADER + 16] {
     let mut out = [0; HEADER + 16];
     out[..HEADER].copy_from_slice(&header[..HEADER]);
@@ -233,16 +234,16 @@ fn nonce(counter: u64) -> chacha20poly1305::Nonce {
     nonce.into()
 }
 
-/// Why a datagram is refused.
+/// Why a datagram is rejected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum SealError {
     /// Too short, too long, or of another version.
     #[error("not a sealed datagram")]
     Malformed,
-    /// Sealed with another key, for another node, or changed on the way.
-    #[error("the seal does not fit: another mesh, another receiver, or changed on the way")]
+    /// Encrypted with another key or for another node, or modified in transit.
+    #[error("authentication failed: another mesh, another receiver, or modified in transit")]
     Forged,
-    /// Seen before, older than the window, or of an earlier life of the sender.
+    /// Seen before, older than the window, or of an earlier generation of the sender.
     #[error("replayed")]
     Replayed,
 }
@@ -270,18 +271,18 @@ mod tests {
     }
 
     #[test]
-    fn another_key_receiver_or_life_is_refused() {
+    fn another_key_receiver_or_generation_is_rejected() {
         let (sealer, mut opener) = pair();
         let packet = sealer.seal(&B, b"ping").unwrap();
         assert_eq!(Opener::new(&[4; 32], B).open(&packet), Err(SealError::Forged));
         assert_eq!(Opener::new(&KEY, A).open(&packet), Err(SealError::Forged));
         let newer = Sealer::new(&KEY, A, 6).seal(&B, b"back").unwrap();
         assert!(opener.open(&newer).is_ok());
-        assert_eq!(opener.open(&packet), Err(SealError::Replayed), "an earlier life");
+        assert_eq!(opener.open(&packet), Err(SealError::Replayed), "an earlier generation");
     }
 
     #[test]
-    fn any_flipped_bit_is_found() {
+    fn any_flipped_bit_is_detected() {
         let (sealer, mut opener) = pair();
         let packet = sealer.seal(&B, b"ping").unwrap();
         for bit in 0..packet.len() * 8 {
@@ -289,11 +290,11 @@ mod tests {
             bad[bit / 8] ^= 1 << (bit % 8);
             assert!(opener.open(&bad).is_err(), "bit {bit}");
         }
-        assert!(opener.open(&packet).is_ok(), "the forgeries left no trace");
+        assert!(opener.open(&packet).is_ok(), "the forgeries left no state");
     }
 
     #[test]
-    fn datagrams_may_overtake_within_the_window() {
+    fn datagrams_may_be_reordered_within_the_window() {
         let (sealer, mut opener) = pair();
         let packets: Vec<_> = (0..WINDOW + 2).map(|i| sealer.seal(&B, &i.to_le_bytes()).unwrap()).collect();
         assert!(opener.open(&packets[WINDOW as usize]).is_ok());
@@ -322,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn noise_never_panics_nor_is_remembered() {
+    fn noise_never_panics_nor_leaves_state() {
         let (sealer, mut opener) = pair();
         let packet = sealer.seal(&B, &[9; 100]).unwrap();
         let mut noise = Noise::new(5);

@@ -1,4 +1,4 @@
-//! Being reached: handshake, greeting, certificate. Until the certificate is checked a stranger has one stream and 64 KiB.
+//! Accepting connections: handshake, greeting, certificate check. Until that check, a peer has one stream and 64 KiB.
 use super::Inner;
 use super::close::CloseCode;
 use super::dial::{self, DIAL_MAX, Refusal};
@@ -19,30 +19,32 @@ use std::{
 use tokio::io::AsyncWriteExt;
 use tokio::time::timeout;
 
-/// Handshakes at once before callers must prove their address (a flood from forged addresses cannot).
+/// Concurrent handshakes above which callers must validate their address, which a flood from forged addresses cannot.
 const HANDSHAKES_FREE: usize = 32;
-/// Handshakes at once.
+/// Maximum concurrent handshakes.
 const HANDSHAKES_MAX: usize = 256;
-/// Of these, from one machine (of IPv6, one network of 64 bits, which one machine can fill). More than `HANDSHAKES_FREE`, so
-/// that forged addresses cannot use up another machine's share; enough for a rack of nodes behind one address.
+/// Maximum concurrent handshakes per source: an IPv4 address, or an IPv6 /64 network, which one machine can fill. More
+/// than `HANDSHAKES_FREE`, so that forged addresses cannot use up another machine's share; enough for a rack of nodes
+/// behind one address.
 const HANDSHAKES_PER_SOURCE: usize = 64;
-/// From the end of the handshake to the greeting, which the caller sends at once: a lost packet and its repetition.
+/// Longest wait for the greeting, which callers send right after the handshake: covers one lost packet and its
+/// retransmission.
 const HELLO_MAX: Duration = Duration::from_secs(2);
-/// How long a banned caller may take to read why.
+/// Time for a banned caller to read the revocation.
 const READ_MAX: Duration = Duration::from_secs(2);
-/// How long our own dial to a caller may hold up the caller's.
+/// Longest delay of an incoming connection while this node dials the same peer.
 const OWN_DIAL_MAX: Duration = Duration::from_millis(500);
 
 /// Accepts until the endpoint closes.
 pub(super) async fn run(inner: Arc<Inner>) {
     while let Some(incoming) = inner.endpoint.accept().await {
-        // Connections that are being made from here do not count: strangers' addresses must not close the door.
+        // Outgoing dials do not count: addresses announced by strangers must not block incoming connections.
         if inner.slots().peers().count() >= inner.limits.connections_max {
             incoming.refuse();
             continue;
         }
         if inner.handshakes.running() >= HANDSHAKES_FREE && !incoming.remote_address_validated() {
-            // Only fails if it may not be retried, which an unvalidated address always may.
+            // Only fails if a retry is not allowed, and it always is for an unvalidated address.
             let _ = incoming.retry();
             continue;
         }
@@ -58,7 +60,7 @@ pub(super) async fn run(inner: Arc<Inner>) {
     }
 }
 
-/// Callers being greeted, by source. A slot is given back when its guard is dropped, however the task ends.
+/// Handshakes in progress, by source. A slot is released when its guard is dropped, however the task ends.
 #[derive(Debug, Default)]
 pub(super) struct Handshakes(Mutex<BTreeMap<IpAddr, usize>>);
 
@@ -73,7 +75,7 @@ impl Handshakes {
         self.table().values().sum()
     }
 
-    /// `None` while there are too many, in all or from there.
+    /// `None` while the total or the source's limit is reached.
     fn begin(table: &Arc<Self>, from: IpAddr) -> Option<Handshake> {
         let source = source(from);
         let mut running = table.table();
@@ -86,7 +88,7 @@ impl Handshakes {
     }
 
     fn table(&self) -> MutexGuard<'_, BTreeMap<IpAddr, usize>> {
-        // Every change is made in one step.
+        // Every change is a single step.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -101,7 +103,7 @@ impl Drop for Handshake {
     }
 }
 
-/// What one machine cannot change about its address.
+/// The part of an address that one machine cannot vary.
 fn source(ip: IpAddr) -> IpAddr {
     match ip.to_canonical() {
         IpAddr::V4(ip) => ip.into(),
@@ -129,10 +131,10 @@ async fn greet(inner: &Arc<Inner>, incoming: Incoming) {
     }
     match timeout(HELLO_MAX, read_hello(&connection)).await {
         Ok(Ok((send, recv, hello))) => admit(inner, connection, addr, peer, (send, recv), hello).await,
-        // The caller hung up: it tried several addresses, or found what it wanted.
+        // The caller disconnected: it dials several addresses at once, or needs no answer any more.
         Ok(Err(HelloError::Malformed)) if connection.close_reason().is_some() => {}
         Ok(Err(error)) => close(inner, &connection, addr, peer, dial::refusal(&error)),
-        Err(_) => close(inner, &connection, addr, peer, Refusal::new(CloseCode::BadHello, "no greeting came")),
+        Err(_) => close(inner, &connection, addr, peer, Refusal::new(CloseCode::BadHello, "no greeting arrived")),
     }
 }
 
@@ -155,7 +157,7 @@ async fn admit(
         return join::answer(inner, connection, addr, peer_id, control, ask).await;
     }
     let Some(chain) = inner.chain() else {
-        return refuse(CloseCode::NotAMember, "this node is in no mesh yet");
+        return refuse(CloseCode::NotAMember, "this node is not in a mesh yet");
     };
     if hello.purpose == Purpose::Member(None) {
         return refuse(CloseCode::NoCertificate, "no certificate was presented");
@@ -182,11 +184,12 @@ async fn admit(
     yield_to_own_dial(inner, peer_id).await;
     let greeting = Hello { instance: inner.instance, purpose: Purpose::Member(Some(chain)) }.encode();
     let parts = Parts { connection, peer_id, dialer: peer_id, instance: hello.instance, expiry, through, control };
-    // A duplicate was closed with that reason; the caller knows what to do.
+    // A duplicate has been closed with that code; the caller handles it.
     let _ = dial::establish(inner, parts, recv, Some(greeting));
 }
 
-/// Sends a banned caller the revocation, which it can check: it was a member, and its user should know.
+/// Sends the revocation to a banned caller, which can verify it: the caller was a member, and its user should learn of
+/// the ban.
 async fn show_revocation(inner: &Inner, connection: &Connection, mut control: SendStream, revocation: Revocation) {
     let hello = Hello { instance: inner.instance, purpose: Purpose::Banned(revocation.into()) };
     let _ = timeout(READ_MAX, async {
@@ -197,8 +200,8 @@ async fn show_revocation(inner: &Inner, connection: &Connection, mut control: Se
     .await;
 }
 
-/// If this node is the lower one and is dialing the caller at this moment, its own dial stays: let it arrive first, so
-/// that no connection is told to the node and then replaced.
+/// If this node has the lower `PeerId` and is dialing the caller right now, its own dial wins. Waits for that dial, so
+/// that no connection is reported to the node and then replaced.
 async fn yield_to_own_dial(inner: &Arc<Inner>, caller: PeerId) {
     let node: NodeId = node_id(&caller);
     if inner.identity.peer_id() < caller {
@@ -229,17 +232,17 @@ mod tests {
         assert!(Handshakes::begin(&table, ip("::ffff:192.0.2.1")).is_none(), "the same machine");
         held.extend(
             (1..=HANDSHAKES_PER_SOURCE).map(|i| {
-                Handshakes::begin(&table, ip(&format!("2001:db8::{i:x}"))).expect("another machine is let in")
+                Handshakes::begin(&table, ip(&format!("2001:db8::{i:x}"))).expect("another machine is admitted")
             }),
         );
         assert!(Handshakes::begin(&table, ip("2001:db8::ffff")).is_none(), "one network of 64 bits is one source");
         held.push(Handshakes::begin(&table, ip("2001:db8:0:1::1")).expect("another network"));
         held.clear();
-        assert!(table.running() == 0 && table.table().is_empty(), "nothing is kept of sources that are gone");
+        assert!(table.running() == 0 && table.table().is_empty(), "no state remains of past sources");
     }
 
     #[test]
-    fn a_greeting_that_panics_gives_its_slot_back() {
+    fn a_panic_during_a_greeting_releases_the_slot() {
         let table = Arc::new(Handshakes::default());
         let slot = Handshakes::begin(&table, ip("192.0.2.1")).unwrap();
         let panicked = std::thread::spawn(move || {

@@ -1,45 +1,45 @@
-//! Why connections end: codes on the wire, and what they mean to a person on either side.
+//! Why connections end: close codes on the wire, and their explanation for the users on both sides.
 use crate::certificate::CertificateError;
 use std::{fmt, net::SocketAddr, time::Duration};
 use thiserror::Error;
 
 use crate::identity::PeerId;
 
-/// Told to the peer when a connection is closed. Numbers are part of the protocol.
+/// Close code sent to the peer. The numbers are part of the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum CloseCode {
-    /// The node goes down, or has no more use for the connection.
+    /// The node is shutting down, or no longer needs the connection.
     Bye = 0,
-    /// Another connection between the two stays.
+    /// Another connection between the two nodes is kept.
     Duplicate = 1,
-    /// The first frame brought no certificate.
+    /// The greeting carried no certificate.
     NoCertificate = 2,
     /// The certificate does not verify.
     BadCertificate = 3,
-    /// The certificate ended.
+    /// The certificate has expired.
     CertificateExpired = 4,
-    /// The certificate is of another mesh.
+    /// The certificate is for another mesh.
     OtherMesh = 5,
     /// Another protocol version.
     OtherVersion = 6,
-    /// The first frame is malformed or late.
+    /// The greeting is malformed or late.
     BadHello = 7,
-    /// A frame did not fit what its job may send.
+    /// A frame did not match its job's expectation.
     BadFrame = 8,
     /// A control message is too long.
     BadMessage = 9,
-    /// The peer reads too slowly: its queue is full.
+    /// The peer reads too slowly: the queue to it is full.
     TooSlow = 10,
     /// The node dropped the peer.
     Removed = 11,
-    /// Too many connections.
+    /// Connection limit reached.
     Busy = 12,
-    /// Another key than expected answered.
+    /// The dialed address has another key than expected.
     WrongPeer = 13,
-    /// The node that was asked is in no mesh.
+    /// The dialed node is not in a mesh.
     NotAMember = 14,
-    /// The peer, or whoever certified it, was banned from the mesh.
+    /// The peer, or a peer in its certificate chain, was banned from the mesh.
     Banned = 15,
 }
 
@@ -70,11 +70,11 @@ impl CloseCode {
         ALL.into_iter().find(|c| *c as u64 == code)
     }
 
-    /// What the side that got closed should know and do.
+    /// What the side whose connection was closed should know and do.
     fn advice(self) -> &'static str {
         match self {
-            CloseCode::Bye => "the peer said goodbye",
-            CloseCode::Duplicate => "another connection to the same peer stays",
+            CloseCode::Bye => "the peer closed the connection",
+            CloseCode::Duplicate => "another connection to the same peer is kept",
             CloseCode::NoCertificate => {
                 "this node has no certificate of that mesh: join it first (`meshnode join TICKET`)"
             }
@@ -82,11 +82,11 @@ impl CloseCode {
                 "the peer does not accept this node's certificate: join again with a new ticket"
             }
             CloseCode::CertificateExpired => "this node's certificate has expired: join again with a new ticket",
-            CloseCode::OtherMesh => "the peer belongs to another mesh: join that one with a ticket of it",
+            CloseCode::OtherMesh => "the peer belongs to another mesh: join that mesh with a ticket for it",
             CloseCode::OtherVersion => "the peer speaks another protocol version: update meshnode on the older side",
             CloseCode::BadHello => "the peer did not understand this node's greeting",
-            CloseCode::BadFrame => "the peer refused a frame of this node",
-            CloseCode::BadMessage => "the peer refused a control message of this node",
+            CloseCode::BadFrame => "the peer rejected a frame of this node",
+            CloseCode::BadMessage => "the peer rejected a control message of this node",
             CloseCode::TooSlow => "this node read too slowly for the peer",
             CloseCode::Removed => "the peer dropped this node",
             CloseCode::Busy => "the peer has too many connections: try again",
@@ -95,7 +95,7 @@ impl CloseCode {
                 "this node, or the member that invited it, was banned from the mesh: get a ticket from a member and join \
                  with a new identity (`meshnode join TICKET --data-dir NEW`)"
             }
-            CloseCode::NotAMember => "that node is in no mesh itself yet",
+            CloseCode::NotAMember => "that node is not in a mesh itself yet",
         }
     }
 }
@@ -115,28 +115,28 @@ impl From<&CertificateError> for CloseCode {
     }
 }
 
-/// Why there is no connection (any more).
+/// Why there is no connection, or no longer one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Disconnect {
     /// The peer closed it.
     ByPeer {
-        /// Its code.
+        /// The peer's close code.
         code: CloseCode,
-        /// Its words.
+        /// The peer's explanation.
         text: String,
     },
     /// This node closed it.
     Here {
-        /// Our code.
+        /// This node's close code.
         code: CloseCode,
-        /// What we told the peer.
+        /// The explanation sent to the peer.
         text: String,
     },
-    /// Silence: the peer or the path is gone.
+    /// Timeout: the peer or the path is down.
     Lost,
-    /// The protocol below failed.
+    /// The QUIC connection failed.
     Broken(String),
-    /// It could not be made.
+    /// The dial failed.
     Dial(DialError),
 }
 
@@ -146,79 +146,79 @@ impl fmt::Display for Disconnect {
             Disconnect::ByPeer { code, text } if text.is_empty() => f.write_str(code.advice()),
             Disconnect::ByPeer { code, text } => write!(f, "{} ({text})", code.advice()),
             Disconnect::Here { text, .. } => write!(f, "closed here: {text}"),
-            Disconnect::Lost => f.write_str("the peer fell silent"),
-            Disconnect::Broken(why) => write!(f, "the connection broke: {why}"),
+            Disconnect::Lost => f.write_str("the peer stopped responding"),
+            Disconnect::Broken(why) => write!(f, "the connection failed: {why}"),
             Disconnect::Dial(error) => error.fmt(f),
         }
     }
 }
 
-/// Why a peer cannot be reached.
+/// Why a dial failed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum DialError {
-    /// No address to try.
+    /// No address is known.
     #[error("no address is known for {peer}")]
     NoAddress {
-        /// Whom.
+        /// The peer to dial.
         peer: Box<PeerId>,
     },
-    /// Nothing answered.
-    #[error("nothing answers at {} within {} s: is the node up, and may UDP pass?", list(addrs), after.as_secs())]
+    /// No address answered.
+    #[error("no answer from {} within {} s: check that the node is up and that no firewall blocks UDP", list(addrs), after.as_secs())]
     Unreachable {
-        /// Where.
+        /// The addresses tried.
         addrs: Vec<SocketAddr>,
-        /// How long we tried.
+        /// Timeout.
         after: Duration,
     },
-    /// Somebody else answered.
-    #[error("at {addr} answers {found}, expected {expected}: the address belongs to another node now")]
+    /// A node with another key answered.
+    #[error("{addr} is {found}, expected {expected}: the address now belongs to another node")]
     WrongPeer {
-        /// Where.
+        /// The address.
         addr: SocketAddr,
-        /// Whom we wanted.
+        /// The expected key.
         expected: Box<PeerId>,
-        /// Who it is.
+        /// The key found.
         found: Box<PeerId>,
     },
-    /// It speaks another version of the protocol.
+    /// The peer speaks another protocol version.
     #[error("{addr} {what}")]
     OtherVersion {
-        /// Where.
+        /// The address.
         addr: SocketAddr,
-        /// Which one, and which side to update.
+        /// The version, and which side to update.
         what: String,
     },
-    /// It did not let us in.
+    /// The peer rejected this node.
     #[error("{}{}", code.advice(), if text.is_empty() { String::new() } else { format!(" ({text})") })]
     Refused {
-        /// Its code.
+        /// The peer's close code.
         code: CloseCode,
-        /// Its words.
+        /// The peer's explanation.
         text: String,
     },
-    /// We did not accept it.
-    #[error("the certificate of {peer} is not accepted: {error}")]
+    /// This node rejected the peer's certificate.
+    #[error("the certificate of {peer} was rejected: {error}")]
     BadCertificate {
-        /// Who.
+        /// The peer.
         peer: Box<PeerId>,
-        /// What is wrong.
+        /// Why the certificate is invalid.
         error: CertificateError,
     },
-    /// This node is in no mesh.
-    #[error("this node is in no mesh yet: start one with `meshnode up`, or join one with `meshnode join TICKET`")]
+    /// This node is not in a mesh.
+    #[error("this node is not in a mesh yet: start one with `meshnode up`, or join one with `meshnode join TICKET`")]
     NoCredentials,
-    /// It is this node itself.
+    /// The address is this node's own.
     #[error("{addr} is this node itself")]
     Myself {
-        /// Where.
+        /// The address.
         addr: SocketAddr,
     },
-    /// The peer answered nonsense.
+    /// The peer violated the protocol.
     #[error("{addr} did not answer like a meshnode: {why}")]
     Broken {
-        /// Where.
+        /// The address.
         addr: SocketAddr,
-        /// What happened.
+        /// The cause.
         why: String,
     },
 }
@@ -232,7 +232,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn codes_survive_the_wire_and_say_what_to_do() {
+    fn codes_round_trip_and_have_advice() {
         for code in 0..16 {
             let known = CloseCode::from_wire(code).unwrap();
             assert_eq!(known as u64, code);

@@ -1,5 +1,5 @@
-//! QUIC settings: transport parameters for the kind of path (reference values, since
-//! quinn's own are for 100 Mbit/s x 100 ms and leave connection memory unbounded).
+//! QUIC transport parameters for the kind of path: reference values, since quinn's defaults are tuned for 100 Mbit/s x
+//! 100 ms and leave connection memory unbounded.
 use super::tls;
 use crate::identity::Identity;
 use crate::version;
@@ -14,29 +14,29 @@ use std::{
     time::Duration,
 };
 
-/// libp2p's dummy server name: certificates here are checked by key, not by name.
+/// libp2p's placeholder server name: certificates are checked by key, not by name.
 pub(super) const SERVER_NAME: &str = "l";
-/// Long-lived frame streams of all jobs between two nodes: 64 jobs x a few edges and epochs.
+/// Maximum long-lived frame streams of all jobs between two nodes: 64 jobs x a few edges and epochs.
 pub(super) const UNI_STREAMS: u32 = 1024;
-/// Requests and measurements at once.
+/// Maximum concurrent requests and measurements.
 pub(super) const BI_STREAMS: u32 = 64;
 /// Unread bytes of one stream: a large prefill chunk.
 const STREAM_WINDOW: u32 = 16 << 20;
 /// Unread bytes of one connection.
 pub(super) const CONNECTION_WINDOW: u32 = 64 << 20;
-/// The same before the certificate is seen: one greeting.
+/// The same before the certificate check: one greeting.
 const STRANGER_WINDOW: u32 = 64 << 10;
 /// Unacknowledged bytes of one connection.
 const SEND_WINDOW: u64 = 64 << 20;
-/// First flight: a prefill chunk should not wait for slow start on a LAN.
+/// Initial congestion window: a prefill chunk should not wait for slow start on a LAN.
 const INITIAL_CWND: u64 = 256 << 10;
-/// A dead path is noticed after this at the latest; leases of running jobs notice in 300 ms.
+/// A dead path is detected within this time; leases of running jobs detect it in 300 ms.
 const IDLE: Duration = Duration::from_secs(5);
 const KEEP_ALIVE: Duration = Duration::from_secs(1);
-/// Largest datagram that we take; what is sent is found out by probing the path.
+/// Largest datagram accepted. The size of sent datagrams follows from probing the path.
 const UDP_PAYLOAD_MAX: u16 = 65_527 - 55;
 
-/// Settings of an endpoint, made once.
+/// TLS settings of an endpoint, created once.
 pub(super) struct Configs {
     client_tls: Arc<QuicClientConfig>,
     server_tls: Arc<QuicServerConfig>,
@@ -65,12 +65,12 @@ impl Configs {
 
 pub(super) fn endpoint() -> EndpointConfig {
     let mut config = EndpointConfig::default();
-    // Above 1200 and below the limit by construction, so the setter cannot refuse it.
+    // The value is within the setter's bounds by construction, so it cannot fail.
     let _ = config.max_udp_payload_size(UDP_PAYLOAD_MAX);
     config
 }
 
-/// Kind of path to a peer, told from its address.
+/// Kind of path to a peer, derived from its address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Path {
     /// The same machine.
@@ -98,15 +98,15 @@ impl Path {
     /// Largest datagram worth probing for: quinn sends at most 10 per system call, so larger ones mean fewer calls.
     fn mtu_max(self) -> u16 {
         match self {
-            // Ten segments must stay below the 64 KiB that one segmented send may carry.
+            // Ten segments must stay below the 64 KiB limit of one segmented send.
             Path::Loopback => 6_400,
-            // Jumbo frames carry up to 8,952; the same bound holds.
+            // Jumbo frames carry up to 8,952 bytes, but the same limit applies.
             Path::Local => 6_400,
             Path::Wide => 1_452,
         }
     }
 
-    /// Assumed until the first sample; 333 ms would make the first loss timer 1 s.
+    /// Assumed until the first sample; with quinn's 333 ms the first loss timer would be 1 s.
     fn initial_rtt(self) -> Duration {
         match self {
             Path::Loopback => Duration::from_millis(5),
@@ -125,7 +125,8 @@ fn transport(path: Path) -> TransportConfig {
     ack.ack_eliciting_threshold(VarInt::from_u32(10)).max_ack_delay(Some(Duration::from_millis(5)));
     let mut config = TransportConfig::default();
     config
-        // A stranger may open one stream, for its greeting; members get theirs when their certificate is checked.
+        // An unauthenticated peer may open one stream, for its greeting; members get more once their certificate is
+        // checked.
         .max_concurrent_uni_streams(VarInt::from_u32(0))
         .max_concurrent_bidi_streams(VarInt::from_u32(1))
         .receive_window(VarInt::from_u32(STRANGER_WINDOW))
@@ -148,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_are_told_from_addresses() {
+    fn the_kind_of_path_follows_from_the_address() {
         let path = |ip: &str| Path::of(ip.parse().unwrap());
         assert_eq!(path("127.0.0.1"), Path::Loopback);
         assert_eq!(path("::ffff:127.0.0.1"), Path::Loopback);

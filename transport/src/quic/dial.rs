@@ -1,4 +1,4 @@
-//! Reaching a peer: all its addresses at once (a little staggered), its key checked, then greetings.
+//! Dialing a peer: all its addresses in parallel with a small stagger, a check of its key, then the greetings.
 use super::Inner;
 use super::close::{CloseCode, DialError, Disconnect};
 use super::config::SERVER_NAME;
@@ -16,21 +16,21 @@ use quinn::{Connection, ConnectionError, RecvStream, TransportErrorCode, crypto:
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tokio::time::{Instant, sleep, timeout};
 
-/// A handshake over the longest path takes under two seconds.
+/// Dial timeout. A handshake over the longest path takes less than two seconds.
 pub(super) const DIAL_MAX: Duration = Duration::from_secs(5);
-/// Between the addresses of one peer: the first usually answers before the second is tried.
+/// Delay between the addresses of one peer: the first usually answers before the second is tried.
 const STAGGER: Duration = Duration::from_millis(50);
-/// How long a node waits before it dials a peer again that closed a connection because of a ban.
+/// Delay before a peer that closed a connection because of a ban is dialed again.
 const REDIAL_BANNED: Duration = Duration::from_secs(1);
-/// How long an older node may take to refuse this node's greeting: more than the longest path takes for it.
+/// Time for an older node to reject this node's greeting: more than the longest path needs.
 const REFUSAL_MAX: Duration = Duration::from_secs(1);
-/// How long the lower peer's crossing dial may take to arrive.
+/// Time for the crossing dial of the peer with the lower `PeerId` to arrive.
 const CROSSING_MAX: Duration = Duration::from_secs(1);
 
-/// Dials unless a connection stands or a dial runs.
+/// Dials unless a connection exists or a dial is in progress.
 pub(super) fn connect(inner: &Arc<Inner>, node: NodeId) {
-    let begun = inner.slots().begin_dial(&node);
-    match begun {
+    let dial = inner.slots().begin_dial(&node);
+    match dial {
         Dial::Running => {}
         Dial::Connected(peer) => inner.sink.event(connected(&peer)),
         Dial::Begin(peer_id, addrs) => {
@@ -38,7 +38,7 @@ pub(super) fn connect(inner: &Arc<Inner>, node: NodeId) {
             inner.runtime.clone().spawn(async move {
                 let result = reach(&inner, peer_id, &addrs).await;
                 if let Err(DialError::Refused { code: CloseCode::Duplicate, .. }) = &result {
-                    // The peer's own dial is on its way and stays.
+                    // The peer's own dial is on its way and takes precedence.
                     wait_until(CROSSING_MAX, || inner.peer(&node).is_some()).await;
                 }
                 let alone = inner.slots().end_dial(&node);
@@ -84,22 +84,22 @@ async fn reach(inner: &Arc<Inner>, peer_id: PeerId, addrs: &[SocketAddr]) -> Res
     }
 }
 
-/// The peer says that this node is banned. It is believed where the revocation's signatures hold and it is about this node,
-/// or about a member that its membership runs through.
+/// Handles a peer's claim that this node is banned. The claim counts only if the revocation verifies and concerns this
+/// node or a member in its certificate chain.
 fn refused_as_banned(inner: &Inner, revocation: Box<Revocation>) -> DialError {
     let about_us = inner.credentials().is_some_and(|held| {
         let ours = held.chain.peers().any(|peer| peer == revocation.banned);
         ours && revocation.verify(held.mesh).is_ok()
     });
     if !about_us {
-        return DialError::Refused { code: CloseCode::Banned, text: "its revocation does not hold".into() };
+        return DialError::Refused { code: CloseCode::Banned, text: "its revocation is invalid".into() };
     }
     let text = format!("{} is banned", revocation.banned);
     inner.sink.event(Event::Banned(revocation));
     DialError::Refused { code: CloseCode::Banned, text }
 }
 
-/// A connection to whoever answers first with the right key.
+/// Connects to the first address that answers with the expected key.
 pub(super) async fn open(
     inner: &Arc<Inner>,
     expected: Option<PeerId>,
@@ -122,7 +122,7 @@ pub(super) async fn open(
         match attempt {
             Some(Ok(connection)) => return Ok(connection),
             Some(Err(DialError::Unreachable { .. })) | None => {}
-            // Whoever answered and was wrong says more than those that did not answer.
+            // An answer from the wrong peer is more informative than a timeout.
             Some(Err(error)) => worst = error,
         }
     }
@@ -141,7 +141,7 @@ async fn handshake(
     if let Some(name) = older(&connection) {
         return Err(leave_older(inner, &connection, addr, name).await);
     }
-    let found = remote_peer(&connection).ok_or_else(|| broken("it showed no key".into()))?;
+    let found = remote_peer(&connection).ok_or_else(|| broken("it presented no key".into()))?;
     if found == inner.identity.peer_id() {
         return Err(DialError::Myself { addr });
     }
@@ -152,15 +152,15 @@ async fn handshake(
     Ok((connection, addr))
 }
 
-/// The name of the older version under which the handshake succeeded; none if the peer speaks this node's.
+/// The name of the older version that the handshake negotiated; `None` if the peer speaks this node's version.
 pub(super) fn older(connection: &Connection) -> Option<&'static str> {
     let data = connection.handshake_data()?.downcast::<HandshakeData>().ok()?;
     let name = data.protocol?;
     version::EARLIER.into_iter().find(|earlier| earlier.as_bytes() == name)
 }
 
-/// Ends a connection that was dialled to an older node. A greeting goes first: the older node reads its number and logs that it
-/// refused it. A close alone leaves no line in that node's log.
+/// Closes a connection that was dialed to an older node. A greeting is sent first: the older node reads its number and
+/// logs the rejection, which it would not do for a close alone.
 async fn leave_older(inner: &Inner, connection: &Connection, addr: SocketAddr, name: &str) -> DialError {
     let Refusal { code, here, there } = Refusal::version(name);
     let greeting = Hello { instance: inner.instance, purpose: Purpose::Member(None) }.encode();
@@ -175,7 +175,7 @@ async fn leave_older(inner: &Inner, connection: &Connection, addr: SocketAddr, n
     DialError::OtherVersion { addr, what: here }
 }
 
-/// Sends our greeting on the first stream and reads theirs.
+/// Sends this node's greeting on the first stream and reads the peer's.
 pub(super) async fn greet(
     inner: &Inner,
     connection: &Connection,
@@ -194,7 +194,7 @@ pub(super) async fn greet(
     match read {
         Ok(theirs) => Ok((send, recv, theirs)),
         Err(error) => {
-            // A close with a reason says more than the cut stream that it causes; it may be a moment behind.
+            // A close reason is more informative than the stream error that it causes, and may arrive a moment later.
             let closed = timeout(Duration::from_millis(100), connection.closed()).await;
             if let Ok(reason) = closed {
                 return Err(dial_error(reason, addr));
@@ -212,22 +212,22 @@ pub(super) async fn greet(
     }
 }
 
-/// Why a greeting is refused.
+/// Why a greeting is rejected.
 pub(super) struct Refusal {
     pub(super) code: CloseCode,
-    /// For this node's log.
+    /// Message for this node's log.
     pub(super) here: String,
-    /// For the peer.
+    /// Message for the peer.
     pub(super) there: String,
 }
 
 impl Refusal {
-    /// The same words for both.
+    /// The same message for both.
     pub(super) fn new(code: CloseCode, why: &str) -> Self {
         Self { code, here: why.into(), there: why.into() }
     }
 
-    /// The peer speaks the version of this name.
+    /// The peer speaks protocol version `name`.
     pub(super) fn version(name: &str) -> Self {
         let Mismatch { here, there } = Mismatch::with(name);
         Self { code: CloseCode::OtherVersion, here, there }
@@ -242,7 +242,7 @@ pub(super) fn refusal(error: &HelloError) -> Refusal {
     }
 }
 
-/// Whether a greeting makes its sender a member of our mesh, until when, and through whom.
+/// Checks whether a greeting proves membership of this node's mesh; returns the expiry and the peers in the chain.
 pub(super) fn check_member(inner: &Inner, hello: &Hello, peer: PeerId) -> Result<(u64, Vec<PeerId>), CertificateError> {
     let Some(credentials) = inner.credentials() else { return Err(CertificateError::Malformed) };
     match &hello.purpose {
@@ -257,10 +257,11 @@ pub(super) fn check_member(inner: &Inner, hello: &Hello, peer: PeerId) -> Result
     }
 }
 
-/// Makes a checked connection the peer's connection, tells the node, and starts reading. `greeting` is sent first.
+/// Registers a checked connection as the peer's connection, reports it to the node, and starts reading. `greeting` is
+/// sent first.
 ///
 /// # Errors
-/// The code with which it was closed because another one stays.
+/// The code with which the connection was closed because another one is kept.
 pub(super) fn establish(
     inner: &Arc<Inner>,
     parts: Parts,
@@ -277,7 +278,7 @@ pub(super) fn establish(
     let replaced = match placed {
         Placed::Stays { replaced } => replaced,
         Placed::Duplicate => {
-            peer.close(CloseCode::Duplicate, "another connection stays");
+            peer.close(CloseCode::Duplicate, "another connection is kept");
             return Err(CloseCode::Duplicate);
         }
     };
@@ -285,7 +286,7 @@ pub(super) fn establish(
         let reason = old.connection.close_reason().map_or(Disconnect::Lost, |error| old.reason(error));
         inner.sink.event(Event::Disconnected { node: old.node, reason });
     }
-    // A ban that came while this connection was being checked has not seen it.
+    // A ban that was set while this connection was being checked did not close it.
     if inner.banned_of(peer.through.iter().copied().chain([peer.peer_id])).is_some() {
         peer.close(CloseCode::Banned, "banned");
     }
@@ -295,7 +296,7 @@ pub(super) fn establish(
     Ok(())
 }
 
-/// Ends a connection with its certificate, and tells the end, once, unless another took its place (which told it).
+/// Closes a connection when its certificate expires. Reports its end once, unless a replacement already reported it.
 async fn watch(inner: Arc<Inner>, peer: Arc<Peer>) {
     let certified = Duration::from_secs(peer.expiry.saturating_sub(super::now_unix()));
     let error = match timeout(certified, peer.connection.closed()).await {
@@ -311,9 +312,9 @@ async fn watch(inner: Arc<Inner>, peer: Arc<Peer>) {
         inner.sink.event(Event::Disconnected { node: peer.node, reason });
     }
     if banned {
-        // The peer shows the revocation to a node that dials. It does so from the port that it listens on.
+        // The peer sends the revocation to a node that dials it. Its listening port is the port of this connection.
         inner.slots().learn_first(peer.peer_id, peer.connection.remote_address());
-        // A member that keeps closing with this reason is dialled no more often than this.
+        // Bounds the rate of dials to a member that keeps closing with this reason.
         tokio::time::sleep(REDIAL_BANNED).await;
         connect(&inner, peer.node);
     }
@@ -328,14 +329,14 @@ fn connected(peer: &Peer) -> Event {
     }
 }
 
-/// The key behind a connection; TLS has checked that the peer holds it.
+/// The key behind a connection; TLS has verified that the peer holds it.
 pub(super) fn remote_peer(connection: &Connection) -> Option<PeerId> {
     let identity = connection.peer_identity()?;
     let certificates = identity.downcast::<Vec<rustls::pki_types::CertificateDer<'static>>>().ok()?;
     libp2p_tls::certificate::parse(certificates.first()?).ok().map(|certificate| certificate.peer_id())
 }
 
-/// TLS alert 120: no protocol name in common.
+/// TLS alert 120: no common protocol name.
 pub(super) fn no_protocol() -> TransportErrorCode {
     TransportErrorCode::crypto(120)
 }
@@ -369,7 +370,7 @@ pub(super) fn dial_error(error: ConnectionError, addr: SocketAddr) -> DialError 
     }
 }
 
-/// Polls a condition that somebody else brings about.
+/// Polls a condition that another task fulfils.
 pub(super) async fn wait_until(most: Duration, met: impl Fn() -> bool) {
     let end = Instant::now() + most;
     while !met() && Instant::now() < end {

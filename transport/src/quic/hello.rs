@@ -1,43 +1,44 @@
-//! The first frame of a connection, both ways: protocol version, this life of the endpoint, and either a certificate
-//! chain, the wish to join, or the revocation for which the other side is refused. Nothing else is read before it.
+//! The greeting, the first frame of a connection in both directions: protocol version, instance of the endpoint, and
+//! either a certificate chain, a join request, or the revocation for which the peer is rejected. Nothing else is read
+//! before it.
 use crate::certificate::{CHAIN_BYTES_MAX, Chain};
 use crate::join::{ASK_BYTES_MAX, Ask};
 use crate::revocation::{REVOCATION_BYTES_MAX, Revocation};
 use crate::wire::{Reader, put_long};
 use tokio::io::{AsyncRead, AsyncReadExt};
 
-/// One more than the number of the name in the TLS handshake (`version.rs`) and grows with it: the greetings of `meshnode/1` had
-/// the number 2.
+/// One more than the number in the TLS protocol name (`version.rs`), and incremented with it: greetings of `meshnode/1`
+/// carried the number 2.
 pub(crate) const PROTOCOL: u16 = 3;
 const MAGIC: [u8; 4] = *b"mesh";
-/// A revocation holds a whole chain, so it is the longest of the three.
+/// A revocation contains a whole chain, so it is the longest of the three.
 const HELLO_BYTES_MAX: usize = 32 + REVOCATION_BYTES_MAX;
 const _: () = assert!(REVOCATION_BYTES_MAX > CHAIN_BYTES_MAX && REVOCATION_BYTES_MAX > ASK_BYTES_MAX);
 
 /// A greeting.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Hello {
-    /// Random per endpoint: tells a restarted peer from one that dialed twice.
+    /// Random per endpoint: distinguishes a restarted peer from one that dialed twice.
     pub(crate) instance: u64,
     pub(crate) purpose: Purpose,
 }
 
-/// What the connection is for.
+/// Purpose of the connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Purpose {
-    /// Talk among members; an empty chain says "I have none".
+    /// Communication between members; an empty chain means "no certificate".
     Member(Option<Chain>),
-    /// Become one.
+    /// Request to become a member.
     Join(Ask),
-    /// The answer to a banned member: the signed revocation, which it can check by itself.
+    /// Answer to a banned member: the signed revocation, which the member can verify itself.
     Banned(Box<Revocation>),
 }
 
-/// Why a greeting is refused.
+/// Why a greeting is rejected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum HelloError {
     Malformed,
-    /// The number of another version.
+    /// Another version's number.
     Version {
         found: u16,
     },
@@ -135,14 +136,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn greetings_survive_the_wire() {
+    async fn greetings_round_trip() {
         for hello in hellos() {
             assert_eq!(Hello::read(&mut &hello.encode()[..]).await, Ok(hello));
         }
     }
 
     #[tokio::test]
-    async fn what_is_wrong_is_told() {
+    async fn each_invalid_greeting_has_its_own_error() {
         let mut bytes = hellos()[1].encode();
         bytes[8] = 9;
         assert_eq!(Hello::read(&mut &bytes[..]).await, Err(HelloError::Version { found: 9 }));

@@ -1,4 +1,4 @@
-//! Joining over the data plane: the joiner's side, and the inviter's up to the node's decision.
+//! Joining over the data plane: the joiner's side, and the inviter's side up to the node's decision.
 use super::close::{CloseCode, DialError};
 use super::dial::{self, DIAL_MAX};
 use super::hello::{Hello, Purpose};
@@ -15,19 +15,19 @@ use thiserror::Error;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::{sync::oneshot, time::timeout};
 
-/// How long the inviter's node may think.
+/// Time for the inviter's node to decide.
 const DECISION_MAX: Duration = Duration::from_secs(10);
-/// How long the joiner may take to read the answer.
+/// Time for the joiner to read the answer.
 const READ_MAX: Duration = Duration::from_secs(5);
-/// What the exporter's output is for.
+/// TLS exporter label.
 const LABEL: &[u8] = b"EXPORTER-meshnode-join";
 
 impl Endpoint {
-    /// Joins the ticket's mesh through its inviter. The endpoint's own credentials stay as they are: the caller keeps
-    /// the admission and calls [`Endpoint::set_credentials`].
+    /// Joins the ticket's mesh through its inviter. The endpoint's own credentials are unchanged: the caller stores the
+    /// admission and calls [`Endpoint::set_credentials`].
     ///
     /// # Errors
-    /// The inviter cannot be reached, is somebody else, or refuses; the text says what to do.
+    /// The inviter cannot be reached, has another key, or rejects the request; the error text says what to do.
     pub async fn join(&self, ticket: &Ticket, name: &str) -> Result<Admission, JoinError> {
         if ticket.is_expired(super::now_unix()) {
             return Err(self.refused(JoinRefusal::Expired));
@@ -36,12 +36,12 @@ impl Endpoint {
         Ok(admission)
     }
 
-    /// Asks to join through a node at `addrs`, without a ticket: it answers with an admission if its mesh is open or the
-    /// node was approved. Returns the admission and which node answered, as its connection proves. The certificate does not
-    /// name it: the founder certifies with the root key.
+    /// Asks to join through a node at `addrs`, without a ticket. The node admits if its mesh is open or this node was
+    /// approved. Returns the admission and the key of the answering node, as proved by its connection; the certificate
+    /// may not contain it, because the founder certifies with the root key.
     ///
     /// # Errors
-    /// As `join`; [`JoinRefusal::NotApproved`] until a member approves this node: ask again later.
+    /// As for `join`; [`JoinRefusal::NotApproved`] until a member approves this node: ask again later.
     pub async fn join_at(
         &self,
         addrs: &[SocketAddr],
@@ -101,14 +101,14 @@ async fn exchange(
     let hello = Hello { instance: inner.instance, purpose: Purpose::Join(ask) };
     send.write_all(&hello.encode()).await.map_err(|_| closed(connection))?;
     let Ok(length) = recv.read_u32_le().await else {
-        // The reason of a close may be a moment behind the cut stream.
+        // The close reason may arrive a moment after the stream error.
         let _ = timeout(Duration::from_millis(100), connection.closed()).await;
         return Err(closed(connection));
     };
     if length as usize > ANSWER_BYTES_MAX {
         return Err(JoinError::Answer { addr });
     }
-    // Read as it comes: nothing is allocated on the word of a node that is not yet trusted.
+    // Read incrementally: an untrusted node's length must not cause an allocation.
     let mut body = Vec::new();
     let mut limited = recv.take(u64::from(length));
     let read = limited.read_to_end(&mut body).await;
@@ -118,7 +118,7 @@ async fn exchange(
     }
 }
 
-/// The inviter's side: asks the node, answers, and lets the joiner hang up.
+/// The inviter's side: asks the node for a decision, sends the answer, and waits for the joiner to close.
 pub(super) async fn answer(
     inner: &Arc<Inner>,
     connection: Connection,
@@ -134,7 +134,7 @@ pub(super) async fn answer(
     let body = join::encode_answer(&answer);
     let mut bytes = Vec::with_capacity(4 + body.len());
     crate::wire::put_long(&mut bytes, &body);
-    // A joiner that grants no flow control would hold this place of a handshake for ever.
+    // Without the timeout, a joiner that grants no flow control would occupy its handshake slot forever.
     let _ = timeout(READ_MAX, async {
         if send.write_all(&bytes).await.is_ok() && send.shutdown().await.is_ok() {
             connection.closed().await;
@@ -160,18 +160,18 @@ async fn decide(
     }
     let ticket_mesh = ask.ticket.map(|(mesh, _, _)| mesh);
     let binding = bind(connection, ticket_mesh, peer_id, inner.identity.peer_id()).ok_or(JoinRefusal::Busy)?;
-    let (tell, told) = oneshot::channel();
+    let (sender, decision) = oneshot::channel();
     let (ticket, proof) = ask.ticket.map_or((None, [0; 32]), |(_, id, proof)| (Some(id), proof));
-    let request = JoinRequest { peer_id, addr, name: ask.name, ticket, proof, binding, answer: tell };
+    let request = JoinRequest { peer_id, addr, name: ask.name, ticket, proof, binding, answer: sender };
     inner.sink.event(Event::Join(request));
-    match timeout(DECISION_MAX, told).await {
+    match timeout(DECISION_MAX, decision).await {
         Ok(Ok(answer)) => answer,
-        // Nobody decided in time, or the request was dropped.
+        // No decision in time, or the request was dropped.
         Ok(Err(_)) | Err(_) => Err(JoinRefusal::Busy),
     }
 }
 
-/// Both ends of one TLS channel compute the same; nobody in between can.
+/// Both ends of a TLS channel compute the same value; a man in the middle cannot.
 fn bind(connection: &Connection, mesh: Option<MeshId>, joiner: PeerId, inviter: PeerId) -> Option<Binding> {
     let mut context = mesh.map_or(Vec::new(), |mesh| mesh.0.to_vec());
     context.extend_from_slice(&joiner.to_bytes());
@@ -181,32 +181,32 @@ fn bind(connection: &Connection, mesh: Option<MeshId>, joiner: PeerId, inviter: 
     Some(binding)
 }
 
-/// Why a node did not join.
+/// Why a join failed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum JoinError {
-    /// The inviter was not reached.
+    /// The inviter could not be reached.
     #[error(transparent)]
     Dial(#[from] DialError),
-    /// The inviter said no.
+    /// The inviter rejected the request.
     #[error("{refusal}{}", advice(*refusal, *me))]
     Refused {
-        /// Why.
+        /// The inviter's reason.
         refusal: JoinRefusal,
-        /// This node.
+        /// This node's key.
         me: PeerId,
     },
-    /// The certificate that came does not make this node a member.
-    #[error("the inviter's answer is not usable: {0}")]
+    /// The received certificate does not make this node a member.
+    #[error("the inviter's certificate for this node is invalid: {0}")]
     Certificate(#[from] CertificateError),
-    /// The answer is nonsense.
+    /// The answer is malformed.
     #[error("{addr} did not answer like a meshnode")]
     Answer {
-        /// Who.
+        /// The address of the inviter.
         addr: SocketAddr,
     },
 }
 
-/// What a person can do about a refusal, where it depends on who is asking.
+/// What the user can do about a rejection, if that depends on the joiner's key.
 fn advice(refusal: JoinRefusal, me: PeerId) -> String {
     if refusal == JoinRefusal::NotApproved {
         return format!(": on a member run `meshnode approve {me}`, or ask for a ticket (`meshnode invite`)");

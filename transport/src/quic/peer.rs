@@ -1,4 +1,4 @@
-//! One certified connection to one member: its lanes, its budgets, and how it ends.
+//! One certified connection to one member: its lanes, its byte budgets, and its end.
 use super::close::{CloseCode, Disconnect};
 use super::config;
 use crate::compress::{self, Chooser};
@@ -20,18 +20,18 @@ use std::{
 };
 use tokio::{runtime::Handle, sync::Semaphore};
 
-/// What goes first when a link is busy. Control messages go before all of these, weights after.
+/// Send priority of frames on a busy link. Control messages precede all of them, weights follow.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Priority {
-    /// One step of running requests, a halo: somebody waits for it.
+    /// A step of running requests, or a halo: on the critical path.
     Decode,
-    /// Chunks of prompts, KV.
+    /// Prompt chunks and KV.
     Prefill,
-    /// What a standby computes along: nobody waits for it. Left out while too much of it waits already.
+    /// Input of a standby, off the critical path. Dropped while [`Limits::copy_queue_bytes`] or more are queued.
     Copy,
 }
 
-/// Stream priorities on the wire: few levels, as quinn advises.
+/// QUIC stream priorities: few levels, as quinn advises.
 const CONTROL: i32 = 4;
 pub(super) const BULK: i32 = 0;
 
@@ -45,18 +45,20 @@ impl Priority {
     }
 }
 
-/// Queue bounds of one peer, in bytes. Beyond them the peer counts as too slow and is reset.
+/// Queue bounds per peer, in bytes. A peer that exceeds them is too slow and its connection is reset.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Connections of all peers together.
+    /// Maximum connections over all peers.
     pub connections_max: usize,
-    /// Control messages waiting to be sent, and as many that arrived and are still held: a few full push-pulls.
+    /// Bytes of control messages queued for sending; also the bound of received ones that the node still holds: a few
+    /// full push-pulls.
     pub message_queue_bytes: usize,
-    /// Frames waiting: a few prefill chunks of each of several requests.
+    /// Bytes of frames queued for sending: a few prefill chunks of each of several requests.
     pub frame_queue_bytes: usize,
-    /// Of these, when this much waits, copies for a standby are left out: it asks for what it misses once it reads again.
+    /// At this many queued frame bytes, copies for a standby are dropped; it requests the missing ones when it reads
+    /// again.
     pub copy_queue_bytes: usize,
-    /// Frames that arrived and are still held by this node; the peer waits beyond.
+    /// Bytes of received frames that this node still holds; beyond this the peer has to wait.
     pub arrived_bytes: usize,
 }
 
@@ -76,21 +78,21 @@ pub(super) struct Peer {
     pub(super) node: NodeId,
     pub(super) peer_id: PeerId,
     pub(super) connection: Connection,
-    /// Who dialed: decides between two connections.
+    /// The dialing side, which decides between two crossing connections.
     pub(super) dialer: PeerId,
-    /// The peer's life.
+    /// The peer's instance: changes when it restarts.
     pub(super) instance: u64,
     pub(super) throttle: Throttle,
-    /// When its certificate ends, unix seconds.
+    /// Expiry of its certificate chain, unix seconds.
     pub(super) expiry: u64,
-    /// Everybody in its chain of certificates.
+    /// All peers in its certificate chain.
     pub(super) through: Vec<PeerId>,
-    /// Credit for frames that arrived: given back when the node drops them.
+    /// Credit for received frames, released when the node drops them.
     pub(super) frames_arrived: Arc<Semaphore>,
-    /// The same for messages, so that they never wait for frames.
+    /// Credit for received messages, separate so that they never wait for frames.
     pub(super) messages_arrived: Arc<Semaphore>,
     since: Instant,
-    /// When the last frame went either way.
+    /// Time of the last frame in either direction.
     last_frame: Mutex<Option<Instant>>,
     control: Lane<QuicPipe>,
     frames: Mutex<BTreeMap<(Route, Priority), Lane<QuicPipe>>>,
@@ -106,19 +108,19 @@ pub(super) struct Peer {
 #[derive(Default)]
 struct LinkState {
     bytes_per_second: Option<u64>,
-    /// The other way, as the peer measured it with this node's help.
+    /// Rate in the other direction, as the peer measured it.
     bytes_per_second_in: Option<u64>,
     chooser: Chooser,
 }
 
-/// What a connection is made of.
+/// Arguments of [`Peer::new`].
 pub(super) struct Parts {
     pub(super) connection: Connection,
     pub(super) peer_id: PeerId,
     pub(super) dialer: PeerId,
     pub(super) instance: u64,
     pub(super) expiry: u64,
-    /// Everybody in its chain of certificates.
+    /// All peers in its certificate chain.
     pub(super) through: Vec<PeerId>,
     pub(super) control: SendStream,
 }
@@ -126,7 +128,7 @@ pub(super) struct Parts {
 impl Peer {
     pub(super) fn new(parts: Parts, limits: &Limits, sink: Arc<dyn Sink>, runtime: Handle) -> Self {
         let Parts { connection, peer_id, dialer, instance, expiry, through, control } = parts;
-        // Only fails on a closed stream, which the first write will find out.
+        // Fails only on a closed stream, which the first write will detect.
         let _ = control.set_priority(CONTROL);
         let messages_held = Arc::new(Budget::new(limits.message_queue_bytes));
         let never: Opener<QuicPipe> = Box::new(|| Box::pin(async { Err(PipeError::Gone) }));
@@ -135,7 +137,7 @@ impl Peer {
             Box::new(move || connection.close(code(CloseCode::Bye), b"control stream stopped"))
         };
         let control = Lane::new(Some(QuicPipe(control)), never, ended, messages_held.clone(), runtime.clone());
-        // A member may now open its streams and fill real windows.
+        // A certified member may open its streams and gets full-size windows.
         connection.set_max_concurrent_uni_streams(VarInt::from_u32(config::UNI_STREAMS));
         connection.set_max_concurrent_bi_streams(VarInt::from_u32(config::BI_STREAMS));
         connection.set_receive_window(VarInt::from_u32(config::CONNECTION_WINDOW));
@@ -164,7 +166,7 @@ impl Peer {
         }
     }
 
-    /// Bytes on the control stream, before anything else this is the greeting.
+    /// Sends bytes on the control stream. On an accepted connection, the greeting comes first.
     pub(super) fn send_control(&self, front: Bytes, body: Bytes) -> Result<(), LaneError> {
         let sent = self.control.send(Item::Ready([front, body]));
         self.reset_if_slow(sent)
@@ -194,7 +196,7 @@ impl Peer {
         self.reset_if_slow(sent)
     }
 
-    /// So much waits to be sent to it that copies are left out.
+    /// Whether enough bytes are queued that copies for a standby are dropped.
     pub(super) fn is_behind(&self) -> bool {
         self.frames_held.held() >= self.copy_queue_bytes
     }
@@ -210,20 +212,21 @@ impl Peer {
         });
     }
 
-    /// A frame goes or comes: somebody's work runs over this link.
+    /// Records that a frame was sent or received: the link is in use.
     pub(super) fn frame_passed(&self) {
         *lock(&self.last_frame) = Some(Instant::now());
     }
 
     pub(super) fn learn_link(&self, bytes_per_second: u64) {
         let mut link = lock(&self.link);
-        // A measurement can only be too low (a busy machine); a link that became slower is QUIC's own business.
+        // A measurement can only be too low (a busy machine). QUIC's congestion control handles a link that became
+        // slower.
         let best = link.bytes_per_second.map_or(bytes_per_second, |before| before.max(bytes_per_second));
         link.bytes_per_second = Some(best);
         self.throttle.set(weights_rate(self.connection.remote_address().ip(), best));
     }
 
-    /// The peer measured the link to here.
+    /// Records the peer's measurement of the link to this node.
     pub(super) fn learn_link_in(&self, bytes_per_second: u64) {
         let best = &mut lock(&self.link).bytes_per_second_in;
         *best = Some(best.map_or(bytes_per_second, |before| before.max(bytes_per_second)));
@@ -236,15 +239,15 @@ impl Peer {
         self.connection.close(code(reason), text.as_bytes());
     }
 
-    /// Lets what was sent arrive, then closes.
+    /// Ends the control stream, waits for the peer to close, then closes.
     pub(super) async fn say_goodbye(&self) {
         self.control.finish();
-        // The other side answers the end of the control stream by closing.
+        // The peer closes the connection when the control stream ends.
         let _ = tokio::time::timeout(GOODBYE_MAX, self.connection.closed()).await;
         self.close(CloseCode::Bye, "");
     }
 
-    /// Why the closed connection closed.
+    /// The reason why the connection closed.
     pub(super) fn reason(&self, error: ConnectionError) -> Disconnect {
         if let Some((code, text)) = lock(&self.closed_here).clone() {
             return Disconnect::Here { code, text };
@@ -306,7 +309,7 @@ impl Peer {
         }
     }
 
-    /// The stream of a route; a newer epoch ends those of older ones to the same part.
+    /// The lane of a route; a newer epoch resets the lanes of older epochs to the same part.
     fn lane(&self, route: Route, priority: Priority) -> Lane<QuicPipe> {
         let mut frames = lock(&self.frames);
         if let Some(lane) = frames.get(&(route, priority)) {
@@ -334,7 +337,8 @@ impl Peer {
                 Ok(QuicPipe(stream))
             }
         };
-        // At once if the peer's stream limit is known to have room, which it is but for the first milliseconds.
+        // Opens immediately if the peer's stream limit is known and not reached, as it is except in the first
+        // milliseconds.
         let pipe = open().now_or_never().and_then(Result::ok);
         let (sink, node) = (self.sink.clone(), self.node);
         let on_stopped: OnStopped = Box::new(move || sink.event(Event::LaneRefused { node, route }));
@@ -342,9 +346,9 @@ impl Peer {
     }
 }
 
-/// Bytes a second that weights may take of a link that was measured.
+/// Rate limit of weights on a measured link, in bytes per second.
 fn weights_rate(peer: IpAddr, bytes_per_second: u64) -> Option<u64> {
-    // On one machine there is no link to share.
+    // A loopback connection has no link to share.
     (!peer.to_canonical().is_loopback()).then_some(bytes_per_second / 10 * 7)
 }
 
@@ -352,40 +356,40 @@ fn raw_item(head: &FrameHead, payload: Bytes) -> Item {
     Item::Ready([Bytes::copy_from_slice(&frame::encode_header(head, Codec::Raw, &payload)), payload])
 }
 
-/// How a connection to a peer does.
+/// Statistics of a connection to a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeerStats {
-    /// Who.
+    /// The peer.
     pub node: NodeId,
-    /// Its key.
+    /// Its public key.
     pub peer_id: PeerId,
-    /// Where.
+    /// Its address.
     pub addr: SocketAddr,
-    /// Smoothed round trip.
+    /// Smoothed round-trip time.
     pub rtt: Duration,
-    /// Throughput to it, once measured.
+    /// Throughput to the peer, once measured.
     pub bytes_per_second: Option<u64>,
-    /// Throughput from it, once it has measured that.
+    /// Throughput from the peer, once the peer has measured it.
     pub bytes_per_second_in: Option<u64>,
-    /// Time since the last frame went either way; `None` if none ever did.
+    /// Time since the last frame in either direction; `None` before the first.
     pub frames_silent_for: Option<Duration>,
-    /// On the wire, headers and all.
+    /// Bytes on the wire, including headers.
     pub bytes_sent: u64,
-    /// On the wire, headers and all.
+    /// Bytes on the wire, including headers.
     pub bytes_received: u64,
-    /// Lost so far.
+    /// Packets lost so far.
     pub packets_lost: u64,
-    /// Largest datagram that the path was found to carry.
+    /// Largest datagram that the path is known to carry.
     pub mtu: u16,
-    /// Waiting here because the peer or the path is slow.
+    /// Bytes queued here because the peer or the path is slow.
     pub queued_bytes: usize,
     /// Age of the connection.
     pub connected_for: Duration,
-    /// Which side dialed.
+    /// Whether this node dialed.
     pub dialed_here: bool,
 }
 
-/// What an error of quinn means.
+/// Maps quinn's connection error.
 pub(super) fn reason(error: ConnectionError) -> Disconnect {
     match error {
         ConnectionError::ApplicationClosed(close) => Disconnect::ByPeer {
@@ -393,7 +397,9 @@ pub(super) fn reason(error: ConnectionError) -> Disconnect {
             text: text(&close.reason),
         },
         ConnectionError::TimedOut | ConnectionError::Reset => Disconnect::Lost,
-        ConnectionError::LocallyClosed => Disconnect::Here { code: CloseCode::Bye, text: "this node goes down".into() },
+        ConnectionError::LocallyClosed => {
+            Disconnect::Here { code: CloseCode::Bye, text: "this node is shutting down".into() }
+        }
         error @ (ConnectionError::VersionMismatch
         | ConnectionError::TransportError(_)
         | ConnectionError::ConnectionClosed(_)
@@ -401,7 +407,7 @@ pub(super) fn reason(error: ConnectionError) -> Disconnect {
     }
 }
 
-/// A peer's words, for a log: short, printable.
+/// A peer's close text made safe for a log: short and printable.
 pub(super) fn text(bytes: &[u8]) -> String {
     crate::wire::printable(&String::from_utf8_lossy(&bytes[..bytes.len().min(256)]), 256)
 }
@@ -410,14 +416,14 @@ pub(super) fn code(code: CloseCode) -> VarInt {
     VarInt::from_u32(code as u32)
 }
 
-/// How long a goodbye may take.
+/// Longest wait for a graceful close.
 const GOODBYE_MAX: Duration = Duration::from_millis(500);
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// quinn's sending half as a lane writes it.
+/// quinn's sending half as a lane's pipe.
 pub(super) struct QuicPipe(SendStream);
 
 impl Pipe for QuicPipe {
@@ -445,7 +451,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn weights_go_after_everything_else() {
+    fn weights_have_the_lowest_priority() {
         let levels = [CONTROL, Priority::Decode.level(), Priority::Prefill.level(), BULK];
         assert!(levels.is_sorted_by(|first, then| first > then), "{levels:?}");
     }

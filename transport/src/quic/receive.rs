@@ -1,5 +1,5 @@
-//! What members send: control messages, frames that were expected, requests and measurements. Lengths are checked before
-//! anything is allocated; whoever breaks the rules loses the connection.
+//! Data from members: control messages, expected frames, requests and measurements. Lengths are checked before anything
+//! is allocated; a protocol violation closes the connection.
 use super::Inner;
 use super::close::CloseCode;
 use super::peer::{BULK, Peer};
@@ -16,7 +16,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Largest control message: a full push-pull of 2,000 members with adverts.
 pub const MESSAGE_BYTES_MAX: usize = 4 << 20;
-/// Payloads from here on are unpacked on a blocking thread.
+/// Larger payloads are decompressed on a blocking thread.
 const UNPACK_HERE_MAX: usize = 64 << 10;
 /// First byte of a request stream.
 pub(super) const REQUEST: u8 = 1;
@@ -46,7 +46,7 @@ async fn messages(inner: Arc<Inner>, peer: Arc<Peer>, mut recv: RecvStream) {
         let length = match recv.read_u32_le().await {
             Ok(length) => length as usize,
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                return peer.close(CloseCode::Bye, "the peer said goodbye");
+                return peer.close(CloseCode::Bye, "the peer closed the connection");
             }
             Err(_) => return,
         };
@@ -102,7 +102,7 @@ const CUT: FrameError = FrameError::Length { expected: HEADER_BYTES as u64, raw:
 
 enum Failure {
     Frame(FrameError),
-    /// The stream or the connection ended; told elsewhere.
+    /// The stream or the connection ended, which is reported elsewhere.
     Gone,
 }
 
@@ -131,11 +131,11 @@ async fn unpack(incoming: Incoming, payload: Buffer) -> Result<Buffer, FrameErro
     if codec == Codec::Raw || raw_length <= UNPACK_HERE_MAX {
         return work();
     }
-    // A failed join is a runtime going down: nobody will see the frame.
+    // The join fails only when the runtime is shutting down, and then the frame is not needed.
     tokio::task::spawn_blocking(work).await.unwrap_or(Err(FrameError::Packed { raw: raw_length }))
 }
 
-/// Waits until the node has room for `bytes` more of this peer.
+/// Waits until the node has room for `bytes` more from this peer.
 async fn credit(arrived: &Arc<Semaphore>, bytes: usize) -> Option<OwnedSemaphorePermit> {
     arrived.clone().acquire_many_owned(u32::try_from(bytes).ok()?).await.ok()
 }
@@ -144,7 +144,7 @@ async fn answer(inner: Arc<Inner>, peer: Arc<Peer>, send: SendStream, mut recv: 
     let _ = send.set_priority(BULK);
     match recv.read_u8().await {
         Ok(REQUEST) => bulk::answer(send, recv, peer.node, &*inner.server, &peer.throttle).await,
-        // A measurement cut short is the asker's to report.
+        // The peer that requested the measurement reports a failure.
         Ok(PROBE) => probe::answer(send, recv).await.into_iter().for_each(|rate| peer.learn_link_in(rate)),
         Ok(_) => refuse(&inner, &peer, CloseCode::BadMessage, "a stream of an unknown kind"),
         Err(_) => {}

@@ -1,4 +1,4 @@
-//! The table of peers: what is known of each, what waits for a connection, and which of two connections stays.
+//! The table of peers: addresses, data queued for a connection, and the choice between two crossing connections.
 use super::SendError;
 use super::close::CloseCode;
 use super::peer::{Peer, Priority};
@@ -8,11 +8,11 @@ use crate::lane::LaneError;
 use bytes::Bytes;
 use std::{collections::BTreeMap, net::SocketAddr, sync::Arc};
 
-/// Peers remembered: members of the mesh and a few that left.
+/// Maximum peers remembered: members of the mesh and a few former ones.
 const SLOTS_MAX: usize = 8192;
-/// Addresses kept per peer.
+/// Maximum addresses per peer.
 const ADDRS_MAX: usize = 16;
-/// Bytes that may wait for a connection to come up.
+/// Maximum bytes queued for a connection that is not established yet.
 const WAITING_BYTES_MAX: usize = 32 << 20;
 
 #[derive(Default)]
@@ -21,14 +21,14 @@ pub(super) struct Slots(BTreeMap<NodeId, Slot>);
 struct Slot {
     peer_id: PeerId,
     addrs: Vec<SocketAddr>,
-    /// One dial at a time.
+    /// At most one dial per peer.
     dialing: bool,
-    /// Sent once connected, dropped if that fails.
+    /// Sent when connected, dropped if the dial fails.
     waiting: Vec<Outgoing>,
     peer: Option<Arc<Peer>>,
 }
 
-/// Something to send once there is a connection.
+/// Data to send once the peer is connected.
 pub(super) enum Outgoing {
     Message(Bytes),
     Frame(FrameHead, Bytes, Priority),
@@ -49,11 +49,11 @@ pub(super) fn send(peer: &Arc<Peer>, outgoing: Outgoing) -> Result<(), LaneError
     }
 }
 
-/// What became of a new connection.
+/// Outcome of placing a new connection.
 pub(super) enum Placed {
-    /// It is the peer's connection now; the older one, if any, is closed.
+    /// The new connection is kept; an older one is closed.
     Stays { replaced: Option<Arc<Peer>> },
-    /// The older one stays.
+    /// The older connection is kept.
     Duplicate,
 }
 
@@ -66,7 +66,7 @@ impl Slots {
         }
     }
 
-    /// The same, unless an address is known already.
+    /// Like `learn`, but keeps addresses that are already known.
     pub(super) fn learn_first(&mut self, peer_id: PeerId, addr: SocketAddr) {
         let slot = self.slot(peer_id);
         if slot.addrs.is_empty() {
@@ -82,7 +82,8 @@ impl Slots {
         self.0.values().filter_map(|slot| slot.peer.as_ref())
     }
 
-    /// Drops all that is known of a node. A connection is given back to be closed; its end is told as usual.
+    /// Drops a node's addresses and queued data. Returns its connection, which the caller closes; its end is reported
+    /// as usual.
     pub(super) fn forget(&mut self, node: &NodeId) -> Option<Arc<Peer>> {
         let slot = self.0.get_mut(node)?;
         slot.waiting.clear();
@@ -90,7 +91,7 @@ impl Slots {
         slot.peer.clone()
     }
 
-    /// Keeps something until the node is connected, or gives it back with the connection that is there by now.
+    /// Queues data until the node is connected. If it is connected by now, returns the data with the connection.
     pub(super) fn wait(
         &mut self,
         node: &NodeId,
@@ -111,7 +112,7 @@ impl Slots {
         Ok(None)
     }
 
-    /// Claims the right to dial; the connection that stands already, or `None` while another dial runs.
+    /// Claims the right to dial, unless a connection exists or another dial is in progress.
     pub(super) fn begin_dial(&mut self, node: &NodeId) -> Dial {
         let Some(slot) = self.0.get_mut(node) else { return Dial::Running };
         match &slot.peer {
@@ -124,7 +125,7 @@ impl Slots {
         }
     }
 
-    /// Ends a dial. `true` if there is no connection; then what waited for it is dropped.
+    /// Ends a dial. Returns `true`, and drops queued data, if there is no connection.
     pub(super) fn end_dial(&mut self, node: &NodeId) -> bool {
         let Some(slot) = self.0.get_mut(node) else { return false };
         slot.dialing = false;
@@ -138,9 +139,9 @@ impl Slots {
         self.0.get(node).is_some_and(|slot| slot.dialing)
     }
 
-    /// Puts a new connection into the table, unless the one that stands is to stay: of two that cross, both sides keep
-    /// the one that the lower `PeerId` dialed; a restarted peer's newer one always replaces. `greet` runs before
-    /// anything else is sent on it, then what waited for it.
+    /// Puts a new connection into the table, unless the existing one is kept: of two crossing connections both sides
+    /// keep the one dialed by the lower `PeerId`; a new connection of a restarted peer always replaces the old one.
+    /// `greet` runs before anything else is sent on it, then the queued data is sent.
     pub(super) fn place(&mut self, peer: &Arc<Peer>, greet: impl FnOnce()) -> Placed {
         let slot = self.slot(peer.peer_id);
         if slot.peer.as_ref().is_some_and(|old| stays(old, peer)) {
@@ -149,7 +150,7 @@ impl Slots {
         let replaced = slot.peer.replace(peer.clone());
         greet();
         for outgoing in slot.waiting.drain(..) {
-            // A failure here closes the connection, which is told like any other end.
+            // A failure here closes the connection, which is reported like any other end.
             let _ = send(peer, outgoing);
         }
         if let Some(old) = &replaced {
@@ -158,7 +159,7 @@ impl Slots {
         Placed::Stays { replaced }
     }
 
-    /// Takes an ended connection out; `false` if another has taken its place.
+    /// Removes an ended connection; `false` if it was already replaced.
     pub(super) fn remove(&mut self, peer: &Arc<Peer>) -> bool {
         let Some(slot) = self.0.get_mut(&peer.node) else { return false };
         let current = slot.peer.as_ref().is_some_and(|p| Arc::ptr_eq(p, peer));
@@ -184,14 +185,14 @@ impl Slots {
     }
 }
 
-/// What a dial begins with.
+/// Result of [`Slots::begin_dial`].
 pub(super) enum Dial {
     Begin(PeerId, Vec<SocketAddr>),
     Running,
     Connected(Arc<Peer>),
 }
 
-/// Whether `old` stays although `new` has come.
+/// Whether `old` is kept although `new` has been established.
 fn stays(old: &Peer, new: &Peer) -> bool {
     let lives = old.connection.close_reason().is_none() && old.instance == new.instance;
     lives && old.dialer < new.dialer

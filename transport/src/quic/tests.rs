@@ -1,5 +1,5 @@
-//! Endpoints against each other on loopback, and against peers that break the rules.
-#![allow(clippy::wildcard_enum_match_arm, reason = "a test waits for one thing and lets the rest pass")]
+//! Endpoints against each other on loopback, and against misbehaving peers.
+#![allow(clippy::wildcard_enum_match_arm, reason = "a test waits for one kind of event and ignores the rest")]
 use super::*;
 use crate::certificate::Roles;
 use crate::frame::{Codec, Dtype, Epoch};
@@ -14,15 +14,15 @@ mod members;
 mod outlaws;
 mod versions;
 
-/// Far more than any exchange on loopback takes, so that a test that hangs fails.
+/// Far longer than any exchange on loopback, so that a stalled test fails.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A node of the test: its endpoint and what it told.
+/// A node of the test: its endpoint and its events.
 struct Node {
     endpoint: Endpoint,
     identity: Identity,
     events: mpsc::UnboundedReceiver<Event>,
-    /// Told while something else was awaited.
+    /// Events received while another one was awaited.
     passed: VecDeque<Event>,
 }
 
@@ -32,9 +32,9 @@ impl Node {
     }
 
     fn start_at(identity: Identity, credentials: Option<MeshCredentials>, limits: Limits, listen: SocketAddr) -> Self {
-        let (tell, events) = mpsc::unbounded_channel();
+        let (sender, events) = mpsc::unbounded_channel();
         let options = Options { listen, identity: identity.clone(), credentials, limits };
-        let sink = move |event: Event| drop(tell.send(event));
+        let sink = move |event: Event| drop(sender.send(event));
         let endpoint = Endpoint::bind(options, sink, serve).unwrap();
         Self { endpoint, identity, events, passed: VecDeque::new() }
     }
@@ -51,7 +51,7 @@ impl Node {
         self.endpoint.connect(other.identity.peer_id(), vec![other.addr()]);
     }
 
-    /// The next event that `pick` takes; others are set aside.
+    /// The next event that `pick` accepts; others are kept for later.
     async fn until<T>(&mut self, mut pick: impl FnMut(&Event) -> Option<T>) -> T {
         if let Some(at) = self.passed.iter().position(|event| pick(event).is_some()) {
             let event = self.passed.remove(at).unwrap();
@@ -61,7 +61,7 @@ impl Node {
             let event = match timeout(PATIENCE, self.events.recv()).await {
                 Ok(Some(event)) => event,
                 Ok(None) => panic!("the endpoint is gone"),
-                Err(_) => panic!("nothing happened; seen: {:?}", self.passed),
+                Err(_) => panic!("no matching event; seen: {:?}", self.passed),
             };
             match pick(&event) {
                 Some(found) => return found,
@@ -106,8 +106,8 @@ impl Node {
         .await
     }
 
-    /// Everything told so far.
-    fn told(&mut self) -> Vec<Event> {
+    /// All events so far.
+    fn drain_events(&mut self) -> Vec<Event> {
         while let Ok(event) = self.events.try_recv() {
             self.passed.push_back(event);
         }
@@ -115,7 +115,7 @@ impl Node {
     }
 }
 
-/// Echoes the request `count` times, or refuses.
+/// Echoes the request 1000 times, or fails on request.
 fn serve(_: NodeId, request: Bytes, reply: crate::Reply) {
     tokio::spawn(async move {
         match &request[..] {

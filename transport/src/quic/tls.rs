@@ -1,7 +1,8 @@
-//! TLS among peers: libp2p's certificates (a key signs for a PeerId) and their checks, with the cipher order of this CPU.
+//! TLS between peers: libp2p's certificates (a signature binds the TLS key to a PeerId) and their checks, with cipher
+//! suites in the order of this CPU's speed.
 //!
-//! libp2p's own configurations put ChaCha20 first; where the CPU has AES instructions, AES-GCM moves bulk data about
-//! half again as fast, and it is the ciphers that bound a connection on loopback.
+//! libp2p's own configurations prefer ChaCha20. On a CPU with AES instructions, AES-GCM moves bulk data about 1.5 times
+//! as fast, and the cipher is the bottleneck of a connection on loopback.
 use crate::identity::Identity;
 use libp2p_tls::certificate;
 use rustls::{
@@ -22,8 +23,8 @@ use rustls::{
 };
 use std::sync::Arc;
 
-/// Both ends' TLS for these protocol names, the preferred one first. No resumption (all peers share one server name, and with it one slot of a
-/// ticket store), no early data, no key log.
+/// Client and server TLS for these protocol names, the preferred one first. No resumption (all peers share one server
+/// name and would share one slot of a ticket store), no early data, no key log.
 pub(super) fn configs(identity: &Identity, protocols: &[Vec<u8>]) -> Result<(ClientConfig, ServerConfig), String> {
     let (certificate, key) = certificate::generate(identity.keypair()).map_err(|e| e.to_string())?;
     let key = aws_lc_rs::sign::any_ecdsa_type(&key).map_err(|e| e.to_string())?;
@@ -48,7 +49,7 @@ pub(super) fn configs(identity: &Identity, protocols: &[Vec<u8>]) -> Result<(Cli
     Ok((client, server))
 }
 
-/// In the order in which this CPU is fast. The dialer's order counts.
+/// Cipher suites, fastest on this CPU first. The dialer's order counts.
 fn cipher_suites() -> Vec<SupportedCipherSuite> {
     use aws_lc_rs::cipher_suite::{TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256};
     #[cfg(target_arch = "x86_64")]
@@ -64,7 +65,7 @@ fn cipher_suites() -> Vec<SupportedCipherSuite> {
     }
 }
 
-/// The one certificate of this endpoint, whoever asks.
+/// Always presents this endpoint's one certificate.
 #[derive(Debug)]
 struct Own(Arc<CertifiedKey>);
 
@@ -84,8 +85,8 @@ impl ResolvesServerCert for Own {
     }
 }
 
-/// Accepts exactly one certificate, self-signed, in which the key behind a `PeerId` vouches for the TLS key. Which
-/// `PeerId` that is gets checked after the handshake, where an error can say both names.
+/// Accepts exactly one self-signed certificate, in which the key of a `PeerId` signs the TLS key. The `PeerId` itself
+/// is checked after the handshake, where an error can name both peers.
 #[derive(Debug)]
 struct PeerCertificate;
 
@@ -107,12 +108,12 @@ impl PeerCertificate {
         Ok(HandshakeSignatureValid::assertion())
     }
 
-    /// Only TLS 1.3 is offered, so nothing of TLS 1.2 gets this far.
+    /// Unreachable: only TLS 1.3 is offered.
     fn no_tls12() -> Result<HandshakeSignatureValid, Error> {
-        Err(Error::General("TLS 1.2 is not spoken here".into()))
+        Err(Error::General("TLS 1.2 is not supported".into()))
     }
 
-    /// What libp2p's certificate specification names, but for RSA.
+    /// The schemes of libp2p's TLS specification, except RSA.
     fn schemes() -> Vec<SignatureScheme> {
         vec![SignatureScheme::ECDSA_NISTP256_SHA256, SignatureScheme::ECDSA_NISTP384_SHA384, SignatureScheme::ED25519]
     }

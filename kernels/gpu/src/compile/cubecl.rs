@@ -1,8 +1,8 @@
-//! Kernels that CubeCL compiles itself: given to it from our store when it starts on a device, and taken from it as they are compiled.
+//! Caches the kernels that CubeCL compiles itself: we pass them to CubeCL when it starts on a device, and save new ones.
 //!
-//! CubeCL has a cache of its own, a file that it reads at once and appends to. It neither checks what it reads nor survives a full
-//! disk, and its keys name neither device nor driver. So its file is in memory, filled with entries that were checked, and what it
-//! appends is copied to the store by a thread.
+//! CubeCL has its own cache, a file that it reads once and appends to. It does not verify what it reads, does not survive a full
+//! disk, and its keys contain neither device nor driver. So we give it a file in memory with verified entries, and a thread copies
+//! appended entries to our [`Store`].
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -23,24 +23,24 @@ use super::{Environment, STORE};
 use crate::cache::{Key, Store};
 use crate::device::toolkit;
 
-/// Devices that CubeCL was started on, and what it appends for each.
+/// Devices that CubeCL was started on, and the cache file of each; `None` if its kernels are not saved.
 static CHUNKS: Mutex<BTreeMap<usize, Option<Chunk>>> = Mutex::new(BTreeMap::new());
 
-/// How often what was compiled is copied: a program that ends loses no more than this.
+/// Interval between copies: a program that exits loses at most the kernels of this time.
 const COPY_EVERY: Duration = Duration::from_secs(2);
-/// Bytes copied at once, hence memory; twice the largest kernel that is kept.
+/// Maximum bytes, hence memory, per copy: twice the largest kernel that the store accepts.
 const COPY_BYTES_MAX: u64 = 16 << 20;
-/// Where CubeCL 0.10 has the file, below the folder that it is given. A test holds it to that.
+/// CubeCL 0.10's cache file, relative to its cache folder. A test checks this.
 const CHUNK: &str = "cuda/0.10.0/ptx/chunk0.cbor";
-/// Where it has a table of the files, which it does without.
+/// CubeCL's table of cache files, which is optional.
 const TABLE: &str = "cuda/0.10.0/ptx/toc.json.log";
-/// The same for Vulkan, whose server may start while the folder is lent: its kernels are not kept.
+/// The same for Vulkan, whose server may start while our folder is configured: its kernels are not cached.
 const TABLE_VULKAN: &str = "vulkan/0.10.0/spirv/toc.json.log";
-/// Kernels given to CubeCL at most, the latest first: it holds them in memory while it runs. Those of a model are 2 MiB.
+/// Maximum bytes of kernels passed to CubeCL, the latest first: it holds them in memory while it runs. A model's kernels take 2 MiB.
 const GIVEN_BYTES_MAX: u64 = 32 << 20;
 
-/// Loads NVRTC and starts CubeCL on a CUDA device, with the kernels that were compiled for it before. What fails here fails again,
-/// with its reason, where the device is used.
+/// Loads NVRTC and starts CubeCL on a CUDA device, with the kernels cached for it. Errors are ignored here; they occur again, with
+/// the reason, when the device is used.
 pub(crate) fn prepare(number: usize) {
     let mut chunks = CHUNKS.lock().unwrap_or_else(PoisonError::into_inner);
     if chunks.contains_key(&number) {
@@ -50,7 +50,7 @@ pub(crate) fn prepare(number: usize) {
     let chunk = STORE.get().and_then(|store| Some((store, space(number, &toolkit)?)));
     let chunk = chunk.and_then(|(store, space)| Chunk::filled(store, space));
     let start = || drop(CudaRuntime::client(&CudaDevice::new(number)));
-    // CubeCL panics where a device or its settings are not as it expects.
+    // CubeCL panics if a device or its settings are not as expected.
     let started = catch_unwind(AssertUnwindSafe(|| match &chunk {
         Some(chunk) => chunk.lend(start),
         None => {
@@ -69,12 +69,12 @@ pub(crate) fn is_started(number: usize) -> bool {
     CHUNKS.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&number)
 }
 
-/// Copies what was compiled since the last time to the store.
+/// Copies the kernels compiled since the last call to the store.
 pub(crate) fn keep() {
     let mut chunks = CHUNKS.lock().unwrap_or_else(PoisonError::into_inner);
     for chunk in chunks.values_mut() {
         if chunk.as_mut().is_some_and(|chunk| chunk.copy().is_err()) {
-            *chunk = None; // not a file of CubeCL 0.10: what it compiles is not kept
+            *chunk = None; // not in CubeCL 0.10's format: its kernels are no longer saved
         }
     }
 }
@@ -86,7 +86,7 @@ fn copy_from_now_on() {
             std::thread::sleep(COPY_EVERY);
             keep();
         };
-        // Without the thread, kernels are kept where a program calls `keep`.
+        // If the thread cannot start, kernels are saved only when the program calls `keep`.
         let _ = std::thread::Builder::new().name("kernel cache".into()).spawn(copy);
     });
 }
@@ -94,26 +94,26 @@ fn copy_from_now_on() {
 fn space(number: usize, toolkit: &toolkit::Toolkit) -> Option<Key> {
     driver::init().ok()?;
     let device = driver::device::get(i32::try_from(number).ok()?).ok()?;
-    // CubeCL's headers are those below CUDA_PATH, whatever the toolkit says.
+    // CubeCL always uses the headers below CUDA_PATH, not those of `toolkit`.
     let headers = cubecl::cuda::install::cuda_path()?;
     Environment::of(device, toolkit).ok()?.space(&format!("CubeCL, {}", headers.display()))
 }
 
-/// CubeCL's file: entries in CBOR, one after the other.
+/// CubeCL's cache file: CBOR items in sequence.
 struct Chunk {
     memory: File,
-    /// Copied to the store, or taken from it.
+    /// The bytes up to here are in the store.
     copied: u64,
     store: &'static Store,
     space: Key,
 }
 
-/// The file holds something else than entries.
+/// The file is not in CubeCL's cache format.
 #[derive(Debug, PartialEq, Eq)]
 struct Foreign;
 
 impl Chunk {
-    /// With all kernels that are kept. `None` where there are no files in memory.
+    /// A file with the cached kernels of a space, up to [`GIVEN_BYTES_MAX`]. `None` if the system cannot create files in memory.
     fn filled(store: &'static Store, space: Key) -> Option<Self> {
         let memory = File::from(memfd_create("kernels", MemfdFlags::CLOEXEC).ok()?);
         let mut copied = 0;
@@ -126,7 +126,7 @@ impl Chunk {
         Some(Self { memory, copied, store, space })
     }
 
-    /// Calls `start` while new clients of CubeCL find the file. `None`, without the call, where it cannot be shown to them.
+    /// Calls `start` while CubeCL is configured to use this file. `None`, without calling `start`, if that cannot be set up.
     fn lend<T>(&self, start: impl FnOnce() -> T) -> Option<T> {
         let folder = tempfile::tempdir().ok()?;
         self.show(folder.path()).ok()?;
@@ -134,12 +134,12 @@ impl Chunk {
         Some(start())
     }
 
-    /// Makes the folder look as CubeCL left it. Once it has opened the file it needs the folder no more.
+    /// Creates CubeCL's folder layout with a link to this file. CubeCL no longer needs the folder once it has opened the file.
     fn show(&self, folder: &Path) -> std::io::Result<()> {
         for table in [TABLE, TABLE_VULKAN].map(|table| folder.join(table)) {
             std::fs::create_dir_all(table.parent().unwrap_or(folder))?;
-            // A table would be on a disk, which may be full, and in a folder that is soon gone. CubeCL does without one that it
-            // cannot make.
+            // A table would be written to disk, which may be full, in a folder that is deleted soon. A dangling link keeps CubeCL
+            // from creating it, and CubeCL works without it.
             symlink("none/none", table)?;
         }
         let chunk = folder.join(CHUNK);
@@ -147,7 +147,7 @@ impl Chunk {
         File::options().append(true).open(chunk).map(drop)
     }
 
-    /// CubeCL has read what the file held: its memory is given back.
+    /// Frees the file's memory after CubeCL has read it.
     fn read(self) -> Self {
         self.forget(0, self.copied);
         self
@@ -155,12 +155,12 @@ impl Chunk {
 
     fn forget(&self, from: u64, to: u64) {
         if to > from {
-            // Where that is not possible, the memory stays in use.
+            // If this fails, the memory stays in use.
             let _ = fallocate(&self.memory, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, from, to - from);
         }
     }
 
-    /// Copies entries that CubeCL appended; an entry that it is still writing waits for the next time.
+    /// Copies appended entries to the store; an incomplete entry waits for the next call.
     fn copy(&mut self) -> Result<(), Foreign> {
         let end = self.memory.metadata().map_or(self.copied, |metadata| metadata.len());
         let mut bytes = vec![0; usize::try_from((end - self.copied).min(COPY_BYTES_MAX)).unwrap_or_default()];
@@ -180,13 +180,13 @@ impl Chunk {
     }
 }
 
-/// While it lives, CubeCL's settings name a folder for its cache.
+/// Sets CubeCL's cache folder until dropped.
 struct Lent {
     before: Arc<CubeClRuntimeConfig>,
     _alone: MutexGuard<'static, ()>,
 }
 
-/// Settings are changed and restored by one at a time.
+/// Held while CubeCL's settings are changed.
 static LENDING: Mutex<()> = Mutex::new(());
 
 impl Lent {
@@ -206,7 +206,7 @@ impl Drop for Lent {
     }
 }
 
-/// Bytes of the first item in CBOR (RFC 8949), `None` if it is not whole yet.
+/// Length of the first CBOR item (RFC 8949); `None` if it is incomplete.
 fn entry_len(bytes: &[u8]) -> Result<Option<usize>, Foreign> {
     let (mut at, mut items) = (0usize, 1u64);
     while items > 0 {
@@ -221,7 +221,7 @@ fn entry_len(bytes: &[u8]) -> Result<Option<usize>, Foreign> {
                 at += width;
                 number.iter().fold(0, |number, byte| (number << 8) | u64::from(*byte))
             }
-            _ => return Err(Foreign), // of unknown length, which CubeCL does not write
+            _ => return Err(Foreign), // indefinite length, which CubeCL does not write
         };
         let inside = match major {
             0 | 1 | 7 => 0,
@@ -232,7 +232,7 @@ fn entry_len(bytes: &[u8]) -> Result<Option<usize>, Foreign> {
             }
             4 => argument,
             5 => argument.checked_mul(2).ok_or(Foreign)?,
-            _ => 1, // a tag and what it is put on
+            _ => 1, // a tag is followed by one item
         };
         items = (items - 1).checked_add(inside).ok_or(Foreign)?;
     }
@@ -246,7 +246,7 @@ mod tests {
     use cubecl::compilation_cache::CompilationCache;
     use serde::{Deserialize, Serialize};
 
-    /// As CubeCL keeps a kernel.
+    /// CubeCL's cache entry for a kernel.
     #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
     struct Kernel {
         entrypoint_name: String,
@@ -269,7 +269,7 @@ mod tests {
         store.all(space, u64::MAX)
     }
 
-    /// Opens CubeCL's cache as its server for a device does when it starts.
+    /// Opens CubeCL's cache like its server does when it starts on a device.
     fn server(chunk: &Chunk) -> Cache {
         let start = || {
             let settings = CubeClRuntimeConfig::get();
@@ -278,12 +278,12 @@ mod tests {
         };
         let cache = chunk.lend(start).expect("a folder");
         let _alone = LENDING.lock().unwrap_or_else(PoisonError::into_inner);
-        assert!(CubeClRuntimeConfig::get().compilation.cache.is_none(), "only while it is lent");
+        assert!(CubeClRuntimeConfig::get().compilation.cache.is_none(), "set only during `lend`");
         cache
     }
 
     #[test]
-    fn what_cubecl_compiles_is_there_when_it_starts_again() {
+    fn kernels_that_cubecl_compiled_are_cached_for_its_next_start() {
         let dir = tempfile::tempdir().unwrap();
         let (store, space) = (store(dir.path()), Key::of(&[b"space"]));
         let key = |number: usize| u128::MAX - number as u128; // more than 64 bits
@@ -303,12 +303,12 @@ mod tests {
         }
         again.insert(key(3), kernel(3)).unwrap();
         chunk.copy().unwrap();
-        assert_eq!(all(store, space).len(), 4, "what was there is not copied again");
+        assert_eq!(all(store, space).len(), 4, "cached entries are not copied again");
         assert!(all(store, Key::of(&[b"another driver"])).is_empty());
     }
 
     #[test]
-    fn what_was_damaged_on_disk_never_reaches_cubecl() {
+    fn damaged_entries_never_reach_cubecl() {
         let dir = tempfile::tempdir().unwrap();
         let (store, space) = (store(dir.path()), Key::of(&[b"space"]));
         let mut chunk = Chunk::filled(store, space).unwrap();
@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_is_copied_when_it_is_whole() {
+    fn an_entry_is_copied_when_it_is_complete() {
         let dir = tempfile::tempdir().unwrap();
         let (store, space) = (store(dir.path()), Key::of(&[b"space"]));
         let mut chunk = Chunk::filled(store, space).unwrap();
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_that_no_file_has_end_the_copy() {
+    fn impossible_lengths_end_the_copy() {
         for bytes in
             [&[0x5b, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff][..], &[0xbb, 0xff, 0, 0, 0, 0, 0, 0, 0], &[0x9f]]
         {

@@ -1,11 +1,11 @@
-//! Drivers that do not work, made on the spot: each costs its own devices and says so.
+//! Broken drivers, built by the tests: each costs its own devices and is reported.
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
 use super::*;
 
-/// The process that looks: this test's binary, which answers as a program does when it is asked to.
+/// The probe process: this test binary, which answers like a program if [`PROBE_KEY`] is set.
 #[test]
 fn child() {
     if std::env::var_os(PROBE_KEY).is_some() {
@@ -13,7 +13,7 @@ fn child() {
     }
 }
 
-/// Asks a child that finds the files of `folder` before any others.
+/// Probes CUDA in a child process whose loader searches `folder` first.
 fn ask_with(folder: &Path, limit: Duration) -> Result<Probe, String> {
     let program = std::env::current_exe().expect("this program");
     let mut command = Command::new(program);
@@ -21,7 +21,7 @@ fn ask_with(folder: &Path, limit: Duration) -> Result<Probe, String> {
     ask(command.env(PROBE_KEY, Kind::Cuda.name()).env("LD_LIBRARY_PATH", folder), limit)
 }
 
-/// Builds a driver with a function's text. `None` where there is no C compiler.
+/// Builds a driver from C source. `None` if there is no C compiler.
 fn driver(folder: &Path, text: &str) -> Option<PathBuf> {
     let (source, library) = (folder.join("driver.c"), folder.join(toolkit::DRIVER));
     std::fs::write(&source, text).expect("a file");
@@ -30,13 +30,13 @@ fn driver(folder: &Path, text: &str) -> Option<PathBuf> {
         eprintln!("SKIPPED: no C compiler (cc) to build a driver with");
         return None;
     }
-    // cudarc looks for this name first, and a machine with a driver has it elsewhere.
+    // cudarc looks for this name first, and a machine with a driver may have it in another folder.
     std::fs::copy(&library, folder.join("libcuda.so")).expect("a copy");
     Some(library)
 }
 
 const VERSION: &str = "int cuDriverGetVersion(int *version) { *version = 12040; return 0; }\n";
-/// Longer than a busy machine takes to start a process.
+/// More than a busy machine needs to start a process.
 const PATIENT: Duration = Duration::from_secs(60);
 
 #[test]
@@ -52,17 +52,17 @@ fn a_driver_that_crashes_is_reported_by_its_signal() {
 }
 
 #[test]
-fn a_driver_that_hangs_is_given_up() {
+fn a_driver_that_hangs_times_out() {
     let folder = tempfile::tempdir().unwrap();
     let text = format!("{VERSION}#include <unistd.h>\nint cuInit(unsigned flags) {{ for (;;) pause(); }}");
     if driver(folder.path(), &text).is_some() {
         let why = ask_with(folder.path(), Duration::from_millis(500)).unwrap_err();
-        assert!(why.contains("did not answer in 0.5 s"), "{why}");
+        assert!(why.contains("did not answer within 0.5 s"), "{why}");
     }
 }
 
 #[test]
-fn a_driver_that_hangs_after_it_answered_is_not_waited_for() {
+fn a_driver_that_hangs_at_exit_does_not_block_the_probe() {
     let folder = tempfile::tempdir().unwrap();
     let hang = "static void end(void) { for (;;) pause(); }\n";
     let init = "int cuInit(unsigned flags) { atexit(end); return 100; }";
@@ -74,7 +74,7 @@ fn a_driver_that_hangs_after_it_answered_is_not_waited_for() {
 }
 
 #[test]
-fn what_a_driver_says_of_itself_is_passed_on_with_advice() {
+fn a_driver_error_is_reported_with_advice() {
     let folder = tempfile::tempdir().unwrap();
     let error = "int cuGetErrorString(int error, const char **text) { *text = \"mismatch\"; return 0; }\n\
                  int cuGetErrorName(int error, const char **text) { *text = \"MISMATCH\"; return 0; }\n";
@@ -87,7 +87,7 @@ fn what_a_driver_says_of_itself_is_passed_on_with_advice() {
 }
 
 #[test]
-fn a_driver_without_its_functions_is_a_fault_and_no_crash() {
+fn a_driver_that_lacks_functions_is_a_fault_and_no_crash() {
     let folder = tempfile::tempdir().unwrap();
     if driver(folder.path(), "int nothing;").is_some() {
         let probe = ask_with(folder.path(), PATIENT).unwrap();
@@ -96,23 +96,23 @@ fn a_driver_without_its_functions_is_a_fault_and_no_crash() {
 }
 
 #[test]
-fn a_file_that_is_no_library_is_no_driver() {
+fn a_file_that_is_not_a_library_is_not_used_as_a_driver() {
     let folder = tempfile::tempdir().unwrap();
     for name in ["libcuda.so", toolkit::DRIVER] {
         std::fs::write(folder.path().join(name), b"not a library").unwrap();
     }
     let probe = ask_with(folder.path(), PATIENT).unwrap();
-    // A machine that has a driver elsewhere finds that one.
+    // A machine with a driver in another folder finds that one.
     let elsewhere = !probe.devices.is_empty() || probe.faults.iter().any(|fault| fault.seen.contains("NVRTC"));
     assert!(elsewhere || format!("{probe:?}").contains(toolkit::DRIVER), "{probe:?}");
 }
 
 #[test]
-fn a_process_that_answers_nonsense_is_a_fault() {
+fn a_process_with_an_invalid_answer_is_a_fault() {
     let mut command = Command::new("sh");
     command.args(["-c", "printf 'noise\\377\\nmeshnode-devices:{\\n'"]);
     let why = ask(&mut command, PATIENT).unwrap_err();
-    assert!(why.contains("not understood"), "{why}");
+    assert!(why.contains("cannot be parsed"), "{why}");
     let why = ask(Command::new("sh").args(["-c", "exit 3"]), PATIENT).unwrap_err();
     assert!(why.contains("exit status: 3"), "{why}");
 }

@@ -1,9 +1,9 @@
-//! Where the parts of CUDA are that a driver does not bring: NVRTC, which compiles kernels, and the headers that they include.
+//! Finds the parts of the CUDA toolkit that a driver does not include: NVRTC, which compiles kernels, and the CUDA headers.
 //!
-//! People have them from NVIDIA's installer, their distribution, conda or pip, rarely where the loader looks. A library that was
-//! loaded by its path is found again by its name (its `SONAME`), which is how cudarc asks for it: so nobody has to set
-//! `LD_LIBRARY_PATH`. CubeCL reads headers below `CUDA_PATH` only; [`use_cache`] names a folder of ours there, which
-//! [`ready`] fills with links to the headers that belong to the NVRTC that was chosen.
+//! They come from NVIDIA's installer, the distribution, conda or pip, and are rarely in the loader's search path. We load NVRTC by
+//! its path; cudarc then finds it by its name (`SONAME`), so `LD_LIBRARY_PATH` need not be set. CubeCL reads headers only below
+//! `CUDA_PATH`: [`use_cache`] points it to a folder of ours, and [`ready`] fills that with links to the headers of the chosen
+//! NVRTC.
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, OsString, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;
@@ -24,42 +24,42 @@ pub(crate) type Version = (u32, u32);
 pub(crate) struct Toolkit {
     /// NVRTC's library.
     pub(crate) library: PathBuf,
-    /// The library that NVRTC loads when it compiles, by its name. That of CUDA 13.0 does not look beside itself.
+    /// The library that NVRTC loads by name when it compiles. NVRTC of CUDA 13.0 does not search its own folder.
     builtins: Option<PathBuf>,
-    /// `None` where file names do not show it.
+    /// `None` if file names do not show it.
     pub(crate) version: Option<Version>,
-    /// Folders of headers in the order in which they are searched; empty where none belong to the library.
+    /// Header folders in search order; empty if none belong to the library.
     pub(crate) headers: Vec<PathBuf>,
 }
 
-/// What is looked for and where, as messages say it.
-const LOOKED_IN: &str = "looked in MESHNODE_CUDA, CUDA_PATH, CUDA_HOME, LD_LIBRARY_PATH, the folder named below, VIRTUAL_ENV, \
+/// The search path, as messages describe it.
+const LOOKED_IN: &str = "searched MESHNODE_CUDA, CUDA_PATH, CUDA_HOME, LD_LIBRARY_PATH, the folder named below, VIRTUAL_ENV, \
                          CONDA_PREFIX, /usr/local/cuda*, /opt/cuda, /usr, and nvidia/* in the Python packages of /usr, \
-                         /usr/local, ~/.local and ~/miniconda3 and its kin";
+                         /usr/local, ~/.local and ~/miniconda3 and similar";
 
-/// Variables by which people name a toolkit.
+/// Environment variables that name a toolkit.
 const NAMED: [&str; 3] = ["MESHNODE_CUDA", "CUDA_PATH", "CUDA_HOME"];
-/// Folders below which conda keeps its base environment, beside `/opt/conda`.
+/// Folders in `$HOME` for conda's base environment, in addition to `/opt/conda`.
 const CONDA_HOMES: [&str; 4] = ["miniconda3", "miniforge3", "mambaforge", "anaconda3"];
-/// Where drivers are whose packages do not tell the loader: WSL, NixOS, containers of some clouds.
+/// Driver folders that are not in the loader's search path: WSL, NixOS, containers of some clouds.
 const DRIVER_FOLDERS: [&str; 4] =
     ["/usr/lib/wsl/lib", "/run/opengl-driver/lib", "/usr/local/nvidia/lib64", "/usr/lib64/nvidia"];
 
-/// Folders below the one that keeps what GPUs need.
+/// Subfolders of the cache folder.
 struct Folders {
-    /// Where CUDA's compiler may be.
+    /// May hold the CUDA compiler.
     cuda: PathBuf,
     kernels: PathBuf,
-    /// Where CubeCL looks for headers, if that is ours.
+    /// CubeCL's header folder, if it is ours.
     headers: Option<PathBuf>,
 }
 
 static FOLDERS: OnceLock<Folders> = OnceLock::new();
-/// What this process uses, once it was loaded.
+/// The toolkit that this process has loaded.
 static READY: Mutex<Option<Toolkit>> = Mutex::new(None);
 
-/// Looks for CUDA below `dir/cuda` too, and keeps links to headers in `dir/kernels`. Sets `CUDA_PATH` where CubeCL would look in the
-/// wrong place, if this is the process's only thread: call it first in `main`.
+/// Adds `dir/cuda` to the search path for CUDA, and keeps links to headers in `dir/kernels`. Sets `CUDA_PATH` if CubeCL might
+/// find the wrong headers, but only in a process with one thread: call it first in `main`.
 pub(super) fn use_cache(dir: &Path) {
     let (cuda, kernels) = (dir.join("cuda"), dir.join("kernels"));
     let variable = |name: &str| variable(name, Some(&kernels));
@@ -71,10 +71,10 @@ pub(super) fn use_cache(dir: &Path) {
     if elsewhere && is_only_thread() {
         let all: Vec<&[u8]> = found.iter().flat_map(|t| &t.headers).map(|path| path.as_os_str().as_bytes()).collect();
         let folder = kernels.join(format!("headers-{}", Key::of(&all).hex(16)));
-        // SAFETY: no other thread reads the environment, for there is none.
+        // SAFETY: no other thread reads the environment, because there is none.
         unsafe {
             if let (None, Some(named)) = (variable("MESHNODE_CUDA"), variable("CUDA_PATH")) {
-                std::env::set_var("MESHNODE_CUDA", named); // still the first place to look at, also for child processes
+                std::env::set_var("MESHNODE_CUDA", named); // still searched first, also by child processes
             }
             std::env::set_var("CUDA_PATH", &folder);
         }
@@ -84,23 +84,23 @@ pub(super) fn use_cache(dir: &Path) {
     let _ = FOLDERS.set(Folders { cuda, kernels, headers });
 }
 
-/// A variable of the environment, unless it is `CUDA_PATH` as this program or one that started it set it.
+/// An environment variable; `None` for a `CUDA_PATH` that this process or its parent has set to our headers.
 fn variable(name: &str, kernels: Option<&Path>) -> Option<OsString> {
     let ours = |value: &OsString| name == "CUDA_PATH" && kernels.is_some_and(|dir| Path::new(value).starts_with(dir));
     std::env::var_os(name).filter(|value| !ours(value))
 }
 
-/// Loads the driver and the NVRTC that is used with it, and shows CubeCL its headers. Touches no device.
+/// Loads the driver and a matching NVRTC, and gives CubeCL the headers. Uses no device.
 ///
 /// # Errors
-/// What is missing, where it was looked for, and the command that installs it.
+/// What is missing, where it was searched for, and the command that installs it.
 pub(crate) fn ready() -> Result<Toolkit, Fault> {
     let mut ready = READY.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(toolkit) = &*ready {
         return Ok(toolkit.clone());
     }
     let fault = |seen: String, advice: String| Kind::Cuda.fault(seen, advice);
-    let driver = driver_version().map_err(|why| fault(why, "install NVIDIA's driver".into()))?;
+    let driver = driver_version().map_err(|why| fault(why, "install the NVIDIA driver".into()))?;
     let folders = FOLDERS.get();
     let variable = |name: &str| variable(name, folders.map(|f| f.kernels.as_path()));
     let search = Search { root: Path::new("/"), variable: &variable, own: folders.map(|f| f.cuda.as_path()) };
@@ -115,9 +115,9 @@ pub(crate) fn ready() -> Result<Toolkit, Fault> {
         (_, chosen) => chosen.map_err(|what| explain(&what, driver, &cuda))?.clone(),
     };
     if loaders.is_none() {
-        chosen.load().map_err(|why| fault(why, "install CUDA again".into()))?;
+        chosen.load().map_err(|why| fault(why, "reinstall CUDA".into()))?;
     }
-    let name_it = || format!("set CUDA_PATH to the folder above {}", chosen.headers[0].display());
+    let name_it = || format!("set CUDA_PATH to the parent folder of {}", chosen.headers[0].display());
     if let Some(folder) = folders.and_then(|f| f.headers.as_deref()) {
         let failed = |error| fault(format!("cannot link CUDA's headers in {}: {error}", folder.display()), name_it());
         link_headers(&folder.join("include"), &chosen.headers).map_err(failed)?;
@@ -130,12 +130,12 @@ pub(crate) fn ready() -> Result<Toolkit, Fault> {
     Ok(ready.insert(chosen).clone())
 }
 
-/// Loads the driver, and gives the version of CUDA whose code it runs.
+/// Loads the driver and returns the CUDA version that it supports.
 ///
 /// # Errors
-/// There is no driver, or it is none.
+/// There is no driver, or the library is not a driver.
 pub(super) fn driver_version() -> Result<Version, String> {
-    // SAFETY: opens a library; the driver's own code runs, which is why devices are looked for in a child process.
+    // SAFETY: opens a library; this runs driver code, which is why a child process probes devices.
     let there = unsafe { driver_sys::is_culib_present() };
     if !there {
         let library = |folder: &&str| Path::new(folder).join(DRIVER);
@@ -145,18 +145,18 @@ pub(super) fn driver_version() -> Result<Version, String> {
         }
     }
     let mut version: c_int = 0;
-    // SAFETY: the library is there; the call writes one number and needs no initialised driver.
+    // SAFETY: the library is loaded; the call writes one number and needs no initialised driver.
     let answer = unsafe { driver_sys::cuDriverGetVersion(&mut version) };
     let version = u32::try_from(version).ok().filter(|version| answer.result().is_ok() && *version >= 1000);
     version
         .map(|version| (version / 1000, version % 1000 / 10))
-        .ok_or_else(|| format!("{DRIVER} does not say its version"))
+        .ok_or_else(|| format!("{DRIVER} does not report its version"))
 }
 
-/// The driver's library, as every installation names it.
+/// The driver library's name in every installation.
 pub(super) const DRIVER: &str = "libcuda.so.1";
 const HEADER: &str = "cuda_runtime.h";
-/// Headers that kernels include, directly or not.
+/// Headers that kernels include, directly or indirectly.
 const HEADERS: [&str; 4] = [HEADER, "cuda_fp16.h", "mma.h", "crt/mma.h"];
 
 impl Toolkit {
@@ -170,7 +170,7 @@ impl Toolkit {
     }
 }
 
-/// Those of the folders that there are, if they hold all headers that kernels include.
+/// The folders that exist, if together they hold all [`HEADERS`]; else none.
 fn complete(folders: impl IntoIterator<Item = PathBuf>) -> Vec<PathBuf> {
     let folders: Vec<PathBuf> = folders.into_iter().filter(|folder| folder.is_dir()).collect();
     let has = |header: &&str| folders.iter().any(|folder| folder.join(header).is_file());
@@ -178,16 +178,16 @@ fn complete(folders: impl IntoIterator<Item = PathBuf>) -> Vec<PathBuf> {
     if complete { folders } else { Vec::new() }
 }
 
-/// What the search depends on, so that tests can search folders of their own.
+/// Inputs of the search, so that tests can search their own folders.
 struct Search<'a> {
     root: &'a Path,
     variable: &'a dyn Fn(&str) -> Option<OsString>,
-    /// The folder that messages tell people to fill.
+    /// The folder that messages recommend to install into.
     own: Option<&'a Path>,
 }
 
 impl Search<'_> {
-    /// Every NVRTC that is found, the one that was asked for first.
+    /// Every NVRTC found, those named by environment variables first.
     fn toolkits(&self) -> Vec<Toolkit> {
         let mut known = BTreeSet::new();
         let mut found: Vec<Toolkit> = self.folders().iter().flat_map(|folder| toolkits_in(folder)).collect();
@@ -200,7 +200,7 @@ impl Search<'_> {
         found
     }
 
-    /// Headers that somebody named without a library beside them.
+    /// Headers in a folder that an environment variable names, even without a library.
     fn named_headers(&self) -> Vec<PathBuf> {
         let folders = NAMED.into_iter().filter_map(self.variable).map(|folder| Path::new(&folder).join("include"));
         folders
@@ -229,7 +229,7 @@ impl Search<'_> {
     }
 }
 
-/// What a folder holds as a toolkit, as a folder of Python packages, or as the prefix of a Python.
+/// The toolkits in a folder: it may be a toolkit, a folder of Python packages, or the prefix of a Python installation.
 fn toolkits_in(folder: &Path) -> Vec<Toolkit> {
     let mut found: Vec<Toolkit> = toolkit_at(folder).into_iter().collect();
     let mut wheels = vec![folder.to_path_buf(), folder.join("nvidia")];
@@ -239,7 +239,7 @@ fn toolkits_in(folder: &Path) -> Vec<Toolkit> {
         wheels.extend(["site-packages", "dist-packages"].map(|packages| python.join(packages).join("nvidia")));
     }
     for nvidia in wheels {
-        // From CUDA 13 on a wheel's files are below one folder for each major version; before, each wheel has a folder.
+        // From CUDA 13 on, all wheels of a major version share one folder; before, each wheel has its own.
         found.extend(latest_first(&nvidia, "cu").iter().filter_map(|(_, path)| toolkit_at(path)));
         if let Some(toolkit) = library_in(&nvidia.join("cuda_nvrtc/lib")) {
             let parts = ["cuda_runtime", "cuda_cccl", "cuda_nvcc"];
@@ -249,7 +249,7 @@ fn toolkits_in(folder: &Path) -> Vec<Toolkit> {
     found
 }
 
-/// A folder with libraries and headers below it.
+/// A toolkit folder, with library and header folders below it.
 fn toolkit_at(folder: &Path) -> Option<Toolkit> {
     let arch = std::env::consts::ARCH;
     let target = if arch == "aarch64" { "targets/sbsa-linux".to_owned() } else { format!("targets/{arch}-linux") };
@@ -260,7 +260,7 @@ fn toolkit_at(folder: &Path) -> Option<Toolkit> {
     Some(toolkit.with_headers(headers.into_iter().flat_map(|path| [path.clone(), path.join("cccl")])))
 }
 
-/// NVRTC in a folder, under a name that cudarc looks for. Its version is in the name of the library beside it.
+/// NVRTC in a folder, under a name that cudarc looks for. The name of its builtins library shows the version.
 fn library_in(folder: &Path) -> Option<Toolkit> {
     let library = names().into_iter().map(|name| folder.join(name)).find(|path| path.is_file())?;
     let major: u32 = library.extension()?.to_str()?.parse().ok()?;
@@ -269,7 +269,7 @@ fn library_in(folder: &Path) -> Option<Toolkit> {
     Some(Toolkit { library, builtins, version, headers: Vec::new() })
 }
 
-/// File names with a major version, as cudarc asks the loader for them.
+/// The versioned file names that cudarc asks the loader for, from major version 12 on.
 fn names() -> Vec<String> {
     let all = cudarc::get_lib_name_candidates("nvrtc");
     let has_major = |name: &String| {
@@ -280,7 +280,7 @@ fn names() -> Vec<String> {
     names
 }
 
-/// What is in a folder under a prefix and a version, such as `cuda-12.4`.
+/// Entries of a folder named by a prefix and a version, such as `cuda-12.4`, the latest version first.
 fn latest_first(folder: &Path, prefix: &str) -> Vec<(Version, PathBuf)> {
     let versioned = |(name, path): (String, PathBuf)| Some((version(name.strip_prefix(prefix)?)?, path));
     let mut all: Vec<(Version, PathBuf)> = files(folder).filter_map(versioned).collect();
@@ -300,7 +300,7 @@ fn version(text: &str) -> Option<Version> {
     Some((major, parts.next().map_or(Some(0), |minor| minor.parse().ok())?))
 }
 
-/// Why no NVRTC can be used.
+/// Why no usable NVRTC was found.
 #[derive(Debug, PartialEq, Eq)]
 enum Unusable {
     None,
@@ -308,8 +308,10 @@ enum Unusable {
     TooNew(PathBuf, Version),
 }
 
-/// The first that is complete and not newer than the driver, which runs the code of its own version of CUDA and of older ones. If there
-/// is none, what keeps the first from being used.
+/// The first toolkit that is complete and not newer than the driver: a driver runs code for its own CUDA version and older ones.
+///
+/// # Errors
+/// Why the first toolkit cannot be used.
 fn choose(found: &[Toolkit], driver: Version) -> Result<&Toolkit, Unusable> {
     let fits = |toolkit: &Toolkit| match toolkit.version {
         _ if toolkit.headers.is_empty() => Err(Unusable::NoHeaders(toolkit.library.clone())),
@@ -322,7 +324,7 @@ fn choose(found: &[Toolkit], driver: Version) -> Result<&Toolkit, Unusable> {
 
 fn explain(what: &Unusable, (major, minor): Version, own: &Path) -> Fault {
     if major < 12 {
-        let seen = format!("the driver is of CUDA {major}.{minor}, kernels need 12.0");
+        let seen = format!("the driver supports CUDA {major}.{minor}, but kernels need 12.0 or later");
         return Kind::Cuda.fault(seen, "update NVIDIA's driver to 525 or later; until then use vulkan");
     }
     let suffix = if major == 12 { "-cu12" } else { "" };
@@ -335,7 +337,7 @@ fn explain(what: &Unusable, (major, minor): Version, own: &Path) -> Fault {
         .fault(what.seen((major, minor)), format!("{install}, or install CUDA {major}.{minor}; until then use vulkan"))
 }
 
-/// The loader's own, which cannot be passed over from inside a process, is in the way of another one.
+/// The NVRTC in the loader's search path is unusable but hides a usable one; a process cannot override that for itself.
 fn explain_loaders_own(what: &Unusable, driver: Version, other: &Toolkit) -> Fault {
     let folder = other.library.parent().unwrap_or(Path::new("/")).display();
     let seen = format!("{}, and the loader finds it first", what.seen(driver));
@@ -348,28 +350,28 @@ impl Unusable {
             Self::None => {
                 let libraries = names().join(" or ");
                 format!(
-                    "a driver (CUDA {major}.{minor}) is here, NVRTC ({libraries}), which compiles kernels, is not; {LOOKED_IN}"
+                    "found a driver (CUDA {major}.{minor}) but not NVRTC ({libraries}), which compiles kernels; {LOOKED_IN}"
                 )
             }
             Self::NoHeaders(library) => {
                 let (library, headers) = (library.display(), HEADERS.join(", "));
-                format!("NVRTC is here ({library}), headers of its version ({headers}) are not; {LOOKED_IN}")
+                format!("found NVRTC ({library}) but not the headers of its version ({headers}); {LOOKED_IN}")
             }
             Self::TooNew(library, (newer, minor_newer)) => {
                 let library = library.display();
                 format!(
-                    "the driver runs code of CUDA {major}.{minor} and older, NVRTC ({library}) makes code of {newer}.{minor_newer}"
+                    "the driver supports CUDA {major}.{minor} and older, but NVRTC ({library}) generates code for {newer}.{minor_newer}"
                 )
             }
         }
     }
 }
 
-/// The NVRTC that the loader finds by itself, which stays loaded.
+/// The NVRTC in the loader's search path. It stays loaded.
 fn loaders_own() -> Option<Toolkit> {
     for name in cudarc::get_lib_name_candidates("nvrtc") {
         let name = CString::new(name).ok()?;
-        // SAFETY: opens a library that is meant to be opened, and never closes it.
+        // SAFETY: opens a library that is made to be opened this way, and never closes it.
         let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW) };
         if handle.is_null() {
             continue;
@@ -386,7 +388,7 @@ fn loaders_own() -> Option<Toolkit> {
 fn path_of(function: *const c_void) -> Option<PathBuf> {
     // SAFETY: plain data, filled by the call.
     let mut found: libc::Dl_info = unsafe { std::mem::zeroed() };
-    // SAFETY: any address may be asked about; the name belongs to a library that stays loaded.
+    // SAFETY: `dladdr` accepts any address; the name belongs to a library that stays loaded.
     unsafe {
         if function.is_null() || libc::dladdr(function, &mut found) == 0 || found.dli_fname.is_null() {
             return None;
@@ -401,13 +403,13 @@ fn version_of(entry: *mut c_void) -> Option<Version> {
         return None;
     }
     let (mut major, mut minor) = (0, 0);
-    // SAFETY: the function of this name has this type in every version of NVRTC, and writes two numbers.
+    // SAFETY: `nvrtcVersion` has this type in every version of NVRTC, and writes two numbers.
     let answer = unsafe { std::mem::transmute::<*mut c_void, NvrtcVersion>(entry)(&mut major, &mut minor) };
     (answer == 0).then_some(()).and_then(|()| Some((u32::try_from(major).ok()?, u32::try_from(minor).ok()?)))
 }
 
-/// Puts the loader's own first: cudarc will take it. Its headers are those beside it, else those of a toolkit of its version, else
-/// those that were named.
+/// Moves the NVRTC in the loader's search path to the front, because cudarc will use it. Its headers are those beside it, else
+/// those of a toolkit of the same version, else the ones named by an environment variable.
 fn prefer(found: &mut Vec<Toolkit>, own: &Toolkit, named: &[PathBuf]) {
     let canonical = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
     let library = canonical(&own.library);
@@ -424,7 +426,7 @@ fn prefer(found: &mut Vec<Toolkit>, own: &Toolkit, named: &[PathBuf]) {
 /// Loads a library by its path or name, for the life of the process.
 fn open(path: &Path) -> Result<(), String> {
     let name = CString::new(path.as_os_str().as_bytes()).map_err(|error| error.to_string())?;
-    // SAFETY: opens a library that is meant to be opened, and never closes it; the text of an error is copied at once.
+    // SAFETY: opens a library that is made to be opened this way, and never closes it; the error text is copied immediately.
     unsafe {
         if libc::dlopen(name.as_ptr(), libc::RTLD_NOW).is_null() {
             let why: *const c_char = libc::dlerror();
@@ -439,8 +441,8 @@ fn open(path: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Makes a folder of links to all that is in `headers`; where two have a name, the first one's counts. Processes that do the same at
-/// the same time do not disturb each other.
+/// Fills `folder` with links to everything in `headers`; for equal names the first folder wins. Safe against other processes
+/// that do the same at the same time.
 fn link_headers(folder: &Path, headers: &[PathBuf]) -> std::io::Result<()> {
     let first = headers[0].join(HEADER);
     if std::fs::read_link(folder.join(HEADER)).is_ok_and(|target| target == first) && folder.join(HEADER).is_file() {
@@ -451,7 +453,7 @@ fn link_headers(folder: &Path, headers: &[PathBuf]) -> std::io::Result<()> {
     let process = std::process::id();
     let (new, old) = (parent.join(format!("new-{process}")), parent.join(format!("old-{process}")));
     for left in [&new, &old].into_iter().filter(|path| path.exists()) {
-        std::fs::remove_dir_all(left)?; // of a process of the same number that was killed
+        std::fs::remove_dir_all(left)?; // left by a killed process with the same id
     }
     std::fs::create_dir(&new)?;
     for (name, path) in headers.iter().flat_map(|folder| files(folder)) {
@@ -460,7 +462,7 @@ fn link_headers(folder: &Path, headers: &[PathBuf]) -> std::io::Result<()> {
             Err(_) | Ok(()) => {}
         }
     }
-    // What was there belongs to another choice: it stays until the new one is in its place.
+    // The old folder belongs to another toolkit: it is removed once the new one is in place.
     let moved = std::fs::rename(folder, &old).is_ok();
     let done = std::fs::rename(&new, folder);
     if moved {
@@ -472,12 +474,12 @@ fn link_headers(folder: &Path, headers: &[PathBuf]) -> std::io::Result<()> {
     if folder.join(HEADER).is_file() { Ok(()) } else { done }
 }
 
-/// Whether the process has one thread, as far as that can be seen.
+/// Whether the process has one thread; `false` if `/proc` does not show it.
 fn is_only_thread() -> bool {
     std::fs::read_dir("/proc/self/task").is_ok_and(|tasks| tasks.count() == 1)
 }
 
-/// Loads NVRTC out of a folder.
+/// Loads NVRTC from a folder.
 #[cfg(test)]
 pub(crate) fn load_from(folder: &Path) -> Result<Toolkit, String> {
     let found = toolkits_in(folder).into_iter().find(|toolkit| !toolkit.headers.is_empty());

@@ -1,4 +1,4 @@
-//! Vulkan devices of this machine, numbered as wgpu numbers them.
+//! Vulkan device discovery, in wgpu's order.
 use std::ffi::CStr;
 
 use ash::vk;
@@ -7,15 +7,15 @@ use kernels::device::{Device, DeviceId, cpu};
 
 use super::Probe;
 
-/// What the drivers offer. Where there is none, nothing is wrong: not every machine has a GPU.
-pub(super) fn look() -> Probe {
+/// Lists the devices. A missing driver is a note, not a fault: not every machine has a GPU.
+pub(super) fn probe() -> Probe {
     match devices() {
         Ok(devices) => Probe { devices: devices.into_iter().map(|(device, _)| device).collect(), ..Probe::default() },
         Err(note) => Probe { notes: vec![note], ..Probe::default() },
     }
 }
 
-/// A Vulkan device by its number, as wgpu names it.
+/// The wgpu device of `vulkan:number`.
 pub(crate) fn wgpu_device(number: u32) -> Option<WgpuDevice> {
     devices().ok()?.into_iter().find(|(device, _)| device.id == DeviceId::Vulkan(number)).map(|(_, wgpu)| wgpu)
 }
@@ -23,12 +23,12 @@ pub(crate) fn wgpu_device(number: u32) -> Option<WgpuDevice> {
 /// Discrete GPUs first, then integrated, virtual, and software drivers.
 fn devices() -> Result<Vec<(Device, WgpuDevice)>, String> {
     let none = |error: &dyn std::fmt::Display| {
-        format!("vulkan: no driver ({error}); a GPU's driver brings one, mesa-vulkan-drivers a software one")
+        format!("vulkan: no driver ({error}); install the GPU's driver, or mesa-vulkan-drivers for a software one")
     };
     // SAFETY: the loader is the system's own; the instance is destroyed below, before the entry is dropped.
     let entry = unsafe { ash::Entry::load() }.map_err(|error| none(&error))?;
     let application = vk::ApplicationInfo::default().api_version(vk::API_VERSION_1_1);
-    // SAFETY: no layers, no extensions, nothing borrowed beyond the call.
+    // SAFETY: no layers, no extensions, and nothing is borrowed after the call.
     let instance =
         unsafe { entry.create_instance(&vk::InstanceCreateInfo::default().application_info(&application), None) };
     let instance = instance.map_err(|error| none(&error))?;
@@ -38,7 +38,7 @@ fn devices() -> Result<Vec<(Device, WgpuDevice)>, String> {
     for device in found.as_deref().unwrap_or_default() {
         devices.push(describe(&instance, *device));
     }
-    // SAFETY: nothing of the instance is used after this.
+    // SAFETY: nothing created from the instance is used after this.
     unsafe { instance.destroy_instance(None) };
     if let Err(error) = found {
         return Err(none(&error));
@@ -51,7 +51,7 @@ fn devices() -> Result<Vec<(Device, WgpuDevice)>, String> {
                 0 => WgpuDevice::DiscreteGpu(i),
                 1 => WgpuDevice::IntegratedGpu(i),
                 2 => WgpuDevice::VirtualGpu(i),
-                // wgpu takes the first software device only.
+                // wgpu supports only the first software device.
                 _ if i > 0 => continue,
                 _ => WgpuDevice::Cpu,
             };
@@ -63,10 +63,10 @@ fn devices() -> Result<Vec<(Device, WgpuDevice)>, String> {
     Ok(numbered)
 }
 
-/// Rank of its kind, name, and bytes of memory: total and free.
+/// Rank of the device type, name, total and free bytes of memory.
 fn describe(instance: &ash::Instance, device: vk::PhysicalDevice) -> (u8, String, u64, u64) {
     let mut budget = vk::PhysicalDeviceMemoryBudgetPropertiesEXT::default();
-    // SAFETY: the device belongs to the living instance; the budget outlives the call that fills it.
+    // SAFETY: the device belongs to a live instance; the budget outlives the call that fills it.
     let (properties, heaps, budgeted) = unsafe {
         let properties = instance.get_physical_device_properties(device);
         let extensions = instance.enumerate_device_extension_properties(device).unwrap_or_default();

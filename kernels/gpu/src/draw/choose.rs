@@ -1,6 +1,6 @@
-//! The token that a row's draw falls on: the bucket that holds the share of the weight, and its members in their order.
+//! Last kernel of sampling: finds the bucket in which the drawn cumulative weight falls, then orders its tokens to find the token.
 //!
-//! One cube a row. Next: `engine/steps.rs`.
+//! One cube per row. Next: `engine/steps.rs`.
 use cubecl::prelude::*;
 use kernels::sampler::order::{BUCKETS, OCTAVES_MIN, ORIGIN};
 
@@ -9,34 +9,34 @@ use super::{
     bucket_shift, extremes, key, number_of, place, weight, wide,
 };
 
-/// Largest `top_k` that the device cuts at: a cube orders that many tokens.
+/// Largest `top_k` that the device supports: a cube orders this number of tokens.
 pub(super) const TOP_K_MAX: u32 = MEMBERS as u32;
 
-/// Units of the cube that chooses.
+/// Units of the cube.
 pub(super) const CHOOSERS: usize = 256;
-/// Steps of a tree over them.
+/// Steps of a tree reduction over them.
 const CHOOSER_STEPS: u32 = CHOOSERS.trailing_zeros();
-/// Vectors of buckets that a unit has asked for at once.
+/// Vectors of buckets that a unit loads per batch.
 const VECTORS: usize = 2;
-/// Buckets that each unit sums up.
+/// Buckets per unit.
 const EACH: usize = BUCKETS / CHOOSERS;
-/// Tokens that the cube orders: with the buckets' sums they take 28 of the 32 KiB of shared memory that every device has.
+/// Maximum tokens that the cube orders: with the buckets' sums they take 28 of the 32 KiB of shared memory that every device has.
 const MEMBERS: usize = 512;
-/// What `choose` works on, in shared memory.
+/// Shared memory of `choose`.
 #[derive(CubeType)]
 struct Choice {
-    /// Sum of each bucket, then of those before it as well.
+    /// Inclusive prefix sums of the buckets' weights.
     sums: SharedMemory<u64>,
-    /// Sums of the buckets of each unit, while they are added up.
+    /// One value per unit, for scans and reductions.
     parts: SharedMemory<u64>,
     keys: SharedMemory<i32>,
     ids: SharedMemory<u32>,
     weights: SharedMemory<u64>,
-    /// What one unit found for all: a bucket, then the sum before it; or a token, then the sum up to and with it.
+    /// A search result for all units: a bucket and the sum before it, or a token and the sum including it.
     found: SharedMemory<u64>,
-    /// The weight below which a token is drawn.
+    /// Total weight of the tokens that may be drawn.
     limit: SharedMemory<u64>,
-    /// How many tokens were collected; whether they were ever too many.
+    /// The number of collected tokens, and whether any collection overflowed.
     count: SharedMemory<u32>,
 }
 
@@ -60,7 +60,7 @@ pub(super) fn choose_kernel(
     let sound = high < INFINITE && high > LEAST && low >= LEAST;
     let mut token = id;
     let mut decided = sound;
-    // Every unit takes the same way: conditions depend on settings alone, and sums that are too large are cut and noted.
+    // All units take the same branches: conditions depend only on settings, and overflowing collections are truncated and flagged.
     if choices[at] > 0u32 {
         let greatest = f64::cast_from(number_of(high));
         let octaves = f64::reinterpret(wide(choices[at + 4], choices[at + 5]));
@@ -84,7 +84,7 @@ pub(super) fn choose_kernel(
         let most = weight(place(number_of(high), greatest, octaves), powers);
         let top_k = choices[at + 1];
         if top_k > 0u32 {
-            // The k most likely tokens, with their weights: all else is done on these.
+            // Collect the k most likely tokens with their weights: top-p, min-p and the draw then use only these.
             let last = u64::cast_from(top_k - 1u32);
             let bucket = locate(&mut choice, last, unit);
             let before = choice.found[1];
@@ -154,7 +154,7 @@ pub(super) fn choose_kernel(
     }
 }
 
-/// Reads the sums of buckets and adds to each those before it.
+/// Reads the sums of the buckets and computes their prefix sums.
 #[cube]
 fn add_up(sums: &mut Array<Atomic<u32>>, choice: &mut Choice, row: usize, unit: usize) {
     let mut sum = 0u64.runtime();
@@ -193,7 +193,7 @@ fn add_up(sums: &mut Array<Atomic<u32>>, choice: &mut Choice, row: usize, unit: 
     sync_cube();
 }
 
-/// The bucket in which the sum first exceeds `target`; the sum before it goes to `found[1]`.
+/// The first bucket whose prefix sum exceeds `target`. Writes the sum before it to `found[1]`.
 #[cube]
 fn locate(choice: &mut Choice, target: u64, unit: usize) -> usize {
     for i in 0..EACH {
@@ -212,13 +212,13 @@ fn locate(choice: &mut Choice, target: u64, unit: usize) -> usize {
     min(bucket, comptime!(BUCKETS - 1))
 }
 
-/// How many of the collected tokens are there.
+/// Number of collected tokens that fit.
 #[cube]
 fn members(choice: &Choice) -> usize {
     min(choice.count[0] as usize, comptime!(MEMBERS))
 }
 
-/// Sets the weight below which a token is drawn.
+/// Sets the total weight of the tokens that may be drawn.
 #[cube]
 fn limit_to(choice: &mut Choice, limit: u64, unit: usize) {
     sync_cube();
@@ -228,7 +228,7 @@ fn limit_to(choice: &mut Choice, limit: u64, unit: usize) {
     sync_cube();
 }
 
-/// The first bucket with tokens of less weight than `least`.
+/// The first bucket that may hold tokens with a weight below `least`.
 #[cube]
 fn first_below(choice: &mut Choice, least: u64, shift: u64, powers: &Array<u64>, unit: usize) -> usize {
     let mut first = comptime!(BUCKETS as u64 - 1).runtime();
@@ -256,7 +256,7 @@ fn first_below(choice: &mut Choice, least: u64, shift: u64, powers: &Array<u64>,
     bucket
 }
 
-/// Collects the ids of the tokens of buckets `from` to `to`, in any order; above [`MEMBERS`] some are missing.
+/// Collects the ids of the tokens in buckets `from` to `to`, in any order; those above [`MEMBERS`] are dropped and flagged.
 #[cube]
 fn collect(
     buckets: &Array<Vector<u32, Const<4>>>,
@@ -305,7 +305,7 @@ fn collect(
     sync_cube();
 }
 
-/// Keys and weights of the collected tokens; the weight is 1 where they are counted.
+/// Computes the keys and weights of the collected tokens; `counted`: each weight is 1.
 #[cube]
 fn weigh(
     logits: &Array<f32>,
@@ -331,13 +331,13 @@ fn weigh(
     sync_cube();
 }
 
-/// Whether a token comes before another in the order of likelihood.
+/// Whether a token comes before another: more likely, or equally likely with a lower id.
 #[cube]
 fn is_before(key: i32, id: u32, other_key: i32, other_id: u32) -> bool {
     key > other_key || (key == other_key && id < other_id)
 }
 
-/// Takes the weight of tokens behind the last one that is kept.
+/// Sets the weight of tokens after the last kept one to 0.
 #[cube]
 fn leave_out(choice: &mut Choice, last_key: i32, last_id: u32) {
     let mut i = UNIT_POS_X as usize;
@@ -350,8 +350,8 @@ fn leave_out(choice: &mut Choice, last_key: i32, last_id: u32) {
     sync_cube();
 }
 
-/// The collected token at which the sum, in order, first exceeds `target`: its id goes to `found[0]`, the sum up to and with it to
-/// `found[1]`. `before`: the sum before the first of them.
+/// Finds the collected token at which the cumulative weight, in order, first exceeds `target`. Writes its id to `found[0]` and the
+/// sum including it to `found[1]`. `before`: the weight before the first collected token.
 #[cube]
 fn find(choice: &mut Choice, before: u64, target: u64) {
     let count = members(choice);
@@ -375,7 +375,7 @@ fn find(choice: &mut Choice, before: u64, target: u64) {
     sync_cube();
 }
 
-/// The sum over the collected tokens of weight at least `least`, to `parts[0]`.
+/// Sums the collected tokens' weights that are at least `least` into `parts[0]`.
 #[cube]
 fn total_from(choice: &mut Choice, least: u64, unit: usize) {
     let mut sum = 0u64.runtime();
@@ -399,7 +399,7 @@ fn total_from(choice: &mut Choice, least: u64, unit: usize) {
     }
 }
 
-/// A share of a sum, rounded up, from 1 to the sum.
+/// `part` of a sum, rounded up and clamped to 1 ..= sum.
 #[cube]
 fn share(of: u64, part: f64) -> u64 {
     let amount = u64::cast_from(f64::ceil(f64::cast_from(of) * part));

@@ -1,5 +1,4 @@
-//! Memory of a stage on a GPU: buffers that are there or an error, scratch for the rows of a pass, whether all of it fits the
-//! device, and how it is given back.
+//! GPU memory of a stage: checked allocation, scratch for the rows of a pass, the check that everything fits, and freeing.
 use std::ops::Range;
 
 use cubecl::bytes::Bytes;
@@ -17,27 +16,27 @@ use crate::attention::{Heads, Partials};
 use crate::draw::{DRAWN_MAX, DrawScratch};
 use crate::product::Activations;
 
-/// Bytes of attended pages that wait to be combined: rows that need more are attended in turns.
+/// Scratch for attention results per page, before they are combined. Passes that need more process their rows in turns.
 const PARTIAL_BYTES: usize = 64 << 20;
-/// Stays free beside a stage, for what the driver takes and for the rows of passes. CubeCL keeps the latter in pools that grow by up
-/// to a 64th of the largest buffer, which stays free too.
+/// Memory that a stage leaves free for the driver and the uploaded rows of passes. CubeCL keeps the latter in pools that grow by
+/// up to 1/64 of the largest buffer, so that stays free too.
 const SPARE_BYTES: u64 = 256 << 20;
 
-/// The memory of a device that a stage is being loaded to.
+/// Allocates memory on the device that a stage is loaded to.
 pub(crate) struct Memory<'a, R: Platform> {
     pub(crate) client: &'a ComputeClient<R>,
-    /// Of the device among those of its runtime.
+    /// Index of the device within its runtime.
     pub(crate) number: usize,
 }
 
-/// Bytes of a buffer at most: kernels count its words in 32 bits.
+/// Maximum bytes of a buffer: kernels count its words in 32 bits.
 pub(crate) fn buffer_max<R: Platform>(client: &ComputeClient<R>) -> u64 {
     client.properties().memory.max_page_size.min(4 * u64::from(u32::MAX))
 }
 
-/// Buffers of exactly their size: CubeCL's pools would round one of some hundred MiB up to several times as much.
+/// Buffers are allocated with exactly their size: CubeCL's pools would round hundreds of MiB up to several times that.
 impl<R: Platform> Memory<'_, R> {
-    /// A buffer that is there; it holds whatever the memory held.
+    /// Allocates an uninitialised buffer.
     ///
     /// # Errors
     /// The device has no room for it.
@@ -50,7 +49,7 @@ impl<R: Platform> Memory<'_, R> {
         Ok(handle)
     }
 
-    /// A buffer with these bytes, sent by CubeCL.
+    /// Allocates a buffer with these bytes; CubeCL copies them.
     ///
     /// # Errors
     /// The device has no room for it.
@@ -63,15 +62,15 @@ impl<R: Platform> Memory<'_, R> {
         Ok(handle)
     }
 
-    /// Runs what allocates.
+    /// Runs `allocate` so that its buffers have exact sizes.
     pub(super) fn exact<T: Send>(&self, allocate: impl FnOnce() -> T + Send) -> Result<T, StageError> {
         self.client.memory_persistent_allocation((), |()| allocate()).map_err(failed)
     }
 
-    /// Whether a buffer is there. CubeCL does not say when an allocation fails; it panics when the buffer is used.
+    /// Checks that a buffer was allocated. CubeCL does not report failed allocations; it panics when such a buffer is used.
     ///
     /// # Errors
-    /// It is not.
+    /// The allocation failed.
     pub(crate) fn check(&self, handle: &Handle, what: &str) -> Result<(), StageError> {
         let found = guarded(|| self.client.get_resource(handle.clone()).map(drop).map_err(failed));
         found.map_err(|_| self.no_room(handle.size(), what))
@@ -80,18 +79,18 @@ impl<R: Platform> Memory<'_, R> {
     fn no_room(&self, bytes: u64, what: &str) -> StageError {
         let free = R::memory_free(self.number).map_or(String::new(), |free| format!("{} MiB are free, ", free >> 20));
         StageError::Device(format!(
-            "it has no room for {} MiB of {what}: {free}a buffer holds at most {} MiB; give the stage fewer layers, a shorter \
-             context or fewer sequences, or end what else uses the device",
+            "no room for {} MiB of {what}: {free}a buffer holds at most {} MiB; give the stage fewer layers, a shorter context or \
+             fewer sequences, or stop other programs that use the device",
             bytes.div_ceil(1 << 20),
             buffer_max(self.client) >> 20
         ))
     }
 }
 
-/// Gives a stage's memory back to the device. To be dropped after the buffers.
+/// Returns a stage's memory to the device when dropped. Must be dropped after the buffers.
 ///
-/// CubeCL keeps freed memory in pools of the stream, hence the thread, that allocated it; stages are loaded by threads that come and
-/// go, so nobody would ever use it again.
+/// CubeCL keeps freed memory in pools of the allocating stream, which belongs to a thread. Stages are loaded by short-lived threads,
+/// so nothing would use those pools again.
 pub(crate) struct Release<R: Platform> {
     client: ComputeClient<R>,
     stream: StreamId,
@@ -107,19 +106,19 @@ impl<R: Platform> Release<R> {
 impl<R: Platform> Drop for Release<R> {
     fn drop(&mut self) {
         let sync = || cubecl::future::block_on(self.client.sync()).map_err(failed);
-        // A device that is lost has nothing to give back.
+        // Errors are ignored: a lost device has no memory to return.
         let _ = guarded(|| {
-            sync()?; // the thread that drops a stage is the one that computed with it: what it launched last reads the buffers
+            sync()?; // the thread that drops a stage also computed with it: its last launches may still read the buffers
             self.stream.executes(|| {
                 sync()?;
                 self.client.memory_cleanup();
-                sync() // CUDA gives freed memory back when it is waited for
+                sync() // CUDA returns freed memory only at a synchronisation
             })
         });
     }
 }
 
-/// Room for the rows of a pass.
+/// Scratch buffers for the rows of a pass.
 pub(super) struct Scratch {
     pub(super) hidden: Handle,
     pub(super) delta: Handle,
@@ -134,7 +133,7 @@ pub(super) struct Scratch {
 
 impl Scratch {
     /// # Errors
-    /// The device has no room for it.
+    /// The device has no room for them.
     pub(super) fn new<R: Platform>(
         memory: &Memory<'_, R>,
         config: &ModelConfig,
@@ -163,14 +162,14 @@ impl Scratch {
     }
 }
 
-/// Rows times pages that wait to be combined at most.
+/// Maximum rows · pages of attention results before they are combined.
 fn partial_room(heads: &Heads, context: usize) -> usize {
     let each = heads.heads * (heads.head_dim + 2) * 4;
     let blocks = context.div_ceil(POSITIONS);
     (PARTIAL_BYTES / each).clamp(blocks, ROWS * blocks)
 }
 
-/// Bytes of scratch, of rotary tables, and of what recorded steps of a stage with the head draw tokens from.
+/// Bytes of scratch, rotary tables, and, for a stage with the output head, the logits and scratch of recorded steps.
 pub(super) fn scratch_bytes(config: &ModelConfig, heads: &Heads, options: &StageOptions) -> u64 {
     let rotary = options.context * 2 * heads.pairs;
     let per_row = 2 * config.width + heads.row() + heads.queries() + 2 * config.ffn;
@@ -180,7 +179,10 @@ pub(super) fn scratch_bytes(config: &ModelConfig, heads: &Heads, options: &Stage
     ((ROWS * (per_row + activations) + rotary) * 4 + PARTIAL_BYTES + drawn) as u64
 }
 
-/// Refuses what cannot fit, naming the sums: a device that is full computes wrong numbers instead of failing.
+/// Rejects a stage that cannot fit: a full device computes wrong numbers instead of failing.
+///
+/// # Errors
+/// It does not fit; the error lists the sizes.
 pub(super) fn check_memory(
     file: &ModelFile,
     options: &StageOptions,
@@ -195,8 +197,8 @@ pub(super) fn check_memory(
     let mib = |bytes: u64| bytes.div_ceil(1 << 20);
     if layer_pages > most {
         return Err(input(format!(
-            "keys and values of one layer take {} MiB ({} sequences of {} positions), a buffer of this device holds {}; give \
-             it a shorter context or fewer sequences",
+            "keys and values of one layer take {} MiB ({} sequences of {} positions), but a buffer of this device holds at most \
+             {} MiB; use a shorter context or fewer sequences",
             mib(layer_pages),
             options.sequences,
             options.context,
@@ -221,8 +223,8 @@ pub(super) fn check_memory(
         return Ok(());
     }
     Err(input(format!(
-        "the device has {} MiB free, {} less than needed: {} MiB of weights, {} of caches ({} sequences of {} positions), {} of \
-         scratch; give it fewer layers, a shorter context or fewer sequences",
+        "the device has {} MiB free, {} MiB less than needed: {} MiB of weights, {} MiB of KV cache ({} sequences of {} \
+         positions), {} MiB of scratch; give it fewer layers, a shorter context or fewer sequences",
         mib(free),
         mib(total - room),
         mib(weights),
@@ -233,7 +235,7 @@ pub(super) fn check_memory(
     )))
 }
 
-/// Whether a stage of these layers holds a tensor on the device.
+/// Whether a stage with these layers holds the tensor on the device.
 fn belongs(config: &ModelConfig, name: &str, layers: &Range<usize>) -> bool {
     config.belongs_to(name, layers) && (name != "token_embd.weight" || layers.start == 0 || config.tied)
 }

@@ -1,4 +1,4 @@
-//! What a loaded stage shows of itself to those who measure it.
+//! Profiling interface of a loaded stage.
 use std::time::Duration;
 
 use cubecl::prelude::*;
@@ -14,44 +14,44 @@ use crate::load::{LoadPhases, Part};
 
 /// A stage on a GPU that can be measured.
 pub trait Profiled: Stage {
-    /// Median seconds of each step of a layer, for `rows` rows of one sequence of which the first is at `position`.
+    /// Median seconds of each step of a layer, for `rows` rows of one sequence, the first at `position`.
     ///
     /// # Errors
-    /// The device failed, or the stage has no pages left for that many positions.
+    /// The device failed, or too few pages are free for these positions.
     fn step_times(&mut self, rows: usize, position: usize) -> Result<Vec<(Step, f64)>, StageError>;
 
-    /// Launches of a step of one row at the end of the context.
+    /// Kernel launches of a step with one row at the end of the context.
     fn launches(&self) -> Launches;
 
-    /// How long the host has waited for steps in all.
+    /// Total time that the host has waited for steps.
     fn waited(&self) -> Duration;
 
-    /// Where the time of loading went.
+    /// Times of the phases of loading.
     fn load_phases(&self) -> LoadPhases;
 
-    /// Bytes of matrices that a step of one row reads: those of all layers and of the head. Keys, values and norms come on top.
+    /// Bytes of matrices that a step with one row reads: all layers and the output head, without keys, values and norms.
     fn bytes_per_token(&self) -> u64;
 }
 
-/// Kernels that a step launches.
+/// Number of kernel launches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Launches {
-    /// Of the first layer.
+    /// Launches of the first layer.
     pub per_layer: usize,
-    /// Of all layers with the embedding and the head, where the stage has them.
+    /// Launches of all layers, plus the embedding and the output head if the stage has them.
     pub per_step: usize,
 }
 
 impl<R: Platform> GpuEngine<R> {
-    /// Adds the seconds that it took to get file, device and client before the load began.
+    /// Adds the seconds spent on opening file, device and client before the load.
     pub(crate) fn opened(&mut self, seconds: f64) {
         self.phases.open_s += seconds;
         self.phases.total_s += seconds;
     }
 
-    /// Counts what the functions launch that are recorded as a step.
+    /// Counts the launches of the functions that are recorded as a step.
     fn launches(&self) -> Launches {
-        let any = &self.scratch.hidden; // a launch that is only noted reads no buffer
+        let any = &self.scratch.hidden; // a recorded launch reads no buffer
         let blocks = self.options.context.div_ceil(POSITIONS);
         let places = Places { count: 1, rows: any.clone(), tables: any.clone(), tables_len: blocks, blocks };
         let (recipe, layer) = (&self.recipe.layers[self.options.layers.start], &self.layers[0]);

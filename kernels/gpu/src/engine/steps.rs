@@ -1,6 +1,7 @@
-//! Steps of few rows by recorded graphs: one upload, one replay and one read each.
+//! Runs steps of few rows as recorded graphs: one upload, one graph replay and one read per step.
 //!
-//! A step that draws its tokens leaves them where the next one reads them, so that the next one is queued before the host has them.
+//! A step that samples on the device writes its tokens to the input of the next step, which can thus be queued before the host has
+//! them.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -18,18 +19,18 @@ use crate::attention::Places;
 use crate::draw::{DECIDED, DRAWN_MAX, DRAWN_WORDS, DrawScratch, PARAMETERS, draw, draws, parameters};
 use crate::graph::{Buffer, Graph, Graphs, Mark, Pinned};
 
-/// Most rows of a step that a graph computes: more rows take longer to compute than to launch.
+/// Maximum rows of a step that runs as a graph. More rows take longer to compute than to launch, so a graph does not pay.
 pub(super) const FEW: usize = DRAWN_MAX;
 
-/// Recorded steps, and what goes to the device and comes back.
+/// Recorded steps with their input and output buffers.
 pub(super) struct Steps {
     pub(super) graphs: Graphs,
     recorded: BTreeMap<Shape, Graph>,
-    /// All input of a step, in the order of [`Input`].
+    /// All inputs of a step, in the order of [`Input`].
     words: Buffer,
-    /// Hidden rows before the first layer and behind each.
+    /// Hidden rows, updated in place by each layer.
     hidden: Handle,
-    /// Logits where the stage ends with the head, else `hidden`.
+    /// Logits if the stage ends with the output head, else `hidden`.
     output: Buffer,
     sent: Pinned,
     got: Pinned,
@@ -39,19 +40,19 @@ pub(super) struct Steps {
     pub(super) waited: Duration,
 }
 
-/// What a recorded step was recorded for.
+/// Key of a recorded step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Shape {
     rows: usize,
-    /// Rows whose logits are wanted.
+    /// Rows whose logits are requested.
     wanted: usize,
-    /// Blocks of positions.
+    /// Pages per sequence.
     blocks: usize,
-    /// Tokens are drawn.
+    /// Tokens are sampled on the device.
     drawn: bool,
 }
 
-/// Steps that draw their tokens: where a stage begins with the embedding and ends with the head.
+/// Buffers of steps that sample on the device, for a stage with both the embedding and the output head.
 struct Draws {
     scratch: DrawScratch,
     /// `[rows, DRAWN_WORDS]`
@@ -59,7 +60,7 @@ struct Draws {
     slots: [Slot; QUEUED_MAX],
     /// Slot of the oldest queued step.
     oldest: usize,
-    /// Rows of the steps that are queued, the oldest first.
+    /// Number of rows of each queued step, the oldest first.
     queued: Vec<usize>,
 }
 
@@ -70,8 +71,8 @@ struct Slot {
     done: Mark,
 }
 
-/// Where the parts of a step's input lie, each at a multiple of 64 words. Tokens come first: a step whose tokens are on the device is
-/// sent without them.
+/// Parts of a step's input, each at a multiple of 64 words. Tokens come first, so that a step whose tokens are already on the
+/// device is sent without them.
 #[derive(Clone, Copy)]
 enum Input {
     Tokens,
@@ -83,7 +84,7 @@ enum Input {
 }
 
 impl Input {
-    /// First word, where a page table has `most` pages.
+    /// First word of a part; `most`: pages per page table.
     const fn start(self, most: usize) -> usize {
         const TABLES: usize = 192 + FEW * PARAMETERS;
         match self {
@@ -97,12 +98,12 @@ impl Input {
     }
 }
 
-/// Part of the input buffer.
+/// A part of the input buffer.
 fn part(words: &Handle, part: Input, most: usize) -> Handle {
     words.clone().offset_start(4 * part.start(most) as u64)
 }
 
-/// Waits for a mark and adds the time that it took.
+/// Waits for a mark and adds the time to `waited`.
 fn wait(graphs: &Graphs, mark: &Mark, waited: &mut Duration) -> Result<(), StageError> {
     let start = Instant::now();
     let result = graphs.wait(mark);
@@ -111,7 +112,7 @@ fn wait(graphs: &Graphs, mark: &Mark, waited: &mut Duration) -> Result<(), Stage
 }
 
 impl Steps {
-    /// `embedded`: where the embedding goes, for a stage that begins with it.
+    /// `embedded`: the output buffer of the embedding, for a stage that begins with it.
     pub(super) fn new<R: Platform>(
         graphs: Graphs,
         memory: &Memory<'_, R>,
@@ -170,12 +171,12 @@ impl Draws {
 }
 
 impl<R: Platform> GpuEngine<R> {
-    /// Runs what needs the engine beside its steps.
+    /// Runs `work` with both the engine and its steps. Waits first for kernels that CubeCL launched on its own stream.
     fn with_steps<T>(
         &mut self,
         work: impl FnOnce(&Self, &mut Steps) -> Result<T, StageError>,
     ) -> Result<T, StageError> {
-        let mut steps = self.steps.take().ok_or_else(|| failed("this device replays no steps"))?;
+        let mut steps = self.steps.take().ok_or_else(|| failed("this device cannot replay steps"))?;
         let result = (|| {
             if std::mem::take(&mut self.launched) {
                 steps.graphs.join()?;
@@ -186,13 +187,13 @@ impl<R: Platform> GpuEngine<R> {
         result
     }
 
-    /// Pages of the longest sequence, rounded so that few steps are recorded.
+    /// Pages of the longest sequence, rounded up to a power of two so that few shapes are recorded.
     fn blocks_of(&self, rows: &[RowAt]) -> usize {
         let blocks = rows.iter().map(|row| row.position / POSITIONS + 1).max().unwrap_or(1);
         blocks.next_power_of_two().min(self.options.context.div_ceil(POSITIONS))
     }
 
-    /// Records the step of a shape when the first of it comes.
+    /// Records a step of this shape unless it is recorded already.
     fn record(&self, steps: &mut Steps, shape: Shape) -> Result<(), StageError> {
         if steps.recorded.contains_key(&shape) {
             return Ok(());
@@ -220,7 +221,7 @@ impl<R: Platform> GpuEngine<R> {
         Ok(())
     }
 
-    /// Writes what every step needs: where its rows are, and which rows are wanted.
+    /// Writes the inputs that every step has: positions and page tables of its rows, and the rows whose logits are requested.
     fn write_rows(&self, words: &mut [u32], rows: &[RowAt], wanted: impl Iterator<Item = usize>) {
         let most = self.options.context.div_ceil(POSITIONS);
         let (table, tables) = self.tables(rows, Some(most));
@@ -231,7 +232,7 @@ impl<R: Platform> GpuEngine<R> {
         }
     }
 
-    /// Queues a pass of few rows by a graph; gives how many numbers [`Self::replayed`] will give. One is queued at a time.
+    /// Queues a pass of few rows as a graph. Returns the number of results of [`Self::replayed`]. At most one may be queued.
     pub(super) fn replay(
         &mut self,
         rows: &[RowAt],
@@ -263,12 +264,12 @@ impl<R: Platform> GpuEngine<R> {
 
     /// Waits for the pass that [`Self::replay`] queued.
     pub(super) fn replayed(&mut self, numbers: usize) -> Result<Vec<f32>, StageError> {
-        let steps = self.steps.as_mut().ok_or_else(|| failed("this device replays no steps"))?;
+        let steps = self.steps.as_mut().ok_or_else(|| failed("this device cannot replay steps"))?;
         wait(&steps.graphs, &steps.done, &mut steps.waited)?;
         Ok(bytemuck::cast_slice(&steps.got.words()[..numbers]).to_vec())
     }
 
-    /// Whether the device draws the tokens of steps with this number of rows.
+    /// Whether the device samples the tokens of steps with this number of rows and these settings.
     pub(super) fn draws_rows(&self, rows: usize, settings: &SamplerSettings) -> bool {
         let able = self.steps.as_ref().is_some_and(|steps| steps.draws.is_some());
         able && rows <= FEW && draws(settings, self.config.vocab)
@@ -285,7 +286,7 @@ impl<R: Platform> GpuEngine<R> {
         self.with_steps(|engine, steps| {
             let shape = Shape { rows: rows.len(), wanted: rows.len(), blocks, drawn: true };
             engine.record(steps, shape)?;
-            let Some(draws) = &mut steps.draws else { return Err(failed("this stage draws no tokens")) };
+            let Some(draws) = &mut steps.draws else { return Err(failed("this stage cannot sample tokens")) };
             if draws.queued.len() == QUEUED_MAX {
                 return Err(failed(format!("{QUEUED_MAX} steps are queued already")));
             }

@@ -1,4 +1,4 @@
-//! How long each step of a layer takes.
+//! Times each step of a layer.
 use std::time::Instant;
 
 use cubecl::prelude::*;
@@ -13,7 +13,7 @@ use crate::Platform;
 use crate::attention::Places;
 
 impl<R: Platform> GpuEngine<R> {
-    /// Median time of each step over all layers, for `count` rows of one sequence of which the first is at `position`.
+    /// Median seconds of each step, averaged over all layers, for `count` rows of one sequence, the first at `position`.
     ///
     /// # Errors
     /// The device failed.
@@ -21,7 +21,9 @@ impl<R: Platform> GpuEngine<R> {
         const SEQUENCE: SequenceId = SequenceId::MAX;
         const REPEATS: usize = 5;
         let reserved = self.pool.reserve(&[(SEQUENCE, position + count)]);
-        reserved.map_err(|missing| input(format!("{missing} pages are wanted to measure with, and fewer are free")))?;
+        reserved.map_err(|missing| {
+            input(format!("measuring needs {missing} pages, but fewer are free; end a sequence first"))
+        })?;
         let rows: Vec<RowAt> =
             (position..position + count).map(|position| RowAt { sequence: SEQUENCE, position }).collect();
         let mut steps = self.steps.take();
@@ -58,7 +60,7 @@ impl<R: Platform> GpuEngine<R> {
                     sync()?;
                     took.push(start.elapsed().as_secs_f64() / self.layers.len() as f64);
                 }
-                took.remove(0); // compiles
+                took.remove(0); // includes compilation
                 took.sort_by(f64::total_cmp);
                 times.push((step, took[REPEATS / 2]));
             }
@@ -69,7 +71,7 @@ impl<R: Platform> GpuEngine<R> {
         times
     }
 
-    /// One step of all layers.
+    /// Launches one step of all layers.
     fn all_layers<L: Platform>(&self, client: &ComputeClient<L>, step: Step, places: &Places, hidden: &Handle) {
         for (index, layer) in self.layers.iter().enumerate() {
             let recipe = &self.recipe.layers[self.options.layers.start + index];

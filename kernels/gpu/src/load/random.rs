@@ -1,7 +1,7 @@
-//! Matrices of random weights made on the device: 16 rows of each format and width are sent, and varied there.
+//! Generates random weights on the device, for benchmarks: uploads 16 rows per format and width, and varies them there.
 //!
-//! What a step takes does not depend on the values of weights, so a model of any size can be measured without a file of it. No two
-//! strips of 16 rows are equal: drawing a token among logits that tie takes longer.
+//! The time of a step does not depend on the weights' values, so a model of any size can be measured without its file. No two tile
+//! rows (16 matrix rows, a `Strip`) are equal, because drawing a token from tied logits takes longer.
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
@@ -17,34 +17,34 @@ use crate::engine::memory::Memory;
 use crate::tiles::{code_words, tile_words};
 use crate::{Platform, array};
 
-/// Columns whose codes differ from the first strip's in the same bits.
+/// Columns whose codes differ from those of the uploaded rows in the same bits.
 const SPAN: usize = 256;
-/// Tiles of as many columns.
+/// Tiles per span.
 const SPAN_TILES: usize = SPAN / GROUP;
 
-/// 16 random rows as tiles, on the device.
+/// A tile row on the device: 16 random matrix rows.
 pub(super) struct Strip {
     words: usize,
-    /// Sums of the words of each span of columns, for each [`flips`] of it.
+    /// Sum of the words of each span of columns, for each value of [`flips`].
     sums: Vec<[u32; 16]>,
     tiles: Handle,
 }
 
-/// Which of the low four bits of the codes of a span are flipped in strip `strip` of a matrix.
+/// Which of the low four bits of a span's codes are flipped in tile row `strip` of a matrix.
 pub(crate) fn flips(strip: usize, span: usize) -> u32 {
     (strip as u32).wrapping_mul(STRIP_STEP).wrapping_add((span as u32).wrapping_mul(SPAN_STEP)) >> 28
 }
 
-/// Odd numbers whose multiples spread over all 32 bits.
+/// Odd multipliers that spread over all 32 bits.
 const STRIP_STEP: u32 = 0x9e37_79b1;
 const SPAN_STEP: u32 = 0x85eb_ca77;
 
-/// The low bits of all codes of a word.
+/// Mask of the lowest bit of every code in a word.
 const fn low_bits(kind: QuantType) -> u32 {
     if Layout::of(kind).bits == 8 { 0x0101_0101 } else { 0x1111_1111 }
 }
 
-/// Words of a block that begin with whole codes or their low four bits; further bits follow.
+/// Words of a block that hold whole codes or their low four bits; the words of higher bits follow them.
 const fn low_words(kind: QuantType) -> usize {
     match Layout::of(kind).bits {
         0 => 0,
@@ -53,7 +53,7 @@ const fn low_words(kind: QuantType) -> usize {
     }
 }
 
-/// The rows of a file that the first strip of a matrix is made of, before bits are flipped.
+/// The 16 rows in file format that all tile rows of a matrix are derived from by flipping bits.
 pub(crate) fn rows(kind: QuantType, cols: usize) -> Vec<u8> {
     const SEED: u64 = 1;
     random_blocks(kind, ROWS * cols / kind.block_len(), SEED)
@@ -80,14 +80,14 @@ impl Strip {
         Ok(Self { words, sums, tiles: memory.created(tiles, "random weights")? })
     }
 
-    /// The sum of the words of a matrix of `strips` strips.
+    /// The sum of the words of a matrix of `strips` tile rows.
     fn sum(&self, strips: usize) -> u32 {
         let spans = |strip| self.sums.iter().enumerate().map(move |(span, sums)| sums[flips(strip, span) as usize]);
         (0..strips).flat_map(spans).fold(0, u32::wrapping_add)
     }
 }
 
-/// A matrix of variations of the strip of its format and columns, and the sum of its words.
+/// Generates a matrix from the random rows of its format and columns. Returns it with the sum of its words.
 pub(super) fn matrix<R: Platform>(
     memory: &Memory<'_, R>,
     strips: &mut BTreeMap<(QuantType, usize), Strip>,
@@ -99,7 +99,7 @@ pub(super) fn matrix<R: Platform>(
     };
     let many = joined.rows.div_ceil(ROWS);
     let buffer = memory.buffer(joined.bytes(), joined.pieces[0].0)?;
-    // SAFETY: the matrix is `many` strips long, and the kernel stays below both lengths.
+    // SAFETY: the matrix has `many` tile rows, and the kernel stays below both lengths.
     unsafe {
         repeat_kernel::launch_unchecked::<R>(
             memory.client,
@@ -115,7 +115,7 @@ pub(super) fn matrix<R: Platform>(
     Ok((buffer, strip.sum(many)))
 }
 
-/// Each cube writes whole strips.
+/// Each cube writes whole tile rows.
 #[cube(launch_unchecked)]
 fn repeat_kernel(strip: &Array<u32>, matrix: &mut Array<u32>, len: u32, many: u32, #[comptime] kind: QuantType) {
     let (tile, codes) = comptime!((tile_words(kind) as u32, code_words(kind) as u32));

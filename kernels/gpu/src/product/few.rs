@@ -1,4 +1,6 @@
-//! Products of up to eight rows on matrix instructions: a plane computes one chunk of a strip of 16 rows of the matrix.
+//! Products of up to eight activation rows on matrix instructions: a plane computes one chunk of a tile row (16 matrix rows).
+//!
+//! Tiles and activations reach a plane through a ring buffer in shared memory, filled by asynchronous copies.
 use cubecl::prelude::*;
 use kernels::order::CHUNKS;
 use kernels::quant::QuantType;
@@ -10,50 +12,50 @@ use crate::arithmetic::Abilities;
 use crate::inline::{await_previous, begin_copy, end_group, release_next, wait_groups};
 use crate::tiles::{LaneTile, code_words, lane_scales, lane_vectors, read_lane, scale_words, tile_words};
 
-/// Bytes of a plane's ring where it has more than three stages.
+/// Maximum bytes of a plane's ring with more than three stages.
 const RING_BYTES: usize = 7 << 10;
-/// Bytes of a plane's ring at most: eight of them and the sums of a cube fit into the shared memory of every card.
+/// Maximum bytes of a plane's ring: eight rings and the sums of a cube fit into the shared memory of every card.
 const RING_BYTES_MAX: usize = 10 << 10;
 
-/// What a plane computes at once, and how that comes to it.
+/// Work of a plane per stage of its ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Shape {
     pub(super) kind: QuantType,
-    /// Strips of 16 rows of the matrix.
+    /// Tile rows (16 matrix rows) per cube.
     pub(super) each: usize,
-    /// The second half of the strips lies further behind the first half.
+    /// The second half of the tile rows is not adjacent to the first half.
     pub(super) halves: bool,
-    /// Rows of activations: one, or up to [`FEW`].
+    /// One activation row instead of up to [`FEW`].
     pub(super) one: bool,
 }
 
 impl Shape {
-    /// Rows of activations that there is room for.
+    /// Capacity in activation rows.
     pub(super) const fn columns(self) -> usize {
         if self.one { 1 } else { FEW }
     }
 
-    /// Groups of columns of a stage: two tiles at once keep a plane busy that has neither more strips nor more rows.
+    /// Groups of columns per stage. A plane with only one tile row and one activation row takes two, to stay busy.
     const fn groups(self) -> usize {
         if self.one && self.each == 1 { 2 } else { 1 }
     }
 
-    /// Tiles of a stage.
+    /// Tiles per stage.
     const fn tiles(self) -> usize {
         self.each * self.groups()
     }
 
-    /// 16 bytes of codes of activations of a stage.
+    /// Activation codes per stage, in vectors of 16 bytes.
     const fn codes(self) -> usize {
         4 * self.columns() * self.groups()
     }
 
-    /// Scales of activations of a stage, of 16 bytes each.
+    /// Activation scales per stage, in vectors of 16 bytes.
     const fn scales(self) -> usize {
         2 * self.columns() * self.groups()
     }
 
-    /// Stages of the ring that tiles and activations come through.
+    /// Stages of the ring.
     const fn stages(self) -> usize {
         let stage = self.tiles() * 4 * tile_words(self.kind) + 16 * (self.codes() + self.scales());
         match RING_BYTES / stage {
@@ -65,16 +67,16 @@ impl Shape {
     }
 }
 
-/// What is on its way from global memory, of each plane apart.
+/// Ring buffers in shared memory, one per plane.
 #[derive(CubeType)]
 struct Ring {
-    /// Codes of tiles, `[plane, stage, strip, group]`.
+    /// Tile codes, `[plane, stage, tile row, group]`.
     pairs: SharedMemory<Vector<u32, Const<2>>>,
-    /// Their scales.
+    /// Tile scales, in the same order.
     singles: SharedMemory<u32>,
-    /// Codes of activations, `[plane, stage, row, group, 4]`.
+    /// Activation codes, `[plane, stage, row, group, 4]`.
     codes: SharedMemory<Vector<u32, Const<4>>>,
-    /// Their scales, `[plane, stage, row, group, block]`.
+    /// Activation scales, `[plane, stage, row, group, block]`.
     scales: SharedMemory<Vector<f32, Const<4>>>,
 }
 
@@ -147,7 +149,7 @@ pub(super) fn few_kernel(
     }
 }
 
-/// Puts a lane's sums of its `s`-th strip where all chunks meet, as strip `at` of `each`: `[chunk][column][strip][row]`.
+/// Writes a lane's sums of tile row `s` to `shared` as tile row `at` of `each`: `[chunk][activation row][tile row][row]`.
 #[cube]
 pub(super) fn share_sums(
     sums: &Array<f32>,
@@ -177,15 +179,15 @@ pub(super) fn share_sums(
     }
 }
 
-/// Tiles from a cube's first strip to its `s`-th. Where they lie in halves, the second half is `far` tiles behind the first.
+/// Offset in tiles from a cube's first tile row to its `s`-th. With `halves`, the second half starts `far` tiles after the first.
 #[cube]
 fn tiles_to(s: u32, apart: u32, far: u32, #[comptime] shape: Shape) -> u32 {
     let half = comptime!(shape.each as u32 / 2);
     if comptime!(shape.halves) { s % half * apart + s / half * far } else { s * apart }
 }
 
-/// Begins to copy the tiles of a stage to stage `to` of all. `tile`: the first of them in the first strip; `left`: groups from there
-/// to the end of the chunk. A matrix has fewer than 2³² words.
+/// Starts to copy a stage's tiles to stage `to`, counted over the rings of all planes. `tile`: the first tile in the first tile row;
+/// `left`: groups from there to the end of the chunk. Indices are 32-bit because a matrix has fewer than 2³² words.
 #[cube]
 fn begin_tiles(
     pairs: &Array<Vector<u32, Const<2>>>,
@@ -199,7 +201,7 @@ fn begin_tiles(
     #[comptime] shape: Shape,
 ) {
     let (kind, lane) = (comptime!(shape.kind), UNIT_POS_X);
-    // Pieces are of 16 bytes: two pairs, or four words.
+    // A piece is 16 bytes: two pairs, or four words.
     let (codes, scales) = comptime!((code_words(kind) / 4, scale_words(kind) / 4));
     #[unroll]
     for s in 0..comptime!(shape.each) {
@@ -223,7 +225,7 @@ fn begin_tiles(
             }
         }
     }
-    // A lane copies four words of the scales of one tile.
+    // A lane copies four scale words of one tile.
     let (of, piece) = (lane / comptime!(scales as u32), lane % comptime!(scales as u32));
     let (s, i) = (of / comptime!(shape.groups() as u32), of % comptime!(shape.groups() as u32));
     if of < comptime!(shape.tiles() as u32) && i < left {
@@ -237,7 +239,7 @@ fn begin_tiles(
     }
 }
 
-/// Begins to copy the activations of a stage, of which the first group is `group`.
+/// Starts to copy the activations of a stage, whose first group is `group`.
 #[cube]
 fn begin_activations(
     codes: &Array<Vector<u32, Const<4>>>,
@@ -252,7 +254,7 @@ fn begin_activations(
     #[comptime] shape: Shape,
 ) {
     let lane = UNIT_POS_X;
-    // Rows beyond the last read it once more, and their sums are not written.
+    // Rows past the last one read the last, and their sums are not written.
     let (in_codes, in_scales) = comptime!((4 * shape.groups() as u32, 2 * shape.groups() as u32));
     let (row, within) = (min(lane / in_codes, last), lane % in_codes);
     if lane < comptime!(shape.codes() as u32) && within / 4 < left {
@@ -274,7 +276,7 @@ fn begin_activations(
     }
 }
 
-/// One chunk of the strips of a cube, by one plane. Sums are `[strip][row][column]` of the lane.
+/// Computes one chunk of a cube's tile rows with one plane. The lane's sums are `[tile row][row][activation row]`.
 #[cube]
 pub(super) fn strip_sums(
     pairs: &Array<Vector<u32, Const<2>>>,
@@ -299,7 +301,7 @@ pub(super) fn strip_sums(
     let step_groups = comptime!(shape.groups() as u32);
     let (g, t) = (lane / 4, lane % 4);
     let (from, to) = chunk_range(groups, chunk);
-    // Tiles from one strip to the next: none where there is no next one, whose sums nobody wants then.
+    // Tiles between consecutive tile rows; 0 if there is no next one, whose sums are then not used.
     let apart = u32::cast_from(select(strip < last_strip, groups, 0usize));
     let ring = Ring {
         pairs: SharedMemory::<Vector<u32, Const<2>>>::new_aligned(
@@ -323,7 +325,7 @@ pub(super) fn strip_sums(
             begin_tiles(pairs, singles, &ring, ring_at + i, first_tile + group, end - group, apart, far, shape);
         }
     }
-    // Weights are on their way while the kernel before ends. They count to the group of the first stage.
+    // The weight copies above overlap the end of the preceding kernel. They are part of the first stage's copy group.
     await_previous(able);
     let last = count - 1;
     #[unroll]
@@ -336,10 +338,10 @@ pub(super) fn strip_sums(
     }
     let mut raw = Array::<Vector<u32, Const<2>>>::new(comptime!(lane_vectors(kind)));
     let mut raw_scales = Array::<u32>::new(comptime!(lane_scales(kind)));
-    let mut x_scales = Array::<Vector<f32, Const<4>>>::new(4usize); // `[block][left, right]`
+    let mut x_scales = Array::<Vector<f32, Const<4>>>::new(4usize); // `[block][left, right column]`
     let (mut stage, mut group) = (0u32, from);
     while group < end {
-        // The lanes of a plane see what each of them copied, and are done with the stage before.
+        // After this, the lanes of a plane see each other's copies, and all have finished the previous stage.
         wait_groups(comptime!(depth - 2));
         sync_plane();
         let next = group + comptime!(((depth - 1) * shape.groups()) as u32);
@@ -353,7 +355,7 @@ pub(super) fn strip_sums(
         #[unroll]
         for i in 0..comptime!(shape.groups()) {
             if comptime!(i == 0) || group + comptime!(i as u32) < end {
-                // All lanes read the only row.
+                // With one activation row, all lanes read that row.
                 let many = comptime!(usize::from(!shape.one));
                 let (row, left, right) = (g * many, 2 * t * many, (2 * t + 1) * many);
                 #[unroll]

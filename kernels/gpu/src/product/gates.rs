@@ -1,4 +1,4 @@
-//! Gate and up of up to eight rows in one launch: activation(gate) · up leaves it as the integers that the next product reads.
+//! Fused gate and up products of up to eight rows: writes activation(gate) · up as the 8-bit integers that the down product reads.
 use cubecl::prelude::*;
 use kernels::order::{Activation, CHUNKS};
 use kernels::tile::{Layout, ROWS};
@@ -10,17 +10,17 @@ use crate::rows::{Wanted, put};
 use crate::tiles::NIBBLES;
 use crate::{Platform, array};
 
-/// Strips of a cube: two of the gate, two of up. They give one block of 32 columns.
+/// Tile rows per cube: two of the gate and two of up, for one block of 32 output columns.
 const STRIPS: usize = 4;
-/// Columns of a cube.
+/// Output columns per cube.
 const COLUMNS: usize = STRIPS / 2 * ROWS;
 
-/// Whether [`gate_product`] computes `count` rows of a matrix that holds the gate above up.
+/// Whether [`gate_product`] supports `count` rows of a matrix that holds gate, then up.
 pub(crate) fn gates(matrix: &Matrix, count: usize, able: Abilities) -> bool {
     able.matrices && Layout::of(matrix.kind).bits > 0 && count <= FEW && matrix.rows.is_multiple_of(2 * COLUMNS)
 }
 
-/// `count` rows of `x` times a matrix that holds the gate above up, gated, to the integers of `gated`.
+/// Multiplies `count` rows of `x` by a matrix that holds gate, then up; writes activation(gate) · up to the integers of `gated`.
 pub(crate) fn gate_product<R: Platform>(
     client: &ComputeClient<R>,
     able: Abilities,
@@ -31,7 +31,7 @@ pub(crate) fn gate_product<R: Platform>(
     gated: &Activations,
 ) {
     let cols = matrix.rows / 2;
-    // SAFETY: a cube stays within its strips, and the rows of activations are as many as counted.
+    // SAFETY: a cube stays within its tile rows, and the activations have `count` rows.
     unsafe {
         gate_kernel::launch_unchecked::<R>(
             client,
@@ -76,7 +76,7 @@ fn gate_kernel(
     let (lane, plane) = (UNIT_POS_X as usize, UNIT_POS_Y as usize);
     let (groups, cols) = (groups as usize, cols as usize);
     let strip = CUBE_POS_X as usize * comptime!(STRIPS / 2);
-    // From the gate to up in tiles.
+    // Offset from gate to up, in tiles.
     let far = u32::cast_from(cols / comptime!(ROWS) * groups);
     let end = cols / comptime!(ROWS);
     let mut shared = SharedMemory::<f32>::new(comptime!(CHUNKS * STRIPS * ROWS * columns));
@@ -108,7 +108,7 @@ fn gate_kernel(
         share_sums(&sums, &mut shared, lane, plane, s, s, STRIPS, columns);
     }
     sync_cube();
-    // A plane finishes a row; eight of its units hold four columns each.
+    // A plane finishes one activation row; eight of its units handle four columns each.
     if plane < count as usize && plane < columns {
         let mut values = Array::<f32>::new(4usize);
         let first = lane % 8 * 4;

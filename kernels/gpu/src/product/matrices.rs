@@ -1,4 +1,4 @@
-//! One tile times activations by the instruction m16n8k32 of 8-bit integers.
+//! Multiplies one tile by activations with the 8-bit matrix instruction m16n8k32.
 use cubecl::cmma::MmaDefinition;
 use cubecl::prelude::*;
 use kernels::quant::QuantType;
@@ -7,7 +7,7 @@ use kernels::tile::{Layout, Scales};
 use crate::arithmetic::{Abilities, biased, from_biased, fused};
 use crate::tiles::{fragment, lane_block_scales};
 
-/// The sum of a block's codes, or of one half of them.
+/// The sum of the codes of a block, or of one of its halves if `split`.
 #[cube]
 fn code_sum(scales: Vector<f32, Const<4>>, #[comptime] half: usize, #[comptime] split: bool) -> i32 {
     let (total, first) = (i32::reinterpret(scales[2]), i32::reinterpret(scales[3]));
@@ -20,8 +20,8 @@ fn code_sum(scales: Vector<f32, Const<4>>, #[comptime] half: usize, #[comptime] 
     }
 }
 
-/// Adds a block of a tile to the sums of a lane: rows 2 g and 2 g + 1 of the tile, columns 2 t and 2 t + 1 of the activations, whose
-/// scales are `left` and `right`.
+/// Adds the products of a block of a tile to the sums of a lane: rows 2 g and 2 g + 1 of the tile, columns 2 t and 2 t + 1 of the
+/// activations, whose scales are `left` and `right`. `one`: there is only one column.
 #[cube]
 pub(super) fn multiply(
     codes: &Array<Vector<u32, Const<2>>>,
@@ -57,7 +57,7 @@ pub(super) fn multiply(
         if comptime!(layout.offset > 0) {
             bias = biased(-(comptime!(layout.offset) * code_sum(left, half, split)));
         }
-        // One column needs no numbers in four registers before the instruction.
+        // With one column the bias is added after the instruction, which saves registers for its initial sums.
         begin[0] = if comptime!(one) { 0i32.runtime() } else { bias };
         begin[1] = begin[0];
         if comptime!(!one && layout.offset > 0) {

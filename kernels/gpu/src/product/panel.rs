@@ -1,6 +1,8 @@
-//! Products of many rows on matrix instructions: a cube computes 128 rows of the matrix for up to 64 tokens, a plane 32 for 32.
+//! Products of many activation rows (tokens) on matrix instructions: a cube computes 128 matrix rows for up to 64 tokens, a plane
+//! 32 rows for up to 32.
 //!
-//! What the planes read of a group of columns lies in shared memory: while one group is multiplied, the next two are on their way.
+//! Planes share the tiles and activations of a group of columns in shared memory. While one group is multiplied, the next two are
+//! copied asynchronously.
 use cubecl::prelude::*;
 use kernels::order::CHUNKS;
 use kernels::quant::QuantType;
@@ -15,45 +17,46 @@ use crate::tiles::{LaneTile, code_words, lane_scales, lane_vectors, read_lane, s
 /// Pairs of words in shared memory.
 type Words = SharedMemory<Vector<u32, Const<2>>>;
 
-/// Tokens of a cube.
+/// Tokens per cube.
 pub(super) const fn panel_tokens(kind: QuantType) -> usize {
     TOKEN_PLANES * 8 * eights(kind)
 }
 
-/// Matrix rows of a cube.
+/// Matrix rows per cube.
 pub(super) const PANEL_ROWS: usize = 128;
-/// Strips of 16 rows of a cube.
+/// Tile rows (16 matrix rows) per cube.
 const CUBE_STRIPS: usize = PANEL_ROWS / ROWS;
-/// Strips that a plane computes.
+/// Tile rows per plane.
 const PANEL_STRIPS: usize = 2;
-/// Planes that compute the same strips for other tokens.
+/// Planes that share the same tile rows and compute different tokens.
 const TOKEN_PLANES: usize = PLANES * PANEL_STRIPS / CUBE_STRIPS;
-/// Planes of a cube.
+/// Planes per cube.
 const PLANES: usize = 8;
-/// Units of a cube.
+/// Units per cube.
 const UNITS: usize = 32 * PLANES;
-/// Times eight tokens that a plane of a panel computes: fewer where a tile takes more registers.
+/// Tokens per plane, in units of eight: fewer for formats whose tiles take more registers.
 const fn eights(kind: QuantType) -> usize {
     if matches!(Layout::of(kind).scales, Scales::Sixteens) { 2 } else { 4 }
 }
 
-/// Groups of columns that are in shared memory or on their way there.
+/// Groups of columns in shared memory, including those being copied.
 const STAGES: usize = 3;
 
-/// What all planes of a cube read of a group.
+/// Tiles and activations in shared memory.
 #[derive(CubeType)]
 struct Staged {
-    /// `[stage, strip, pairs]`
+    /// Tile codes, `[stage, tile row, pairs]`.
     pairs: SharedMemory<Vector<u32, Const<2>>>,
-    /// `[stage, strip, words]`
+    /// Tile scales, `[stage, tile row, words]`.
     singles: SharedMemory<u32>,
-    /// `[stage, token, 4]`
+    /// Activation codes, `[stage, token, 4]`.
     codes: SharedMemory<Vector<u32, Const<4>>>,
-    /// `[stage, block, token]`: so that lanes read neighbours.
+    /// Activation scales, `[stage, block, token]`, so that lanes read adjacent elements.
     scales: SharedMemory<Vector<f32, Const<4>>>,
 }
 
-/// Where the 16 bytes begin that a unit copies of the first group. A matrix has fewer than 2³² words, and so have the tokens.
+/// Indices of the 16-byte pieces of the first group that a unit copies. 32 bits suffice: the matrix and the activations each have
+/// fewer than 2³² words.
 #[derive(CubeType)]
 struct Sources {
     pair: u32,
@@ -62,7 +65,7 @@ struct Sources {
     scale: u32,
 }
 
-/// Where the 16 bytes of piece `piece` of all strips' codes begin.
+/// Index of piece `piece` of the codes of all tile rows.
 #[cube]
 fn pair_source(piece: u32, first_strip: u32, last_strip: u32, groups: u32, #[comptime] kind: QuantType) -> u32 {
     let each = comptime!(code_words(kind) as u32 / 4);
@@ -70,7 +73,7 @@ fn pair_source(piece: u32, first_strip: u32, last_strip: u32, groups: u32, #[com
     strip * groups * comptime!(tile_words(kind) as u32 / 2) + piece % each * 2
 }
 
-/// Pieces of 16 bytes of all strips' codes in one group.
+/// Pieces (16 bytes) of the codes of all tile rows in one group.
 const fn code_pieces(kind: QuantType) -> usize {
     CUBE_STRIPS * code_words(kind) / 4
 }
@@ -94,7 +97,7 @@ fn begin_group(
     #[unroll]
     for i in 0..comptime!(pieces.div_ceil(UNITS)) {
         if comptime!((i + 1) * UNITS <= pieces) || unit < comptime!(pieces - i * UNITS) {
-            // The others are computed when they are needed: they would take registers.
+            // Further indices are recomputed each time, because keeping them would take registers.
             let mut from = sources.pair;
             if comptime!(i > 0) {
                 let piece = unit as u32 + comptime!((i * UNITS) as u32);
@@ -162,7 +165,7 @@ pub(super) fn panel_kernel(
     let last_strip = strips as usize - 1;
     let elements = comptime!(PANEL_STRIPS * across * 4);
     let mut sums = Array::<f32>::new(elements);
-    // Sums of whole chunks, `[element, unit]`: in registers they would leave room for half as many cubes.
+    // Sums of the finished chunks, `[element, unit]`, in shared memory: in registers they would halve the number of resident cubes.
     let mut totals = SharedMemory::<f32>::new(comptime!(elements * UNITS));
     #[unroll]
     for i in 0..elements {
@@ -178,7 +181,7 @@ pub(super) fn panel_kernel(
         codes: SharedMemory::<Vector<u32, Const<4>>>::new(comptime!(STAGES * 4 * tokens)),
         scales: SharedMemory::<Vector<f32, Const<4>>>::new(comptime!(STAGES * 2 * tokens)),
     };
-    // Units read the last strip and the last token once more in place of those beyond them.
+    // In place of tile rows and tokens past the last one, units read the last one.
     let last_token = count - 1;
     let in_scales = comptime!(scale_words(kind) / 4);
     let tile = min(first_strip + unit / in_scales, last_strip) * groups;
@@ -215,7 +218,7 @@ pub(super) fn panel_kernel(
     for chunk in 0..comptime!(CHUNKS as u32) {
         let to = (chunk + 1) * groups / comptime!(CHUNKS as u32);
         while group < to {
-            // What all units copied of this group is there, and all are done with the group before.
+            // After this, the group's copies by all units are visible, and all units have finished the previous group.
             wait_groups(comptime!(STAGES - 2));
             sync_cube();
             let next = group + comptime!(STAGES as u32 - 1);
@@ -253,7 +256,7 @@ pub(super) fn panel_kernel(
                         kind,
                     );
                 }
-                // Block by block: fragments of both would take registers.
+                // One block at a time: the fragments of both would take too many registers.
                 #[unroll]
                 for block in 0..2usize {
                     #[unroll]

@@ -1,4 +1,4 @@
-//! Products on any device and of any format: a unit computes one chunk of one row of the matrix.
+//! Products on any device and in any format: a unit computes one chunk of one matrix row.
 use cubecl::prelude::*;
 use kernels::order::{CHUNKS, GROUP};
 use kernels::quant::QuantType;
@@ -61,7 +61,7 @@ pub(super) fn plain_kernel(
     }
 }
 
-/// One block of integers of one row of the matrix: see `kernels::order::block_dot`.
+/// Adds one quantised block of a matrix row to `sum`: see `kernels::order::block_dot`.
 #[cube]
 fn plain_block(
     tiles: &Array<u32>,

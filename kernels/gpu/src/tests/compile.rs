@@ -1,4 +1,4 @@
-//! Every kernel as CUDA text, compiled for the cards that people have where NVRTC and ptxas are installed: no GPU is needed.
+//! Generates every kernel as CUDA source and, if NVRTC and ptxas are installed, compiles it for common cards. Needs no GPU.
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -40,7 +40,7 @@ fn no_device() -> DeviceProperties {
     DeviceProperties::new(Default::default(), memory, hardware, TimingMethod::System)
 }
 
-/// Kernels of a test with what they are for, as launches.
+/// A label, and a function that launches the kernels to test.
 type Launches = (String, Box<dyn FnOnce(&ComputeClient<Recorder>)>);
 
 const ABLE: Abilities = Abilities { fused: true, halves: true, matrices: true };
@@ -53,7 +53,7 @@ fn activations(cols: usize) -> Activations {
     Activations { floats: handle(), codes: handle(), scales: handle(), cols }
 }
 
-/// Products and embeddings of a format.
+/// Products and embedding in one format.
 fn products(client: &ComputeClient<Recorder>, kind: QuantType) {
     let (y, vector) = (handle(), handle());
     for cols in [3584usize, 18_944] {
@@ -75,7 +75,7 @@ fn products(client: &ComputeClient<Recorder>, kind: QuantType) {
     embed(client, ABLE, &table, 0, &vector, 1, None, &y);
 }
 
-/// Norms and gates.
+/// Norms, gates, soft cap and sampling.
 fn rows(client: &ComputeClient<Recorder>, wanted: Wanted) {
     let (y, vector, x) = (handle(), handle(), activations(3584));
     norm(client, ABLE, &y, &vector, 1e-6, None, 1, wanted, &x);
@@ -88,7 +88,7 @@ fn rows(client: &ComputeClient<Recorder>, wanted: Wanted) {
     draw(client, &DrawScratch::of(handle, 4096), &y, &vector, 1, &handle(), &handle());
 }
 
-/// Attention of layers that have everything, and of plain ones.
+/// Attention with all options, and without any.
 fn attention(client: &ComputeClient<Recorder>, (heads, kv_heads, head_dim): (usize, usize, usize), wanted: Wanted) {
     let heads = Heads { heads, kv_heads, head_dim, pairs: head_dim / 2, halves: true, half_cells: wanted.integers };
     let (y, vector, rotary) = (handle(), handle(), handle());
@@ -113,7 +113,7 @@ fn attention(client: &ComputeClient<Recorder>, (heads, kv_heads, head_dim): (usi
     }
 }
 
-/// Every kernel in the forms that models use.
+/// Every kernel in the variants that models use.
 fn all_launches() -> Vec<Launches> {
     let mut all: Vec<Launches> = Vec::new();
     for kind in QUANT_TYPES {
@@ -130,13 +130,12 @@ fn all_launches() -> Vec<Launches> {
     all
 }
 
-/// What people have: Ampere (A100, RTX 30), Ada (RTX 40), Hopper, Blackwell (RTX 50).
+/// Common cards: Ampere (A100, RTX 30), Ada (RTX 40), Hopper, Blackwell (RTX 50).
 const ARCHITECTURES: [u32; 5] = [80, 86, 89, 90, 120];
-/// Shared memory that a cube may have on all of them.
+/// Shared memory that a cube may use on all of them.
 const SHARED_BYTES: u32 = 99 << 10;
 
-/// NVRTC and ptxas of the folder that `MESHNODE_CUDA` names: a toolkit's, or one of Python packages (`nvidia-cuda-nvcc-cu12` and the
-/// like).
+/// ptxas and NVRTC in the folder that `MESHNODE_CUDA` names: a toolkit, or Python packages such as `nvidia-cuda-nvcc-cu12`.
 fn toolkit() -> Option<(PathBuf, Toolkit)> {
     let root = PathBuf::from(std::env::var_os("MESHNODE_CUDA")?);
     let ptxas = ["bin/ptxas", "cuda_nvcc/bin/ptxas", "nvidia/cuda_nvcc/bin/ptxas", "nvidia/cu13/bin/ptxas"];
@@ -144,11 +143,14 @@ fn toolkit() -> Option<(PathBuf, Toolkit)> {
     Some((ptxas.expect("ptxas in MESHNODE_CUDA"), load_from(&root).expect("NVRTC in MESHNODE_CUDA")))
 }
 
-/// CubeCL lays its shared memory out in another order each time it compiles it, and some orders make a card spill two words. It runs
-/// once a token in one cube a row.
+/// CubeCL lays out this kernel's shared memory in a different order each time, and some orders make a card spill two words. It runs
+/// once per token, with one cube per row.
 const MAY_SPILL: &str = "choose_kernel";
 
-/// Compiles a kernel for one architecture to machine code; gives what is wrong with it, if anything.
+/// Compiles a kernel to machine code for one architecture.
+///
+/// # Errors
+/// The kernel does not compile, or it spills registers.
 fn assembled(
     label: &str,
     source: &Source,
@@ -177,13 +179,14 @@ fn assembled(
     if run.status.success() && wrong.is_empty() { Ok(()) } else { Err(format!("{name}: {wrong}")) }
 }
 
-/// `MESHNODE_ONLY=few` looks at the kernels whose name holds that, for sm_90; `MESHNODE_KEEP=folder` keeps text and machine code.
+/// `MESHNODE_ONLY=few` compiles only the kernels whose name contains `few`, for sm_90; `MESHNODE_KEEP=folder` keeps source and
+/// machine code.
 #[test]
 fn kernels_compile_for_every_card() {
     let only = std::env::var("MESHNODE_ONLY").unwrap_or_default();
     let mut sources = Vec::new();
     for (label, launches) in all_launches() {
-        let found = Source::all(no_device(), launches).expect("text of every kernel");
+        let found = Source::all(no_device(), launches).expect("the source of every kernel");
         sources.extend(found.into_iter().enumerate().map(|(i, source)| (format!("{label} {i}"), source)));
     }
     assert!(sources.len() > 100, "{} kernels", sources.len());
@@ -195,8 +198,8 @@ fn kernels_compile_for_every_card() {
     }
     let Some(toolkit) = toolkit() else {
         let required = std::env::var("MESHNODE_REQUIRE").is_ok_and(|all| all.split(',').any(|one| one == "nvrtc"));
-        assert!(!required, "MESHNODE_REQUIRE names nvrtc, but MESHNODE_CUDA names no folder that holds it");
-        eprintln!("SKIPPED: MESHNODE_CUDA names no folder with NVRTC, its headers and ptxas");
+        assert!(!required, "MESHNODE_REQUIRE names nvrtc, but MESHNODE_CUDA is not set to its folder");
+        eprintln!("SKIPPED: MESHNODE_CUDA does not name a folder with NVRTC, its headers and ptxas");
         return;
     };
     let code = compile(&sources[0].1.text, "sm_90a", &toolkit.1.headers).expect("code for a driver");

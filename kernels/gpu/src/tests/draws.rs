@@ -1,4 +1,4 @@
-//! Tokens drawn on a device beside those that the processor draws from the same logits.
+//! Compares tokens sampled on a device with the CPU's from the same logits.
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 use cubecl::wgpu::WgpuRuntime;
@@ -10,15 +10,15 @@ use super::device;
 use crate::draw::{DECIDED, DRAWN_WORDS, DrawScratch, draw, draws, high_product, parameters, place, weight};
 use crate::{Platform, array};
 
-/// On CUDA, which alone draws: Mesa's software driver computes the last of the three kernels otherwise.
+/// CUDA only, like sampling on the device itself: Mesa's software driver computes wrong results in the last of the three kernels.
 #[test]
-fn a_device_draws_the_processors_tokens() {
+fn a_device_draws_the_same_tokens_as_the_cpu() {
     if let Some(DeviceId::Cuda(_)) = device() {
         draws_on(&CudaRuntime::client(&Default::default()));
     }
 }
 
-/// Sums of four uniform numbers, as logits of a language model are spread.
+/// Sums of four uniform random numbers, distributed like the logits of a language model.
 fn some_logits(count: usize, mut state: u64, width: f32) -> Vec<f32> {
     let mut uniform = || {
         state ^= state << 13;
@@ -29,7 +29,7 @@ fn some_logits(count: usize, mut state: u64, width: f32) -> Vec<f32> {
     (0..count).map(|_| (uniform() + uniform() + uniform() + uniform()) * width).collect()
 }
 
-/// Settings in all combinations that matter.
+/// All combinations of settings with their own code path.
 fn some_settings() -> Vec<SamplerSettings> {
     let mut all = vec![SamplerSettings::greedy()];
     for temperature in [0.05, 0.7, 1.0, 5.0] {
@@ -55,7 +55,7 @@ fn draws_on<R: Platform>(client: &ComputeClient<R>) {
     for (vocab, width) in [(7, 3.0), (1000, 8.0), (49_152, 12.0), (151_936, 6.0)] {
         let scratch = DrawScratch::new(client, vocab);
         let mut rows: Vec<Vec<f32>> = (0..2).map(|seed| some_logits(vocab, seed + 11, width)).collect();
-        // Ties, zeros of both signs, and a token that cannot be drawn.
+        // Ties, zeros of both signs, and a token that must not be drawn.
         rows[1][3] = 0.0;
         rows[1][5] = -0.0;
         rows[1][6] = f32::NEG_INFINITY;
@@ -101,9 +101,9 @@ fn parts_kernel(
     }
 }
 
-/// Weights, where logits lie, and products of 64 bits.
+/// Places and weights of logits, and 64-bit products.
 #[test]
-fn weights_are_the_processors() {
+fn weights_are_the_same_as_on_the_cpu() {
     fn on<R: Platform>(client: &ComputeClient<R>) {
         let logits: Vec<f32> = some_logits(4096, 5, 30.0).into_iter().map(|x| x.min(10.0)).collect();
         let factors: Vec<u64> = (0..2 * 4096).map(|i| kernels::sampler::random(7, i) >> (i % 23)).collect();
@@ -111,7 +111,7 @@ fn weights_are_the_processors() {
         for temperature in [0.05f32, 0.7, 1.0, 5.0] {
             let octaves = std::f64::consts::LOG2_E / f64::from(temperature);
             let out = client.empty(3 * 4096 * 8);
-            // SAFETY: as many units as numbers.
+            // SAFETY: there is one unit per element.
             unsafe {
                 parts_kernel::launch_unchecked::<R>(
                     client,
@@ -141,9 +141,9 @@ fn weights_are_the_processors() {
     }
 }
 
-/// Logits that no sound computation gives, and more equally likely tokens than a cube orders, are left to the host.
+/// The host samples if logits are not finite, or if more tokens are equally likely than a cube can order.
 #[test]
-fn what_a_device_cannot_decide_it_leaves() {
+fn a_device_leaves_rows_it_cannot_decide_to_the_host() {
     fn on<R: Platform>(client: &ComputeClient<R>) {
         const VOCAB: usize = 3000;
         let scratch = DrawScratch::new(client, VOCAB);

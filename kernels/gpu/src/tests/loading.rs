@@ -1,4 +1,4 @@
-//! How weights come to the device: random ones without a file, damaged ones, none where there is no room, and all away again.
+//! Loading weights onto a device: random weights without a file, damaged weights, too little memory, and freeing.
 use std::sync::Arc;
 
 use cubecl::cuda::CudaRuntime;
@@ -35,7 +35,7 @@ fn options(layers: usize) -> StageOptions {
     StageOptions { layers: 0..layers, sequences: 2, context: 300, activations: Activations::Int8, threads: 2 }
 }
 
-/// A prompt and a step.
+/// Runs a prompt and a decode step.
 fn logits(stage: &mut dyn Stage) -> Vec<RowsOut> {
     let rows = |position, tokens| Rows { sequence: 1, position, input: RowsIn::Tokens(tokens), want: Want::Logits };
     let mut all = stage.forward(&mut Threads::new(2).unwrap(), &[rows(0, &[5, 77, 260, 3, 3])]).unwrap();
@@ -47,7 +47,7 @@ fn all(file: &ModelFile) -> Vec<u8> {
     file.read(&(0..file.file_len())).unwrap().to_vec()
 }
 
-/// The model that a sketch stands for, with all of its matrices in the file.
+/// The same model as a [`Shape::sketch`], with all random matrices in the file.
 fn whole(shape: &Shape, quant: QuantType) -> Arc<ModelFile> {
     let sketch = shape.sketch(quant).unwrap();
     let mut bytes = all(&sketch);
@@ -55,10 +55,11 @@ fn whole(shape: &Shape, quant: QuantType) -> Arc<ModelFile> {
         let strip = random::rows(tensor.quant, tensor.cols);
         let (block_bytes, block_len) = (tensor.quant.block_bytes(), tensor.quant.block_len());
         let in_row = tensor.cols / block_len;
-        // Where the low four bits of a block's codes lie: two codes a byte, or one.
+        // Bytes of a block with the low four bits of its codes, and a mask of their lowest bits: two codes per byte, or one.
         let places = [(QuantType::Q4_0, 2..18, 0x11), (QuantType::Q8_0, 2..34, 1), (QuantType::Q6K, 0..128, 0x11)];
-        let (_, codes, both) = places.into_iter().find(|(kind, ..)| *kind == tensor.quant).expect("one of these");
-        // The device holds these matrices as one.
+        let (_, codes, both) =
+            places.into_iter().find(|(kind, ..)| *kind == tensor.quant).expect("a format in `places`");
+        // The device stores these matrices as one.
         let before: &[&str] = match tensor.name.rsplit_once('.').and_then(|(name, _)| name.rsplit_once('.')) {
             Some((_, "attn_k")) => &["attn_q"],
             Some((_, "attn_v")) => &["attn_q", "attn_k"],
@@ -81,7 +82,7 @@ fn whole(shape: &Shape, quant: QuantType) -> Arc<ModelFile> {
 }
 
 #[test]
-fn random_weights_compute_like_the_file_that_they_stand_for() {
+fn random_weights_compute_like_the_same_weights_from_a_file() {
     let Some(device) = device() else { return };
     let models = [
         (Shape { family: Architecture::Llama, tied: true, ..SHAPE }, QuantType::Q8_0),
@@ -97,7 +98,7 @@ fn random_weights_compute_like_the_file_that_they_stand_for() {
 }
 
 #[test]
-fn a_shape_that_makes_no_model_is_refused() {
+fn an_invalid_shape_is_rejected() {
     let Some(device) = device() else { return };
     let narrow = Shape { width: 64, heads: 1, kv_heads: 1, ..SHAPE };
     for (shape, quant, why) in [
@@ -111,7 +112,7 @@ fn a_shape_that_makes_no_model_is_refused() {
     assert!(error.to_string().contains("cpu"), "{error}");
 }
 
-/// The header's file has no name once it is open.
+/// The header file is unlinked once it is open.
 #[test]
 fn a_sketch_leaves_no_file_behind() {
     let shape = Shape { name: "left-behind", ..SHAPE };
@@ -144,7 +145,7 @@ fn a_profile_counts_launches_and_bytes() {
     assert!(times.len() == 9 && times.iter().all(|(_, seconds)| *seconds > 0.0), "{times:?}");
 }
 
-/// Also behind the first slab of a matrix, and in one that is joined with another.
+/// Also after the first slab of a matrix, and in a matrix that is stored joined with another.
 #[test]
 fn a_damaged_weight_is_named() {
     let Some(device) = device() else { return };
@@ -163,7 +164,7 @@ fn a_damaged_weight_is_named() {
 }
 
 #[test]
-fn what_the_device_cannot_hold_is_an_error_and_harms_nothing() {
+fn an_allocation_that_is_too_large_is_an_error_and_harms_nothing() {
     match device() {
         Some(DeviceId::Cuda(_)) => no_room_on(&CudaRuntime::client(&Default::default())),
         Some(_) => no_room_on(&WgpuRuntime::client(&wgpu_device(0).unwrap())),
@@ -175,7 +176,7 @@ fn no_room_on<R: Platform>(client: &ComputeClient<R>) {
     let memory = Memory { client, number: 0 };
     let error = memory.buffer(buffer_max(client) as usize + 4, "weights").unwrap_err();
     assert!(matches!(&error, StageError::Device(text) if text.contains("MiB of weights")), "{error}");
-    // As after an allocation that failed on CubeCL's thread: the handle is there, its memory is not.
+    // Like a failed allocation on CubeCL's thread: the handle exists, its memory does not.
     let never = cubecl::server::Handle::new(cubecl::stream_id::StreamId::current(), 64);
     assert!(memory.check(&never, "scratch").is_err());
     let words = [7u32; 16];
@@ -184,26 +185,26 @@ fn no_room_on<R: Platform>(client: &ComputeClient<R>) {
 }
 
 #[test]
-fn a_dropped_stage_gives_its_memory_back() {
+fn a_dropped_stage_frees_its_memory() {
     match device() {
-        Some(DeviceId::Cuda(_)) => given_back_on(&CudaRuntime::client(&Default::default())),
-        Some(_) => given_back_on(&WgpuRuntime::client(&wgpu_device(0).unwrap())),
+        Some(DeviceId::Cuda(_)) => frees_memory_on(&CudaRuntime::client(&Default::default())),
+        Some(_) => frees_memory_on(&WgpuRuntime::client(&wgpu_device(0).unwrap())),
         None => {}
     }
 }
 
-fn given_back_on<R: Platform>(client: &ComputeClient<R>) {
+fn frees_memory_on<R: Platform>(client: &ComputeClient<R>) {
     let reserved = || client.memory_usage().unwrap().bytes_reserved;
     let file = TinyModel::default().open();
     let mut stage = load::<R>(&file, options(3), client.clone(), 0, None).unwrap();
     logits(&mut stage);
     let (loaded, resident) = (reserved(), stage.resident_bytes());
     assert!(loaded >= resident.weights, "{loaded} bytes of {resident:?}");
-    // Stages are dropped by other threads than the one that loaded them.
+    // Other threads than the loading one drop stages.
     std::thread::spawn(move || drop(stage)).join().unwrap();
     let left = reserved();
     assert!(left + resident.weights <= loaded, "{left} of {loaded} bytes are left of {resident:?}");
-    // A load that fails half-way leaves no more behind.
+    // A load that fails half-way frees its memory too.
     let mut bytes = all(&file);
     let damaged = file.tensors().iter().find(|tensor| tensor.name == "blk.2.ffn_down.weight").unwrap();
     bytes[damaged.range.start as usize + ROWS * damaged.row_bytes() as usize..][..2].copy_from_slice(&[0, 0x7c]);

@@ -1,4 +1,4 @@
-//! Stages on the machine's Vulkan device, or on its CUDA device if `MESHNODE_DEVICE` says `cuda`.
+//! Tests of stages on the machine's Vulkan device, or on its CUDA device if `MESHNODE_DEVICE` is `cuda`.
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -27,23 +27,23 @@ fn a_device_gives_the_bits_of_the_reference() {
 }
 
 #[test]
-fn the_processor_gives_the_bits_of_the_reference() {
+fn the_cpu_gives_the_bits_of_the_reference() {
     let checks = selftest(DeviceId::Cpu).unwrap();
     assert!(checks.iter().all(|check| check.outcome.is_ok()), "{checks:#?}");
 }
 
-/// Its own products are measured, in bounded time even where a software driver computes them on a busy processor.
+/// Plausible rates, measured in bounded time even by a software driver on a busy CPU.
 #[test]
-fn a_gpu_shows_its_own_speed() {
+fn measured_rates_of_a_gpu_are_plausible() {
     let Some(device) = device() else { return };
     let start = Instant::now();
-    let shown = gpu_speed(device).expect("it is there");
+    let shown = gpu_speed(device).expect("the device exists");
     let (products, copy_bytes_s) = (shown.products.expect("products"), shown.copy_bytes_s.expect("a copy"));
     let cache_bytes_s = shown.cache_bytes_s.expect("attention");
     let rates = format!("attention {cache_bytes_s} B/s, copies {copy_bytes_s} B/s");
     eprintln!("{products:?}, {rates}, in {:?} with compilation", start.elapsed());
     let gigabytes = |bytes: u64| bytes as f64 / 1e9;
-    // From a software driver on one busy core to what no device reaches.
+    // From a software driver on one busy core to more than any device reaches.
     assert!((0.001..50_000.0).contains(&gigabytes(products.weight_bytes_s)), "{products:?}");
     assert!((0.001..5_000_000.0).contains(&gigabytes(products.flops_s)), "{products:?}");
     assert!((1_000..5_000_000_000).contains(&products.step_ns), "{products:?}");
@@ -53,16 +53,16 @@ fn a_gpu_shows_its_own_speed() {
 }
 
 #[test]
-fn the_processor_is_found_first_and_absent_devices_are_named() {
+fn the_cpu_is_listed_first_and_missing_devices_are_named() {
     assert_eq!(probe()[0].id, DeviceId::Cpu);
     for error in [gpu_speed(DeviceId::Vulkan(77)).unwrap_err(), selftest(DeviceId::Vulkan(77)).unwrap_err()] {
         assert!(error.contains("vulkan:77"), "{error}");
     }
 }
 
-/// What a batch may not contain, and that nothing changes when it does.
+/// Also checks that a rejected batch changes nothing.
 #[test]
-fn a_stage_refuses_what_does_not_fit() {
+fn a_stage_rejects_invalid_batches() {
     let Some(device) = device() else { return };
     let file = TinyModel::default().open();
     let mut stage = load_stage(file.clone(), options(&file, 8), device).unwrap();
@@ -92,10 +92,10 @@ fn a_stage_refuses_what_does_not_fit() {
     assert!(matches!(error, StageError::Input(_)), "{error}");
 }
 
-/// Prefills of two passes and steps, with and without a draw: the device has batches of two stages at once, and a batch that is
-/// not finished is forgotten by the next.
+/// Prefill of two passes, then steps with and without sampling: the device holds queued batches of two stages, and a new batch
+/// discards an unfinished one.
 #[test]
-fn batches_of_two_stages_are_with_the_device_at_once() {
+fn batches_of_two_stages_are_queued_at_the_same_time() {
     let Some(device) = device() else { return };
     let file = TinyModel::default().open();
     let mut threads = Threads::new(1).unwrap();
@@ -123,7 +123,7 @@ fn batches_of_two_stages_are_with_the_device_at_once() {
     }
 }
 
-/// Positions already held may be written again: the rest of the sequence is as if they had been so at first.
+/// Positions in the cache may be rewritten: the results are as if the new tokens had been there from the start.
 #[test]
 fn rewritten_positions_give_the_same_bits() {
     let Some(device) = device() else { return };
@@ -141,7 +141,7 @@ fn rewritten_positions_give_the_same_bits() {
 }
 
 #[test]
-fn a_model_larger_than_the_device_is_refused_with_the_sums() {
+fn a_model_larger_than_the_device_is_rejected_with_the_sizes() {
     let Some(device) = device() else { return };
     let file = TinyModel::default().open();
     let options = StageOptions { sequences: 1 << 20, context: 1 << 20, ..options(&file, 8) };
@@ -149,9 +149,9 @@ fn a_model_larger_than_the_device_is_refused_with_the_sums() {
     assert!(matches!(&error, StageError::Input(text) if text.contains("MiB")), "{error}");
 }
 
-/// The whole SmolLM2, teacher-forced on an oracle of f32: 8-bit activations choose its tokens wherever the margin is wide.
+/// SmolLM2, teacher-forced with the tokens of an f32 oracle: 8-bit activations choose the same tokens wherever the margin is wide.
 #[test]
-fn smollm2_gives_the_oracles_tokens_and_the_processors_bits() {
+fn smollm2_gives_the_oracles_tokens_and_the_cpus_bits() {
     let (Some(path), Some(device)) = (real_model_path(), device()) else { return };
     let file = ModelFile::open(&path).unwrap();
     let mut stage = load_stage(Arc::clone(&file), options(&file, 64), device).unwrap();
@@ -171,7 +171,7 @@ fn smollm2_gives_the_oracles_tokens_and_the_processors_bits() {
         let out = stage.forward(&mut Threads::new(2).unwrap(), &rows).unwrap();
         assert!(
             out == reference.forward(&mut Threads::new(2).unwrap(), &rows).unwrap(),
-            "token {i}: other bits than the processor's"
+            "token {i}: other bits than on the CPU"
         );
         let RowsOut::Logits(logits) = &out[0] else { panic!("no logits") };
         if margins[i].as_f64().unwrap() > 1.0 {

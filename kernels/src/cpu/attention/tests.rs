@@ -1,4 +1,4 @@
-//! Attention against the scalar reference, bit for bit: odd shapes, windows, caps, every instruction set.
+//! Attention is bit-identical to the scalar reference: odd shapes, windows, caps, every instruction set.
 use super::*;
 use crate::cpu::Isa;
 use crate::kv_cache::{KvCache, StoreRow};
@@ -23,7 +23,7 @@ fn filled(isa: Isa, size: usize, half: bool, positions: usize) -> KvCache {
     cache
 }
 
-/// First position seen, the row's own, and the cap of its scores.
+/// First visible position, the row's own position, and the cap of its scores.
 type Row = (usize, usize, Option<f32>);
 
 fn attend(isa: Isa, cache: &KvCache, queries: &[f32], size: usize, (first, position, cap): Row) -> Vec<f32> {
@@ -37,7 +37,7 @@ fn attend(isa: Isa, cache: &KvCache, queries: &[f32], size: usize, (first, posit
     out
 }
 
-/// What the scalar reference gives for the same cells.
+/// The scalar reference on the same cache contents.
 fn reference(half: bool, queries: &[f32], size: usize, (first, position, cap): Row) -> Vec<f32> {
     let cell = |v: &f32| if half { half::f16::from_f32(*v).to_f32() } else { *v };
     let head = |seed: usize| -> Vec<f32> { noise(2 * size, seed as u64)[size..].iter().map(cell).collect() };
@@ -49,7 +49,7 @@ fn reference(half: bool, queries: &[f32], size: usize, (first, position, cap): R
 }
 
 #[test]
-fn every_instruction_set_has_the_bits_of_the_reference() {
+fn every_instruction_set_matches_the_reference_bit_for_bit() {
     for half in [false, true] {
         for size in [16, 40, 64, 80, 128] {
             for isa in Isa::all() {

@@ -1,11 +1,12 @@
-//! Every format against the scalar reference, bit for bit: every instruction set, number of rows and split.
+//! Every weight format is bit-identical to the scalar reference, for every instruction set, number of rows and split.
 use super::*;
 use crate::cpu::activations::Quantise;
 use crate::order;
 use crate::quant::{QUANT_TYPES, random_blocks};
 use crate::tile::tests::matrix;
 
-/// Columns: whole groups, one block short and over, one block; K formats take multiples of 256, numbers any.
+/// Column counts: whole groups, a block more and less, a single block; K formats need multiples of 256, float formats
+/// take any.
 fn columns(kind: QuantType) -> Vec<usize> {
     [1, 7, 31, 32, 64, 96, 160, 256, 512, 576, 1536].into_iter().filter(|c| kind.row_bytes(*c).is_some()).collect()
 }
@@ -40,7 +41,7 @@ fn product(isa: Isa, weights: Tiles<'_>, x: &Rows, integers: bool, splits: &[usi
     out
 }
 
-/// The same by the scalar reference.
+/// The product by the scalar reference.
 fn reference(weights: Tiles<'_>, count: usize, integers: bool) -> Vec<f32> {
     let cols = weights.cols();
     let blocks = |row: usize| -> Option<Vec<_>> { (0..cols.div_ceil(BLOCK)).map(|b| weights.block(row, b)).collect() };
@@ -62,7 +63,7 @@ fn bits(v: &[f32]) -> Vec<u32> {
 }
 
 #[test]
-fn activations_have_the_bits_of_the_reference() {
+fn quantised_activations_match_the_reference_bit_for_bit() {
     for isa in Isa::all() {
         for cols in [1, 31, 32, 33, 100, 576] {
             let x = rows(isa, 2, cols);
@@ -84,7 +85,7 @@ fn activations_have_the_bits_of_the_reference() {
 }
 
 #[test]
-fn every_format_instruction_set_and_number_of_rows_has_the_bits_of_the_reference() {
+fn every_format_instruction_set_and_row_count_matches_the_reference_bit_for_bit() {
     for kind in QUANT_TYPES {
         for cols in columns(kind) {
             let n = 37;
@@ -105,7 +106,7 @@ fn every_format_instruction_set_and_number_of_rows_has_the_bits_of_the_reference
 }
 
 #[test]
-fn a_product_with_what_is_not_finite_is_not_finite() {
+fn non_finite_activations_give_non_finite_products() {
     for kind in QUANT_TYPES {
         for cols in columns(kind) {
             let n = 37;
@@ -127,11 +128,8 @@ fn a_product_with_what_is_not_finite_is_not_finite() {
                             let quantised = integers && Layout::of(kind).bits > 0;
                             let sound = |row: &[f32]| row.iter().all(|y| y.is_finite());
                             let what = format!("{kind:?} {cols} {integers} {bad} at {at} {isa:?}");
-                            assert!(
-                                sound(&found[..n]) && sound(&found[2 * n..]),
-                                "{what}: other rows are as they were"
-                            );
-                            // A weight of zero times infinity is no number, so not one of them is finite.
+                            assert!(sound(&found[..n]) && sound(&found[2 * n..]), "{what}: other rows stay finite");
+                            // Zero times infinity is NaN, so no element of the row is finite.
                             assert!(found[n..2 * n].iter().all(|y| !y.is_finite()), "{what}");
                             assert!(!quantised || found[n..2 * n].iter().all(|y| y.is_nan()), "{what}");
                         }

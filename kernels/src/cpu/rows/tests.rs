@@ -1,4 +1,4 @@
-//! Row kernels against the scalar reference, bit for bit, on every instruction set.
+//! Row kernels are bit-identical to the scalar reference on every instruction set.
 use super::*;
 use crate::cpu::Isa;
 use crate::cpu::activations::ZERO;
@@ -34,7 +34,7 @@ fn on_all(mut compute: impl FnMut(Isa) -> Vec<f32>) -> Vec<f32> {
 }
 
 #[test]
-fn exp_has_the_bits_of_the_reference() {
+fn exp_matches_the_reference_bit_for_bit() {
     let x: Vec<f32> = (0..160_000).map(|i| (i as f32 - 80_000.0) * 90.0 / 80_000.0).collect();
     let y = on_all(|isa| {
         let mut y = x.clone();
@@ -48,7 +48,7 @@ fn exp_has_the_bits_of_the_reference() {
 }
 
 #[test]
-fn what_is_no_number_stays_none() {
+fn nan_and_overflow_propagate() {
     for isa in Isa::all() {
         let mut y = vec![f32::NAN; 16];
         // SAFETY: the instruction set was detected.
@@ -88,7 +88,7 @@ fn norm_adds_then_scales() {
 }
 
 #[test]
-fn gates_have_the_bits_of_the_reference() {
+fn gates_match_the_reference_bit_for_bit() {
     for (width, activation) in [1, 16, 30, 512].into_iter().flat_map(|w| [(w, Activation::Silu), (w, Activation::Gelu)])
     {
         let gate: Vec<f32> = noise(width, 4).iter().map(|g| g * 30.0).collect();
@@ -107,7 +107,7 @@ fn gates_have_the_bits_of_the_reference() {
 }
 
 #[test]
-fn rotation_turns_pairs_and_leaves_the_rest() {
+fn rotation_changes_only_the_rotary_pairs() {
     let (size, pairs) = (40, 12);
     let row = noise(3 * size, 6);
     let angles: Vec<f64> = (0..pairs).map(|i| f64::from(i) * 0.37).collect();

@@ -1,4 +1,4 @@
-//! A tile on a device as the rest of the program sees it.
+//! Implements the tile interface of the rest of the program ([`GridTile`]) for GPU tiles.
 use cubecl::prelude::*;
 
 use super::GpuTile;

@@ -1,4 +1,5 @@
-//! What a device reaches with grids: cells a second of each rule beside a plain copy measured in the same run.
+//! GPU benchmarks of grid steps: cell updates per second of each rule, relative to a plain copy measured in the same
+//! run.
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -16,39 +17,39 @@ use crate::grid::rule_file::TextRule;
 use crate::grid::scalar::{GrayScott, Heat, Wave};
 use crate::grid::{Face, Grid, GridError};
 
-/// One figure.
+/// One measurement.
 #[derive(Clone, Debug, Serialize)]
 pub struct Figure {
-    /// The rule and its form, or what was copied.
+    /// The rule and its variant, or `copy`.
     pub what: String,
     /// Cells along x, y and z.
     pub size: [usize; 3],
-    /// Units of a cube, and rows of a unit or, of fluids, cells beside each other.
+    /// Threads per cube, and rows (fluids: adjacent cells) per thread.
     pub shape: String,
-    /// Tiles, and devices that they are on.
+    /// Number of tiles.
     pub tiles: usize,
-    /// How many devices.
+    /// Number of devices.
     pub devices: usize,
     /// Median time of a step.
     pub microseconds: f64,
-    /// Millions of cells a second.
+    /// Million cell updates per second.
     pub mlups: f64,
-    /// Bytes that a step of a cell must move, and what that makes a second.
+    /// Bytes that a step must move per cell.
     pub bytes_a_cell: f64,
-    /// In gigabytes.
+    /// Gigabytes per second.
     pub gb_per_s: f64,
-    /// Of the copy.
+    /// Bandwidth relative to the copy.
     pub share_of_copy: f64,
 }
 
-/// Measurements, of which the median counts.
+/// Repetitions; the median counts.
 const REPEATS: usize = 5;
-/// How long one measurement lasts at least.
+/// Minimum duration of one measurement, in seconds.
 const SECONDS: f64 = 0.08;
-/// Bytes copied: far beyond any cache.
+/// Bytes copied: far larger than any cache.
 const COPY_BYTES: usize = 1 << 30;
 
-/// What is measured: a rule on a grid with that many bytes a cell-step.
+/// A rule on a grid, and the bytes that a step must move per cell.
 struct Subject {
     what: &'static str,
     grid: Grid,
@@ -56,23 +57,23 @@ struct Subject {
     bytes: f64,
 }
 
-/// Everything at sizes of `scale` times the usual ones (a power of two, 1 for a large GPU), figure by figure.
+/// Runs all benchmarks and reports each figure. `scale`: factor on the usual sizes (a power of two, 1 for a large GPU).
 ///
 /// # Errors
-/// The device's.
+/// A device error.
 pub fn figures<R: Runtime>(
     clients: &[ComputeClient<R>],
     scale: f64,
     only: &str,
-    tell: &mut dyn FnMut(&Figure),
+    report: &mut dyn FnMut(&Figure),
 ) -> Result<(), String> {
     let client = &clients[0];
     let copy = copy(client, ((COPY_BYTES as f64 * scale.min(1.0)) as usize).max(1 << 22))?;
-    tell(&copy);
+    report(&copy);
     for subject in subjects(scale).into_iter().filter(|subject| subject.what.contains(only)) {
         match one_tile(client, &subject, copy.gb_per_s) {
-            Ok(all) => all.iter().for_each(&mut *tell),
-            Err(error) => tell(&failure(&subject, &error)),
+            Ok(all) => all.iter().for_each(&mut *report),
+            Err(error) => report(&failure(&subject, &error)),
         }
     }
     for subject in meshed(scale).into_iter().filter(|subject| subject.what.contains(only)) {
@@ -80,8 +81,8 @@ pub fn figures<R: Runtime>(
             if devices <= clients.len() {
                 for depth in [1, 4] {
                     match several(&clients[..devices], &subject, tiles, depth, copy.gb_per_s) {
-                        Ok(figure) => tell(&figure),
-                        Err(error) => tell(&failure(&subject, &error)),
+                        Ok(figure) => report(&figure),
+                        Err(error) => report(&failure(&subject, &error)),
                     }
                 }
             }
@@ -108,7 +109,7 @@ fn failure(subject: &Subject, error: &GridError) -> Figure {
     }
 }
 
-/// A copy of so many bytes, 16 a unit.
+/// Copies `bytes` bytes, 16 per thread.
 fn copy<R: Runtime>(client: &ComputeClient<R>, bytes: usize) -> Result<Figure, String> {
     let text = |error: GridError| error.to_string();
     let bytes = bytes / 4096 * 4096;
@@ -134,7 +135,7 @@ fn copy<R: Runtime>(client: &ComputeClient<R>, bytes: usize) -> Result<Figure, S
     })
 }
 
-/// One tile, with cubes of several shapes.
+/// One tile, with several cube shapes.
 fn one_tile<R: Runtime>(client: &ComputeClient<R>, subject: &Subject, copy: f64) -> Result<Vec<Figure>, GridError> {
     let Subject { grid, rule, .. } = subject;
     let mut tile = GpuTile::new(client, grid, rule, grid.region(), 1, usize::MAX)?;
@@ -150,7 +151,7 @@ fn one_tile<R: Runtime>(client: &ComputeClient<R>, subject: &Subject, copy: f64)
     Ok(figures)
 }
 
-/// Several tiles in a row along y, exchanging halos every `depth` steps.
+/// Several tiles in a row along y, with a halo exchange every `depth` steps.
 fn several<R: Runtime>(
     clients: &[ComputeClient<R>],
     subject: &Subject,
@@ -168,7 +169,7 @@ fn several<R: Runtime>(
     Ok(subject.figure(seconds, format!("halo {depth}"), (tiles, clients.len()), copy))
 }
 
-/// The median time of one step, after one that compiles.
+/// The median time per step, after a warm-up that compiles the kernels.
 fn timed<R: Runtime>(
     client: &ComputeClient<R>,
     steps: &mut dyn FnMut(usize) -> Result<(), GridError>,
@@ -225,7 +226,7 @@ impl Subject {
     }
 }
 
-/// Units of a cube, and rows of a unit or cells beside each other, that are worth a try.
+/// Cube shapes, and rows or adjacent cells per thread, worth measuring.
 fn shapes(rule: &Rule) -> Vec<([u32; 2], usize)> {
     let plain = |cubes: &[[u32; 2]]| cubes.iter().map(|&cube| (cube, 1)).collect();
     match rule {
@@ -246,8 +247,8 @@ fn shapes(rule: &Rule) -> Vec<([u32; 2], usize)> {
 fn subjects(scale: f64) -> Vec<Subject> {
     let side = |cells: usize| ((cells as f64 * scale.sqrt()) as usize).max(256).next_multiple_of(64);
     let edge = |cells: usize| ((cells as f64 * scale.cbrt()) as usize).max(64).next_multiple_of(64);
-    let plane = |cells: usize| Grid::periodic(&[side(cells); 2]).expect("a size that is possible");
-    let space = |cells: usize| Grid::periodic(&[edge(cells); 3]).expect("a size that is possible");
+    let plane = |cells: usize| Grid::periodic(&[side(cells); 2]).expect("a valid size");
+    let space = |cells: usize| Grid::periodic(&[edge(cells); 3]).expect("a valid size");
     let new = |what, grid, rule, bytes| Subject { what, grid, rule, bytes };
     let (life, heat) = (Rule::Life(Life::CONWAY), Rule::Heat(Heat { rate: 0.1 }));
     let wave = Rule::Wave(Wave { speed: 0.4 });
@@ -258,12 +259,12 @@ fn subjects(scale: f64) -> Vec<Subject> {
     let posts = |[x, y, _]: [usize; 3]| (x % 64).abs_diff(32).pow(2) + (y % 64).abs_diff(32).pow(2) < 100;
     let channel = |cells: usize| {
         let flow = [Face::Inlet { velocity: [0.05, 0.0, 0.0], parabola: true }, Face::Outlet { density: 1.0 }];
-        Grid::new(&[side(cells); 2], &[flow, [Face::Wall; 2]]).expect("a grid that is possible")
+        Grid::new(&[side(cells); 2], &[flow, [Face::Wall; 2]]).expect("a valid grid")
     };
     let trt3 = Fluid3 { collision: trt.collision, ..Fluid3::new(0.6) };
     let balls = |at: [usize; 3]| at.iter().map(|at| (at % 64).abs_diff(32).pow(2)).sum::<usize>() < 100;
     let flow = [Face::Inlet { velocity: [0.05, 0.0, 0.0], parabola: true }, Face::Outlet { density: 1.0 }];
-    let duct = Grid::new(&[edge(512); 3], &[flow, [Face::Wall; 2], [Face::Wall; 2]]).expect("a grid that is possible");
+    let duct = Grid::new(&[edge(512); 3], &[flow, [Face::Wall; 2], [Face::Wall; 2]]).expect("a valid grid");
     let with = |fluid: Fluid| Rule::D2q9(fluid);
     let small = Rule::D2q9(Fluid { storage: Storage::Half, ..trt.clone() });
     let small3 = Rule::D3q19(Fluid3 { storage: Storage::Half, ..trt3.clone() });
@@ -301,7 +302,7 @@ fn subjects(scale: f64) -> Vec<Subject> {
     all
 }
 
-/// The built-in rule with the same numbers.
+/// The built-in rule with the same parameters.
 pub(super) const GRAY_SCOTT: &str = "fields u v
 param du = 0.12
 param dv = 0.06
@@ -312,10 +313,10 @@ u' = u + du * lap(u) - reaction + feed * (1 - u)
 v' = v + dv * lap(v) + reaction - (feed + kill) * v
 ";
 
-/// What is cut into tiles.
+/// Benchmarks that are split into tiles.
 fn meshed(scale: f64) -> Vec<Subject> {
     let side = |cells: usize| ((cells as f64 * scale.sqrt()) as usize).max(256).next_multiple_of(64);
-    let plane = |cells: usize| Grid::periodic(&[side(cells); 2]).expect("a size that is possible");
+    let plane = |cells: usize| Grid::periodic(&[side(cells); 2]).expect("a valid size");
     vec![
         Subject { what: "d2q9 in tiles", grid: plane(8192), rule: Rule::D2q9(Fluid::new(0.6)), bytes: 72.0 },
         Subject { what: "d2q9 in tiles", grid: plane(2048), rule: Rule::D2q9(Fluid::new(0.6)), bytes: 72.0 },
@@ -323,11 +324,11 @@ fn meshed(scale: f64) -> Vec<Subject> {
     ]
 }
 
-/// A state in which something happens, made on the device: noise, little of it where numbers are floats.
+/// Fills a tile with noise on the device; values are small for float formats.
 fn stir<R: Runtime>(client: &ComputeClient<R>, tile: &GpuTile<R>) {
     let len = tile.state.len;
     let (cubes, dim) = over(len);
-    // SAFETY: units beyond the last element do nothing.
+    // SAFETY: threads past the last element do nothing.
     unsafe {
         noise::launch_unchecked::<R>(
             client,
@@ -356,7 +357,7 @@ fn noise(to: &mut Array<u32>, len: usize, #[comptime] format: Format) {
                 let number = (f32::cast_from(v >> 8u32) - 8_388_608.0f32) * 1.2e-10f32;
                 to[i] = u32::reinterpret(number);
             }
-            // Two of 1e-3 to 2e-3 in amount.
+            // Two values of magnitude 1e-3 to 2e-3.
             Format::Half => to[i] = (v & 0x83ff_83ffu32) | 0x5000_5000u32,
         }
     }

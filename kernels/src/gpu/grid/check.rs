@@ -1,5 +1,5 @@
-//! Whether a device computes what the processor does, and the same bits however the grid is cut: for tests and for the
-//! self-test on a machine that has the device.
+//! GPU self-test: compares device tiles with the CPU, and partitioned runs with unpartitioned ones. Used by tests and
+//! on machines that have the device.
 use std::sync::Arc;
 
 use cubecl::prelude::*;
@@ -18,23 +18,23 @@ use crate::grid::tile::Tile;
 use crate::grid::{Face, Grid, GridError, Link, Region, links};
 use crate::threads::Threads;
 
-/// One check and what came of it.
+/// A check and its outcome.
 #[derive(Clone, Debug)]
 pub struct Check {
     /// What was compared.
     pub name: String,
-    /// What was found, or what is wrong.
+    /// A summary, or the first mismatch.
     pub outcome: Result<String, String>,
 }
 
-/// A rule on a grid from a state: what is checked.
+/// A test case: a rule, a grid and an initial state.
 pub(super) struct Case {
     pub(super) name: String,
     pub(super) grid: Grid,
     pub(super) rule: Rule,
-    /// Sets a cell's fields from its place.
+    /// Sets a cell's fields from its global coordinates.
     pub(super) init: Init,
-    /// Which of the cuts it meets, if not all.
+    /// Selects the partitions that the case uses, if not all.
     turn: usize,
 }
 
@@ -42,19 +42,19 @@ pub(super) type Init = Box<dyn Fn([usize; 3], &mut [f32])>;
 
 /// Steps of each check.
 const STEPS: usize = 7;
-/// Cells of a plane and of a space: three runs long, no wider than cuts and halos need.
+/// Test grid sizes: three hash runs long, otherwise no larger than partitions and halos need.
 const PLANE: [usize; 2] = [192, 44];
 const SPACE_SIZE: [usize; 3] = [192, 26, 9];
-/// How far numbers may be from the processor's, of the largest number of the field; of 16 bits, what one of them changes.
+/// Tolerance relative to the largest value of the field; for 16-bit storage, the size of one rounding.
 const TOLERANCE: f32 = 2e-6;
 const TOLERANCE_HALF: f32 = 5e-4;
 
-/// Runs all checks; with several clients (one a device) tiles are dealt out among them.
+/// Runs all checks; with several clients (one per device) tiles are distributed among them.
 pub fn checks<R: Runtime>(clients: &[ComputeClient<R>]) -> Vec<Check> {
     checks_named(clients, "")
 }
 
-/// Runs the checks with these letters in their names.
+/// Runs the checks whose names contain `part`.
 pub fn checks_named<R: Runtime>(clients: &[ComputeClient<R>], part: &str) -> Vec<Check> {
     let cases: Vec<Case> = cases().into_iter().filter(|case| case.name.contains(part)).collect();
     let outcome = |case: &Case| check(clients, case);
@@ -70,7 +70,7 @@ pub fn checks_named<R: Runtime>(clients: &[ComputeClient<R>], part: &str) -> Vec
     all
 }
 
-/// Against the processor, then cut in various ways at various depths.
+/// Compares with the CPU, then with several partitions and halo depths.
 pub(super) fn check<R: Runtime>(clients: &[ComputeClient<R>], case: &Case) -> Result<String, String> {
     let text = |error: GridError| error.to_string();
     let mut threads = Threads::new(1).map_err(|error| error.to_string())?;
@@ -80,15 +80,15 @@ pub(super) fn check<R: Runtime>(clients: &[ComputeClient<R>], case: &Case) -> Re
     exact.advance(&mut threads, STEPS).map_err(text)?;
     let expected = exact.state_hash(&mut threads).map_err(text)?;
     if before == expected {
-        return Err("nothing happens in this case".into());
+        return Err("the state does not change in this case".into());
     }
     let mut one = Mesh::new(clients, case, [&[], &[], &[]], 1).map_err(text)?;
     if one.hash().map_err(text)? != before {
-        return Err("the state that was loaded has another hash than the processor's".into());
+        return Err("the loaded state's hash differs from the CPU's".into());
     }
     one.advance(STEPS).map_err(text)?;
     let found = one.hash().map_err(text)?;
-    // Populations are kept less their weights, but rounded where they are added to them.
+    // Populations are stored minus their weights, but rounded where the weights are added to them.
     let least = if matches!(case.rule, Rule::D2q9(_) | Rule::D3q19(_)) { 0.1f32 } else { 1e-3 };
     let tolerance = if case.rule.format() == Format::Half { TOLERANCE_HALF } else { TOLERANCE };
     let mut far = 0f32;
@@ -98,27 +98,27 @@ pub(super) fn check<R: Runtime>(clients: &[ComputeClient<R>], case: &Case) -> Re
         let largest = host.iter().fold(least, |most, value| most.max(value.abs()));
         for (i, (device, host)) in device.iter().zip(&host).enumerate() {
             let off = (device - host).abs() / largest;
-            // What is no number is far as well.
+            // NaN counts as too far off.
             if off > tolerance || off.is_nan() {
                 let [width, height, _] = case.grid.size();
                 let at = [i % width, i / width % height, i / width / height];
-                return Err(format!("field {field} at {at:?} is {device}, on the processor {host}"));
+                return Err(format!("field {field} at {at:?} is {device}, on the CPU {host}"));
             }
             far = far.max(off);
         }
     }
     if case.rule.format() == Format::Bit && found != expected {
-        return Err("another hash than the processor's".into());
+        return Err("the hash differs from the CPU's".into());
     }
     let mut ways = 1;
-    // Numbers of 16 bits differ in how they are kept, whatever the cut.
+    // 16-bit cases differ only in storage, for any partition.
     let few = if case.rule.format() == Format::Half { 2 } else { 1 };
     for (cut, depth) in cuts(&case.grid, case.turn).into_iter().rev().step_by(few) {
         let cut = [&cut[0][..], &cut[1], &cut[2]];
         let mut mesh = Mesh::new(clients, case, cut, depth).map_err(text)?;
         mesh.advance(STEPS).map_err(text)?;
         if mesh.hash().map_err(text)? != found {
-            return Err(format!("another hash than uncut when cut at {cut:?} with halos of {depth} steps"));
+            return Err(format!("the hash differs from the uncut run's at cuts {cut:?}, halo depth {depth}"));
         }
         if ways == 1 {
             packed(&mut mesh, case).map_err(text)?;
@@ -126,11 +126,11 @@ pub(super) fn check<R: Runtime>(clients: &[ComputeClient<R>], case: &Case) -> Re
         ways += 1;
     }
     saved(clients, case).map_err(text)?;
-    let same = if found == expected { ", the processor's bits" } else { "" };
-    Ok(format!("{ways} ways the same bits, {far:.1e} from the processor{same}"))
+    let same = if found == expected { ", bit-identical to the CPU" } else { "" };
+    Ok(format!("{ways} partitions bit-identical, {far:.1e} from the CPU{same}"))
 }
 
-/// Strips are what the processor's tiles make of the same states.
+/// Checks that packed halo strips equal those of CPU tiles with the same state.
 fn packed<R: Runtime>(mesh: &mut Mesh<R>, case: &Case) -> Result<(), GridError> {
     for (tile, links) in mesh.tiles.iter_mut().zip(&mesh.links) {
         let mut exact = Tile::new(&case.grid, &case.rule, tile.region(), mesh.depth)?;
@@ -140,14 +140,14 @@ fn packed<R: Runtime>(mesh: &mut Mesh<R>, case: &Case) -> Result<(), GridError> 
             let mut strip = Vec::new();
             tile.pack_into(link, &mut strip)?;
             if strip != exact.pack(link)? {
-                return Err(GridError::Device { what: "a strip is not the processor's".into() });
+                return Err(GridError::Device { what: "a halo strip differs from the CPU's".into() });
             }
         }
     }
     Ok(())
 }
 
-/// What a tile saves another goes on from.
+/// Checks save and restore, hash, totals, force, row access and the NaN check against a CPU tile.
 fn saved<R: Runtime>(clients: &[ComputeClient<R>], case: &Case) -> Result<(), GridError> {
     let failed = |what: &str| Err(GridError::Device { what: what.into() });
     let all = case.grid.region();
@@ -160,22 +160,22 @@ fn saved<R: Runtime>(clients: &[ComputeClient<R>], case: &Case) -> Result<(), Gr
     let part = one.tiles[0].save(middle)?;
     two.tiles[0].restore(middle, &part)?;
     if two.tiles[0].save(all)? != saved || two.tiles[0].save(middle)? != part {
-        return failed("what was saved did not come back");
+        return failed("the restored state differs from the saved one");
     }
     let mut exact = Tile::new(&case.grid, &case.rule, all, 1)?;
     exact.restore(all, &saved)?;
     if exact.state_hash(&mut Threads::new(1).map_err(|_| GridError::Half)?)? != one.tiles[0].state_hash()? {
-        return failed("the hash is not the processor's of the same state");
+        return failed("the hash differs from the CPU's for the same state");
     }
     for (field, total) in one.tiles[0].totals()?.into_iter().enumerate() {
         if exact.total(field)? != total {
-            return failed("a total is not the processor's");
+            return failed("a total differs from the CPU's");
         }
     }
     if exact.force() != one.tiles[0].force() {
-        return failed("the force on the mask is not the processor's");
+        return failed("the force on the mask differs from the CPU's");
     }
-    // Rows of a part, by rows and all at once.
+    // A sub-region, read by rows and by cells.
     let last = case.rule.fields() - 1;
     let part = Region { start: [5, 1, 0], end: [71, all.end[1], all.end[2]] };
     for every in [1, 3] {
@@ -186,18 +186,18 @@ fn saved<R: Runtime>(clients: &[ComputeClient<R>], case: &Case) -> Result<(), Gr
             let thin = |cells: Vec<f32>| (5..71).zip(cells).filter(|(x, _)| x % every == 0).map(|(_, cell)| cell);
             let [one, other] = [one.tiles[0].read(last, row)?, one.tiles[0].read(0, row)?];
             if *cells != [thin(one).collect::<Vec<_>>(), thin(other).collect()] {
-                return failed("rows are not what is read by cells");
+                return failed("rows differ from the cells read one by one");
             }
         }
         if one.tiles[0].living(part, 5 * every)? != exact.living(part, 5 * every)? {
-            return failed("other blocks of living cells than the processor's");
+            return failed("live cell counts per block differ from the CPU's");
         }
         if rows.len() != all.end[2] * (1..all.end[1]).filter(|y| y % every == 0).count() {
             return failed("rows are missing");
         }
     }
     if one.tiles[0].first_not_finite()?.is_some() {
-        return failed("a number is said to be none");
+        return failed("a finite value is reported as not finite");
     }
     let mut broken = |at, cell: &mut [f32]| {
         (case.init)(at, cell);
@@ -206,13 +206,13 @@ fn saved<R: Runtime>(clients: &[ComputeClient<R>], case: &Case) -> Result<(), Gr
     one.tiles[0].load(&mut broken)?;
     exact.load(&mut broken);
     if one.tiles[0].first_not_finite()? != exact.first_not_finite()? {
-        return failed("what is no number is not found where the processor finds it");
+        return failed("the first value that is not finite differs from the CPU's");
     }
     Ok(())
 }
 
-/// Where a grid is cut, and how deep halos are. Of three dimensions, which take longer, a case meets every other cut, the next
-/// case those between; all of them go along each axis.
+/// Cut positions and halo depths. In three dimensions, which take longer, consecutive cases use alternate entries; both
+/// halves cut along every axis.
 fn cuts(grid: &Grid, turn: usize) -> Vec<([Vec<usize>; 3], usize)> {
     let [_, height, deep] = grid.size();
     let mut all = vec![
@@ -230,7 +230,7 @@ fn cuts(grid: &Grid, turn: usize) -> Vec<([Vec<usize>; 3], usize)> {
     all
 }
 
-/// Tiles that exchange strips as nodes would.
+/// Tiles that exchange halo strips as nodes would.
 pub(super) struct Mesh<R: Runtime> {
     pub(super) tiles: Vec<GpuTile<R>>,
     links: Vec<Vec<(usize, Link)>>,
@@ -249,7 +249,7 @@ impl<R: Runtime> Mesh<R> {
         Ok(mesh)
     }
 
-    /// All cells zero. `cuts`: where each axis is cut.
+    /// All cells zero. `cuts`: the cut positions along each axis.
     pub(super) fn empty(
         clients: &[ComputeClient<R>],
         grid: &Grid,
@@ -279,12 +279,12 @@ impl<R: Runtime> Mesh<R> {
         Ok(Self { tiles, links, depth })
     }
 
-    /// The first exchange.
+    /// Performs the first halo exchange.
     pub(super) fn begin(&mut self) -> Result<(), GridError> {
         self.exchange()
     }
 
-    /// So many cycles of `depth` steps, each with its exchange.
+    /// Runs `count` cycles of `depth` steps, each with its exchange.
     pub(super) fn cycles(&mut self, count: usize) -> Result<(), GridError> {
         if self.tiles.len() == 1 && self.links[0].is_empty() {
             return self.tiles[0].advance(count * self.depth);
@@ -318,7 +318,7 @@ impl<R: Runtime> Mesh<R> {
         strips.iter().try_for_each(|(peer, link, strip)| self.tiles[*peer].unpack(*link, strip))
     }
 
-    /// Every cycle's last step in two parts, strips first.
+    /// The last step of every cycle is split, boundary strips first.
     pub(super) fn advance(&mut self, steps: usize) -> Result<(), GridError> {
         self.begin()?;
         self.cycles(steps / self.depth)?;
@@ -330,7 +330,7 @@ impl<R: Runtime> Mesh<R> {
     }
 }
 
-/// A pseudo-random number between 0 and 1 of a place.
+/// A deterministic pseudo-random number between 0 and 1 for a cell.
 fn noise([x, y, z]: [usize; 3], salt: u64) -> f32 {
     let mut v = x as u64 ^ (y as u64) << 20 ^ (z as u64) << 40 ^ salt.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     for _ in 0..3 {
@@ -342,7 +342,7 @@ fn noise([x, y, z]: [usize; 3], salt: u64) -> f32 {
 pub(super) fn cases() -> Vec<Case> {
     let random: fn() -> Init =
         || Box::new(|at, cell| cell.iter_mut().zip(0..).for_each(|(cell, salt)| *cell = noise(at, salt)));
-    // Little enough of it that the reaction stays tame.
+    // Small values keep the reaction stable.
     let little: fn() -> Init =
         || Box::new(|at, cell| cell.iter_mut().zip(0..).for_each(|(cell, salt)| *cell = 0.4 * noise(at, salt)));
     let soup: fn() -> Init = || Box::new(|at, cell| cell[0] = f32::from(noise(at, 1) < 0.4));
@@ -351,8 +351,8 @@ pub(super) fn cases() -> Vec<Case> {
     let given = |values: [f32; 2]| Face::Fixed(std::array::from_fn(|field| values[field % 2]));
     let fixed = [given([1.0, 0.25]), given([-0.5, 0.75])];
     let mixed = [fixed, [Face::Periodic; 2], wall];
-    let new = |size: &[usize], faces: &[[Face; 2]]| Grid::new(size, faces).expect("a grid that is possible");
-    let periodic = |size: &[usize]| Grid::periodic(size).expect("a grid that is possible");
+    let new = |size: &[usize], faces: &[[Face; 2]]| Grid::new(size, faces).expect("a valid grid");
+    let periodic = |size: &[usize]| Grid::periodic(size).expect("a valid grid");
     let high_life = Life::parse("B36/S23").unwrap_or(Life::CONWAY);
     let odd = Life::parse("B0123478/S34678").unwrap_or(Life::CONWAY);
     let (heat, wave) = (Rule::Heat(Heat { rate: 0.11 }), Rule::Wave(Wave { speed: 0.4 }));
@@ -382,7 +382,7 @@ pub(super) fn cases() -> Vec<Case> {
         ("3-D", SPACE, &space, &[wall, [Face::Periodic; 2], fixed]),
         ("3-D, turned", SPACE, &space, &[[Face::Periodic; 2], fixed, wall]),
     ] {
-        let rule = Rule::Text(TextRule::parse(text).expect("a rule that is possible"));
+        let rule = Rule::Text(TextRule::parse(text).expect("a valid rule"));
         add(&format!("text, {name}"), new(size, faces), &rule, little());
     }
     let stored = |name: &str, both: &str| match name {
@@ -427,7 +427,7 @@ fn bits(storage: Storage) -> &'static str {
     }
 }
 
-/// Looks two cells far and round corners; `c` is looked at where it is only, `d` becomes what `c` was.
+/// Radius 2, with diagonal offsets; `c` is read only at the cell itself, `d` becomes the old `c`.
 const FAR: &str = "\
 fields a b c d
 param rate = 0.1
@@ -439,7 +439,7 @@ b' = max(min(b + 0.2 * dx(a) - 0.1 * dy(b), 1), 0)
 c' = c * 0.5
 d' = c + (floor(4 * d) == 1) / 8
 ";
-/// In space, all around.
+/// Three-dimensional, with all 26 neighbours.
 const SPACE: &str = "\
 dimensions 3
 fields u v
@@ -448,7 +448,7 @@ v' = 0.9 * v - 0.05 * u * dz(u) + 0.01 * u[0, 1, 1]
 ";
 
 fn fluids() -> Vec<(&'static str, Grid, Fluid)> {
-    let new = |faces: [[Face; 2]; 2]| Grid::new(&PLANE, &faces).expect("a grid that is possible");
+    let new = |faces: [[Face; 2]; 2]| Grid::new(&PLANE, &faces).expect("a valid grid");
     let (wall, open) = ([Face::Wall; 2], [Face::Periodic; 2]);
     let trt = |tau| Fluid { collision: Collision::Trt { magic: 3.0 / 16.0 }, ..Fluid::new(tau) };
     let omega = Some(Arc::new(|at| 1.2 + 0.6 * noise(at, 9)) as CellMap<f32>);
@@ -474,13 +474,13 @@ fn fluids() -> Vec<(&'static str, Grid, Fluid)> {
         ("channel, the other way", new([even, open]), Fluid { omega, ..Fluid::new(0.9) }),
         ("upwards", new([open, up]), Fluid::new(0.7)),
         ("downwards", new([wall, down]), trt(0.7)),
-        ("odd rows", Grid::periodic(&[199, 44]).expect("a grid that is possible"), trt(0.7)),
+        ("odd rows", Grid::periodic(&[199, 44]).expect("a valid grid"), trt(0.7)),
         ("open corners", new([flow, down]), trt(0.7)),
     ]
 }
 
 fn fluids_in_space() -> Vec<(&'static str, Grid, Fluid3)> {
-    let new = |faces: [[Face; 2]; 3]| Grid::new(&SPACE_SIZE, &faces).expect("a grid that is possible");
+    let new = |faces: [[Face; 2]; 3]| Grid::new(&SPACE_SIZE, &faces).expect("a valid grid");
     let (wall, open) = ([Face::Wall; 2], [Face::Periodic; 2]);
     let trt = |tau| Fluid3 { collision: Collision::Trt { magic: 3.0 / 16.0 }, ..Fluid3::new(tau) };
     let omega = Some(Arc::new(|at| 1.2 + 0.6 * noise(at, 9)) as CellMap<f32>);

@@ -1,32 +1,33 @@
-//! The collision of a pair of opposite populations on a device: what the lattices share, as `grid/lbm/collision.rs` has it.
-//! A unit computes as many cells of a row as make accesses of full width, each in its lane.
+//! Collision of a pair of opposite populations on GPUs, shared by the lattices; the formulas of
+//! `grid/lbm/collision.rs`. A thread computes a group of adjacent cells, one per vector lane, that fills a full-width
+//! memory access.
 use cubecl::prelude::*;
 
 use super::place::{Beyond, Ends, next_to};
 use crate::grid::lbm::{D2Q9, D3Q19};
 
-/// Populations less their weights are small: so many times larger they keep their digits in 16 bits.
+/// Scale factor of 16-bit storage: populations minus their weights are small, and keep their precision when enlarged.
 pub(super) const ENLARGED: f32 = 32_768.0;
 
-/// What a step does beyond the plainest: part of the kernel's code.
+/// Variant of the step kernel: a compile-time parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Form {
-    /// Rates by cell.
+    /// Relaxation rates per cell.
     pub(super) field: bool,
-    /// A force acts.
+    /// With a body force.
     pub(super) force: bool,
-    /// Solid cells or walls at rest are beside some cells.
+    /// Some cells have solid cells or resting walls beside them.
     pub(super) linked: bool,
-    /// Numbers are stored enlarged, with 16 bits.
+    /// Numbers are stored scaled, with 16 bits.
     pub(super) enlarged: bool,
-    /// Only which axes are closed upon themselves counts.
+    /// Only periodic wrap-around matters here.
     pub(super) ends: Ends,
 }
 
 /// Multiples of a direction's weight: two, six, nine.
 pub(super) type Weights = (f32, f32, f32);
 
-/// Coefficients of the collision: those of the plain one, then half the rates and the force.
+/// Collision coefficients: those for uniform rates without force, half the relaxation rates, and the force.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(super) struct Numbers {
     pub(super) keep_rest: f32,
@@ -46,16 +47,17 @@ pub(super) struct Numbers {
     pub(super) fz: f32,
 }
 
-/// In the order of the fields of [`Numbers`].
+/// Launch arguments; `numbers` in the order of the fields of [`Numbers`].
 pub(super) fn launched<R: Runtime>(numbers: &[f32; 15]) -> NumbersLaunch<R> {
     let [a, b, c, d, e, f, g, h, i, j, even, odd, x, y, z] = *numbers;
     NumbersLaunch::new(a, b, c, d, e, f, g, h, i, j, even, odd, x, y, z)
 }
 
-/// Numbers of `N` cells beside each other.
+/// Values of `N` adjacent cells.
 pub(super) type Cells<N> = Vector<f32, N>;
 
-/// What both of a pair become, and what the first has more and the second less.
+/// The even part, common to both populations of a pair, and the odd part, added to the first and subtracted from the
+/// second.
 #[cube]
 pub(super) fn relax_plain<N: Size>(
     numbers: &Numbers,
@@ -76,19 +78,19 @@ pub(super) fn relax_plain<N: Size>(
     (even, fma(Cells::<N>::new(numbers.keep_odd), difference, Cells::<N>::new(odd) * j))
 }
 
-/// What all pairs of a cell share.
+/// Terms shared by all pairs of a cell.
 #[derive(CubeType, Clone, Copy)]
 pub(super) struct Shared<N: Size> {
-    /// Half the rates.
+    /// Half the relaxation rates.
     pub(super) even: Cells<N>,
     pub(super) odd: Cells<N>,
-    /// The excess of density less 3/2 of the energy.
+    /// Density minus 1, minus 3/2 of j·u.
     pub(super) rest: Cells<N>,
     /// u·F.
     pub(super) work: Cells<N>,
 }
 
-/// What becomes of the population at rest. `weight`: its.
+/// The rest population after the collision; `weight` is its weight.
 #[cube]
 pub(super) fn rest<N: Size>(
     shared: &Shared<N>,
@@ -104,7 +106,7 @@ pub(super) fn rest<N: Size>(
     next
 }
 
-/// What a pair loses: the part that both do, and the part that the first does and the second gains.
+/// What a pair loses in the collision: the even part, and the odd part, which the second population gains.
 #[cube]
 pub(super) fn relax<N: Size>(
     shared: &Shared<N>,
@@ -131,7 +133,8 @@ pub(super) fn relax<N: Size>(
     (a, b)
 }
 
-/// Where cells of a row are, and what is pulled from their left and right, counted in `N` cells from the row's beginning.
+/// Positions of a group of cells in its row, and of the groups pulled from on its left and right, in groups of `N`
+/// cells.
 #[derive(CubeType, Clone, Copy)]
 pub(super) struct Columns {
     pub(super) here: usize,
@@ -139,7 +142,7 @@ pub(super) struct Columns {
     right: usize,
 }
 
-/// `x`: the first of the cells, `left` and `right` the first and the last of the tile's own.
+/// `x`: the first of the cells; `left` and `right`: the first and the last owned cell.
 #[cube]
 pub(super) fn columns<N: Size>(x: u32, left: u32, right: u32, #[comptime] ends: [Beyond; 2]) -> Columns {
     let each = N::value() as u32;
@@ -152,7 +155,7 @@ pub(super) fn columns<N: Size>(x: u32, left: u32, right: u32, #[comptime] ends: 
     }
 }
 
-/// A population of cells, pulled from the row that begins at `line` (in cells): `c` is how it moves along x.
+/// Pulls a population from the row that begins at cell `line`; `c` is its velocity along x.
 #[cube]
 pub(super) fn pulled<S: Float, N: Size>(
     from: &Array<Vector<S, N>>,
@@ -184,9 +187,9 @@ pub(super) fn pulled<S: Float, N: Size>(
     }
 }
 
-/// What cells pulled, and what bounced back instead from what is solid and at rest beside them: their own of the opposite
-/// directions. `links`: for every 32 cells of a plane a bit for each that has such neighbours and where the first of these is
-/// told of; there is a bit for each direction but rest from which its population bounces back. `at`: the first cell.
+/// Half-way bounce-back: replaces pulled populations by the cell's own opposite ones where the upstream neighbour is
+/// solid and at rest. `links`: per 32 cells of a plane, a bit mask of the cells with such neighbours and the index of
+/// their first entry; an entry is a bit mask of the directions that bounce back, without rest. `at`: the first cell.
 #[cube]
 pub(super) fn bounced<S: Float, N: Size>(
     from: &Array<Vector<S, N>>,
@@ -243,7 +246,7 @@ pub(super) fn bounced<S: Float, N: Size>(
     found
 }
 
-/// The direction that is turned round.
+/// Index of the opposite direction.
 fn opposite(three: bool, i: usize) -> usize {
     let directions = if three { &D3Q19 } else { &D2Q9 };
     directions.opposite[i]
@@ -255,7 +258,7 @@ fn get<S: Float, N: Size>(from: &Array<Vector<S, N>>, at: usize, #[comptime] enl
     if comptime!(enlarged) { value * Cells::<N>::new(comptime!(1.0f32 / ENLARGED)) } else { value }
 }
 
-/// `at`: in cells.
+/// Stores a population; `at` in cells.
 #[cube]
 pub(super) fn put<S: Float, N: Size>(
     to: &mut Array<Vector<S, N>>,

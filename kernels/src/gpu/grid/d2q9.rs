@@ -1,5 +1,5 @@
-//! Stream and collide in two dimensions on a device: a unit a cell or some beside each other, the arithmetic of
-//! `grid/lbm/d2q9.rs` in the same order; numbers are stored as 32 or 16 bits, arithmetic has 32.
+//! D2Q9 stream-collide kernel: one thread per cell, or per few adjacent cells. Same arithmetic as `grid/lbm/d2q9.rs`,
+//! in the same order; storage is 32 or 16 bits, arithmetic 32 bits.
 use cubecl::prelude::*;
 
 use super::collision::{
@@ -12,7 +12,7 @@ use crate::grid::frame::Span;
 use crate::grid::lbm::D2Q9;
 use crate::grid::lbm::d2q9::{DIAGONAL, REST, STRAIGHT};
 
-/// `S`: `f32`, or `f16` if numbers are enlarged. Of cells of a unit `span` has whole groups.
+/// `S`: `f32`, or `f16` if numbers are stored scaled. `span` consists of whole groups of the cells of a thread.
 pub(super) fn launch<R: Runtime, S: Float>(
     flow: &Flow,
     client: &ComputeClient<R>,
@@ -21,7 +21,7 @@ pub(super) fn launch<R: Runtime, S: Float>(
     [from, to]: [&Buffer; 2],
 ) {
     let (len, each, cube) = (from.len * memory.of_word, flow.each(), flow.cube);
-    // SAFETY: `span` and a cell around it are in memory; units beyond it do nothing.
+    // SAFETY: `span` and one cell around it are in memory; threads outside it do nothing.
     unsafe {
         d2q9_step::launch_unchecked::<S, R>(
             client,
@@ -54,7 +54,7 @@ fn d2q9_step<S: Float, N: Size>(
     let row = unit_row();
     if x < place.nx && row < place.rows {
         let (x, y) = (place.x + x, place.y + row);
-        // Columns to the left and right, rows below and above, as offsets from the beginning of a plane.
+        // Columns to the left and right, rows below and above, as offsets from the start of a plane.
         let (ends_x, ends_y) = comptime!((form.ends.0[0], form.ends.0[1]));
         let columns = columns::<N>(x, place.left, place.right, ends_x);
         let here = y as usize * place.row;
@@ -144,5 +144,5 @@ fn d2q9_step<S: Float, N: Size>(
     }
 }
 
-// The ends of a fluid's tile are closed upon themselves or in memory, nothing else.
+// A fluid tile's ends are periodic or in memory, nothing else.
 const _: fn(Beyond) -> bool = |end| matches!(end, Beyond::Cells | Beyond::Wrap);

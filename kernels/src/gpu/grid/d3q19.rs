@@ -1,5 +1,5 @@
-//! Stream and collide in three dimensions on a device: a unit a cell or some beside each other, the arithmetic of
-//! `grid/lbm/d3q19.rs` in the same order; numbers are stored as 32 or 16 bits, arithmetic has 32.
+//! D3Q19 stream-collide kernel: one thread per cell, or per few adjacent cells. Same arithmetic as `grid/lbm/d3q19.rs`,
+//! in the same order; storage is 32 or 16 bits, arithmetic 32 bits.
 use cubecl::prelude::*;
 
 use super::collision::{
@@ -12,7 +12,7 @@ use crate::grid::frame::Span;
 use crate::grid::lbm::D3Q19;
 use crate::grid::lbm::d3q19::{DIAGONAL, REST, STRAIGHT};
 
-/// `S`: `f32`, or `f16` if numbers are enlarged. Of cells of a unit `span` has whole groups.
+/// `S`: `f32`, or `f16` if numbers are stored scaled. `span` consists of whole groups of the cells of a thread.
 pub(super) fn launch<R: Runtime, S: Float>(
     flow: &Flow,
     client: &ComputeClient<R>,
@@ -21,7 +21,7 @@ pub(super) fn launch<R: Runtime, S: Float>(
     [from, to]: [&Buffer; 2],
 ) {
     let (len, each, cube) = (from.len * memory.of_word, flow.each(), flow.cube);
-    // SAFETY: `span` and a cell around it are in memory; units beyond it do nothing.
+    // SAFETY: `span` and one cell around it are in memory; threads outside it do nothing.
     unsafe {
         d3q19_step::launch_unchecked::<S, R>(
             client,
@@ -79,7 +79,7 @@ fn d3q19_step<S: Float, N: Size>(
         let f =
             if comptime!(form.linked) { bounced::<S, N>(from, links, &f, here, place.plane, true, small) } else { f };
         let f0 = *f.index(0usize);
-        // Sums and differences of opposites.
+        // Sums and differences of opposite populations.
         let mut s = Sequence::<Cells<N>>::new();
         let mut d = Sequence::<Cells<N>>::new();
         #[unroll]
@@ -153,7 +153,7 @@ fn d3q19_step<S: Float, N: Size>(
     }
 }
 
-/// A vector's part along a direction, the first of a pair.
+/// Component of a vector along the first direction of a pair.
 #[cube]
 fn along<F: CubePrimitive + std::ops::Add<Output = F> + std::ops::Sub<Output = F>>(
     x: F,
@@ -175,7 +175,7 @@ fn along<F: CubePrimitive + std::ops::Add<Output = F> + std::ops::Sub<Output = F
     }
 }
 
-/// Offsets of rows and layers around a cell, from the beginning of a plane.
+/// Offsets of rows and layers around a cell, from the start of a plane.
 #[derive(CubeType, Clone, Copy)]
 struct Around {
     line: usize,
@@ -188,7 +188,7 @@ struct Around {
 
 #[cube]
 impl Around {
-    /// Where the row begins from which a population comes that moves that way.
+    /// Start of the row from which a population with velocity `c` is pulled.
     fn pulled(&self, #[comptime] c: [i8; 3]) -> usize {
         let line = if comptime!(c[1] > 0) {
             self.low

@@ -1,7 +1,7 @@
-//! What cells of a fluid pull from where no fluid is, on a device: moving walls and open faces write it into the places
-//! beyond, before a step, as `grid/lbm/edges.rs` does. What is at rest is in a list that the step itself looks at; it finds
-//! other ends of periodic axes, too.
-#![expect(clippy::needless_range_loop, reason = "kernels loop over numbers only")]
+//! Boundary conditions of lattice Boltzmann fluids on GPUs. Before a step, moving walls and open faces write the pulled
+//! populations into ghost or solid cells, as `grid/lbm/edges.rs` does. Bounce-back at resting walls is a list that the
+//! step kernel reads; periodic wrap-around is index arithmetic in the kernel.
+#![expect(clippy::needless_range_loop, reason = "kernels loop over integer ranges only")]
 use std::collections::HashSet;
 use std::sync::Arc;
 
@@ -15,12 +15,12 @@ use crate::grid::frame::Frame;
 use crate::grid::lbm::Directions;
 use crate::grid::lbm::edges::{Back, Edges as Known, Turn as KnownTurn};
 
-/// Lists of a tile's edges.
+/// Boundary lists of a tile.
 pub(super) struct Edges {
-    /// What bounces back from what is at rest, as [`super::collision::bounced`] reads it: the step itself does that.
+    /// Bounce-back links at resting walls, in the format of [`super::collision::bounced`]; applied by the step kernel.
     pub(super) links: Option<Buffer>,
-    /// Of moving walls, of inlets, and of cells at outlets. Four words each: from, to, the two directions in bytes with
-    /// [`NEGATIVE`] if the sign changes, what is added.
+    /// Links of moving walls, inlets, and cells at outlets. Four words each: source element, target element, the two
+    /// directions in bytes with [`NEGATIVE`] if the sign changes, and the added term.
     bounces: Option<Buffer>,
     openings: Vec<Opening>,
 }
@@ -28,30 +28,32 @@ pub(super) struct Edges {
 /// An outlet.
 struct Opening {
     turn: Turn,
-    /// By cell: the place of each direction, then what is given: the density, and the force into the grid.
+    /// Per cell: the element pulled for each direction, then the given density and the body force along the inward
+    /// normal.
     cells: Buffer,
 }
 
-/// Words of a bounce, and of what is given at an outlet.
+/// Words per bounce-back link, and words of given values per outlet cell.
 const BOUNCE: usize = 4;
 const GIVEN: usize = 2;
-/// What bounces back changes its sign.
+/// Flag for anti-bounce-back: the sign changes.
 const NEGATIVE: u32 = 1 << 16;
 
-/// Directions as seen from an open face: part of a kernel's code, cheap to clone.
+/// The directions relative to an open face: a compile-time parameter of kernels, cheap to clone.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Turn(Arc<Inner>);
 
 #[derive(Debug, PartialEq, Eq, Hash)]
 struct Inner {
-    /// Directions of the lattice.
+    /// Number of directions of the lattice.
     count: usize,
     along: Vec<usize>,
     leaving: Vec<usize>,
     coming: Vec<usize>,
-    /// A direction that comes in, its opposite, and the bits of what it gains of the flow.
+    /// The direction along the inward normal, its opposite, and its share of the mass flow as bits.
     straight: (usize, usize, u32),
-    /// Those that come in aslant, their opposites, the entry of `axes` and whether they go along it.
+    /// The diagonal directions into the grid, their opposites, the entry of `axes`, and whether the sign along it is
+    /// positive.
     aslant: Vec<(usize, usize, usize, bool)>,
     axes: Vec<(usize, Vec<usize>, Vec<usize>)>,
 }
@@ -83,10 +85,10 @@ impl Edges {
     ) -> Result<Self, GridError> {
         let wrapped = |place: usize| memory.wrapped(frame, place) as u32;
         let mut words = Vec::new();
-        // Direction by direction: neighbours in the list are neighbours in memory.
+        // Sorted by direction, so that adjacent entries are adjacent in memory.
         let mut bounces: Vec<_> = edges.bounces(frame).collect();
         bounces.sort_by_key(|&(i, ..)| i);
-        // Outlets look at what their cells are going to pull.
+        // The outlet condition reads the populations that its cells pull.
         let open: HashSet<usize> = edges.openings().flat_map(|(_, cells)| cells.map(|(cell, _)| cell)).collect();
         let mut at_rest = Vec::new();
         for (i, from, to, Back { negative, add }) in bounces {
@@ -120,8 +122,8 @@ impl Edges {
         Ok(Self { links, bounces, openings })
     }
 
-    /// Makes what is pulled from beyond the edges. `S`: what `len` numbers of the state are stored as, `enlarged` if with 16
-    /// bits.
+    /// Applies the boundary conditions to the state. `S`: storage type of its `len` numbers; `enlarged`: scaled, with
+    /// 16 bits.
     pub(super) fn fill<R: Runtime, S: Float>(
         &self,
         client: &ComputeClient<R>,
@@ -129,12 +131,12 @@ impl Edges {
         memory: &Memory,
     ) {
         let wide = address(client, len);
-        // SAFETY: the length is that of the allocation, and entries name places of the state.
+        // SAFETY: the length is that of the allocation, and entries are elements of the state.
         let arg = || unsafe { ArrayArg::from_raw_parts(state.handle.clone(), len) };
         if let Some(list) = &self.bounces {
             let count = list.len / BOUNCE;
             let (cubes, dim) = over(count);
-            // SAFETY: units beyond the last entry do nothing.
+            // SAFETY: threads past the last entry do nothing.
             unsafe {
                 bounce::launch_unchecked::<S, R>(
                     client,
@@ -171,7 +173,7 @@ impl Edges {
     }
 }
 
-/// The words of [`Edges::links`], from places and the bits of directions.
+/// The words of [`Edges::links`], from pairs of element and direction bit.
 fn linked(mut at_rest: Vec<(usize, u32)>, plane: usize) -> Vec<u32> {
     if at_rest.is_empty() {
         return Vec::new();
@@ -204,7 +206,7 @@ fn bounce<S: Float>(list: &Array<u32>, state: &mut Array<S>, plane: usize, count
     }
 }
 
-/// Zou's and He's condition, halfway from the velocity a step before, as in `Turn::fill` of `grid/lbm/edges.rs`.
+/// Zou-He pressure boundary with the mean normal velocity of two steps, as in `Turn::fill` of `grid/lbm/edges.rs`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn open<S: Float>(
     list: &Array<u32>,
@@ -253,7 +255,7 @@ fn open<S: Float>(
     }
 }
 
-/// Of what the cell pulls, or of its own.
+/// Sum over directions of the populations that the cell pulls, or of its own.
 #[cube]
 fn sum<S: Float>(
     list: &Array<u32>,
@@ -269,7 +271,7 @@ fn sum<S: Float>(
     #[unroll]
     for k in 0..count {
         let i = comptime!(which[k]);
-        // What rests is pulled from the cell itself.
+        // The rest population is pulled from the cell itself.
         let place = if comptime!(own) { i * plane + list[at] as usize } else { place(list, at, plane, i) };
         sum += get::<S>(state, place, enlarged);
     }
@@ -288,7 +290,7 @@ fn pulled<S: Float>(
     get::<S>(state, place(list, at, plane, i), enlarged)
 }
 
-/// A stored number.
+/// Loads a stored number.
 #[cube]
 fn get<S: Float>(from: &Array<S>, at: usize, #[comptime] enlarged: bool) -> f32 {
     let value = f32::cast_from(from[at]);
@@ -301,7 +303,7 @@ fn put<S: Float>(to: &mut Array<S>, at: usize, value: f32, #[comptime] enlarged:
     to[at] = S::cast_from(value);
 }
 
-/// Where the population of a direction is.
+/// The element that the cell pulls for a direction.
 #[cube]
 fn place(list: &Array<u32>, at: usize, plane: usize, #[comptime] i: usize) -> usize {
     i * plane + list[at + i] as usize

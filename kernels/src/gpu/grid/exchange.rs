@@ -1,7 +1,7 @@
-//! What a tile on a device sends and receives: one kernel gathers the strips for all neighbours, one puts a strip in.
+//! Halo exchange of GPU tiles: one kernel gathers the halo strips for all neighbours, one scatters a received one.
 //!
-//! Which element goes where is a list on the device, made once from the boxes of `grid/halo.rs`; strips are the same bytes
-//! as those of a tile on a processor.
+//! Index lists on the device, built once from the boxes of `grid/halo.rs`, map elements to positions in halo strips.
+//! The strips have the same bytes as those of a CPU tile.
 use cubecl::prelude::*;
 use half::f16;
 
@@ -12,27 +12,28 @@ use crate::grid::GridError;
 use crate::grid::frame::{Format, Frame, Span};
 use crate::grid::halo::Strips;
 
-/// The links of a tile and their lists.
+/// The links of a tile and their index lists.
 pub(super) struct Exchange {
     pub(super) strips: Vec<Strips>,
     format: Format,
-    /// What goes out, link after link.
+    /// Elements to send, link after link.
     out: Option<List>,
-    /// What comes in, by link.
+    /// Elements to receive, by link.
     into: Vec<Option<List>>,
     pub(super) packed: Packed,
 }
 
-/// Entries of four words: numbers are (element of the field, field, 0, 0); bits are (word, bit of it, mask, 0) on the way
-/// out and (word, bit of the strip, mask, 0) on the way in.
+/// Entries of four words. Numbers: (element of the field, field, 0, 0). Bits: (word, first bit in it, mask, 0) for
+/// sending, (word, bit in the strip, mask, 0) for receiving.
 struct List {
     entries: Buffer,
     count: usize,
-    /// Words of the strips, one before and one after them for bits. Numbers of 16 bits may not fill the last.
+    /// Words of the halo strips; for bits with one word of padding before and after. 16-bit numbers may not fill the
+    /// last word.
     words: usize,
 }
 
-/// Strips on their way from the device.
+/// State of the packed halo strips on their way from the device.
 pub(super) enum Packed {
     Nothing,
     Coming(Coming),
@@ -73,16 +74,16 @@ impl Exchange {
         !matches!(self.packed, Packed::Nothing)
     }
 
-    /// What was packed is of an earlier state.
+    /// Drops packed halo strips: they belong to an earlier state.
     pub(super) fn forget(&mut self) {
         if let Packed::Coming(coming) = std::mem::replace(&mut self.packed, Packed::Nothing) {
-            // A read that is given up would leave its memory mapped, and the next one that gets that memory fails. Whether
-            // the device is well is asked elsewhere.
+            // Wait: an abandoned read would leave its memory mapped, and the next read that gets that memory fails.
+            // Device errors are checked elsewhere.
             let _ = cubecl::future::block_on(coming);
         }
     }
 
-    /// Begins to fetch the strips of a state for all neighbours.
+    /// Starts fetching the halo strips of a state for all neighbours.
     pub(super) fn fetch<R: Runtime>(&mut self, client: &ComputeClient<R>, state: &Buffer, memory: &Memory) {
         let Some(list) = &self.out else {
             self.packed = Packed::Here(vec![Vec::new(); self.strips.len()]);
@@ -92,7 +93,7 @@ impl Exchange {
         let (cubes, dim) = over(list.count);
         let (wide, plane) = (address(client, state.len * memory.of_word), memory.plane);
         let entries = list.entries.arg();
-        // SAFETY: entries name elements of the state; units beyond the last entry do nothing.
+        // SAFETY: entries are elements of the state; threads past the last entry do nothing.
         unsafe {
             match self.format {
                 Format::Float => {
@@ -109,11 +110,11 @@ impl Exchange {
                 }
             }
         }
-        // Copied after what is launched by now and before what is launched later.
+        // The copy is ordered after all launches so far and before all later ones.
         self.packed = Packed::Coming(submitted(client.clone(), strips.handle));
     }
 
-    /// Adds the strip for a neighbour, of the state that was fetched.
+    /// Appends the halo strip for a neighbour from the fetched state.
     pub(super) fn packed(&mut self, link: usize, strip: &mut Vec<u8>) -> Result<(), GridError> {
         if let Packed::Coming(coming) = &mut self.packed {
             let bytes = cubecl::future::block_on(coming.as_mut());
@@ -133,7 +134,7 @@ impl Exchange {
         }
     }
 
-    /// From rows of whole words to rows of whole bytes, one strip for each link.
+    /// Converts rows of whole words to rows of whole bytes, and splits them into one halo strip per link.
     fn part(&self, mut words: &[u8]) -> Vec<Vec<u8>> {
         let mut parted = Vec::new();
         for strip in &self.strips {
@@ -160,7 +161,7 @@ impl Exchange {
         parted
     }
 
-    /// Puts the strip of a neighbour, of the right length, into a state.
+    /// Writes a neighbour's halo strip, of the correct length, into a state.
     pub(super) fn insert<R: Runtime>(
         &self,
         client: &ComputeClient<R>,
@@ -186,7 +187,7 @@ impl Exchange {
         let (cubes, dim) = over(list.count);
         let (wide, plane) = (address(client, state.len * memory.of_word), memory.plane);
         let entries = list.entries.arg();
-        // SAFETY: entries name elements of the state and of the strip; units beyond the last entry do nothing.
+        // SAFETY: entries are elements of the state and of the strip; threads past the last entry do nothing.
         unsafe {
             match self.format {
                 Format::Float => {
@@ -205,7 +206,7 @@ impl Exchange {
         }
     }
 
-    /// From rows of whole bytes to rows of whole words, with a word before and after them all.
+    /// Converts rows of whole bytes to rows of whole words, with one word of padding before and after.
     fn pad(&self, link: usize, mut strip: &[u8], words: usize) -> Vec<u8> {
         let mut padded = Vec::with_capacity(4 * words);
         padded.resize(4, 0);
@@ -238,7 +239,7 @@ impl List {
     }
 }
 
-/// The places of what leaves: numbers one by one, bits by 32 along rows.
+/// Appends entries for sending a span: numbers one by one, bits in groups of 32 along rows.
 fn leaving(format: Format, memory: &Memory, field: u32, span: &Span, entries: &mut Vec<u32>) {
     if span.is_empty() {
         return;
@@ -258,7 +259,8 @@ fn leaving(format: Format, memory: &Memory, field: u32, span: &Span, entries: &m
     }
 }
 
-/// The places of what comes: numbers one by one, bits by the words that hold them. `bits`: of the strip so far.
+/// Appends entries for receiving a span: numbers one by one, bits by destination word. `bits`: length of the strip so
+/// far.
 fn coming(format: Format, memory: &Memory, field: u32, span: &Span, entries: &mut Vec<u32>, bits: &mut usize) {
     if span.is_empty() {
         return;
@@ -273,7 +275,7 @@ fn coming(format: Format, memory: &Memory, field: u32, span: &Span, entries: &mu
                 for x in (first..range.end).step_by(32) {
                     let (skipped, count) = ((range.start - x).max(0) as u32, (range.end - x).min(32) as u32);
                     let mask = u32::MAX >> (32 - count) & u32::MAX << skipped;
-                    // There is a word before the strip, so this is not negative.
+                    // The padding word before the strip keeps this from being negative.
                     let bit = (*bits as isize + x - range.start) as u32;
                     entries.extend([at(x), bit, mask, 0]);
                 }
@@ -318,7 +320,7 @@ fn scatter_bits(entries: &Array<u32>, from: &Array<u32>, to: &mut Array<u32>, co
     }
 }
 
-/// 32 bits from bit `shift` of a word on.
+/// 32 bits, starting at bit `shift` of word `at`.
 #[cube]
 fn two_words(words: &Array<u32>, at: usize, shift: u32) -> u32 {
     let mut found = words[at] >> shift;

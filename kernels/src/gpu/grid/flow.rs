@@ -1,4 +1,4 @@
-//! A fluid on one tile of a device: what both lattices share around their kernels.
+//! A lattice Boltzmann fluid bound to one GPU tile: everything around the kernels that the lattices share.
 use cubecl::prelude::*;
 use half::f16;
 
@@ -11,20 +11,20 @@ use crate::grid::GridError;
 use crate::grid::frame::{Format, Frame, Span};
 use crate::grid::lbm::{self, Lattice, LatticeFluid};
 
-/// What moves a fluid.
+/// Launch state of a fluid.
 pub(super) struct Flow {
     pub(super) form: Form,
     /// In the order of [`super::collision::Numbers`].
     pub(super) numbers: [f32; 15],
-    /// Half the rates of the even and of the odd parts, by cell; something small if they are the same everywhere.
+    /// Half the relaxation rates per cell, even and odd; a small dummy if uniform.
     pub(super) halves: Buffer,
     edges: Edges,
     three: bool,
-    /// Cells of a unit, beside each other, that are worth most: 1, 2 or 4.
+    /// Preferred number of adjacent cells per thread: 1, 2 or 4.
     pub(super) each: usize,
-    /// At most: rows of the grid are whole groups of them, so that all its tiles' are.
+    /// Maximum for `each`: rows of the grid are whole groups of this many cells, so those of all tiles are too.
     each_max: usize,
-    /// Units of a cube.
+    /// Threads per cube.
     pub(super) cube: CubeDim,
 }
 
@@ -62,15 +62,15 @@ impl Flow {
             ends: Ends::new(frame).wraps_only(),
         };
         let each_max = 1 << frame.grid.size()[0].trailing_zeros().min(2);
-        // Those of 16 bits make whole words together. Measured on an H200: four at a time take 1 % less of FP32 and 4 to 18 % less
-        // of FP16 than fewer, in cubes of so many units.
+        // 16-bit numbers are grouped into whole words. Measured on an H200: four cells per thread take 1 % less time in
+        // FP32 and 4 to 18 % less in FP16 than fewer cells, with cubes of this size.
         let (each, most) = match (flow.halves.is_some(), frame.format) {
             (true, format) => (4 / format.bytes(), 256),
             (false, Format::Half) => (4, 128),
             (false, _) => (4, 256),
         };
         let most = units(client, most);
-        // Long rows: what is read of one is next to what is read of the next. Of short ones several, or units are idle.
+        // Long rows per cube, so that reads are adjacent; several short rows, so that threads are not idle.
         let across = (frame.size[0] as u32).div_ceil(each.min(each_max) as u32).next_power_of_two().clamp(32, most);
         let cube = CubeDim::new_2d(across, most / across);
         Ok(Self { form, numbers, halves, edges, three: D == 3, each, each_max, cube })
@@ -80,12 +80,12 @@ impl Flow {
         self.each.min(self.each_max)
     }
 
-    /// Of the tile's edges, or something small.
+    /// Bounce-back links of the tile, or a small dummy.
     pub(super) fn links(&self) -> &Buffer {
         self.edges.links.as_ref().unwrap_or(&self.halves)
     }
 
-    /// Makes what is pulled from beyond the tile's edges.
+    /// Applies the boundary conditions to `state` before a step.
     pub(super) fn prepare<R: Runtime>(&self, client: &ComputeClient<R>, state: &Buffer, memory: &Memory) {
         if self.form.enlarged {
             self.edges.fill::<R, f16>(client, (state, 2 * state.len, true), memory);
@@ -107,12 +107,12 @@ impl Flow {
             (true, false) => d3q19::launch::<R, f32>,
             (true, true) => d3q19::launch::<R, f16>,
         };
-        // What is computed beyond a span is in a halo: nobody reads it there before it comes anew.
+        // Cells computed outside the span are in a halo, and nothing reads them before the next exchange.
         launch(self, client, memory, &span.in_groups(self.each()), states);
     }
 }
 
-/// As kernels take them.
+/// Weights in the form that kernels take.
 pub(super) const fn weights(of: &lbm::collision::Weights) -> Weights {
     (of.two, of.six, of.nine)
 }

@@ -1,8 +1,9 @@
-//! The state hash made where the state is: keyed BLAKE3 of each run of cells, a unit a run, as `grid/hash.rs` defines it.
+//! State hash computed on the device: keyed BLAKE3 of each run of cells, one thread per run, as defined in
+//! `grid/hash.rs`.
 #![expect(
     clippy::needless_range_loop,
     clippy::manual_div_ceil,
-    reason = "kernels know loops over numbers and plain division only"
+    reason = "kernels support only loops over integer ranges and plain division"
 )]
 use cubecl::prelude::*;
 
@@ -13,14 +14,14 @@ use super::sums::{Sums, Wide, leave, plus};
 use crate::grid::frame::{Format, Span};
 use crate::grid::{GridError, RUN, hash};
 
-/// Runs of a launch are counted in 32 bits from its first.
+/// Maximum runs per launch: kernels count runs in 32 bits from the launch's first.
 const RUNS_MAX: usize = 1 << 31;
-/// The first half of BLAKE3's initial values.
+/// The first half of BLAKE3's initialization vector.
 const IV: [u32; 4] = [0x6a09_e667, 0xbb67_ae85, 0x3c6e_f372, 0xa54f_f53a];
-/// Which word of the message comes where in the next round.
+/// BLAKE3's message permutation between rounds.
 const PERMUTATION: [usize; 16] = [2, 6, 3, 10, 7, 0, 4, 13, 1, 11, 12, 5, 9, 14, 15, 8];
 const ROUNDS: usize = 7;
-/// What a block is: the first or the last of all, and all have a key.
+/// Block flags: first (chunk start), last (chunk end and root), keyed.
 const FIRST: u32 = 1;
 const LAST: u32 = 2 | 8;
 const KEYED: u32 = 16;
@@ -29,7 +30,7 @@ impl<R: Runtime> GpuTile<R> {
     /// This tile's part of the grid's state hash, as [`crate::grid::tile::Tile::state_hash`].
     ///
     /// # Errors
-    /// A step is half made, or the device failed.
+    /// A step is half computed, or the device failed.
     pub fn state_hash(&self) -> Result<u128, GridError> {
         self.whole()?;
         let key: Vec<u32> = bytemuck::pod_collect_to_vec(&hash::key());
@@ -57,7 +58,7 @@ impl<R: Runtime> GpuTile<R> {
         let sums = Sums::new(&self.client, 1, count, usize::MAX / 256);
         let (cubes, dim) = sums.launch();
         let nothing = Buffer::from_elements(&self.client, &[0; 4])?;
-        // SAFETY: the span is in memory, the mask has a bit for each owned cell.
+        // SAFETY: the span is in memory, and the mask has a bit per owned cell.
         unsafe {
             hash_runs::launch_unchecked::<R>(
                 &self.client,
@@ -78,21 +79,21 @@ impl<R: Runtime> GpuTile<R> {
                 self.hidden.is_some(),
             );
         }
-        // Nothing is too large for a hash.
+        // Hash sums never overflow, so there is always a value.
         Ok(sums.read(&self.client)?.first().copied().flatten().unwrap_or(0))
     }
 }
 
-/// How runs of a launch are numbered in the grid.
+/// Numbering of a launch's runs in the grid.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Runs {
-    /// Cells of a row of the tile, and runs.
+    /// Cells and runs per row of the tile.
     width: u32,
     runs: u32,
-    /// Runs of a row and rows of a layer of the grid.
+    /// Runs per row and rows per layer of the grid.
     grid_runs: u32,
     grid_rows: u32,
-    /// The number of the first.
+    /// Index of the first run, in two words.
     low: u32,
     high: u32,
 }
@@ -110,7 +111,7 @@ impl Runs {
     }
 }
 
-/// The sum of the hashes of `count` runs. `mask_first`: the row of the mask that belongs to the first row.
+/// The sum of the hashes of `count` runs. `mask_first`: the row of the mask for the first row.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn hash_runs(
     cells: &Array<u32>,
@@ -154,7 +155,7 @@ fn hash_runs(
             hidden_low = hidden[at];
             hidden_high = hidden[at + 1];
         }
-        // Behind four words of who this is: bytes, and the words that they begin.
+        // Length in bytes after four words of field and run index; then whole words, rounded up, and blocks.
         let bytes = 16u32
             + match format {
                 Format::Float => 4u32 * width,
@@ -179,7 +180,7 @@ fn hash_runs(
                         let kept = select(cut >= 32u32, 0xffff_ffffu32, (1u32 << (cut & 31u32)) - 1u32);
                         value = cells[begin + (2u32 * of_row + at) as usize] & kept;
                     } else if comptime!(format == Format::Half) {
-                        // A row begins with a word, and so does each of its runs.
+                        // A row begins at a word boundary, and so does each of its runs.
                         value = cells[begin / 2 + (32u32 * of_row + at) as usize];
                         let cell = 2u32 * at;
                         if cell + 1u32 == width {
@@ -223,7 +224,7 @@ fn hash_runs(
     leave(sums, Wide { a, b, c, d }, 0u32);
 }
 
-/// BLAKE3's compression of a block of the only chunk.
+/// BLAKE3 compression of one block of a single-chunk message.
 #[cube]
 fn compress(chain: &mut Array<u32>, message: &Array<u32>, state: &mut Array<u32>, bytes: u32, flags: u32) {
     #[unroll]
@@ -277,7 +278,7 @@ fn turned(bits: u32, #[comptime] by: u32) -> u32 {
     (bits >> by) | (bits << comptime!(32 - by))
 }
 
-/// Which word of the message a round takes where.
+/// Index of the message word used at `place` in a round.
 fn word(round: usize, place: usize) -> usize {
     (0..round).fold(place, |place, _| PERMUTATION[place])
 }

@@ -1,15 +1,13 @@
-//! Life on a device: 32 cells a word, a unit a column of words, the bit planes of `grid/life.rs`.
-#![expect(
-    clippy::collapsible_if,
-    reason = "what is known when a kernel is compiled is asked apart from what its units ask"
-)]
+//! Life-like cellular automata on GPUs: 32 cells per word, one thread per column of words, with the bit planes of
+//! `grid/life.rs`.
+#![expect(clippy::collapsible_if, reason = "comptime conditions are kept apart from runtime conditions")]
 use cubecl::prelude::*;
 
 use super::memory::{Buffer, address};
 use super::place::{Beyond, Ends, Memory, Place, unit_row};
 use crate::grid::frame::Span;
 
-/// A rule of the family of Life; its numbers are part of the kernel's code.
+/// A Life-like rule; a compile-time parameter of kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Counts {
     /// Bit n: born with n neighbours.
@@ -21,7 +19,7 @@ pub(super) struct Counts {
 impl Counts {
     const CONWAY: Self = Self { birth: 1 << 3, survival: 1 << 2 | 1 << 3 };
 
-    /// What becomes of a dead and of a living cell with so many alive in its square.
+    /// Next states of a dead and of a live cell with `count` live cells in its 3 × 3 square.
     fn becomes(self, count: usize) -> [bool; 2] {
         [count < 9 && self.birth >> count & 1 == 1, count > 0 && self.survival >> (count - 1) & 1 == 1]
     }
@@ -32,9 +30,9 @@ impl Counts {
 pub(super) struct Life {
     pub(super) counts: Counts,
     pub(super) ends: Ends,
-    /// Cells of the tile's last word of a row.
+    /// Valid cells in the last word of the tile's rows.
     pub(super) valid: u32,
-    /// Units of a cube, and rows that a unit computes one after the other: each row's sums of three are needed three times.
+    /// Threads per cube, and consecutive rows per thread: each row's sums of three are used for three rows.
     pub(super) cube: CubeDim,
     pub(super) each: usize,
 }
@@ -48,7 +46,7 @@ impl Life {
         [from, to]: [&Buffer; 2],
     ) {
         let dim = self.cube;
-        // SAFETY: `span` and a cell around it are in memory; units beyond it do nothing.
+        // SAFETY: `span` and one cell around it are in memory; threads outside it do nothing.
         unsafe {
             life_step::launch_unchecked::<R>(
                 client,
@@ -106,7 +104,8 @@ fn life_step(
     }
 }
 
-/// For each cell of a word the sum of its left neighbour, itself and its right neighbour, two bit planes; and the cells.
+/// For each cell of a word the sum of its left neighbour, itself and its right neighbour, as two bit planes; and the
+/// cells.
 #[derive(CubeType, Clone, Copy)]
 struct Triple {
     low: u32,
@@ -114,10 +113,10 @@ struct Triple {
     cell: u32,
 }
 
-/// Of the row above `y` (0), of `y` (1), or below it (2).
+/// [`Triple`] of the row above `y` (`which` = 0), of `y` (1), or below it (2).
 #[cube]
 fn triple(from: &Array<u32>, place: &Place, valid: u32, x: u32, y: u32, which: u32, #[comptime] ends: Ends) -> Triple {
-    // One too many, so that nothing is negative.
+    // One too high, so that it is never negative.
     let row = y + which;
     let mut real = row - 1u32;
     let mut all = 0xffff_ffffu32;
@@ -152,7 +151,7 @@ fn triple(from: &Array<u32>, place: &Place, valid: u32, x: u32, y: u32, which: u
     Triple { low, high, cell }
 }
 
-/// A word of a row with what is beyond the ends of the tile in the places beside its cells.
+/// A word of a row, with ghost cells inserted next to the owned cells at the ends of the tile.
 #[cube]
 fn word(from: &Array<u32>, place: &Place, valid: u32, base: usize, x: u32, #[comptime] ends: Ends) -> u32 {
     let mut found = from[base + x as usize];
@@ -190,11 +189,11 @@ fn sum(a: u32, b: u32, c: u32) -> (u32, u32) {
     (ab ^ c, (a & b) | (ab & c))
 }
 
-/// The next state from the bit planes of the living in each cell's square, itself included, and itself.
+/// The next state from the cell and the bit planes of the live count in its 3 × 3 square, which includes it.
 #[cube]
 fn become_next(t0: u32, t1: u32, t2: u32, t3: u32, cell: u32, #[comptime] counts: Counts) -> u32 {
     if comptime!(counts == Counts::CONWAY) {
-        // Three in the square, or four and the cell is one of them; nine is 1001, so t3 decides nothing.
+        // Three in the square, or four with the cell alive. Nine is 1001, so t3 is not needed.
         ((t0 & t1) & !t2) | ((cell & t2) & !(t0 | t1))
     } else {
         let low = four(0usize, t0, t1, cell, counts);

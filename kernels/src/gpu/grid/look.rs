@@ -1,4 +1,5 @@
-//! What people look at: rows thinned and living cells counted by the device, so that little has to leave it.
+//! Sampling of GPU tiles for output and preview: the device downsamples rows and counts live cells, so transfers are
+//! small.
 use cubecl::prelude::*;
 
 use super::GpuTile;
@@ -23,7 +24,7 @@ impl<R: Runtime> GpuTile<R> {
         let [nx, ny] = std::array::from_fn(|axis| region.end[axis].saturating_sub(first[axis]).div_ceil(every));
         let rows = ny * (region.end[2] - region.start[2]);
         if nx * rows * fields.len() == 0 {
-            // Nothing of a row is nevertheless a row.
+            // Empty rows are reported too.
             let nothing = vec![Vec::new(); fields.len()];
             (0..rows).for_each(|row| call([first[1] + row % ny * every, region.start[2] + row / ny], &nothing));
             return Ok(());
@@ -56,14 +57,14 @@ impl<R: Runtime> GpuTile<R> {
         Ok(())
     }
 
-    /// Rows after rows, field after field of each.
+    /// Downsampled rows, field by field within each.
     fn thinned(&self, from: &Thin, names: &Buffer, rows: usize) -> Result<Vec<f32>, GridError> {
         let len = rows * from.fields * from.nx;
         let to = Buffer { handle: self.client.empty(4 * len), len };
         let (cubes, dim) = over(len);
         let nothing = Buffer::from_elements(&self.client, &[0; 4])?;
         let (place, mask) = (self.memory.place(&self.frame.span(0)), self.hidden.as_ref().unwrap_or(&nothing));
-        // SAFETY: all that is asked for is owned, the mask has a bit for each owned cell; units beyond `len` do nothing.
+        // SAFETY: the requested cells are owned, the mask has a bit per owned cell; threads past `len` do nothing.
         unsafe {
             pick::launch_unchecked::<R>(
                 &self.client,
@@ -87,7 +88,7 @@ impl<R: Runtime> GpuTile<R> {
         to.read(&self.client, 0..len).map(|bytes| bytemuck::pod_collect_to_vec(&bytes))
     }
 
-    /// Living cells by blocks, as [`crate::grid::any_tile::Fields::living`].
+    /// Live cells per block, as [`crate::grid::any_tile::Fields::living`].
     pub(super) fn read_living(&self, region: Region, stride: usize) -> Result<Vec<f32>, GridError> {
         self.own(0, region)?;
         if self.frame.format != Format::Bit {
@@ -99,7 +100,7 @@ impl<R: Runtime> GpuTile<R> {
         let (cubes, dim) = over(len);
         let at: [u32; 3] = std::array::from_fn(|axis| (region.start[axis] - owned[axis]) as u32);
         let place = self.memory.place(&self.frame.span(0));
-        // SAFETY: all that is looked at is owned; units beyond `len` do nothing.
+        // SAFETY: the region is owned; threads past `len` do nothing.
         unsafe {
             count_living::launch_unchecked::<R>(
                 &self.client,
@@ -128,15 +129,15 @@ impl<R: Runtime> GpuTile<R> {
     }
 }
 
-/// Some rows of some fields, every so many cells.
+/// A selection of rows of some fields, downsampled.
 struct Thin {
-    /// The first cell's place among the owned ones.
+    /// The first cell, relative to the first owned one.
     first: [usize; 3],
     every: usize,
-    /// Cells of a row, rows of a layer.
+    /// Cells per row, rows per layer.
     nx: usize,
     ny: usize,
-    /// The first row of these.
+    /// Index of the first row.
     begin: usize,
     fields: usize,
 }
@@ -148,7 +149,7 @@ impl Thin {
     }
 }
 
-/// [`Thin`] as a kernel sees it.
+/// [`Thin`] as a kernel argument.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Thinned {
     x: u32,
@@ -200,8 +201,8 @@ fn pick(
     }
 }
 
-/// A unit counts a block. `x_end` and `y_end`: of the region, `x` to `z` its first cell, `x_in` and `y_in` its place in its
-/// block.
+/// One thread per block. `x`, `y`, `z`: first cell of the region; `x_end`, `y_end`: its end; `x_in`, `y_in`: offset of
+/// the first cell in its block.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn count_living(
     cells: &Array<u32>,
@@ -223,7 +224,7 @@ fn count_living(
     if i < len {
         let (column, rest) = (u32::cast_from(i % width), i / width);
         let (row, layer) = (u32::cast_from(rest % height), u32::cast_from(rest / height));
-        // Blocks are counted from the grid's corner, so the first may have begun before the region.
+        // Blocks are counted from the grid's origin, so the first one may begin before the region.
         let left = x + select(column == 0u32, 0u32, column * stride - x_in);
         let low = y + select(row == 0u32, 0u32, row * stride - y_in);
         let (right, high) = (x + (column + 1u32) * stride - x_in, y + (row + 1u32) * stride - y_in);

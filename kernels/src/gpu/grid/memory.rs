@@ -1,8 +1,7 @@
-//! Memory of a tile on a device: counted before it is asked for, proven by a kernel and a read, filled and read by parts.
+//! Device memory of a tile: size checks, verified allocation, partial reads and writes.
 //!
-//! A device does not say that it has no memory: what cannot be allocated makes later launches do nothing and later reads
-//! return whatever was there. So every allocation is written by a kernel and read back, and no read is trusted after a
-//! failed flush.
+//! Devices do not report a failed allocation: later launches do nothing, and later reads return arbitrary data. So
+//! every allocation is written by a kernel and read back, and no read is trusted after a failed flush.
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use cubecl::bytes::Bytes;
@@ -13,14 +12,14 @@ use half::f16;
 
 use crate::grid::GridError;
 
-/// Units of a cube of kernels that run over memory and not over cells.
+/// Threads per cube (CubeCL's thread block) in kernels that run over memory and not over cells.
 pub(super) const UNITS: u32 = 256;
-/// Cubes along x of such a launch: the smallest grid that Vulkan guarantees is 65,535 wide.
+/// Cubes along x of such a launch: Vulkan guarantees only 65,535.
 const ACROSS: usize = 32_768;
-/// What is written at the end of an allocation.
+/// Test value written at the end of an allocation.
 const STAMP: u32 = 0x6d65_7368;
 
-/// A buffer of elements of 32 bits on a device.
+/// A device buffer of 32-bit elements.
 #[derive(Clone, Debug)]
 pub(super) struct Buffer {
     pub(super) handle: Handle,
@@ -28,13 +27,13 @@ pub(super) struct Buffer {
 }
 
 impl Buffer {
-    /// Zeros.
+    /// A buffer of zeros.
     ///
     /// # Errors
-    /// The device allows no such buffer, or has no memory for it.
+    /// The device does not allow a buffer of this size, or has no memory for it.
     pub(super) fn new<R: Runtime>(client: &ComputeClient<R>, len: usize) -> Result<Self, GridError> {
         check_len(client, len)?;
-        // Exactly so much: the pools for short-lived memory round up to their pages.
+        // Exact size: the pools for short-lived memory round up to their pages.
         let handle = client.memory_persistent_allocation((), |()| client.empty(4 * len)).map_err(failed)?;
         let buffer = Self { handle, len };
         buffer.fill(client, 0, 0..len);
@@ -48,7 +47,7 @@ impl Buffer {
         Ok(buffer)
     }
 
-    /// Of these elements, which must not be empty.
+    /// A buffer with these elements; at least one.
     pub(super) fn from_elements<R: Runtime>(client: &ComputeClient<R>, elements: &[u32]) -> Result<Self, GridError> {
         check_len(client, elements.len())?;
         let handle = client.create_from_slice(bytemuck::cast_slice(elements));
@@ -60,19 +59,19 @@ impl Buffer {
         unsafe { ArrayArg::from_raw_parts(self.handle.clone(), self.len) }
     }
 
-    /// As numbers of 16 bits, twice as many.
+    /// The buffer as 16-bit numbers, twice as many.
     pub(super) fn halves<R: Runtime>(&self) -> ArrayArg<R> {
         // SAFETY: the length is that of the allocation; kernels stay below it.
         unsafe { ArrayArg::from_raw_parts(self.handle.clone(), 2 * self.len) }
     }
 
-    /// Some elements.
+    /// A range of elements.
     pub(super) fn part(&self, range: std::ops::Range<usize>) -> Handle {
         let (start, end) = (4 * range.start as u64, 4 * (self.len - range.end) as u64);
         self.handle.clone().offset_start(start).offset_end(end)
     }
 
-    /// Bytes of some elements.
+    /// The bytes of a range of elements.
     pub(super) fn read<R: Runtime>(
         &self,
         client: &ComputeClient<R>,
@@ -80,7 +79,7 @@ impl Buffer {
     ) -> Result<Bytes, GridError> {
         let bytes = client.read_one(self.part(range.clone())).map_err(failed)?;
         if bytes.len() != 4 * range.len() {
-            return Err(GridError::Device { what: format!("{} bytes came for {range:?}", bytes.len()) });
+            return Err(GridError::Device { what: format!("a read of {range:?} returned {} bytes", bytes.len()) });
         }
         Ok(bytes)
     }
@@ -91,7 +90,7 @@ impl Buffer {
         debug_assert!(at + len <= self.len, "{at} + {len} of {}", self.len);
         let from = client.create_from_slice(bytes);
         let (count, dim) = over(len);
-        // SAFETY: within both; units beyond `len` do nothing.
+        // SAFETY: within both buffers; threads past `len` do nothing.
         unsafe {
             put::launch_unchecked::<R>(
                 client,
@@ -108,7 +107,7 @@ impl Buffer {
 
     pub(super) fn fill<R: Runtime>(&self, client: &ComputeClient<R>, value: u32, range: std::ops::Range<usize>) {
         let (count, dim) = over(range.len());
-        // SAFETY: within the buffer; units beyond the range do nothing.
+        // SAFETY: within the buffer; threads past the range do nothing.
         unsafe {
             set::launch_unchecked::<R>(
                 client,
@@ -124,10 +123,10 @@ impl Buffer {
     }
 }
 
-/// Whether a device allows a buffer of so many elements.
+/// Checks that the device allows a buffer of `len` elements.
 pub(super) fn check_len<R: Runtime>(client: &ComputeClient<R>, len: usize) -> Result<(), GridError> {
     let properties = client.properties();
-    // Vulkan binds no larger ones; on CUDA it is only what a pool gives.
+    // Vulkan cannot bind larger buffers; on CUDA this is only the page size of a pool.
     let most = if properties.supports_address(AddressType::U64) {
         isize::MAX as usize
     } else {
@@ -136,52 +135,52 @@ pub(super) fn check_len<R: Runtime>(client: &ComputeClient<R>, len: usize) -> Re
     if 4 * len > most { Err(GridError::Buffer { bytes: 4 * len, most }) } else { Ok(()) }
 }
 
-/// Whether a device keeps numbers of 16 bits in its memory.
+/// Whether a device supports storage of 16-bit numbers.
 pub(super) fn has_halves<R: Runtime>(client: &ComputeClient<R>) -> bool {
     f16::supported_uses(client).contains(TypeUsage::Buffer)
 }
 
-/// How kernels count elements: with 32 bits as long as that is enough.
+/// Index type of kernels: 32 bits where possible.
 pub(super) fn address<R: Runtime>(client: &ComputeClient<R>, len: usize) -> AddressType {
     let long = len > u32::MAX as usize || ALWAYS_WIDE.load(Ordering::Relaxed);
     if long && client.properties().supports_address(AddressType::U64) { AddressType::U64 } else { AddressType::U32 }
 }
 
-/// For checks: counts with 64 bits wherever the device can, as for the largest tiles.
+/// For tests: uses 64-bit indices wherever the device supports them, as the largest tiles do.
 pub(super) fn always_wide(yes: bool) {
     ALWAYS_WIDE.store(yes, Ordering::Relaxed);
 }
 
 static ALWAYS_WIDE: AtomicBool = AtomicBool::new(false);
 
-/// So many units of a cube, or as many as the device can have.
-pub(super) fn units<R: Runtime>(client: &ComputeClient<R>, wanted: u32) -> u32 {
-    wanted.min(client.properties().hardware.max_units_per_cube)
+/// `requested` threads per cube, or the device's maximum.
+pub(super) fn units<R: Runtime>(client: &ComputeClient<R>, requested: u32) -> u32 {
+    requested.min(client.properties().hardware.max_units_per_cube)
 }
 
-/// Cubes and their size for one unit for each of `len` elements.
+/// Number and size of cubes for one thread per element.
 pub(super) fn over(len: usize) -> (CubeCount, CubeDim) {
     let cubes = len.div_ceil(UNITS as usize).max(1);
     let across = cubes.min(ACROSS);
     let down = cubes.div_ceil(across);
-    // 32,768 × 32,768 × 256 units are more elements than any device holds.
+    // 32,768 × 32,768 × 256 threads are more elements than any device holds.
     (CubeCount::Static(across as u32, down as u32, 1), CubeDim::new_1d(UNITS))
 }
 
-/// The element of a unit of such a launch.
+/// The element of a thread in such a launch.
 #[cube]
 pub(super) fn element() -> usize {
     (CUBE_POS_Y as usize * CUBE_COUNT_X as usize + CUBE_POS_X as usize) * CUBE_DIM_X as usize + UNIT_POS_X as usize
 }
 
-/// The bits, as a number of 32 bits, of a number of 32 or 16 bits ([`crate::grid::number::Half`]): exactly, whatever the
-/// device's own conversions make of the smallest.
+/// A stored number, 32 bits or 16 bits ([`crate::grid::number::Half`]), as the bits of an `f32`. Exact: does not depend
+/// on the device's own handling of subnormals.
 #[cube]
 pub(super) fn number(cells: &Array<u32>, at: usize, #[comptime] half: bool) -> u32 {
     if comptime!(half) {
         let bits = cells[at / 2] >> (16u32 * u32::cast_from(at % 2));
         let (exponent, mantissa) = ((bits >> 10u32) & 31u32, bits & 1023u32);
-        // 2^15 less than it is stored as. What is too small for a usual exponent there is none too small here.
+        // The value is 2^-15 times the stored one. An `f16` subnormal is a normal `f32`.
         let usual = ((exponent + 97u32) << 23u32) | (mantissa << 13u32);
         let infinite = 0x7f80_0000u32 | (mantissa << 13u32);
         let small = u32::reinterpret(f32::cast_from(mantissa) * comptime!(1.0f32 / (1u64 << 39) as f32));
@@ -192,13 +191,13 @@ pub(super) fn number(cells: &Array<u32>, at: usize, #[comptime] half: bool) -> u
     }
 }
 
-/// Submits what is queued and asks whether the device is well.
+/// Submits all queued work and checks for device errors.
 pub(super) fn check<R: Runtime>(client: &ComputeClient<R>) -> Result<(), GridError> {
     client.flush().map_err(failed)
 }
 
 pub(super) fn failed(error: impl std::fmt::Debug) -> GridError {
-    // The first line is the reason; a backtrace follows.
+    // The beginning is the reason; a backtrace follows.
     let text = format!("{error:?}");
     GridError::Device { what: text.chars().take(300).collect() }
 }

@@ -1,4 +1,4 @@
-//! Which kernels move a tile: from a rule and the tile's geometry to what a step launches.
+//! Chooses the kernels of a rule and launches them for each step of a tile.
 use cubecl::prelude::*;
 
 use super::flow::Flow;
@@ -12,7 +12,7 @@ use crate::grid::lbm::{self, Lattice, LatticeFluid};
 use crate::grid::rule::{Rule, Stepper};
 use crate::grid::{Face, GridError};
 
-/// A rule on a device.
+/// A rule on a GPU tile.
 pub(super) enum Motion {
     Life(Life),
     Scalar(Scalar),
@@ -20,11 +20,11 @@ pub(super) enum Motion {
     Text(Box<Text>),
 }
 
-/// Bytes of a tile of Life that has more than enough rows for all units of a device.
+/// A Life tile of more bytes than this has enough rows to occupy all threads of a device.
 const LARGE: usize = 16 << 20;
 
 impl Motion {
-    /// With the rule as it is on a processor, which knows what is hidden and what travels.
+    /// Also returns the CPU form of the rule, which provides hidden cells and streaming directions.
     pub(super) fn new<R: Runtime>(
         client: &ComputeClient<R>,
         rule: &Rule,
@@ -38,7 +38,7 @@ impl Motion {
             Rule::Life(life) => {
                 let (birth, survival) = life.counts();
                 let valid = (frame.size[0] as u32 - 1) % 32 + 1;
-                // Rows of a unit share sums, but on a small tile there are too few units then.
+                // Rows of a thread share sums, but on a small tile many rows per thread leave too few threads.
                 let each = if frame.plane_bytes() > LARGE { 16 } else { 4 };
                 let cube = CubeDim::new_2d(128, 1);
                 Self::Life(Life { counts: Counts { birth, survival }, ends, valid, cube, each })
@@ -65,12 +65,12 @@ impl Motion {
     where
         LatticeFluid<D>: Lattice,
     {
-        // What it is stored as matters to its steps on a processor, which are not made.
+        // The storage format affects only CPU steps, which are never run here.
         let flow = lbm::Flow::<D, f32>::new(fluid, frame)?;
         Ok((Self::Fluid(Box::new(Flow::new(client, &flow, frame, memory)?)), Box::new(flow)))
     }
 
-    /// Cubes of another shape, and rows of a unit (cells beside each other of a fluid): nothing but the time changes.
+    /// Sets the shape of cubes, and the rows (fluids: adjacent cells) per thread; this affects only speed.
     pub(super) fn shape(&mut self, cube: [u32; 2], rows: usize) {
         let cube_dim = CubeDim::new_2d(cube[0], cube[1]);
         match self {
@@ -81,7 +81,7 @@ impl Motion {
         }
     }
 
-    /// Bytes on the device beside the two states.
+    /// Bytes on the device besides the two states.
     pub(super) fn bytes(rule: &Rule, frame: &Frame) -> usize {
         let (rates, solid) = match rule {
             Rule::D2q9(fluid) => (fluid.omega.is_some(), fluid.solid.is_some()),
@@ -94,7 +94,7 @@ impl Motion {
         links + if rates { 8 * frame.elements() } else { 0 }
     }
 
-    /// What has to be done to a state before a step is computed from it.
+    /// Prepares a state for the next step.
     pub(super) fn prepare<R: Runtime>(&self, client: &ComputeClient<R>, state: &Buffer, memory: &Memory) {
         match self {
             Self::Fluid(flow) => flow.prepare(client, state, memory),
@@ -102,7 +102,7 @@ impl Motion {
         }
     }
 
-    /// Computes cells of the next state.
+    /// Launches the computation of cells of the next state.
     pub(super) fn launch<R: Runtime>(
         &self,
         client: &ComputeClient<R>,

@@ -1,4 +1,4 @@
-//! Tiles on a device of a known kind: where the kernels of grids are compiled for CUDA and for Vulkan.
+//! Opens tiles on CUDA and Vulkan devices; the grid kernels are instantiated for both runtimes here.
 use cubecl::cuda::{CudaDevice, CudaRuntime};
 use cubecl::prelude::*;
 use cubecl::wgpu::{WgpuDevice, WgpuRuntime};
@@ -8,7 +8,7 @@ use crate::grid::any_tile::GridTile;
 use crate::grid::rule::Rule;
 use crate::grid::{Grid, GridError, Region};
 
-/// A tile on an NVIDIA GPU, all cells zero. `free`: bytes of its memory that the tile may take.
+/// A tile on an NVIDIA GPU, all cells zero. `free`: bytes of device memory that the tile may use.
 ///
 /// # Errors
 /// As [`GpuTile::new`].
@@ -22,7 +22,7 @@ pub fn cuda_tile(
     tile::<CudaRuntime>(&CudaDevice::new(number), (grid, rule), region, depth, free)
 }
 
-/// A tile on a Vulkan device, all cells zero. `free`: bytes of its memory that the tile may take.
+/// A tile on a Vulkan device, all cells zero. `free`: bytes of device memory that the tile may use.
 ///
 /// # Errors
 /// As [`GpuTile::new`].

@@ -1,27 +1,28 @@
-//! Which cells a launch computes, where they are in memory, and what is beyond the ends of a tile.
+//! Addressing of GPU tiles: which cells a launch computes, where they are in memory, and boundary conditions at the
+//! ends.
 //!
-//! Kernels count cells from the beginning of memory along each axis, halo and padding included, so nothing is negative.
-//! Ghosts are not made: who looks beyond an end of a tile finds the cell by arithmetic (`Beyond`).
+//! Kernels count cells from the start of memory along each axis, halo and padding included, so indices are never
+//! negative. Ghost cells are not stored: kernels resolve neighbours outside the tile by index arithmetic (`Beyond`).
 use cubecl::prelude::*;
 
 use crate::grid::Face;
 use crate::grid::frame::{Format, Frame, Span};
 use crate::grid::rule_file::FIELDS_MAX;
 
-/// What a cell at an end of the tile sees beyond it. Part of a kernel's code.
+/// What a cell at an end of the tile reads outside it. A compile-time parameter of kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Beyond {
-    /// Cells that are in memory: a halo.
+    /// Cells in memory: a halo.
     Cells,
     /// The other end of the axis.
     Wrap,
-    /// Itself: no flux. For Life: dead cells.
+    /// The cell itself: no flux. For Life: dead cells.
     Wall,
-    /// These values, as bits, one a field.
+    /// Fixed values, as bits, one per field.
     Fixed([u32; FIELDS_MAX]),
 }
 
-/// By axis, at the low and at the high end.
+/// By axis; low end first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Ends(pub(super) [[Beyond; 2]; 3]);
 
@@ -38,29 +39,29 @@ impl Ends {
         Self(std::array::from_fn(|axis| [end(axis, 0), end(axis, 1)]))
     }
 
-    /// Only whether an axis is closed upon itself: for rules whose faces are made before the step.
+    /// Keeps only periodic wrap-around: for rules whose boundary conditions are applied before the step.
     pub(super) fn wraps_only(self) -> Self {
         let keep = |end: Beyond| if end == Beyond::Wrap { end } else { Beyond::Cells };
         Self(self.0.map(|ends| ends.map(keep)))
     }
 }
 
-/// The cells of a launch and the tile around them, in elements along x and in rows and layers of memory.
+/// The cells of a launch and the owned box around them; elements along x, rows and layers of memory along y and z.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(super) struct Place {
     /// The first cell.
     pub(super) x: u32,
     pub(super) y: u32,
     pub(super) z: u32,
-    /// How many: elements of a row, rows of a layer, rows of all layers.
+    /// Extent: elements per row, rows per layer, rows in all layers.
     pub(super) nx: u32,
     pub(super) ny: u32,
     pub(super) rows: u32,
-    /// Elements from a row, a layer and a plane to the next.
+    /// Elements between consecutive rows, layers and planes.
     pub(super) row: usize,
     pub(super) layer: usize,
     pub(super) plane: usize,
-    /// The first and the last element of the tile's own along each axis.
+    /// The first and the last owned element along each axis.
     pub(super) left: u32,
     pub(super) right: u32,
     pub(super) low: u32,
@@ -69,18 +70,18 @@ pub(super) struct Place {
     pub(super) far: u32,
 }
 
-/// Memory of a tile as kernels see it: elements of 32 or 16 bits, bits by 32 in a word.
+/// Memory layout of a tile in kernels: elements of 32 or 16 bits; bits are packed 32 per word.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Memory {
-    /// Elements of a tile's row before its first cell.
+    /// Elements of a row before the first owned cell.
     pub(super) left: usize,
     pub(super) row: usize,
     pub(super) layer: usize,
-    /// Elements of a field.
+    /// Elements per field.
     pub(super) plane: usize,
-    /// Cells of an element.
+    /// Cells per element.
     pub(super) cells: usize,
-    /// Elements of a word of 32 bits. Rows begin with a word, and so do the tile's own cells in them.
+    /// Elements per 32-bit word. Rows, and the owned cells in them, begin at word boundaries.
     pub(super) of_word: usize,
     ring: [[isize; 2]; 3],
     size: [isize; 3],
@@ -88,7 +89,7 @@ pub(super) struct Memory {
 
 impl Memory {
     pub(super) fn new(frame: &Frame) -> Self {
-        // A `u64` is two words here, the low one first.
+        // A `u64` is two words here, low word first.
         let (words, cells, of_word) = match frame.format {
             Format::Float => (1, 1, 1),
             Format::Half => (1, 1, 2),
@@ -107,7 +108,7 @@ impl Memory {
         (x + (y + self.ring[1][0]) * self.row as isize + (z + self.ring[2][0]) * self.layer as isize) as usize
     }
 
-    /// The place in a field where a cell beyond the end of an axis that is closed upon itself really is.
+    /// Maps an element outside the end of a periodic axis that the tile owns whole to the owned element.
     pub(super) fn wrapped(&self, frame: &Frame, place: usize) -> usize {
         let [_, low, near] = self.ring.map(|[low, _]| low);
         let (z, rest) = (place / self.layer, place % self.layer);
@@ -119,7 +120,7 @@ impl Memory {
         self.at(at)
     }
 
-    /// What a launch over these cells, and what shares their words, is given.
+    /// Launch arguments for these cells, rounded to whole elements.
     pub(super) fn place<R: Runtime>(&self, span: &Span) -> PlaceLaunch<R> {
         let cells = self.cells as isize;
         let element = |x: isize| (self.left as isize + x.div_euclid(cells)) as u32;
@@ -145,15 +146,15 @@ impl Memory {
         )
     }
 
-    /// The same where a unit has so many cells beside each other, of which the span has whole groups.
+    /// As [`Self::cubes`], for threads that compute `each` adjacent cells; the span consists of whole groups.
     pub(super) fn cubes_of(&self, span: &Span, dim: CubeDim, each: usize) -> CubeCount {
         let (mut groups, each) = (span.clone(), each as isize);
         groups.0[0] = span.0[0].start / each..span.0[0].end / each;
         self.cubes(&groups, dim, 1)
     }
 
-    /// Cubes of `dim` units for a launch over these cells, `each` rows a unit; beyond what one axis of a grid holds, rows go
-    /// on along the next.
+    /// Cubes of `dim` threads for a launch over these cells, `each` rows per thread; rows past the limit of the y axis
+    /// of the launch grid continue along z.
     pub(super) fn cubes(&self, span: &Span, dim: CubeDim, each: usize) -> CubeCount {
         let cells = self.cells as isize;
         let [x, y, z] = &span.0;
@@ -165,7 +166,7 @@ impl Memory {
 }
 
 impl Span {
-    /// Cells with as many before and behind them as make whole groups of `each`.
+    /// The span, extended along x to whole groups of `each` cells.
     pub(super) fn in_groups(&self, each: usize) -> Self {
         let (mut all, each) = (self.clone(), each as isize);
         let [x, ..] = &mut all.0;
@@ -174,16 +175,16 @@ impl Span {
     }
 }
 
-/// Cubes along y: the smallest grid that Vulkan guarantees is 65,535 high.
+/// Cubes along y: Vulkan guarantees only 65,535.
 const ROWS_MAX: usize = 32_768;
 
-/// The row of a launch that a unit computes, or the first of its `each` rows.
+/// The row that a thread computes, or the first of its `each` rows.
 #[cube]
 pub(super) fn unit_row() -> u32 {
     (CUBE_POS_Z * CUBE_COUNT_Y + CUBE_POS_Y) * CUBE_DIM_Y + UNIT_POS_Y
 }
 
-/// One element on along an axis: towards the high end, or the low one.
+/// The adjacent element along an axis, towards the high end (`up`) or the low end.
 #[cube]
 pub(super) fn next_to(
     at: usize,
@@ -208,7 +209,7 @@ pub(super) fn next_to(
     }
 }
 
-/// A value that was read one element on: what it is if that is beyond a face with a value of its own.
+/// A value read from the adjacent element, or the fixed value if that element is outside a face that has one.
 #[cube]
 pub(super) fn or_fixed(
     value: f32,

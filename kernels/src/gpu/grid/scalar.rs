@@ -1,11 +1,11 @@
-//! Heat, waves and Gray-Scott on a device: a unit a cell, the arithmetic of `grid/scalar.rs` in the same order.
+//! Heat, wave and Gray-Scott kernels: one thread per cell, same arithmetic as `grid/scalar.rs`, in the same order.
 use cubecl::prelude::*;
 
 use super::memory::{Buffer, address};
 use super::place::{Beyond, Ends, Memory, Place, next_to, or_fixed, unit_row};
 use crate::grid::frame::Span;
 
-/// Which rule: part of a kernel's code.
+/// The rule: a compile-time parameter of kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Kind {
     Heat,
@@ -13,14 +13,14 @@ pub(super) enum Kind {
     GrayScott,
 }
 
-/// A rule of one or two fields and its parameters.
+/// A rule of one or two fields, with its parameters.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Scalar {
     pub(super) kind: Kind,
     pub(super) parameters: [f32; 4],
     pub(super) ends: Ends,
     pub(super) three: bool,
-    /// Units of a cube.
+    /// Threads per cube.
     pub(super) cube: CubeDim,
 }
 
@@ -34,7 +34,7 @@ impl Scalar {
     ) {
         let dim = self.cube;
         let [a, b, c, d] = self.parameters;
-        // SAFETY: `span` and a cell around it are in memory; units beyond it do nothing.
+        // SAFETY: `span` and one cell around it are in memory; threads outside it do nothing.
         unsafe {
             scalar_step::launch_unchecked::<R>(
                 client,
@@ -96,7 +96,7 @@ fn scalar_step(
     }
 }
 
-/// A unit's cell.
+/// The cell of a thread.
 #[derive(CubeType, Clone, Copy)]
 struct Here {
     x: u32,
@@ -119,7 +119,7 @@ impl Here {
         Here { x, y, z, at }
     }
 
-    /// The sum of the neighbours less as many times the cell.
+    /// The sum of the neighbours minus the cell times their number.
     fn laplacian(
         &self,
         from: &Array<f32>,

@@ -1,4 +1,4 @@
-//! A tile's own cells as a whole: set, read, saved, restored, summed and hashed, some rows at a time.
+//! Whole-tile operations on the owned cells of a GPU tile: load, read, save, restore and sum, in chunks of rows.
 use std::ops::Range;
 
 use cubecl::bytes::Bytes;
@@ -13,10 +13,10 @@ use crate::grid::number::{Half, Number};
 use crate::grid::state::{first_not_finite, sum};
 use crate::grid::{GridError, Region};
 
-/// Bytes of rows that are moved at once.
+/// Bytes of rows per transfer.
 pub(super) const CHUNK_BYTES: usize = 16 << 20;
 
-/// Whole rows of one field and layer as they are in memory.
+/// Whole rows of one field and layer in memory format.
 enum Rows {
     Float(Vec<f32>),
     Half(Vec<Half>),
@@ -24,8 +24,7 @@ enum Rows {
 }
 
 impl<R: Runtime> GpuTile<R> {
-    /// Sets all owned cells; `cell` is given global coordinates and writes the fields. What it knew of its neighbours is
-    /// void.
+    /// Sets all owned cells; `cell` receives global coordinates and writes the fields. Invalidates the halo.
     ///
     /// # Errors
     /// The device failed.
@@ -59,10 +58,10 @@ impl<R: Runtime> GpuTile<R> {
         Ok(())
     }
 
-    /// One field of a region of owned cells, x innermost; bits are 0 and 1, cells that the rule hides are 0.
+    /// One field of a region of owned cells, x innermost. Bits read as 0 and 1, cells hidden by the rule as 0.
     ///
     /// # Errors
-    /// The tile does not own the region, the rule has no such field, a step is half made, or the device failed.
+    /// The tile does not own the region, the rule has no such field, a step is half computed, or the device failed.
     pub fn read(&self, field: usize, region: Region) -> Result<Vec<f32>, GridError> {
         self.own(field, region)?;
         let mut values = Vec::with_capacity(region.cells());
@@ -86,16 +85,16 @@ impl<R: Runtime> GpuTile<R> {
         Ok(values)
     }
 
-    /// Bytes of [`Self::save`] for a region.
+    /// Length in bytes of [`Self::save`] for a region.
     pub fn saved_len(&self, region: Region) -> usize {
         let [width, height, depth] = region.size();
         self.saved_row(width) * height * depth * self.fields
     }
 
-    /// The state of a region of owned cells, the same bytes as [`crate::grid::tile::Tile::save`].
+    /// Serializes a region of owned cells, to the same bytes as [`crate::grid::tile::Tile::save`].
     ///
     /// # Errors
-    /// The tile does not own the region, a step is half made, or the device failed.
+    /// The tile does not own the region, a step is half computed, or the device failed.
     pub fn save(&self, region: Region) -> Result<Vec<u8>, GridError> {
         self.own(0, region)?;
         let mut bytes = Vec::with_capacity(self.saved_len(region));
@@ -122,11 +121,11 @@ impl<R: Runtime> GpuTile<R> {
         Ok(bytes)
     }
 
-    /// Puts a region back as it was saved, by whatever tile. When all is back, [`Self::resume`] says at which step.
+    /// Restores a region from the bytes of `save` of any tile. After the last region call [`Self::resume`].
     ///
     /// # Errors
-    /// The tile does not own the region, the bytes are of another length, or a step is half made: nothing is changed then.
-    /// Or the device failed.
+    /// The tile does not own the region, the length is wrong, or a step is half computed (the tile is then unchanged),
+    /// or the device failed.
     pub fn restore(&mut self, region: Region, bytes: &[u8]) -> Result<(), GridError> {
         self.own(0, region)?;
         let expected = self.saved_len(region);
@@ -138,7 +137,7 @@ impl<R: Runtime> GpuTile<R> {
         let mut saved = bytes.chunks_exact(self.saved_row(width));
         for field in 0..self.fields {
             for (z, rows) in self.chunks(region) {
-                // Of whole rows nothing is kept: halos are void now.
+                // Whole rows are overwritten entirely: their halo cells are invalid now anyway.
                 let mut chunk = if whole { self.empty(rows.len()) } else { self.download(field, z, rows.clone())? };
                 for (row, saved) in (0..rows.len()).zip(&mut saved) {
                     let start = self.start(row);
@@ -169,7 +168,7 @@ impl<R: Runtime> GpuTile<R> {
         Ok(())
     }
 
-    /// Says that its cells, loaded or restored, are those after so many steps.
+    /// Sets the step of the cells, after they were loaded or restored.
     pub fn resume(&mut self, step: u64) {
         self.step = step;
     }
@@ -177,16 +176,16 @@ impl<R: Runtime> GpuTile<R> {
     /// The sum of a field over the owned cells, as [`crate::grid::tile::Tile::total`].
     ///
     /// # Errors
-    /// No such field, a step is half made, or the device failed.
+    /// No such field, a step is half computed, or the device failed.
     pub fn total(&self, field: usize) -> Result<i128, GridError> {
         self.own(field, self.region())?;
         self.totals().map(|totals| totals[field])
     }
 
-    /// Those of all fields at once.
+    /// The sums of all fields.
     ///
     /// # Errors
-    /// A step is half made, or the device failed.
+    /// A step is half computed, or the device failed.
     pub fn totals(&self) -> Result<Vec<i128>, GridError> {
         self.whole()?;
         let found = self.totals_on_device()?;
@@ -202,11 +201,11 @@ impl<R: Runtime> GpuTile<R> {
         Ok(total)
     }
 
-    /// The first owned cell, in the order of z, y, x, one of whose fields is infinite or no number, and that field. Quick
-    /// where there is none: the device looks.
+    /// The first owned cell, in z, y, x order, with a NaN or infinite field, and that field. Fast if there is none,
+    /// because the device checks first.
     ///
     /// # Errors
-    /// A step is half made, or the device failed.
+    /// A step is half computed, or the device failed.
     pub fn first_not_finite(&self) -> Result<Option<([usize; 3], usize)>, GridError> {
         self.whole()?;
         if self.frame.format == Format::Bit || !self.any_not_finite()? {
@@ -215,11 +214,11 @@ impl<R: Runtime> GpuTile<R> {
         first_not_finite(self.fields, &mut |field, call| self.each_row(field, call))
     }
 
-    /// Whether anything in the state's memory is no number; cells of halos and ghosts count, too.
+    /// Whether the state's memory holds NaN or infinity anywhere, halo and ghost cells included.
     pub(super) fn any_not_finite(&self) -> Result<bool, GridError> {
         let found = Buffer::from_elements(&self.client, &[0])?;
         let (cubes, dim) = over(self.state.len);
-        // SAFETY: units beyond the last element do nothing.
+        // SAFETY: threads past the last element do nothing.
         unsafe {
             not_finite::launch_unchecked::<R>(
                 &self.client,
@@ -236,7 +235,7 @@ impl<R: Runtime> GpuTile<R> {
         Ok(found.read(&self.client, 0..1)?[..] != [0; 4])
     }
 
-    /// Calls with where a row begins and its cells, until that says no.
+    /// Calls with the position and the cells of each row, until `call` returns false.
     fn each_row(&self, field: usize, call: &mut dyn FnMut([usize; 3], &[f32]) -> bool) -> Result<(), GridError> {
         let Region { start, end } = self.region();
         let [x, width] = [start[0], end[0] - start[0]];
@@ -270,7 +269,7 @@ impl<R: Runtime> GpuTile<R> {
         }
     }
 
-    /// The rows of a region of owned cells by layer, some at a time.
+    /// Splits a region of owned cells into chunks of rows, layer by layer.
     fn chunks(&self, region: Region) -> Vec<(isize, Range<isize>)> {
         let [_, y, z] = self.frame.within(region).0;
         let count = (CHUNK_BYTES / (4 * self.memory.row)).max(1);
@@ -324,7 +323,7 @@ impl<R: Runtime> GpuTile<R> {
     }
 }
 
-/// Where the first owned cell of a row of a chunk is.
+/// Index of the first owned cell of a row in a chunk.
 fn start(memory: &Memory, format: Format, row: usize) -> usize {
     let words = if format == Format::Bit { 2 } else { 1 };
     (row * memory.row + memory.left) / words
@@ -334,7 +333,7 @@ fn start(memory: &Memory, format: Format, row: usize) -> usize {
 fn not_finite(cells: &Array<u32>, found: &mut Array<u32>, len: usize, #[comptime] half: bool) {
     let i = element();
     if i < len {
-        // All bits of the exponent: compilers that assume finite arithmetic cannot optimise this away.
+        // Tests the exponent bits: compilers that assume finite arithmetic cannot optimise this away.
         if comptime!(half) {
             if (cells[i] & 0x7c00u32) == 0x7c00u32 || (cells[i] & 0x7c00_0000u32) == 0x7c00_0000u32 {
                 found[0] = 1u32;

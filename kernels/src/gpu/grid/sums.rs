@@ -1,25 +1,25 @@
-//! Whole numbers of 128 bits that the units of a launch add up: each cube leaves one sum, the processor adds these.
+//! Reduction of 128-bit integers: each cube of a launch leaves one partial sum, which the host adds.
 use cubecl::prelude::*;
 
 use super::memory::{Buffer, UNITS, check};
 use crate::grid::GridError;
 
-/// Cubes of a launch at most, unless there is so much that units would overflow: enough to fill a large device.
+/// Maximum cubes per launch, enough to fill a large device; exceeded only if threads would overflow otherwise.
 const CUBES_MAX: usize = 512;
-/// Words that a cube leaves: a sum, and whether a number was too large to be counted.
+/// Words per cube: its sum, and a flag for a number too large to count.
 const WORDS: usize = 5;
 
-/// What the cubes of a launch leave.
+/// Partial sums of a launch.
 pub(super) struct Sums {
     buffer: Buffer,
-    /// By what is summed.
+    /// Cubes per sum.
     pub(super) cubes: usize,
-    /// Units for each sum.
+    /// Threads per sum.
     pub(super) units: usize,
 }
 
 impl Sums {
-    /// For so many sums of `elements` each, of which no unit may be given more than `each`.
+    /// Buffer for `sums` sums of `elements` each; a thread adds at most `each` elements.
     pub(super) fn new<R: Runtime>(client: &ComputeClient<R>, sums: usize, elements: usize, each: usize) -> Self {
         let units = UNITS as usize;
         let cubes = elements.div_ceil(units).clamp(1, CUBES_MAX).max(elements.div_ceil(units * each));
@@ -31,13 +31,13 @@ impl Sums {
         self.buffer.arg()
     }
 
-    /// Cubes along x for a sum, sums along y.
+    /// Launch shape: the cubes of a sum along x, sums along y.
     pub(super) fn launch(&self) -> (CubeCount, CubeDim) {
         let sums = self.buffer.len / (self.cubes * WORDS);
         (CubeCount::Static(self.cubes as u32, sums as u32, 1), CubeDim::new_1d(UNITS))
     }
 
-    /// The sums, wrapping; none where something was too large.
+    /// The sums, wrapping; `None` if a number was too large.
     pub(super) fn read<R: Runtime>(&self, client: &ComputeClient<R>) -> Result<Vec<Option<u128>>, GridError> {
         check(client)?;
         let bytes = self.buffer.read(client, 0..self.buffer.len)?;
@@ -53,7 +53,7 @@ impl Sums {
     }
 }
 
-/// A number of 128 bits, the lowest 32 first.
+/// A 128-bit integer, lowest word first.
 #[derive(CubeType, Clone, Copy)]
 pub(super) struct Wide {
     pub(super) a: u32,
@@ -71,7 +71,7 @@ pub(super) fn plus(one: Wide, other: Wide) -> Wide {
     Wide { a, b, c, d }
 }
 
-/// The sum of three, the last 0 or 1, and what does not fit into it.
+/// Sum with a carry of 0 or 1, and the carry out.
 #[cube]
 fn with_carry(one: u32, other: u32, carry: u32) -> (u32, u32) {
     let sum = one + other;
@@ -79,8 +79,8 @@ fn with_carry(one: u32, other: u32, carry: u32) -> (u32, u32) {
     (all, select(sum < one, 1u32, 0u32) + select(all < sum, 1u32, 0u32))
 }
 
-/// Adds up what the units of a cube have and leaves it. All units of the cube must get here. `large`: not 0 if a unit's sum
-/// is not to be trusted.
+/// Adds the threads' sums within a cube and writes the result. All threads of the cube must call this. `large`: not 0
+/// if the thread's sum is invalid.
 #[cube]
 pub(super) fn leave(sums: &mut Array<u32>, mine: Wide, large: u32) {
     let all = comptime!(UNITS as usize);

@@ -1,4 +1,4 @@
-//! Tiles on the machine's Vulkan device (Mesa's software one will do).
+//! Runs the GPU self-test on the machine's Vulkan device (Mesa's software device is enough).
 use std::panic::catch_unwind;
 
 use cubecl::wgpu::WgpuRuntime;
@@ -8,7 +8,7 @@ use super::*;
 
 type Client = ComputeClient<WgpuRuntime>;
 
-/// `None`, with a word about it, where no Vulkan driver is installed and none is required.
+/// `None`, with a note on stderr, if no Vulkan driver is installed and none is required.
 fn vulkan() -> Option<Client> {
     let client = catch_unwind(|| WgpuRuntime::client(&Default::default())).ok();
     if client.is_none() {
@@ -20,7 +20,7 @@ fn vulkan() -> Option<Client> {
 }
 
 #[test]
-fn the_same_as_on_the_processor_and_the_same_bits_however_it_is_cut() {
+fn matches_the_cpu_and_gives_the_same_bits_for_any_partition() {
     let Some(client) = vulkan() else { return };
     let all = checks(&[client]);
     let wrong: Vec<String> =

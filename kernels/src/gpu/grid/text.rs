@@ -1,7 +1,8 @@
-//! Rules from text on a device: all operations of a rule as one kernel, compiled when the tile is made.
+//! Kernel for rules from rule files: all operations of a rule in one kernel, compiled when the tile is created.
 //!
-//! The list of operations is part of the kernel's code. It is cloned, hashed and compared at every launch, so it is behind
-//! an `Arc` with a hash made once. Compilers take time that grows with the square of its length, hence the bound on that.
+//! The list of operations is a compile-time parameter. It is cloned, hashed and compared at every launch, so it is
+//! behind an `Arc` with a precomputed hash. Kernel compile time grows with the square of its length, hence the bound on
+//! it.
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
@@ -13,7 +14,7 @@ use crate::grid::GridError;
 use crate::grid::frame::{Frame, Span};
 use crate::grid::rule_file::{NAME, Operation, TextRule};
 
-/// A rule's operations, cheap to clone, hash and compare.
+/// The operations of a rule, cheap to clone, hash and compare.
 #[derive(Clone, Debug)]
 struct Operations(Arc<Inner>);
 
@@ -21,7 +22,7 @@ struct Operations(Arc<Inner>);
 struct Inner {
     hash: u64,
     operations: Vec<Operation>,
-    /// What each field becomes.
+    /// Index of the operation with the next value of each field.
     next: Vec<usize>,
 }
 
@@ -50,13 +51,13 @@ impl Operations {
     }
 }
 
-/// A rule from text on one tile.
+/// A rule from a rule file on one tile.
 pub(super) struct Text {
     operations: Operations,
     parameters: Buffer,
     ends: Ends,
     three: bool,
-    /// Units of a cube.
+    /// Threads per cube.
     pub(super) cube: CubeDim,
 }
 
@@ -72,11 +73,11 @@ impl Text {
             let [low, high] = frame.halo[axis];
             if mirrors && frame.size[axis] + low.max(high) < frame.radius as isize {
                 let what =
-                    format!("{} cells along {name} are fewer than the rule looks far: use the CPU", frame.size[axis]);
+                    format!("{} cells along {name} are fewer than the rule's radius: use the CPU", frame.size[axis]);
                 return Err(GridError::Parameter { rule: NAME, what });
             }
         }
-        // A buffer is not empty.
+        // The extra value keeps the buffer from being empty.
         let values = rule.parameters().iter().chain([&0.0]).map(|value| value.to_bits());
         let parameters = Buffer::from_elements(client, &values.collect::<Vec<_>>())?;
         let three = frame.grid.dimensions() == 3;
@@ -96,7 +97,7 @@ impl Text {
         span: &Span,
         [from, to]: [&Buffer; 2],
     ) {
-        // SAFETY: `span` and a radius around it are in memory; units beyond it do nothing.
+        // SAFETY: `span` and one radius around it are in memory; threads outside it do nothing.
         unsafe {
             text_step::launch_unchecked::<R>(
                 client,
@@ -235,7 +236,7 @@ fn load(
         at += z as usize * place.layer;
     }
     let mut value = from[comptime!(field as usize) * place.plane + at];
-    // Beyond two faces at once the later axis decides, as where ghosts are made axis by axis.
+    // Outside two faces the later axis decides, as when ghost cells are filled axis by axis.
     value = fixed(value, x, place.left, place.right, dx, ends_x, field);
     value = fixed(value, y, place.low, place.high, dy, ends_y, field);
     if comptime!(three) {
@@ -244,7 +245,7 @@ fn load(
     value
 }
 
-/// Where along an axis the cell is that is seen at an offset: a wall shows its mirror image.
+/// Position along an axis of the cell at an offset; walls reflect.
 #[cube]
 fn shifted(position: u32, first: u32, last: u32, #[comptime] by: i32, #[comptime] ends: [Beyond; 2]) -> u32 {
     let end = comptime!(if by < 0 { ends[0] } else { ends[1] });
@@ -271,7 +272,7 @@ fn shifted(position: u32, first: u32, last: u32, #[comptime] by: i32, #[comptime
     }
 }
 
-/// What a cell at an offset is if it is beyond a face with a value of its own.
+/// Replaces the value if the cell at the offset is outside a face with a fixed value.
 #[cube]
 fn fixed(
     value: f32,
@@ -300,7 +301,7 @@ fn fixed(
     }
 }
 
-/// e to the power of `x`, in the steps of `grid/rule_file/program.rs`.
+/// e to the power of `x`, with the same steps as `grid/rule_file/program.rs`.
 #[cube]
 fn exponential(x: f32) -> f32 {
     let clamped = clamp(x, -87.0f32, 88.0f32);
@@ -316,7 +317,7 @@ fn exponential(x: f32) -> f32 {
     series = fma(series, r, 1.0f32);
     let power = f32::reinterpret((i32::cast_from(n) + 127i32) << 23i32);
     let value = series * power;
-    // Infinite at 88. Some compilers of kernels know no infinity, and none of bits that are no variable's.
+    // Infinite above 88, by overflow: some kernel compilers support neither infinity nor reinterpreting constant bits.
     let infinite = clamped * 1e38f32;
     select(x > 88.0f32, infinite, select(x < -87.0f32, 0.0f32, value))
 }

@@ -1,7 +1,8 @@
-//! Sums of a tile's fields made on its device, exactly: numbers in units of 2^-40, as on a processor, counted in whole numbers.
+//! Exact field sums on the device, in fixed point: units of 2^-40, the same as on the CPU.
 //!
-//! A unit adds its share of the cells as 64-bit whole numbers, split in four limbs of 16 bits so that 32-bit sums do not
-//! overflow, and the negative ones count one from beyond; then it puts them together and adds to what others have.
+//! A thread adds its share of the cells as 64-bit integers, split into four 16-bit limbs so that 32-bit sums do not
+//! overflow, and counts the negative ones, which two's complement makes 2^64 too high. Then it combines the limbs and
+//! adds the result to the common sum.
 use cubecl::prelude::*;
 
 use super::GpuTile;
@@ -12,17 +13,17 @@ use crate::grid::GridError;
 use crate::grid::frame::Format;
 use crate::grid::state::sum as sum_of;
 
-/// Elements of a unit at most: more limbs than that overflow.
+/// Maximum elements per thread: limbs overflow with more.
 const EACH_MAX: usize = 1 << 16;
-/// Elements fetched at once.
+/// Elements per fetch.
 const FETCHED_MAX: usize = 1 << 20;
-/// An element with this exponent or a larger one does not fit: 2^23 and more.
+/// Exponents from this one on (values of at least 2^23) do not fit.
 const LARGE: u32 = 150;
-/// The exponent of 2^-40, for a mantissa that is a whole number.
+/// Exponent of a float whose mantissa counts units of 2^-40.
 const UNIT: u32 = 110;
 
 impl<R: Runtime> GpuTile<R> {
-    /// The sums of all fields over the owned cells; none where one is too large for the device to count.
+    /// The sums of all fields over the owned cells; `None` if a value is too large for the device to count.
     pub(super) fn totals_on_device(&self) -> Result<Vec<Option<i128>>, GridError> {
         let span = self.frame.span(0);
         let elements = span.len(0).div_ceil(self.memory.cells) * span.len(1) * span.len(2);
@@ -31,7 +32,7 @@ impl<R: Runtime> GpuTile<R> {
         let wide = self.address();
         let place = self.memory.place(&span);
         let nothing = Buffer::from_elements(&self.client, &[0; 4])?;
-        // SAFETY: the span is in memory, the mask has a bit for each of its cells.
+        // SAFETY: the span is in memory, and the mask has a bit per cell.
         unsafe {
             match self.frame.format {
                 Format::Float | Format::Half => add_numbers::launch_unchecked::<R>(
@@ -75,13 +76,13 @@ impl<R: Runtime> GpuTile<R> {
     /// Drag and lift, as [`crate::grid::tile::Tile::force`].
     ///
     /// # Errors
-    /// The rule is no fluid, a step is half made, or the device failed.
+    /// The rule is no fluid, a step is half computed, or the device failed.
     pub fn force(&self) -> Result<[i128; 3], GridError> {
         self.whole()?;
         self.stepper.force(&mut |field, cells| self.sum_of(field, cells))?.ok_or(GridError::NoForce)
     }
 
-    /// The sum of a field over some elements, fetched and added here: there are few of them beside the others, and seldom.
+    /// The sum of a field over some elements, added on the host: they are few, and the sum is rarely requested.
     fn sum_of(&self, field: usize, cells: &[usize]) -> Result<i128, GridError> {
         let mut sum = 0i128;
         for some in cells.chunks(FETCHED_MAX) {
@@ -89,7 +90,7 @@ impl<R: Runtime> GpuTile<R> {
             let list = Buffer::from_elements(&self.client, &places)?;
             let found = Buffer { handle: self.client.empty(4 * some.len()), len: some.len() };
             let (cubes, dim) = over(some.len());
-            // SAFETY: the places are in the field's plane; units beyond the last do nothing.
+            // SAFETY: the elements are in the field's plane; threads past the last one do nothing.
             unsafe {
                 fetch::launch_unchecked::<R>(
                     &self.client,
@@ -111,7 +112,7 @@ impl<R: Runtime> GpuTile<R> {
         Ok(sum)
     }
 
-    /// A bit for each owned cell that the rule hides, 32 in a word, rows of whole words; none if it hides none.
+    /// Bit mask of the owned cells that the rule hides, 32 per word, rows of whole words; `None` if it hides none.
     pub(super) fn hidden_bits(&self) -> Result<Option<Buffer>, GridError> {
         let [width, height, depth] = self.frame.size.map(|size| size as usize);
         if self.frame.format == Format::Bit {
@@ -179,7 +180,7 @@ fn add_numbers(
         }
         let exponent = (bits >> 23u32) & 255u32;
         let mut mantissa = bits & 0x007f_ffffu32;
-        // Infinities and what is no number are too large as well.
+        // Infinity and NaN count as too large.
         large = select(exponent >= comptime!(LARGE), 1u32, large);
         mantissa = select(exponent > 0u32, mantissa | 0x0080_0000u32, mantissa);
         let mut low = 0u32;
@@ -195,7 +196,7 @@ fn add_numbers(
                 }
             }
         } else {
-            // Less than 1/2 is nothing; what lies in the middle goes to the even one.
+            // Round to nearest, ties to even; less than 1/2 rounds to 0.
             let shift = comptime!(UNIT) - exponent;
             if shift < 25u32 {
                 let rest = mantissa & ((1u32 << shift) - 1u32);
@@ -217,7 +218,7 @@ fn add_numbers(
         d += high >> 16u32;
         i += units;
     }
-    // Limbs overlap by half; a negative number was counted 2^64 too high.
+    // Limbs overlap by half; every negative number was counted 2^64 too high.
     let low = a + (b << 16u32);
     let middle = (b >> 16u32) + select(low < a, 1u32, 0u32);
     let second = c + middle;
@@ -228,14 +229,14 @@ fn add_numbers(
     leave(sums, Wide { a: low, b: both, c: third - negative, d: sign }, large);
 }
 
-/// Where the element `x` of a span's row is in a plane; rows are counted through all its layers.
+/// Element in its plane of element `x` in row `row` of a span; rows are numbered through all its layers.
 #[cube]
 fn element_at(place: &Place, row: usize, x: usize) -> usize {
     let ny = place.ny as usize;
     place.x as usize + x + (place.y as usize + row % ny) * place.row + (place.z as usize + row / ny) * place.layer
 }
 
-/// Living cells, in units of 2^-40 as well: 2^40 each.
+/// Counts live cells in units of 2^-40: 2^40 each.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn add_bits(cells: &Array<u32>, sums: &mut Array<u32>, place: &Place, mask: u32, elements: usize, units: usize) {
     let nx = place.nx as usize;

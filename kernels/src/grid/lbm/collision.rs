@@ -1,15 +1,15 @@
-//! The collision of a pair of opposite populations: what the lattices share. Every step loses and gains exactly as much mass
-//! and momentum as it must, for the coefficients of each sum add up exactly.
+//! Collision of a pair of opposite populations, shared by the lattices. The coefficients of each conserved sum add up
+//! exactly, so rounded coefficients cause no drift of mass or momentum.
 use crate::cpu::simd::Simd;
 use crate::grid::number::Number;
 
-/// Where a block of rows is, what it pulls from, and how it collides.
+/// A block of rows: pull pointers, targets and collision coefficients.
 #[derive(Clone, Copy)]
 pub(crate) struct Part<N> {
-    /// Where the first cell pulls each population from; as many as the lattice has.
+    /// Where the first cell pulls each population from; entries past the lattice's populations are unused.
     pub(super) from: [*const N; POPULATIONS_MAX],
     pub(super) to: [*mut N; POPULATIONS_MAX],
-    /// Half the rates by cell.
+    /// Half the relaxation rates per cell, even and odd.
     pub(super) halves: [*const f32; 2],
     pub(super) half: [f32; 2],
     pub(super) plain: Plain,
@@ -17,36 +17,37 @@ pub(crate) struct Part<N> {
     pub(super) row: isize,
     pub(super) rows: usize,
     pub(super) cells: usize,
-    /// Fetch what comes next: it is in memory.
+    /// Prefetch: the rows are in memory, not in a cache.
     pub(super) ahead: bool,
 }
 
-/// Of the largest lattice.
+/// Populations of the largest lattice.
 pub(super) const POPULATIONS_MAX: usize = 19;
 
-/// Coefficients of the collision where rates are the same everywhere and no force acts. Those of mass and of momentum add
-/// up exactly, like the weights below.
+/// Collision coefficients for uniform rates and no force. The coefficients of mass and of momentum add up exactly, as
+/// the weights below do.
 #[derive(Clone, Copy)]
 pub(crate) struct Plain {
-    /// Of the rest population and of the shared rest in it.
+    /// For the rest population: its own factor, and that of the shared rest term.
     pub(crate) keep_rest: f32,
     pub(crate) rest: f32,
-    /// Of sums: themselves, the shared rest (straight, diagonal), j·u (straight, diagonal).
+    /// For pair sums: their own factor, and those of the shared rest term and of j·u (straight, diagonal).
     pub(crate) keep_even: f32,
     pub(crate) even: [f32; 2],
     pub(crate) energy: [f32; 2],
-    /// Of differences: themselves, and j (straight, diagonal).
+    /// For pair differences: their own factor, and that of j (straight, diagonal).
     pub(crate) keep_odd: f32,
     pub(crate) odd: [f32; 2],
 }
 
 impl Plain {
-    /// `dimensions`: two with nine directions, three with nineteen.
+    /// `dimensions`: 2 (D2Q9) or 3 (D3Q19).
     pub(super) fn new(dimensions: usize, [even, odd]: [f64; 2]) -> Self {
-        // Below 1 a multiple of 2^-24 is an `f32`; its half, too, where it is below 1/2.
+        // Multiples of 2^-24 below 1 are exact in `f32`, and so are their halves below 1/2.
         let to = |value: f64, bits: i32| (value * f64::powi(2.0, bits)).round() / f64::powi(2.0, bits);
         let (even, odd) = (to(0.5 * even, 24), to(0.5 * odd, 24));
-        // A weight of directions along an axis, how many there are of them and of others, and how many others share an axis.
+        // Weight of a straight direction; number of straight and of diagonal directions; diagonal directions per axis
+        // and sense.
         let (weight, counts, shared) =
             if dimensions == 2 { (1.0 / 9.0, [4.0, 4.0], 2.0) } else { (1.0 / 18.0, [6.0, 12.0], 4.0) };
         let (straight, diagonal) = (to(even * 2.0 * weight, 25), to(even / 18.0, 25));
@@ -65,7 +66,8 @@ impl Plain {
 }
 
 impl Plain {
-    /// What both of a pair become, and what the first has more and the second less. `kind`: straight or diagonal.
+    /// The even part, common to both populations of a pair, and the odd part, added to the first and subtracted from
+    /// the second. `kind`: 0 straight, 1 diagonal.
     #[inline(always)]
     pub(super) unsafe fn relax<S: Simd>(
         &self,
@@ -76,7 +78,7 @@ impl Plain {
         shared: S::F,
         kind: usize,
     ) -> (S::F, S::F) {
-        // SAFETY: the instruction set is there.
+        // SAFETY: the caller ensures that the CPU has the instruction set.
         unsafe {
             let moving = S::fma(S::mul(S::splat(self.energy[kind]), j), u, shared);
             let even = S::fma(S::splat(self.keep_even), sum, moving);
@@ -85,22 +87,23 @@ impl Plain {
     }
 }
 
-/// Multiples of a direction's weight whose sums are exact in `f32`: else each step would lose a little of the mass and of the
-/// momentum, always in the same sense.
+/// Multiples of a direction's weight whose sums are exact in `f32`: otherwise mass and momentum would drift, a little
+/// with each step and always in the same sense.
 pub(crate) struct Weights {
     pub(crate) two: f32,
     pub(crate) six: f32,
     pub(crate) nine: f32,
 }
 
-/// What all pairs of a block share. Functions and not closures: those would not be compiled for the instruction set.
+/// Terms shared by all pairs of a block. Functions, not closures: closures would not be compiled for the instruction
+/// set.
 pub(super) struct Block<S: Simd> {
-    /// Half the rates.
+    /// Half the relaxation rates.
     pub(super) even: S::F,
     pub(super) odd: S::F,
-    /// The excess of density less 3/2 of the energy.
+    /// Density minus 1, minus 3/2 of j·u.
     pub(super) rest: S::F,
-    /// u·F, and what half the rates leave of 1, negative.
+    /// u·F; half the rates minus 1.
     pub(super) work: S::F,
     pub(super) left_even: S::F,
     pub(super) left_odd: S::F,
@@ -128,10 +131,10 @@ pub(super) unsafe fn share<S: Simd, N, const FIELD: bool>(
 }
 
 impl<S: Simd> Block<S> {
-    /// What becomes of the population at rest. `weight`: its.
+    /// The rest population after the collision; `weight` is its weight.
     #[inline(always)]
     pub(super) unsafe fn rest<const FORCE: bool>(&self, f0: S::F, weight: f32) -> S::F {
-        // SAFETY: the instruction set is there.
+        // SAFETY: the caller ensures that the CPU has the instruction set.
         unsafe {
             let next = S::fma(S::add(self.even, self.even), S::sub(S::mul(S::splat(weight), self.rest), f0), f0);
             if FORCE {
@@ -141,8 +144,8 @@ impl<S: Simd> Block<S> {
         }
     }
 
-    /// What a pair loses: the part that both do, and the part that the first does and the second gains. `j`, `u` and
-    /// `force` are along the pair's direction.
+    /// What a pair loses in the collision: the even part, and the odd part, which the second population gains. `j`, `u`
+    /// and `force` are components along the pair's direction.
     #[inline(always)]
     pub(super) unsafe fn relax<const FORCE: bool>(
         &self,
@@ -153,7 +156,7 @@ impl<S: Simd> Block<S> {
         force: S::F,
         w: &Weights,
     ) -> (S::F, S::F) {
-        // SAFETY: the instruction set is there.
+        // SAFETY: the caller ensures that the CPU has the instruction set.
         unsafe {
             let nine_w = S::splat(w.nine);
             let even = S::sub(sum, S::fma(S::mul(nine_w, j), u, S::mul(S::splat(w.two), self.rest)));
@@ -170,7 +173,7 @@ impl<S: Simd> Block<S> {
     }
 }
 
-/// 16 of a population that the cells from one on pull.
+/// Loads population `i` as pulled by the 16 cells from `at` on.
 #[inline(always)]
 pub(super) unsafe fn load<S: Simd, N: Number>(part: &Part<N>, i: usize, at: isize) -> S::F {
     // SAFETY: the caller's contract.

@@ -1,10 +1,11 @@
-//! Stream and collide in two dimensions: nine populations pulled, relaxed in opposite pairs, and stored, 16 cells at once.
+//! D2Q9 stream-collide kernel: pulls nine populations, relaxes them in opposite pairs and stores them, 16 cells at a
+//! time.
 use super::collision::{Part, Weights, load, put, share};
 use super::{D2Q9, Directions, Fluid, Lattice};
 use crate::cpu::simd::Simd;
 use crate::grid::number::Number;
 
-/// 2^-27 is what all multiples of 1/9 near 1/9 can be written in.
+/// All multiples of 1/9 near 1/9 are rounded to multiples of 2^-27.
 pub(crate) const STRAIGHT: Weights =
     Weights { two: 2.0 * (14_913_081.0 / (1 << 27) as f32), six: 2.0 / 3.0, nine: 1.0 };
 pub(crate) const DIAGONAL: Weights =
@@ -58,7 +59,7 @@ impl Lattice for Fluid {
     ) {
         // SAFETY: the contract of `Stepper::rows`.
         unsafe {
-            // Pairs of opposites.
+            // Pairs of opposite populations.
             let (f0, f1, f3) = (load::<S, N>(part, 0, at), load::<S, N>(part, 1, at), load::<S, N>(part, 3, at));
             let (f2, f4) = (load::<S, N>(part, 2, at), load::<S, N>(part, 4, at));
             let (f5, f7) = (load::<S, N>(part, 5, at), load::<S, N>(part, 7, at));

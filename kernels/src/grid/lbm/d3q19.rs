@@ -1,5 +1,6 @@
-//! Stream and collide in three dimensions: nineteen populations pulled, relaxed in opposite pairs, and stored, 16 cells at
-//! once. They are more than there are registers, so each pair is loaded twice: for the sums, and to be relaxed.
+//! D3Q19 stream-collide kernel: pulls nineteen populations, relaxes them in opposite pairs and stores them, 16 cells at
+//! a time. The populations do not fit in the registers, so each pair is loaded twice: for the sums, and for the
+//! relaxation.
 use super::collision::{Part, Weights, load, put, share};
 use super::{D3Q19, Directions, Fluid3, Lattice};
 use crate::cpu::simd::Simd;
@@ -9,10 +10,10 @@ pub(crate) const STRAIGHT: Weights =
     Weights { two: 2.0 * (3728270.0 / (1 << 26) as f32), six: 5592405.0 / (1 << 24) as f32, nine: 0.5 };
 pub(crate) const DIAGONAL: Weights =
     Weights { two: 2.0 * (3728270.0 / (1 << 27) as f32), six: (1.0 - STRAIGHT.six) / 4.0, nine: 0.25 };
-/// What those of the others leave of 1.
+/// 1 minus the sum of the other weights.
 pub(crate) const REST: f32 = 11184812.0 / (1 << 25) as f32;
 
-/// Sum and difference of the pair that begins with a direction.
+/// Sum and difference of the pair that begins with direction `i`.
 #[inline(always)]
 unsafe fn pair<S: Simd, N: Number>(part: &Part<N>, i: usize, at: isize) -> (S::F, S::F) {
     // SAFETY: the contract of `Stepper::rows`.
@@ -22,7 +23,7 @@ unsafe fn pair<S: Simd, N: Number>(part: &Part<N>, i: usize, at: isize) -> (S::F
     }
 }
 
-/// Density less 1, momentum, and the population at rest.
+/// Density minus 1, momentum, and the rest population.
 #[inline(always)]
 unsafe fn sums<S: Simd, N: Number>(part: &Part<N>, at: isize) -> (S::F, [S::F; 3], S::F) {
     // SAFETY: the contract of `Stepper::rows`.
@@ -42,10 +43,10 @@ unsafe fn sums<S: Simd, N: Number>(part: &Part<N>, at: isize) -> (S::F, [S::F; 3
     }
 }
 
-/// A vector's part along the directions 1, 3, 5, … 17.
+/// Components of a vector along the directions 1, 3, 5, … 17.
 #[inline(always)]
 unsafe fn along<S: Simd>([x, y, z]: [S::F; 3]) -> [S::F; 9] {
-    // SAFETY: the instruction set is there.
+    // SAFETY: the caller ensures that the CPU has the instruction set.
     unsafe { [x, y, z, S::add(x, y), S::add(x, z), S::add(y, z), S::sub(x, y), S::sub(x, z), S::sub(y, z)] }
 }
 

@@ -1,8 +1,8 @@
-//! What cells pull from where no fluid is: other ends of periodic axes, walls, masks and open faces.
+//! Boundary conditions of lattice Boltzmann fluids: periodic wrap-around, walls, masks and open faces.
 //!
-//! Each is written into the place from which the one cell that looks there will pull, before the step. A solid cell's
-//! own numbers mean nothing. Walls, masks and inlets are half-way between cells, the density of an outlet is that of its
-//! cells; in a cell where several open faces meet, an outlet is half-way, too.
+//! Before a step, the value that each boundary cell pulls is written where the cell pulls it: into a ghost or solid
+//! cell, whose own state has no meaning. Walls, masks and inlets are half-way between cells; an outlet's density is
+//! that of its cells, or half-way too in cells where several open faces meet.
 use std::ops::Range;
 
 use super::Directions;
@@ -13,16 +13,17 @@ use crate::grid::planes::Planes;
 use crate::grid::rule::{CellMap, SumOf};
 use crate::grid::{Face, GridError};
 
-/// The edges of one tile.
+/// The boundary conditions of one tile.
 pub(crate) struct Edges {
     directions: &'static Directions,
-    /// What bounces back, in the order of cells.
+    /// Bounce-back links, in the order of cells.
     links: Vec<Link>,
-    /// By direction: owned cells into which it bounces back from the part of the mask whose force is wanted.
+    /// By direction: owned cells that receive a population bounced back from the part of the mask whose force is
+    /// measured.
     masked: Vec<Vec<usize>>,
     /// By open face of the tile.
     open: Vec<(Turn, Vec<Open>)>,
-    /// Bit rows of the owned cells that are solid, 64 from each multiple of 64 on; none if no cell is.
+    /// Bit mask of the solid owned cells, row by row, 64 cells per word; empty if none is solid.
     solid: Vec<u64>,
 }
 
@@ -30,17 +31,17 @@ pub(crate) struct Edges {
 #[derive(Clone, Copy)]
 struct Link {
     cell: usize,
-    /// Of the population that comes back, from the place beyond the cell from which it is pulled.
+    /// The population that returns; the cell pulls it from a ghost or solid cell.
     direction: u8,
     back: Back,
 }
 
-/// What comes of a population that goes beyond.
+/// How a population bounces back.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) struct Back {
-    /// It comes back with the other sign: what is known is the density there, and not the velocity.
+    /// Anti-bounce-back (sign reversed): the density at the boundary is given instead of the velocity.
     pub(crate) negative: bool,
-    /// What a moving wall, an inlet or that density adds.
+    /// The term added for a moving wall, an inlet or a given density.
     pub(crate) add: f32,
 }
 
@@ -51,19 +52,19 @@ struct Open {
     given: Given,
 }
 
-/// What is known at an outlet.
+/// The given values at an outlet.
 #[derive(Clone, Copy)]
 pub(crate) struct Given {
     pub(crate) density: f32,
-    /// The force into the grid.
+    /// Body force along the inward normal.
     pub(crate) push: f32,
 }
 
-/// Whether a cell, in local coordinates, is solid, or its force wanted.
+/// Whether a cell (local coordinates) is solid, or its force is measured.
 type Is<'a> = &'a dyn Fn([isize; 3]) -> bool;
 
 impl Edges {
-    /// `pushed`: of which solid cells the force is wanted. `force`: on each cell of the fluid.
+    /// `pushed`: the solid cells whose force is measured. `force`: body force per fluid cell.
     pub(super) fn new(
         directions: &'static Directions,
         solid: Option<&CellMap<bool>>,
@@ -86,7 +87,7 @@ impl Edges {
         let count = directions.c.len();
         let masked = vec![Vec::new(); count];
         let mut edges = Self { directions, links: Vec::new(), masked, open: Vec::new(), solid: Vec::new() };
-        // Whatever is computed while a halo lasts.
+        // All cells computed while the halo is valid.
         let computed = frame.span(frame.depth - 1);
         let is_pushed = |at: [isize; 3]| pushed.is_none_or(|pushed| frame.global(at).is_some_and(|at| pushed(at)));
         edges.link(frame, &computed, !solid.is_empty(), (&is_solid, &is_pushed));
@@ -108,7 +109,7 @@ impl Edges {
         let [width, height, depth] = frame.size;
         let deep = frame.grid.dimensions() == 3;
         for (y, z) in computed.rows() {
-            // Without a mask there is something beyond the first and the last cells only.
+            // Without a mask only the first and the last cells of a row have boundary links.
             let at_face = y == 0 || y == height - 1 || deep && (z == 0 || z == depth - 1);
             let whole_row = masked || at_face;
             let step = if whole_row { 1 } else { (width - 1).max(1) };
@@ -146,7 +147,7 @@ impl Edges {
         }
     }
 
-    /// What comes of a population that comes through these faces, if not an outlet makes it.
+    /// The bounce-back rule of a population that comes through these faces; `None` if the outlet condition provides it.
     fn back(&self, frame: &Frame, cell: [isize; 3], i: usize, faces: &[(usize, usize, Face)]) -> Option<Back> {
         let (c, w) = (self.directions.c[i], self.directions.w[i]);
         let dot = |a: [f64; 3], b: [f64; 3]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
@@ -160,15 +161,15 @@ impl Edges {
         };
         let (corner, mut walls) = (in_corner(frame, cell), faces.iter().filter_map(|(.., face)| wall(face)));
         if let Some(velocity) = walls.next() {
-            // Where walls meet the fluid rests: else a lid would drag what is in its corners, far beyond them. Each wall adds as
-            // much as it takes.
+            // Where walls meet, the velocity is zero: otherwise a lid would drag the fluid in its corners, with effects
+            // far away. Every wall still adds as much mass as it removes.
             return Some(moved(1.0, if walls.next().is_some() { [0.0; 3] } else { velocity }));
         }
         let outlet = faces.iter().find_map(|(.., face)| density(*face));
         match outlet {
             Some(_) if !corner => None,
             Some(density) => {
-                // Known there: the density, and the velocity of an inlet that it meets.
+                // Given here: the density, and the velocity of an inlet that the outlet meets.
                 let [along, square] = inlet(frame, cell).map_or([0.0; 2], |velocity| {
                     [along(velocity), dot(velocity.map(f64::from), velocity.map(f64::from))]
                 });
@@ -178,7 +179,7 @@ impl Edges {
             }
             None => {
                 let (axis, side, _) = faces.iter().find(|(.., face)| matches!(face, Face::Inlet { .. }))?;
-                // As much comes in as at the density that the outlets have.
+                // The inflow has the density of the outlets.
                 let mut all = (0..frame.grid.dimensions()).flat_map(|axis| frame.grid.faces(axis));
                 let density = all.find_map(density).unwrap_or(1.0);
                 Some(moved(density.into(), inflow(frame, cell, (*axis, *side), c)?))
@@ -211,7 +212,8 @@ impl Edges {
         self.open.push((turn, cells));
     }
 
-    /// What populations that bounce back give the mask in a step: twice their momentum, less that of the fluid at rest.
+    /// Momentum exchange: every population that bounces back transfers twice its momentum, minus that of the fluid at
+    /// rest.
     pub(super) fn force(&self, sum: SumOf<'_>) -> Result<[i128; 3], GridError> {
         let mut force = [0i128; 3];
         for (i, cells) in self.masked.iter().enumerate().filter(|(_, cells)| !cells.is_empty()) {
@@ -223,14 +225,14 @@ impl Edges {
         Ok(force)
     }
 
-    /// 64 owned cells, from local ones.
+    /// The solid bits of 64 owned cells, from a local position on.
     pub(super) fn solid(&self, frame: &Frame, [x, y, z]: [isize; 3]) -> u64 {
         let words = (frame.size[0] as usize).div_ceil(64);
         let row = (z * frame.size[1] + y) as usize;
         self.solid.get(row * words + x as usize / 64).copied().unwrap_or(0)
     }
 
-    /// What bounces back: the direction, where from in the plane of the opposite one, where to, what comes of it.
+    /// The bounce-back links: direction, source element in the plane of the opposite direction, target element, rule.
     pub(crate) fn bounces(&self, frame: &Frame) -> impl Iterator<Item = (usize, usize, usize, Back)> {
         let beyond = self.beyond(frame);
         self.links.iter().map(move |&Link { cell, direction, back }| {
@@ -239,7 +241,7 @@ impl Edges {
         })
     }
 
-    /// By direction, elements from where a population is pulled to the cell that pulls it.
+    /// By direction, offset in elements from where a population is pulled to the cell that pulls it.
     fn beyond(&self, frame: &Frame) -> Vec<isize> {
         let [row, layer] = frame.strides();
         let elements = |c: &[i8; 3]| isize::from(c[0]) + isize::from(c[1]) * row + isize::from(c[2]) * layer;
@@ -251,17 +253,17 @@ impl Edges {
         self.open.iter().map(|(turn, cells)| (turn, cells.iter().map(|open| (open.cell, open.given))))
     }
 
-    /// For so many steps in one pass.
+    /// Applies all boundary conditions before a pass of `steps` steps.
     pub(super) fn fill<N: Number>(&self, frame: &Frame, state: &mut Planes, steps: usize) {
         let columns = steps.min(frame.size[0] as usize);
         self.wrap::<N>(frame, state, columns as isize);
         let planes = state.shared();
-        // Where each population is that the cell at element 0 pulls, and where it is itself.
+        // By direction: the cell's own population, and the population it pulls, for the cell at element 0.
         let own: Vec<*mut N> = (0..self.directions.c.len()).map(|i| planes.start::<N>(i)).collect();
         let pulled: Vec<*mut N> =
             own.iter().zip(self.beyond(frame)).map(|(own, beyond)| own.wrapping_offset(-beyond)).collect();
-        // SAFETY: cells with links or at open faces are computed in some step, so they and all around them are in the frame;
-        // nobody else has the planes. The same holds for cells beyond the ends.
+        // SAFETY: cells with links or at open faces are computed in some step, so they and their neighbours are in the
+        // frame, and the planes are borrowed exclusively. The same holds for cells past the ends.
         unsafe {
             self.meet(0..frame.elements(), &own, &pulled);
             if columns > 1 && frame.wraps[0] && !(self.links.is_empty() && self.open.is_empty()) {
@@ -277,11 +279,11 @@ impl Edges {
         }
     }
 
-    /// Writes what cells of a range of elements pull from walls, masks and open faces. `own`: by direction, where the population
-    /// of the cell at element 0 is, `pulled`: where it pulls it from.
+    /// Applies walls, masks and open faces to a range of cells. `own`: by direction, pointer to the population of the
+    /// cell at element 0; `pulled`: pointer to the population that it pulls.
     ///
     /// # Safety
-    /// These cells and all around them are there for whoever calls.
+    /// The caller has exclusive access to these cells and their neighbours.
     unsafe fn meet<N: Number>(&self, cells: Range<usize>, own: &[*mut N], pulled: &[*mut N]) {
         let links = &self.links[..self.links.partition_point(|link| link.cell < cells.end)];
         let links = &links[links.partition_point(|link| link.cell < cells.start)..];
@@ -303,7 +305,7 @@ impl Edges {
         }
     }
 
-    /// Writes what cells of a row look at, as [`Self::fill`] does for all, of a tile in two dimensions.
+    /// As [`Self::fill`], for the cells of one row of a two-dimensional tile.
     ///
     /// # Safety
     /// As [`RowWise::before`](crate::grid::fused::RowWise::before).
@@ -312,7 +314,7 @@ impl Edges {
             return;
         }
         let (size, count) = (frame.size[0], self.directions.c.len());
-        // At which elements of the tile these cells are, and how far they are from there.
+        // Ranges of tile cells, and the offset from each to the requested cells.
         let parts = match frame.wraps[0] {
             true => [(x.start.max(0)..x.end.min(size), 0), (x.start + size..size, -size), (0..x.end - size, size)],
             false => [(x.clone(), 0), (0..0, 0), (0..0, 0)],
@@ -327,13 +329,14 @@ impl Edges {
                 pulled[i] = near[(1 - up) as usize].plane::<N>(i).wrapping_offset(-first - c);
             }
             let cells = frame.at([x.start, *y, 0])..frame.at([x.end, *y, 0]);
-            // SAFETY: the caller's contract: cells with links or at open faces are computed, so all that they look at is there.
+            // SAFETY: by the caller's contract, cells with links or at open faces are computed, so their neighbours are
+            // there.
             unsafe { self.meet(cells, &own[..count], &pulled[..count]) };
         }
     }
 
-    /// The other ends of periodic axes: of what moves towards this one; of everything, where several columns are needed.
-    /// Later axes take with them what earlier ones made.
+    /// Copies the other ends of periodic axes into the ghost cells: only populations that move inwards, or all if
+    /// several columns are needed. Later axes include the ghost cells of earlier ones.
     fn wrap<N: Number>(&self, frame: &Frame, state: &mut Planes, columns: isize) {
         let mut within = frame.span(frame.depth);
         let strides = frame.strides().map(isize::unsigned_abs);
@@ -368,7 +371,7 @@ impl Edges {
     }
 }
 
-/// The density at a face, if it is an outlet.
+/// The density of a face, if it is an outlet.
 fn density(face: Face) -> Option<f32> {
     match face {
         Face::Outlet { density } => Some(density),
@@ -376,7 +379,7 @@ fn density(face: Face) -> Option<f32> {
     }
 }
 
-/// The open faces that a cell is at.
+/// The open faces that a cell touches.
 fn open_faces(frame: &Frame, cell: [isize; 3]) -> impl Iterator<Item = (usize, usize, Face)> {
     let all = (0..3).flat_map(|axis| [(axis, 0), (axis, 1)]);
     let at = move |&(axis, side): &(usize, usize)| cell[axis] == if side == 0 { 0 } else { frame.size[axis] - 1 };
@@ -384,17 +387,17 @@ fn open_faces(frame: &Frame, cell: [isize; 3]) -> impl Iterator<Item = (usize, u
     all.filter(at).filter_map(move |(axis, side)| Some((axis, side, frame.face(axis, side).filter(open)?)))
 }
 
-/// Whether several open faces meet in a cell.
+/// Whether a cell touches several open faces.
 fn in_corner(frame: &Frame, cell: [isize; 3]) -> bool {
     open_faces(frame, cell).nth(1).is_some()
 }
 
-/// The velocity of the first inlet that a cell is at.
+/// The velocity of the first inlet that a cell touches.
 fn inlet(frame: &Frame, cell: [isize; 3]) -> Option<[f32; 3]> {
     open_faces(frame, cell).find_map(|(axis, side, _)| inflow(frame, cell, (axis, side), [0; 3]))
 }
 
-/// The velocity at a face next to a cell, if it is an inlet, where a direction crosses it.
+/// The velocity of an inlet where the direction `c` from a cell crosses the face; `None` if the face is no inlet.
 fn inflow(frame: &Frame, cell: [isize; 3], (axis, side): (usize, usize), c: [i8; 3]) -> Option<[f32; 3]> {
     let Some(Face::Inlet { velocity, parabola }) = frame.face(axis, side) else { return None };
     let (at, grid) = (frame.global(cell)?, &frame.grid);
@@ -406,18 +409,18 @@ fn inflow(frame: &Frame, cell: [isize; 3], (axis, side): (usize, usize), c: [i8;
     Some(velocity.map(|part| share * part))
 }
 
-/// Directions as seen from an open face.
+/// The directions relative to an open face.
 #[derive(Clone, Debug)]
 pub(crate) struct Turn {
-    /// Those along the face, rest first, those that leave, and those that come in.
+    /// Directions along the face (rest first), out of the grid, and into it.
     pub(crate) along: Vec<usize>,
     pub(crate) leaving: Vec<usize>,
     pub(crate) coming: Vec<usize>,
-    /// The one that comes straight in, its opposite, and what it gains of the flow.
+    /// The direction along the inward normal, its opposite, and its share of the mass flow.
     pub(crate) straight: (usize, usize, f32),
-    /// Those that come in aslant, their opposites, the axis and the sense along it.
+    /// The diagonal directions into the grid, their opposites, the tangential axis and the sign along it.
     pub(crate) aslant: Vec<(usize, usize, usize, f32)>,
-    /// By axis along the face: the axis, directions along it and against it.
+    /// By tangential axis: the axis, and the directions with positive and with negative sense along it.
     pub(crate) axes: Vec<(usize, Vec<usize>, Vec<usize>)>,
 }
 
@@ -446,11 +449,12 @@ impl Turn {
         }
     }
 
-    /// Zou's and He's condition: what comes from beyond bounces back, out of equilibrium, from what goes there, and momentum
-    /// along the face is set right, to none, by what comes in aslant.
+    /// Zou-He pressure boundary: unknown populations are the non-equilibrium bounce-back of their opposites, and the
+    /// diagonal ones correct the tangential momentum to zero.
     ///
-    /// How fast the fluid comes in is what the density asks for, halfway from what it was a step before. The fixed point is
-    /// the same; without that, momentum whose sign changes from cell to cell and from step to step would never fade.
+    /// The normal velocity is the mean of the one that follows from the density and that of the previous step. The
+    /// fixed point is the same; without the mean, momentum that alternates in sign between cells and steps would never
+    /// decay.
     unsafe fn fill<N: Number>(&self, open: &Open, own: &[*mut N], pulled: &[*mut N]) {
         let Open { cell, given: Given { density, push } } = *open;
         let at = |i: usize| pulled[i].wrapping_add(cell);
@@ -485,7 +489,7 @@ mod tests {
     use crate::grid::lbm::{D2Q9, D3Q19};
 
     #[test]
-    fn open_faces_know_all_directions() {
+    fn an_open_face_classifies_all_directions() {
         for (directions, dimensions, known) in [(&D2Q9, 2, [3, 3, 2, 1]), (&D3Q19, 3, [9, 5, 4, 3])] {
             for (axis, side) in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)].into_iter().take(2 * dimensions) {
                 let turn = Turn::new(directions, axis, side);

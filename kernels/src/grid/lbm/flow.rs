@@ -1,4 +1,4 @@
-//! A fluid on one tile: what all lattices share around their collision.
+//! A lattice Boltzmann fluid bound to one tile: everything around the collision that the lattices share.
 use std::marker::PhantomData;
 
 use super::collision::{POPULATIONS_MAX, Part, Plain};
@@ -13,33 +13,33 @@ use crate::grid::number::Number;
 use crate::grid::planes::{Planes, Shared};
 use crate::grid::rule::{Rows, Stepper, SumOf, aligned_frame};
 
-/// States larger than this are written past the caches: they would not be there any more when the next step reads them.
+/// States larger than this many bytes use non-temporal stores: they would be evicted before the next step reads them.
 const STREAM: usize = 16 << 20;
-/// Cells that are fetched so much before they are needed.
+/// Software prefetch distance, in cells.
 const AHEAD: isize = 128;
 
-/// Directions, and what a block of 16 cells becomes. Functions and not closures: those would not be compiled for the
-/// instruction set.
+/// A lattice: its directions, and its update of a block of 16 cells. Functions, not closures: closures would not be
+/// compiled for the instruction set.
 pub(crate) trait Lattice: 'static {
     const DIRECTIONS: &'static Directions;
 
-    /// Rates are the same everywhere and no force acts: fewer operations.
+    /// The update for uniform rates and no force, with fewer operations.
     unsafe fn plain_block<S: Simd, N: Number, const STREAM: bool>(part: &Part<N>, at: isize);
 
-    /// `FIELD`: rates by cell. `FORCE`: there is one. `STREAM`: past the caches.
+    /// `FIELD`: rates per cell. `FORCE`: with a body force. `STREAM`: non-temporal stores.
     unsafe fn block<S: Simd, N: Number, const FIELD: bool, const FORCE: bool, const STREAM: bool>(
         part: &Part<N>,
         at: isize,
     );
 }
 
-/// The method on one tile, populations kept as `N`.
+/// A fluid on one tile, populations stored as `N`.
 pub(crate) struct Flow<const D: usize, N> {
     pub(crate) edges: Edges,
-    /// Half the rates of the even and of the odd parts.
+    /// Half the relaxation rates, even and odd.
     pub(crate) half: [f32; 2],
     pub(crate) plain: Plain,
-    /// Rates by cell.
+    /// Half the relaxation rates per cell.
     pub(crate) halves: Option<Planes>,
     pub(crate) force: [f32; 3],
     frame: Frame,
@@ -67,7 +67,7 @@ where
         })
     }
 
-    /// `stream`: past the caches.
+    /// `stream`: non-temporal stores.
     unsafe fn run(&self, isa: Isa, part: &Part<N>, stream: bool) {
         // SAFETY: the caller's contract.
         unsafe {
@@ -91,7 +91,7 @@ where
         }
     }
 
-    /// Half the rates by cell from an element on, if they are not the same everywhere.
+    /// Half the relaxation rates per cell from an element on; null if uniform.
     fn halves_at(&self, at: usize) -> [*const f32; 2] {
         match &self.halves {
             Some(halves) => std::array::from_fn(|i| halves.plane::<f32>(i).as_ptr().wrapping_add(at)),
@@ -100,19 +100,19 @@ where
     }
 }
 
-/// Half the rates of each cell, if they are not the same everywhere.
+/// Half the relaxation rates per cell; `None` if uniform.
 fn halves<const D: usize>(fluid: &LatticeFluid<D>, frame: &Frame) -> Result<Option<Planes>, GridError> {
     let Some(omega) = &fluid.omega else { return Ok(None) };
     let mut planes = Planes::new(2, 4 * frame.elements())?;
     let whole = frame.whole();
-    // Several steps in a pass look farther over the ends of a periodic axis.
+    // Fused steps read farther across the ends of a periodic axis.
     let beyond = if frame.wraps[0] { STEPS_MAX as isize - 1 } else { 0 };
     for (y, z) in whole.rows() {
         for x in whole.0[0].start - beyond..whole.0[0].end + beyond {
             let Some(global) = frame.global([x, y, z]) else { continue };
             let omega = f64::from(omega(global));
             if !(omega > 0.0 && omega < 2.0) {
-                let what = format!("omega = {omega} at {global:?}: between 0 and 2 is possible");
+                let what = format!("omega = {omega} at {global:?}: expected a value above 0 and below 2");
                 return Err(GridError::Parameter { rule: LatticeFluid::<D>::NAME, what });
             }
             let [even, odd] = fluid.rates(1.0 / omega);
@@ -153,8 +153,8 @@ where
             cells: (end - start) as usize,
             ahead: self.stream,
         };
-        // SAFETY: blocks and a cell around them are in the planes by the caller's contract and the padding of rows; the
-        // instruction set was detected.
+        // SAFETY: by the caller's contract and the padding of rows, the blocks and one cell around them lie in the
+        // planes; the instruction set was detected.
         unsafe { self.run(isa, &part, self.stream) }
     }
 
@@ -204,13 +204,13 @@ where
             cells: (end - start) as usize,
             ahead: self.stream && manner.reads_memory,
         };
-        // SAFETY: blocks and a cell around them are in the rows by the caller's contract and their padding; the instruction set
-        // was detected.
+        // SAFETY: by the caller's contract and the padding of rows, the blocks and one cell around them lie in the
+        // rows; the instruction set was detected.
         unsafe { self.run(isa, &part, self.stream && manner.writes_memory) }
     }
 }
 
-/// A row takes as long as a few copies of its `Part`: it is made once and read once.
+/// Takes its `Part` by reference and copies it once: a few more copies would cost as much as a row.
 struct Collide<'a, const D: usize, N, const FIELD: bool, const FORCE: bool, const STREAM: bool>(&'a Part<N>);
 
 impl<const D: usize, N: Number, const FIELD: bool, const FORCE: bool, const STREAM: bool> Kernel
@@ -222,15 +222,15 @@ where
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        let part = *self.0; // a copy of its own, which nothing that is written can change
+        let part = *self.0; // a local copy, which stores cannot alias
         aligned_frame();
-        // SAFETY: the contract of `Stepper::rows`, passed on.
+        // SAFETY: the contract of `Stepper::rows` holds here too.
         unsafe {
             for y in 0..part.rows as isize {
                 for x in (0..part.cells as isize).step_by(16) {
                     let at = y * part.row + x;
                     if part.ahead {
-                        // Rows are pages apart, and what reads ahead in the machine stops at the end of a page.
+                        // Rows are pages apart, and the hardware prefetcher stops at page boundaries.
                         for plane in &part.from[..LatticeFluid::<D>::DIRECTIONS.c.len()] {
                             S::prefetch(plane.wrapping_offset(at + AHEAD).cast());
                         }

@@ -1,45 +1,45 @@
-//! Patterns as Life's people exchange them: run-length encoded text.
+//! Run-length encoded (RLE) patterns, the common exchange format for Life.
 use super::Life;
 use crate::grid::{GridError, SIZE_MAX};
 
-/// Runs of living cells at most, 12 bytes each: two bytes of text make one.
+/// Maximum runs of live cells: 12 bytes each, from as little as two bytes of text.
 pub const RUNS_MAX: usize = 1 << 24;
 
-/// Living cells of a small world, and the rule it was made for if the text says so.
+/// A pattern of live cells, and its rule if the file names one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pattern {
-    /// Columns: as the header says, else as far as living cells reach.
+    /// Columns: from the header, else the extent of the live cells.
     pub width: usize,
     /// Rows, likewise.
     pub height: usize,
-    /// What the header says.
+    /// The rule in the header.
     pub rule: Option<Life>,
-    /// Its living cells by rows, as many as the text has runs, whatever their length.
+    /// Live cells as runs, row by row; at most one per run in the text, whatever its length.
     pub runs: Vec<Run>,
 }
 
-/// Living cells side by side.
+/// Adjacent live cells of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Run {
-    /// Their row, from above.
+    /// The row, from the top.
     pub y: u32,
-    /// The first, from the left.
+    /// The first column, from the left.
     pub start: u32,
-    /// One past the last.
+    /// The end column, exclusive.
     pub end: u32,
 }
 
 impl Pattern {
-    /// (x, y) of its living cells from the upper left, by rows.
+    /// [x, y] of the live cells, row by row from the upper left.
     pub fn alive(&self) -> impl Iterator<Item = [usize; 2]> + '_ {
         self.runs.iter().flat_map(|run| (run.start..run.end).map(|x| [x as usize, run.y as usize]))
     }
 
-    /// Reads an RLE file: comments (`#`), `x = 3, y = 3, rule = B3/S23`, then runs of `b` (dead), `o` (alive) and `$`
-    /// (end of a row) up to `!`. The header may be missing; what it says of the world (`:T100,100`) is not for a pattern to say.
+    /// Parses an RLE file: comments (`#`), `x = 3, y = 3, rule = B3/S23`, then runs of `b` (dead), `o` (alive) and `$`
+    /// (end of a row) up to `!`. The header is optional; its bounded-grid suffix (`:T100,100`) is ignored.
     ///
     /// # Errors
-    /// Names the line and what is wrong there.
+    /// A syntax error or a size limit, with its line.
     pub fn parse(text: &str) -> Result<Self, GridError> {
         let mut lines = text.lines().enumerate().map(|(i, line)| (i + 1, line.trim()));
         let mut lines = lines.by_ref().filter(|(_, line)| !line.is_empty() && !line.starts_with('#')).peekable();
@@ -63,7 +63,7 @@ impl Pattern {
                 if let Some(digit) = sign.to_digit(10) {
                     let length = run.unwrap_or(0) * 10 + digit as usize;
                     if length > SIZE_MAX {
-                        return error(line, format!("a run of {length}: at most {SIZE_MAX} are possible"));
+                        return error(line, format!("a run of {length}: expected at most {SIZE_MAX}"));
                     }
                     run = Some(length);
                     continue;
@@ -80,7 +80,7 @@ impl Pattern {
                             let at = x + count;
                             return error(line, format!("row {} reaches column {at} of {width} × {height}", y + 1));
                         }
-                        // The world is at most `SIZE_MAX` either way.
+                        // Width and height are at most `SIZE_MAX`, with or without a header.
                         let run = Run { y: y as u32, start: x as u32, end: (x + count) as u32 };
                         let joins = |last: &Run| last.y == run.y && last.end == run.start;
                         if let Some(last) = pattern.runs.last_mut().filter(|last| joins(last)) {
@@ -112,11 +112,11 @@ fn header_of(line: usize, header: &str) -> Result<Pattern, GridError> {
     let mut pattern = Pattern { width: 0, height: 0, rule: None, runs: Vec::new() };
     for part in header.split(':').next().unwrap_or_default().split(',') {
         let Some((name, value)) = part.split_once('=').map(|(name, value)| (name.trim(), value.trim())) else {
-            return error(line, format!("{part:?} in the header: x = WIDTH, y = HEIGHT, rule = B3/S23 is the form"));
+            return error(line, format!("{part:?} in the header: expected x = WIDTH, y = HEIGHT, rule = B3/S23"));
         };
         let size = || match value.parse() {
             Ok(size) if (1..=SIZE_MAX).contains(&size) => Ok(size),
-            _ => error(line, format!("{name} = {value:?}: 1 to {SIZE_MAX} is possible")),
+            _ => error(line, format!("{name} = {value:?}: expected 1 to {SIZE_MAX}")),
         };
         match name {
             "x" => pattern.width = size()?,
@@ -125,7 +125,7 @@ fn header_of(line: usize, header: &str) -> Result<Pattern, GridError> {
                 Ok(rule) => pattern.rule = Some(rule),
                 Err(found) => return error(line, found.to_string()),
             },
-            other => return error(line, format!("{other:?} in the header: x, y and rule are known")),
+            other => return error(line, format!("{other:?} in the header: expected x, y or rule")),
         }
     }
     if pattern.width == 0 || pattern.height == 0 {

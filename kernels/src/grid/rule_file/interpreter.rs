@@ -1,5 +1,5 @@
-//! How a rule file runs on a processor: 64 cells at a time, each operation over all of them, its result kept in registers
-//! for the next one. What is needed later goes to a small scratch that stays in the first-level cache.
+//! CPU interpreter of rule files: runs each operation over 64 cells at a time, with its result in registers for the
+//! next one. Results needed later go to a small scratch buffer that stays in the L1 cache.
 #![expect(clippy::wildcard_enum_match_arm, reason = "a few of many operations have forms of their own")]
 use super::TextRule;
 use super::program::{Operation, Value};
@@ -10,40 +10,40 @@ use crate::grid::ghosts;
 use crate::grid::planes::{Planes, Shared};
 use crate::grid::rule::{Rows, Stepper, aligned_frame};
 
-/// States larger than this are written past the caches.
+/// States larger than this, in bytes, are written with non-temporal stores.
 const STREAM: usize = 16 << 20;
-/// Cells that are fetched so much before they are needed: the machine itself stops to read ahead at the ends of pages.
+/// Prefetch distance in cells: hardware prefetchers stop at page boundaries.
 const AHEAD: isize = 256;
-/// Cells of a vector.
+/// Cells per vector.
 const LANES: usize = 16;
-/// Vectors at a time: so many leave room for operands in 16 registers of half a vector.
+/// Vectors per block: leaves room for operands in 16 registers of half a vector each.
 const VECTORS: usize = 4;
 const CELLS: usize = LANES * VECTORS;
 
-/// The rule on one tile.
+/// A rule prepared for one tile.
 pub(crate) struct Interpreter {
     steps: Vec<Step>,
-    /// Constants and parameters, and what follows from them alone.
+    /// Constants, parameters, and values computed from them alone.
     numbers: Vec<Row>,
-    /// Rows of scratch.
+    /// Number of scratch rows.
     rows: usize,
     fields: usize,
-    /// By field, whether only its own cell looks at it.
+    /// By field, whether it is read at offset 0 only.
     alone: Vec<bool>,
     corners: bool,
     stream: bool,
-    /// By field, how many elements ahead of the cell the newest row is that is looked at.
+    /// By field, the largest offset read, in elements: where to prefetch.
     newest: Vec<isize>,
 }
 
-/// One thing to do for all cells of a row of them.
+/// One operation over all cells of a row.
 #[derive(Clone, Copy)]
 struct Step {
     code: Code,
     operands: [Place; 3],
 }
 
-/// What to do. In the names of arithmetic, `R` is what the step before left in registers, `M` is in memory.
+/// Operation codes. In arithmetic names, `R` is the previous step's result in registers and `M` an operand in memory.
 #[derive(Clone, Copy, Debug)]
 enum Code {
     AddMM,
@@ -56,7 +56,7 @@ enum Code {
     MultiplyAddMMM,
     MultiplyAddRMM,
     MultiplyAddMMR,
-    /// Everything else: operands in memory.
+    /// Any other operation, with operands in memory.
     Other(Operation),
     /// Memory to registers.
     Load,
@@ -66,12 +66,12 @@ enum Code {
     Next,
 }
 
-/// Where in memory.
+/// A location in memory.
 #[derive(Clone, Copy)]
 enum Place {
-    /// A field, so many elements from the cell.
+    /// A field, at an offset from the cell in elements.
     Field(u16, isize),
-    /// A row of scratch.
+    /// A scratch row.
     Row(u16),
     Number(u16),
     /// A field's next state.
@@ -93,7 +93,7 @@ impl Interpreter {
             numbers: lowered.numbers.iter().map(|&number| Row([number; CELLS])).collect(),
             rows: lowered.rows,
             fields,
-            // If nobody looks at anything, tiles still have to go on in step.
+            // If no field is read at an offset, tiles must still exchange halos to advance together.
             alone: if alone.contains(&false) { alone } else { vec![false; fields] },
             corners: program.looks_round_corners(),
             stream: 2 * fields * frame.plane_bytes() > STREAM,
@@ -102,14 +102,14 @@ impl Interpreter {
     }
 }
 
-/// From operations to steps.
+/// Lowers operations to steps.
 struct Lowering {
     strides: [isize; 2],
-    /// By operation, where its result is.
+    /// By operation, the location of its result.
     places: Vec<Place>,
-    /// By operation, the same number in all cells, if it is that.
+    /// By operation, its value if it is the same in all cells.
     known: Vec<Option<f32>>,
-    /// By operation, how many times it is still to be read from memory.
+    /// By operation, the number of remaining reads from memory.
     reads: Vec<usize>,
     free: Vec<u16>,
     rows: usize,
@@ -157,7 +157,7 @@ impl Lowering {
         lowering
     }
 
-    /// Where everything is that is not computed cell by cell.
+    /// Assigns locations to everything that is not computed per cell: loads, constants and parameters.
     fn settle(&mut self, operations: &[Operation], parameters: &[f32]) {
         for operation in operations {
             let operands: Vec<_> = operation.operands().map(|value| self.known[usize::from(value)]).collect();
@@ -198,7 +198,7 @@ impl Lowering {
         }
     }
 
-    /// For those who read it later.
+    /// Spills a result to scratch for later readers.
     fn keep(&mut self, at: usize) {
         let row = self.free.pop().unwrap_or_else(|| {
             self.rows += 1;
@@ -213,12 +213,12 @@ impl Lowering {
     }
 }
 
-/// How an operation is done if a value is held in registers.
+/// The form of an operation, given the value that registers hold.
 struct Form {
     code: Code,
-    /// What is read from memory.
+    /// Operands read from memory.
     operands: [Option<Value>; 3],
-    /// Whether it takes what is held.
+    /// Whether it consumes the value in registers.
     takes: bool,
 }
 
@@ -274,19 +274,19 @@ impl Stepper for Interpreter {
             rows: rows.y.len(),
             vectors: (end - start) as usize / LANES,
         };
-        // SAFETY: blocks and what is a radius around them are in the planes by the caller's contract and the padding of rows;
-        // each step reads and writes rows of scratch that there are; the instruction set was detected.
+        // SAFETY: blocks and their stencil radius lie in the planes by the caller's contract and the padding of rows;
+        // each step accesses only allocated scratch rows; the instruction set was detected.
         unsafe { if self.stream { isa.run(Walk::<true>(part)) } else { isa.run(Walk::<false>(part)) } }
     }
 
     fn travels(&self, field: usize) -> Option<[i8; 3]> {
-        // What is not looked at from outside is needed where cells are computed only, as if it stayed.
+        // A field read at offset 0 only is needed just where cells are computed, like a field that does not stream.
         self.alone[field].then_some([0; 3])
     }
 }
 
 impl Interpreter {
-    /// A step with the places of the rows that begin at an element.
+    /// A step with pointers for rows that begin at element `at`.
     fn ready(&self, step: Step, state: &Planes, next: Shared<'_>, scratch: *mut Row, at: usize) -> Ready {
         let operands = step.operands.map(|place| match place {
             Place::Field(field, shift) => Operand {
@@ -315,11 +315,11 @@ struct Ready {
     operands: [Operand; 3],
 }
 
-/// Where an operand is for the first cell.
+/// An operand's address for the first cell.
 #[derive(Clone, Copy)]
 struct Operand {
     from: *mut f32,
-    /// All bits set if it is elsewhere for other cells, else none.
+    /// Mask of the cell offset: all bits set if the address moves with the cell, else 0.
     moves: usize,
 }
 
@@ -330,7 +330,7 @@ impl Operand {
         unsafe { self.from.add(cell & self.moves) }
     }
 
-    /// So many vectors.
+    /// Loads `N` vectors.
     #[inline(always)]
     unsafe fn load<S: Simd, const N: usize>(self, cell: usize) -> [S::F; N] {
         // SAFETY: the contract of `Stepper::rows`.
@@ -347,11 +347,11 @@ impl Operand {
 
 struct Part<'a> {
     steps: &'a [Ready],
-    /// By field, what will be needed soon; none if the state is in the caches.
+    /// By field, the prefetch address; empty if the state fits the caches.
     ahead: &'a [*const f32],
     stride: usize,
     rows: usize,
-    /// Of a row.
+    /// Vectors per row.
     vectors: usize,
 }
 
@@ -384,7 +384,7 @@ impl<const STREAM: bool> Kernel for Walk<'_, STREAM> {
     }
 }
 
-/// Element by element over vectors. Loops and no closures: those would not be compiled for the instruction set.
+/// Applies a SIMD function to each vector. A loop, because closures are not compiled for the instruction set.
 macro_rules! each {
     ($function:ident($($operand:ident),+)) => {{
         let mut result = [S::splat(0.0); N];
@@ -468,7 +468,7 @@ impl Part<'_> {
     }
 }
 
-/// Operations for which there are no words in [`Simd`]: each is a loop in which it is a constant, over one vector.
+/// Operations that [`Simd`] lacks: each is a loop over the lanes of a vector, specialised to a constant operation.
 macro_rules! lanes {
     ($operation:expr, $operands:expr; $($variant:ident($($operand:tt),+)),+) => {
         match $operation {
@@ -492,7 +492,7 @@ macro_rules! lanes {
 
 #[inline(always)]
 unsafe fn other<S: Simd, const N: usize>(operation: Operation, operands: [*mut f32; 3]) -> [S::F; N] {
-    // SAFETY: the contract of `Stepper::rows`: so many vectors of all that the operation reads.
+    // SAFETY: the contract of `Stepper::rows`: `N` vectors of each operand are readable.
     unsafe {
         lanes!(operation, operands;
             Divide(0, 1), Negate(0), Absolute(0), SquareRoot(0), Exponential(0), Floor(0), Minimum(0, 1), Maximum(0, 1),

@@ -1,7 +1,7 @@
-//! A rule file as words with their places.
+//! Lexer of rule files: words with their positions.
 use super::RuleError;
 
-/// Where something begins, counted from 1.
+/// A position in the text, counted from 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     pub(super) line: usize,
@@ -16,8 +16,9 @@ impl Place {
 
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Word {
-    /// A name, with a prime if it says what a field becomes.
+    /// A name.
     Name(String),
+    /// A name with a prime: the next value of a field.
     Next(String),
     Number(f32),
     /// An operator, a bracket, a comma.
@@ -27,7 +28,7 @@ pub(super) enum Word {
 }
 
 impl Word {
-    /// As people read it.
+    /// Human-readable form, for messages.
     pub(super) fn text(&self) -> String {
         match self {
             Word::Name(name) => format!("`{name}`"),
@@ -39,12 +40,12 @@ impl Word {
     }
 }
 
-/// Longest first.
+/// Longest first, for greedy matching.
 const SIGNS: [&str; 19] =
     ["<=", ">=", "==", "!=", "&&", "||", "+", "-", "*", "/", "^", "(", ")", "[", "]", ",", "=", "<", ">"];
 const NOT: &str = "!";
 
-/// All words; each line that says something ends in [`Word::End`].
+/// All words; each line that is not blank ends in [`Word::End`].
 pub(super) fn words(text: &str) -> Result<Vec<(Word, Place)>, RuleError> {
     let mut words = Vec::new();
     for (number, line) in text.lines().enumerate() {
@@ -61,7 +62,9 @@ pub(super) fn words(text: &str) -> Result<Vec<(Word, Place)>, RuleError> {
                     place.error(format!("expected a number such as 0.16 or 2e-3, found `{}`", &rest[..length]))
                 })?;
                 if !value.is_finite() {
-                    return Err(place.error(format!("the number {} is larger than 32 bits hold", &rest[..length])));
+                    return Err(
+                        place.error(format!("expected a number within 32-bit floats, found {}", &rest[..length]))
+                    );
                 }
                 words.push((Word::Number(value), place));
                 length
@@ -89,7 +92,7 @@ pub(super) fn words(text: &str) -> Result<Vec<(Word, Place)>, RuleError> {
     Ok(words)
 }
 
-/// Digits, a point, an exponent with its sign.
+/// Length of a number: digits, a decimal point, an exponent with its sign.
 fn number_length(text: &str) -> usize {
     let bytes = text.as_bytes();
     let mut at = 0;

@@ -1,10 +1,10 @@
-//! From words to operations: each expression is lowered as it is read, so that no tree is ever built that could be too deep.
+//! Single-pass compiler of rule files: lowers each expression as it parses, without building a syntax tree.
 use super::lex::{Place, Word, words};
 use super::program::{Builder, Operation, Program, Value};
 use super::{DEPTH_MAX, FIELDS_MAX, OFFSET_MAX, PARAMETERS_MAX, Parameter, RuleError, TEXT_BYTES_MAX};
 use std::collections::HashMap;
 
-/// What a name stands for.
+/// What a name refers to.
 #[derive(Clone, Copy)]
 enum Meaning {
     Field(u16),
@@ -18,24 +18,26 @@ struct Parser {
     depth: usize,
     names: HashMap<String, Meaning>,
     builder: Builder,
-    /// What each field becomes.
+    /// By field, its next value; `None` until its assignment is parsed.
     next: Vec<Option<Value>>,
 }
 
-/// Powers at most: each is a product.
+/// Maximum power: each is expanded to multiplications.
 const POWER_MAX: f32 = 16.0;
-/// Words that cannot name anything.
+/// Reserved words.
 const KEYWORDS: [&str; 4] = ["fields", "param", "let", "dimensions"];
-/// Functions, and how many values they take.
+/// Functions with their number of arguments.
 const FUNCTIONS: [(&str, usize); 7] =
     [("abs", 1), ("sqrt", 1), ("exp", 1), ("floor", 1), ("min", 2), ("max", 2), ("select", 3)];
-/// Functions of a field's neighbourhood.
+/// Stencil functions, which take a field.
 const STENCILS: [&str; 5] = ["lap", "dx", "dy", "dz", "neighbours"];
 
 pub(super) fn program(text: &str) -> Result<Program, RuleError> {
     let start = Place { line: 1, column: 1 };
     if text.len() > TEXT_BYTES_MAX {
-        return Err(start.error(format!("a rule file has at most {TEXT_BYTES_MAX} bytes, this one has {}", text.len())));
+        return Err(
+            start.error(format!("expected a rule file of at most {TEXT_BYTES_MAX} bytes, found {}", text.len()))
+        );
     }
     let mut parser = Parser {
         words: words(text)?,
@@ -54,7 +56,7 @@ pub(super) fn program(text: &str) -> Result<Program, RuleError> {
     }
     let mut next = Vec::new();
     for (name, value) in parser.builder.fields.iter().zip(&parser.next) {
-        let missing = || end.error(format!("nothing says what `{name}` becomes: expected a line `{name}' = …`"));
+        let missing = || end.error(format!("`{name}` has no update: expected a line `{name}' = …`"));
         next.push(value.ok_or_else(missing)?);
     }
     Ok(parser.builder.finish(next))
@@ -109,7 +111,9 @@ impl Parser {
                     (word, place) => return Err(place.error(format!("expected 2 or 3, found {}", word.text()))),
                 }
                 if !self.builder.operations.is_empty() {
-                    return Err(place.error("`dimensions` comes before the first expression"));
+                    return Err(
+                        place.error("expected `dimensions` before the first expression, found it after: move it up")
+                    );
                 }
             }
             (Word::Name(word), _) if word == "fields" => {
@@ -143,8 +147,10 @@ impl Parser {
                         }
                     }
                     (word, place) => {
-                        return Err(place
-                            .error(format!("expected the usual value of `{name}`, a number, found {}", word.text())));
+                        return Err(place.error(format!(
+                            "expected the default value of `{name}`, a number, found {}",
+                            word.text()
+                        )));
                     }
                 };
                 let index = self.builder.parameters.len();
@@ -162,23 +168,23 @@ impl Parser {
             }
             (Word::Next(name), place) => {
                 let Some(Meaning::Field(field)) = self.names.get(&name).copied() else {
-                    return Err(place.error(format!("`{name}` is no field: {}", self.fields_known())));
+                    return Err(place.error(format!("`{name}` is not a field: {}", self.fields_known())));
                 };
                 self.expect("=")?;
                 let value = self.expression()?;
                 if self.next[usize::from(field)].replace(value).is_some() {
-                    return Err(place.error(format!("what `{name}` becomes was said before")));
+                    return Err(place.error(format!("expected one update of `{name}`, found a second: remove one")));
                 }
             }
             (word, place) => {
-                let expected = "expected `fields`, `param`, `let`, `dimensions`, or what a field becomes (`u' = …`)";
+                let expected = "expected `fields`, `param`, `let`, `dimensions`, or the update of a field (`u' = …`)";
                 return Err(place.error(format!("{expected}, found {}", word.text())));
             }
         }
         self.end()
     }
 
-    /// The fields that there are, or how to say it.
+    /// For messages: the declared fields, or how to declare them.
     fn fields_known(&self) -> String {
         let fields = &self.builder.fields;
         if fields.is_empty() {
@@ -203,21 +209,20 @@ impl Parser {
         }
     }
 
-    // ---- expressions, from what binds least
+    // ---- expressions, by precedence, lowest first
 
     fn expression(&mut self) -> Result<Value, RuleError> {
         let place = self.peek().1;
         self.depth += 1;
         if self.depth > DEPTH_MAX {
-            return Err(place
-                .error(format!("more than {DEPTH_MAX} parentheses inside each other: name a part of it with `let`")));
+            return Err(place.error(format!("more than {DEPTH_MAX} nested parentheses: name a part of it with `let`")));
         }
         let value = self.chain(0);
         self.depth -= 1;
         value
     }
 
-    /// A chain of operators that bind as much as these.
+    /// A left-associative chain of operators of one precedence level.
     fn chain(&mut self, level: usize) -> Result<Value, RuleError> {
         const LEVELS: [&[&str]; 5] = [&["||"], &["&&"], &["<", "<=", ">", ">=", "==", "!="], &["+", "-"], &["*", "/"]];
         if level == LEVELS.len() {
@@ -265,7 +270,7 @@ impl Parser {
     }
 
     fn unary(&mut self) -> Result<Value, RuleError> {
-        // Signs in front of each other are a loop, not a recursion.
+        // A loop, not recursion: a long row of signs must not overflow the stack.
         let mut signs = Vec::new();
         while let (Word::Sign(sign @ ("-" | "!" | "+")), place) = self.peek() {
             signs.push((*sign, place));
@@ -282,7 +287,7 @@ impl Parser {
         Ok(value)
     }
 
-    /// Powers by whole numbers bind more than signs before them: products, from the left.
+    /// An integer power, which binds tighter than signs before it: expanded to multiplications, left-associative.
     fn power(&mut self) -> Result<Value, RuleError> {
         let value = self.primary()?;
         if !self.accept("^") {
@@ -331,21 +336,23 @@ impl Parser {
                     let mut known: Vec<&str> = self.names.keys().map(String::as_str).collect();
                     if known.is_empty() {
                         let first = format!("begin with `fields {name}` if it is a field, `param {name} = 1` if not");
-                        return Err(place.error(format!("nothing is named `{name}`: {first}")));
+                        return Err(place.error(format!("unknown name `{name}`: {first}")));
                     }
                     known.sort_unstable();
-                    Err(place.error(format!("nothing is named `{name}`: expected one of {}", known.join(", "))))
+                    Err(place.error(format!("unknown name `{name}`: expected one of {}", known.join(", "))))
                 }
             },
-            (Word::Next(name), place) => Err(place
-                .error(format!("`{name}'` is what the field becomes, which no expression can use: expected `{name}`"))),
+            (Word::Next(name), place) => {
+                Err(place
+                    .error(format!("`{name}'` is the next value, which expressions cannot read: expected `{name}`")))
+            }
             (word, place) => {
                 Err(place.error(format!("expected a number, a name, a function or `(`, found {}", word.text())))
             }
         }
     }
 
-    /// `[x, y]` or `[x, y, z]`, after the bracket.
+    /// An offset `[x, y]` or `[x, y, z]`, after its opening bracket.
     fn offset(&mut self) -> Result<[i8; 3], RuleError> {
         let mut offset = [0i8; 3];
         let dimensions = self.builder.dimensions as usize;
@@ -358,7 +365,7 @@ impl Parser {
                 (Word::Number(number), place) if number.fract() == 0.0 => {
                     if number > OFFSET_MAX as f32 {
                         return Err(
-                            place.error(format!("a rule looks at most {OFFSET_MAX} cells far, this is {number}"))
+                            place.error(format!("expected an offset of at most {OFFSET_MAX} cells, found {number}"))
                         );
                     }
                     *cells = if negative { -(number as i8) } else { number as i8 };
@@ -371,7 +378,7 @@ impl Parser {
         if self.is(",") {
             let place = self.peek().1;
             return Err(
-                place.error(format!("expected {dimensions} offsets; a rule in three dimensions says `dimensions 3`"))
+                place.error(format!("expected {dimensions} offsets, found more: for 3D say `dimensions 3` first"))
             );
         }
         self.expect("]")?;
@@ -382,7 +389,7 @@ impl Parser {
         let Some(&(_, count)) = FUNCTIONS.iter().find(|(function, _)| *function == name) else {
             let mut known: Vec<&str> = FUNCTIONS.iter().map(|(name, _)| *name).chain(STENCILS).collect();
             known.sort_unstable();
-            return Err(place.error(format!("there is no function `{name}`: expected one of {}", known.join(", "))));
+            return Err(place.error(format!("unknown function `{name}`: expected one of {}", known.join(", "))));
         };
         self.expect("(")?;
         let mut values = Vec::with_capacity(count);
@@ -405,7 +412,7 @@ impl Parser {
         self.push(operation, place)
     }
 
-    /// A function of the neighbourhood of a field. Sums run in a fixed order: per axis, the side before, the side after.
+    /// A stencil function. The order of summation is fixed: per axis, the lower neighbour, then the upper one.
     fn stencil(&mut self, name: &str, place: Place) -> Result<Value, RuleError> {
         self.expect("(")?;
         let field = match self.take() {

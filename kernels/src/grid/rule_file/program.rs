@@ -1,22 +1,23 @@
-//! A rule as a list of operations in which nothing is computed twice. Next: `rule_file/interpreter.rs`.
-#![expect(clippy::wildcard_enum_match_arm, reason = "each pass looks at a few of many operations")]
+//! The compiled form of a rule: SSA-like operations with common subexpressions merged. Next:
+//! `rule_file/interpreter.rs`.
+#![expect(clippy::wildcard_enum_match_arm, reason = "each pass handles a few of many operations")]
 use super::lex::Place;
 use super::{OPERATIONS_MAX, Parameter, RuleError};
 use std::collections::HashMap;
 
-/// The place of an operation's result.
+/// Index of the operation that computes a value.
 pub type Value = u16;
 
-/// One operation. Constants are bits, so that equal operations are found by hash.
+/// One operation. Constants are stored as bits, so that equal operations can be found by hash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Operation {
-    /// A number.
+    /// An f32 constant, as its bits.
     Constant(u32),
-    /// A parameter.
+    /// A parameter, by index.
     Parameter(u16),
     /// A field's value at an offset from the cell.
     Load {
-        /// Which field.
+        /// Index of the field.
         field: u16,
         /// Cells along x, y and z.
         offset: [i8; 3],
@@ -27,42 +28,42 @@ pub enum Operation {
     Subtract(Value, Value),
     /// Product.
     Multiply(Value, Value),
-    /// Product and sum, rounded once.
+    /// Fused multiply-add `a · b + c`, rounded once.
     MultiplyAdd(Value, Value, Value),
     /// Quotient.
     Divide(Value, Value),
-    /// The other sign.
+    /// Negation.
     Negate(Value),
-    /// Without sign.
+    /// Absolute value.
     Absolute(Value),
     /// Square root.
     SquareRoot(Value),
-    /// e to that power.
+    /// e to the power of the value.
     Exponential(Value),
-    /// The next whole number below.
+    /// The largest integer not above the value.
     Floor(Value),
-    /// The smaller one.
+    /// The smaller value; the second if they are unordered or equal.
     Minimum(Value, Value),
-    /// The larger one.
+    /// The larger value; the second if they are unordered or equal.
     Maximum(Value, Value),
     /// 1 if the first is less, else 0.
     Less(Value, Value),
-    /// 1 if the first is not greater, else 0.
+    /// 1 if the first is less or equal, else 0.
     LessEqual(Value, Value),
-    /// 1 if both are the same, else 0.
+    /// 1 if both are equal, else 0.
     Equal(Value, Value),
-    /// 1 if both are not 0.
+    /// 1 if neither is 0, else 0.
     And(Value, Value),
-    /// 1 if one is not 0.
+    /// 1 if at least one is not 0, else 0.
     Or(Value, Value),
-    /// 1 if it is 0.
+    /// 1 if the value is 0, else 0.
     Not(Value),
     /// The second if the first is not 0, else the third.
     Select(Value, Value, Value),
 }
 
 impl Operation {
-    /// What it reads.
+    /// The values it reads.
     pub fn operands(&self) -> impl Iterator<Item = Value> {
         use Operation as O;
         let [a, b, c] = match *self {
@@ -86,7 +87,7 @@ impl Operation {
         [a, b, c].into_iter().flatten()
     }
 
-    /// Of numbers.
+    /// Evaluates the operation on f32 operands.
     #[inline(always)]
     pub(super) fn of(&self, a: f32, b: f32, c: f32) -> f32 {
         let truth = |yes: bool| if yes { 1.0 } else { 0.0 };
@@ -103,7 +104,7 @@ impl Operation {
             Operation::SquareRoot(_) => a.sqrt(),
             Operation::Exponential(_) => exponential(a),
             Operation::Floor(_) => a.floor(),
-            // Not the library's, whose zeros' signs are up to the machine.
+            // Not `f32::min`: its result for zeros of different sign depends on the machine.
             Operation::Minimum(..) => {
                 if a < b {
                     a
@@ -135,9 +136,9 @@ impl Operation {
     }
 }
 
-/// e to the power of `x`, the same bits on every machine: no library is asked. Relative error below 3e-7.
+/// e to the power of `x`, bit-identical on every machine because it calls no math library. Relative error below 3e-7.
 ///
-/// x = n·ln 2 + r with |r| ≤ ln 2 / 2; e^r by its Taylor series to the seventh power; 2^n by the exponent's bits.
+/// x = n·ln 2 + r with |r| ≤ ln 2 / 2; e^r by its Taylor series to degree 7; 2^n through the exponent bits.
 #[inline(always)]
 pub(super) fn exponential(x: f32) -> f32 {
     const LN_2_HIGH: f32 = 0.693_359_4; // exact in 12 bits, so that n times it is exact
@@ -162,54 +163,55 @@ pub(super) fn exponential(x: f32) -> f32 {
     }
 }
 
-/// A rule that can be run. Built by [`parse`](super::parse).
+/// A compiled rule, built by [`parse`](super::parse).
 #[derive(Clone, Debug, PartialEq)]
 pub struct Program {
     fields: Vec<String>,
     parameters: Vec<Parameter>,
     dimensions: u32,
-    /// Invariant: each reads earlier ones only.
+    /// Invariant: each operation reads the results of earlier ones only.
     operations: Vec<Operation>,
-    /// By operation, where the text says it first.
+    /// By operation, its first position in the text.
     places: Vec<Place>,
-    /// What each field becomes.
+    /// By field, its next value.
     next: Vec<Value>,
 }
 
 impl Program {
-    /// Names of the fields.
+    /// Field names.
     pub fn fields(&self) -> &[String] {
         &self.fields
     }
 
-    /// Parameters, with their usual values.
+    /// Parameters with their default values.
     pub fn parameters(&self) -> &[Parameter] {
         &self.parameters
     }
 
-    /// 2 or 3.
+    /// Number of dimensions, 2 or 3.
     pub fn dimensions(&self) -> u32 {
         self.dimensions
     }
 
-    /// All operations, in an order in which they can be done.
+    /// All operations, in evaluation order.
     pub fn operations(&self) -> &[Operation] {
         &self.operations
     }
 
-    /// For each field, the operation whose result it becomes.
+    /// By field, the operation that computes its next value.
     pub fn next(&self) -> &[Value] {
         &self.next
     }
 
-    /// That with these parameters nothing which a field needs is divided by zero, infinite or no number everywhere.
+    /// Checks that with these parameters no operation that a field needs is a division by zero, NaN or infinite in all
+    /// cells.
     pub(super) fn check(&self, parameters: &[f32]) -> Result<(), RuleError> {
         let known = self.known(parameters);
         let needed = self.needed(&known);
         for (at, operation) in self.operations.iter().enumerate().filter(|(at, _)| needed[*at]) {
             let wrong = match (*operation, known[at]) {
                 (Operation::Divide(_, by), _) if known[usize::from(by)] == Some(0.0) => "division by zero",
-                (_, Some(number)) if !number.is_finite() => "this is infinite or no number",
+                (_, Some(number)) if !number.is_finite() => "NaN or infinite",
                 _ => continue,
             };
             let of: Vec<String> = self
@@ -223,7 +225,7 @@ impl Program {
         Ok(())
     }
 
-    /// By operation, the number that it is in all cells, if it is one.
+    /// Constant propagation: by operation, its value if it is the same in all cells.
     fn known(&self, parameters: &[f32]) -> Vec<Option<f32>> {
         let mut known: Vec<Option<f32>> = Vec::with_capacity(self.operations.len());
         for operation in &self.operations {
@@ -245,7 +247,7 @@ impl Program {
         known
     }
 
-    /// By operation, whether a field depends on it: not on what a known condition leaves out.
+    /// By operation, whether a field depends on it, ignoring branches that a constant condition excludes.
     fn needed(&self, known: &[Option<f32>]) -> Vec<bool> {
         let mut needed = vec![false; self.operations.len()];
         self.next.iter().for_each(|&value| needed[usize::from(value)] = true);
@@ -273,7 +275,7 @@ impl Program {
         needed
     }
 
-    /// The parameters that an operation depends on, each once.
+    /// The parameters that an operation depends on, sorted.
     fn parameters_of(&self, at: usize) -> Vec<usize> {
         let mut found = Vec::new();
         let mut needed = vec![false; at + 1];
@@ -291,7 +293,7 @@ impl Program {
         found
     }
 
-    /// How far it looks along any axis; at least 1.
+    /// Stencil radius: the largest offset along any axis, at least 1.
     pub fn radius(&self) -> u32 {
         let reach = |operation: &Operation| match operation {
             Operation::Load { offset, .. } => offset.iter().map(|cells| cells.unsigned_abs().into()).max().unwrap_or(0),
@@ -300,7 +302,7 @@ impl Program {
         self.operations.iter().map(reach).max().unwrap_or(0).max(1)
     }
 
-    /// Whether cells look at a field only where they are.
+    /// Whether a field is read at offset 0 only.
     pub fn is_alone(&self, field: usize) -> bool {
         let outside = |operation: &Operation| match operation {
             Operation::Load { field: loaded, offset } => usize::from(*loaded) == field && *offset != [0; 3],
@@ -309,7 +311,7 @@ impl Program {
         !self.operations.iter().any(outside)
     }
 
-    /// Whether a cell looks at neighbours along several axes at once.
+    /// Whether diagonal neighbours are read, with an offset along more than one axis.
     pub fn looks_round_corners(&self) -> bool {
         self.operations.iter().any(|operation| match operation {
             Operation::Load { offset, .. } => offset.iter().filter(|cells| **cells != 0).count() > 1,
@@ -318,7 +320,7 @@ impl Program {
     }
 }
 
-/// A program being built.
+/// A program under construction.
 pub(super) struct Builder {
     pub(super) fields: Vec<String>,
     pub(super) parameters: Vec<Parameter>,
@@ -342,13 +344,13 @@ impl Default for Builder {
 }
 
 impl Builder {
-    /// The value of an operation: one that is known is not done again, one of numbers alone is done now.
+    /// Adds an operation and returns its value: reuses an equal one, and folds one of constants.
     pub(super) fn push(&mut self, operation: Operation, place: Place) -> Result<Value, RuleError> {
         let operation = self.folded(operation);
         if let Operation::Constant(bits) = operation
             && !f32::from_bits(bits).is_finite()
         {
-            return Err(place.error("this is infinite or no number: choose other numbers"));
+            return Err(place.error("NaN or infinite: choose other numbers"));
         }
         if let Operation::Negate(value) = operation
             && let Operation::Negate(inner) = self.operations[usize::from(value)]
@@ -359,7 +361,9 @@ impl Builder {
             return Ok(value);
         }
         if self.operations.len() >= OPERATIONS_MAX {
-            return Err(place.error(format!("a rule has at most {OPERATIONS_MAX} operations: this one needs more")));
+            return Err(
+                place.error(format!("expected at most {OPERATIONS_MAX} operations, found more: simplify the rule"))
+            );
         }
         let value = self.operations.len() as Value;
         self.operations.push(operation);
@@ -368,7 +372,7 @@ impl Builder {
         Ok(value)
     }
 
-    /// The number that a value is, if it does not depend on anything.
+    /// The number, if a value is a constant.
     pub(super) fn constant(&self, value: Value) -> Option<f32> {
         match self.operations[usize::from(value)] {
             Operation::Constant(bits) => Some(f32::from_bits(bits)),
@@ -385,7 +389,7 @@ impl Builder {
         Operation::Constant(operation.of(number(0), number(1), number(2)).to_bits())
     }
 
-    /// Drops what nothing needs, and joins each product that is only added to something with that sum.
+    /// Removes dead operations, and fuses products used only in one sum into multiply-adds.
     pub(super) fn finish(self, next: Vec<Value>) -> Program {
         let mut operations = self.operations;
         let mut uses = vec![0u32; operations.len()];
@@ -415,11 +419,11 @@ impl Builder {
         count(&mut uses, &operations);
         let mut places = vec![0 as Value; operations.len()];
         let mut kept: Vec<Operation> = Vec::with_capacity(operations.len());
-        let mut said = Vec::with_capacity(operations.len());
+        let mut positions = Vec::with_capacity(operations.len());
         for (at, operation) in operations.iter().enumerate().filter(|(at, _)| uses[*at] > 0) {
             places[at] = kept.len() as Value;
             kept.push(moved(*operation, &places));
-            said.push(self.places[at]);
+            positions.push(self.places[at]);
         }
         let next: Vec<Value> = next.into_iter().map(|value| places[usize::from(value)]).collect();
         Program {
@@ -427,13 +431,13 @@ impl Builder {
             parameters: self.parameters,
             dimensions: self.dimensions,
             operations: kept,
-            places: said,
+            places: positions,
             next,
         }
     }
 }
 
-/// The same operation on values at their new places.
+/// The operation with its operands renumbered.
 fn moved(operation: Operation, places: &[Value]) -> Operation {
     use Operation as O;
     let p = |value: Value| places[usize::from(value)];

@@ -1,4 +1,4 @@
-//! Rules that work, rules that are refused and where, and noise.
+//! Rule files: valid rules, rejected rules with positions, and random input.
 use super::*;
 use crate::grid::rule::Rule;
 use crate::grid::tile::Tile;
@@ -17,7 +17,7 @@ u' = u + du * lap(u) - reaction + feed * (1 - u)
 v' = v + dv * lap(v) + reaction - (feed + kill) * v
 ";
 
-/// Some steps of a torus of `width` cells.
+/// Runs a rule for some steps on a periodic grid of `width` cells.
 fn torus(text: &str, fields: &[Vec<f32>], width: usize, steps: usize) -> Vec<Vec<f32>> {
     let grid = Grid::periodic(&[width, fields[0].len() / width]).unwrap();
     let mut tile = Tile::new(&grid, &Rule::Text(TextRule::parse(text).unwrap()), grid.region(), 1).unwrap();
@@ -26,14 +26,14 @@ fn torus(text: &str, fields: &[Vec<f32>], width: usize, steps: usize) -> Vec<Vec
     (0..fields.len()).map(|field| tile.read(field, grid.region()).unwrap()).collect()
 }
 
-fn refused(text: &str, line: usize, column: usize, words: &str) {
+fn rejected(text: &str, line: usize, column: usize, words: &str) {
     let error = parse(text).expect_err(text);
     assert_eq!((error.line, error.column), (line, column), "{text}: {error}");
     assert!(error.what.contains(words), "{text}: {error}");
 }
 
 #[test]
-fn gray_scott_in_ten_lines_computes_what_it_says() {
+fn gray_scott_matches_a_scalar_reference() {
     let program = parse(GRAY_SCOTT).unwrap();
     assert_eq!((program.fields().len(), program.parameters().len(), program.radius()), (2, 4, 1));
     let (width, height) = (300, 5);
@@ -56,7 +56,7 @@ fn gray_scott_in_ten_lines_computes_what_it_says() {
             assert!((f64::from(next[1][place]) - expected_v).abs() < 1e-6, "{x} {y}");
         }
     }
-    // u = 1, v = 0 stays as it is, exactly.
+    // u = 1, v = 0 is a fixed point, exactly.
     let still = torus(GRAY_SCOTT, &[vec![1.0; 64], vec![0.0; 64]], 8, 1);
     assert_eq!(still, [vec![1.0; 64], vec![0.0; 64]]);
 }
@@ -73,7 +73,7 @@ fn life_as_a_rule_moves_a_glider() {
     assert_eq!(grid, start, "a glider is back after 32 generations on a torus of 8");
 }
 
-/// Looks two cells far and round corners; `c` is looked at where it is only, `d` becomes what `c` was.
+/// Radius 2 with diagonal neighbours; `c` is read at offset 0 only, `d` copies the previous `c`.
 const WIDE: &str = "\
 fields a b c d
 param rate = 0.1
@@ -117,7 +117,7 @@ fn tiles_equal_one() {
 }
 
 #[test]
-fn nothing_goes_through_a_wall_however_far_a_rule_looks() {
+fn walls_conserve_the_total_at_any_stencil_radius() {
     let text = "fields u\nlet bent = u[1, 1] + u[-1, 1] + u[1, -1] + u[-1, -1]\n\
                 u' = u + 0.05 * (u[3, 0] + u[-3, 0] + u[0, 2] + u[0, -2] + bent - 8 * u)\n";
     let grid = Grid::closed(&[30, 5]).unwrap();
@@ -130,17 +130,17 @@ fn nothing_goes_through_a_wall_however_far_a_rule_looks() {
 }
 
 #[test]
-fn parameters_are_set_by_name_and_what_does_not_fit_is_named() {
+fn parameters_are_set_by_name_and_mismatches_are_named() {
     let mut rule = TextRule::parse(GRAY_SCOTT).unwrap();
     rule.set("kill", 0.06).unwrap();
     assert_eq!(rule.parameters(), [0.16, 0.08, 0.035, 0.06]);
     let error = rule.set("kil", 0.06).unwrap_err().to_string();
-    assert!(error.contains("no parameter `kil`: it has du, dv, feed, kill"), "{error}");
-    assert!(rule.set("kill", f32::NAN).unwrap_err().to_string().contains("a number is needed"));
+    assert!(error.contains("unknown parameter `kil`: expected one of du, dv, feed, kill"), "{error}");
+    assert!(rule.set("kill", f32::NAN).unwrap_err().to_string().contains("expected a finite number"));
     let rule = Rule::Text(rule);
     assert_eq!((rule.fields(), rule.radius(), rule.field_names()), (2, 1, vec!["u".to_owned(), "v".to_owned()]));
     let error = rule.check(&Grid::closed(&[8, 8, 8]).unwrap()).unwrap_err().to_string();
-    assert!(error.contains("for 2 dimensions"), "{error}");
+    assert!(error.contains("has 2 dimensions"), "{error}");
     let wide = Rule::Text(TextRule::parse(WIDE).unwrap());
     let thin = Grid::periodic(&[64, 1]).unwrap();
     let error = Tile::new(&thin, &wide, thin.region(), 1).map(|_| ()).unwrap_err();
@@ -148,7 +148,7 @@ fn parameters_are_set_by_name_and_what_does_not_fit_is_named() {
 }
 
 #[test]
-fn nothing_is_computed_twice_or_for_nobody() {
+fn common_and_dead_subexpressions_are_removed() {
     let program = parse("fields u\nlet a = lap(u)\nlet unused = u / 3\nu' = a + lap(u) * 2\n").unwrap();
     let loads = program.operations().iter().filter(|o| matches!(o, Operation::Load { .. })).count();
     assert_eq!(loads, 5);
@@ -158,42 +158,47 @@ fn nothing_is_computed_twice_or_for_nobody() {
 }
 
 #[test]
-fn each_refusal_says_where_and_what_was_expected() {
-    refused("u' = 1\n", 1, 1, "no field");
-    refused("fields u\n", 2 - 1, 9, "nothing says what `u` becomes");
-    refused("u' = 1\n", 1, 1, "such as `fields u v`");
-    refused("let a = lap(u)\n", 1, 13, "such as `fields u v`");
-    refused("let a = 2 * u\n", 1, 13, "begin with `fields u`");
-    refused("fields u, v\n", 1, 9, "separated by spaces, `fields u v`");
-    refused("fields u\nu' = u^0.5\n", 2, 8, "a whole number from 0 to 16");
-    refused("fields u\nu' = u^u\n", 2, 8, "found `u`: write products");
-    refused("fields u\nu' = u^2^2\n", 2, 9, "use parentheses");
-    refused("fields u\nu' = u + sqrt(0 - 1)\n", 2, 10, "no number");
-    refused("fields u\nu' = u * exp(100)\n", 2, 10, "infinite");
-    refused("fields u\nu' = w\n", 2, 6, "nothing is named `w`");
-    refused("fields u\nu' = u +\n", 2, 9, "expected a number");
-    refused("fields u\nu' = (u + 1\n", 2, 12, "expected `)`");
-    refused("fields u\nu' = u[9, 0]\n", 2, 8, "at most 8 cells");
-    refused("fields u\nu' = u[1]\n", 2, 9, "expected `,`");
-    refused("fields u\nu' = u[1, 0, 0]\n", 2, 12, "dimensions 3");
-    refused("fields u\nu' = u[0.5, 0]\n", 2, 8, "whole number");
-    refused("fields u\nu' = u / (2 - 2)\n", 2, 8, "division by zero");
-    refused("fields u\nu' = sin(u)\n", 2, 6, "there is no function `sin`");
-    refused("fields u\nu' = min(u)\n", 2, 11, "expected `,`");
-    refused("fields u\nu' = dz(u)\n", 2, 6, "dimensions 3");
-    refused("fields u\nu' = lap(u*u)\n", 2, 11, "`lap` takes the name of a field and nothing else, found `*` after it");
-    refused("fields u\nu' = lap(u\n", 2, 11, "expected `)`");
-    refused("fields u\nu' = u \u{1b}[31m\n", 2, 8, "found `\\u{1b}`");
-    refused("fields u u\n", 1, 10, "taken");
-    refused("fields u\nparam lap = 1\n", 2, 7, "taken");
-    refused("fields u\nparam a = u\n", 2, 11, "a number");
-    refused("fields u\nu' = u\nu' = u\n", 3, 1, "said before");
-    refused("fields u\nu' = u' + 1\n", 2, 6, "expected `u`");
-    refused("fields u\nu' = u ? 1\n", 2, 8, "found `?`");
-    refused("fields u\nu' = 1e99\n", 2, 6, "32 bits");
-    refused("fields u\nu' = 1.2.3\n", 2, 6, "1.2.3");
-    refused("fields u\nu' = u u\n", 2, 8, "end of the line");
-    refused("", 1, 1, "fields");
+fn errors_name_their_position_and_what_was_expected() {
+    rejected("u' = 1\n", 1, 1, "not a field");
+    rejected("fields u\n", 2 - 1, 9, "`u` has no update");
+    rejected("u' = 1\n", 1, 1, "such as `fields u v`");
+    rejected("let a = lap(u)\n", 1, 13, "such as `fields u v`");
+    rejected("let a = 2 * u\n", 1, 13, "begin with `fields u`");
+    rejected("fields u, v\n", 1, 9, "separated by spaces, `fields u v`");
+    rejected("fields u\nu' = u^0.5\n", 2, 8, "a whole number from 0 to 16");
+    rejected("fields u\nu' = u^u\n", 2, 8, "found `u`: write products");
+    rejected("fields u\nu' = u^2^2\n", 2, 9, "use parentheses");
+    rejected("fields u\nu' = u + sqrt(0 - 1)\n", 2, 10, "NaN");
+    rejected("fields u\nu' = u * exp(100)\n", 2, 10, "infinite");
+    rejected("fields u\nu' = w\n", 2, 6, "unknown name `w`");
+    rejected("fields u\nu' = u +\n", 2, 9, "expected a number");
+    rejected("fields u\nu' = (u + 1\n", 2, 12, "expected `)`");
+    rejected("fields u\nu' = u[9, 0]\n", 2, 8, "at most 8 cells");
+    rejected("fields u\nu' = u[1]\n", 2, 9, "expected `,`");
+    rejected("fields u\nu' = u[1, 0, 0]\n", 2, 12, "dimensions 3");
+    rejected("fields u\nu' = u[0.5, 0]\n", 2, 8, "whole number");
+    rejected("fields u\nu' = u / (2 - 2)\n", 2, 8, "division by zero");
+    rejected("fields u\nu' = sin(u)\n", 2, 6, "unknown function `sin`");
+    rejected("fields u\nu' = min(u)\n", 2, 11, "expected `,`");
+    rejected("fields u\nu' = dz(u)\n", 2, 6, "dimensions 3");
+    rejected(
+        "fields u\nu' = lap(u*u)\n",
+        2,
+        11,
+        "`lap` takes the name of a field and nothing else, found `*` after it",
+    );
+    rejected("fields u\nu' = lap(u\n", 2, 11, "expected `)`");
+    rejected("fields u\nu' = u \u{1b}[31m\n", 2, 8, "found `\\u{1b}`");
+    rejected("fields u u\n", 1, 10, "taken");
+    rejected("fields u\nparam lap = 1\n", 2, 7, "taken");
+    rejected("fields u\nparam a = u\n", 2, 11, "a number");
+    rejected("fields u\nu' = u\nu' = u\n", 3, 1, "found a second");
+    rejected("fields u\nu' = u' + 1\n", 2, 6, "expected `u`");
+    rejected("fields u\nu' = u ? 1\n", 2, 8, "found `?`");
+    rejected("fields u\nu' = 1e99\n", 2, 6, "32-bit floats");
+    rejected("fields u\nu' = 1.2.3\n", 2, 6, "1.2.3");
+    rejected("fields u\nu' = u u\n", 2, 8, "end of the line");
+    rejected("", 1, 1, "fields");
 }
 
 #[test]
@@ -213,7 +218,7 @@ fn powers_are_products() {
 }
 
 #[test]
-fn what_parameters_make_impossible_is_found_where_it_is_said() {
+fn parameters_that_divide_by_zero_or_overflow_are_located() {
     let rule = |formula: &str, value: f32| {
         let mut rule = TextRule::parse(&format!("fields u\nparam k = 1\nparam q = 2\nu' = {formula}\n")).unwrap();
         rule.check_numbers().unwrap();
@@ -224,7 +229,7 @@ fn what_parameters_make_impossible_is_found_where_it_is_said() {
         ("u / k", 0.0, 8, "division by zero with k = 0: choose"),
         ("u / (k - 3)", 3.0, 8, "with k = 3"),
         ("u + u[1, 0] / (k*q)", 0.0, 18, "with k = 0, q = 2"),
-        ("1 + k * (u + sqrt(k))", -1.0, 19, "this is infinite or no number with k = -1"),
+        ("1 + k * (u + sqrt(k))", -1.0, 19, "NaN or infinite with k = -1"),
         ("u * exp(10 * k)", 1e3, 10, "infinite"),
         ("select(u > 0, u / k, 0)", 0.0, 22, "division by zero"),
     ] {
@@ -235,7 +240,7 @@ fn what_parameters_make_impossible_is_found_where_it_is_said() {
         let error = Rule::Text(rule).check(&Grid::closed(&[8, 8]).unwrap()).unwrap_err().to_string();
         assert!(error.contains(&format!("line 4, column {column}")), "{error}");
     }
-    // What a parameter decides leaves the other way out.
+    // A parameter that decides a condition excludes the other branch.
     for (formula, value) in [
         ("select(k > 0, u / k, u)", 0.0),
         ("select(k == 0, u, u / k)", 0.0),
@@ -249,10 +254,10 @@ fn what_parameters_make_impossible_is_found_where_it_is_said() {
 }
 
 #[test]
-fn size_and_depth_are_bounded() {
-    refused(&" ".repeat(TEXT_BYTES_MAX + 1), 1, 1, "bytes");
+fn text_nesting_and_operations_are_bounded() {
+    rejected(&" ".repeat(TEXT_BYTES_MAX + 1), 1, 1, "bytes");
     let deep = format!("fields u\nu' = {}u{}\n", "(".repeat(30_000), ")".repeat(30_000));
-    assert!(parse(&deep).expect_err("too deep").what.contains("inside each other"));
+    assert!(parse(&deep).expect_err("too deep").what.contains("nested parentheses"));
     let signs = format!("fields u\nu' = {}u\n", "-".repeat(60_000));
     assert!(parse(&signs).is_ok(), "a long row of signs is a loop");
     let mut long = String::from("fields u\nlet a0 = u\n");
@@ -262,11 +267,11 @@ fn size_and_depth_are_bounded() {
     long.push_str("u' = a1199\n");
     assert!(parse(&long).expect_err("too long").what.contains("at most 1000 operations"));
     let fields: Vec<String> = (0..17).map(|at| format!("f{at}")).collect();
-    refused(&format!("fields {}\n", fields.join(" ")), 1, 62, "at most 16 fields");
+    rejected(&format!("fields {}\n", fields.join(" ")), 1, 62, "at most 16 fields");
 }
 
 #[test]
-fn the_exponential_is_exact_to_its_last_bits_and_has_no_surprises() {
+fn the_exponential_is_accurate_and_handles_infinities_and_nan() {
     let mut worst = 0.0f64;
     for step in -8700..8800 {
         let x = step as f32 / 100.0;

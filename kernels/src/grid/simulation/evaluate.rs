@@ -1,14 +1,14 @@
-//! Numbers that expressions are made of: plain ones, and ones that carry their gradient along, so that a flow's stress can
-//! be set up exactly.
+//! Number types that expressions are evaluated in: `f64`, and dual numbers with a spatial gradient (forward-mode
+//! automatic differentiation), from which the viscous stress of an initial flow is computed exactly.
 use super::expression::{Binary, Unary};
 
-/// What an expression can be evaluated in.
+/// A number type that expressions can be evaluated in.
 pub(super) trait Number: Copy {
-    /// The same in all cells.
+    /// A constant.
     fn number(value: f64) -> Self;
     /// The coordinate along an axis.
     fn place(value: f64, axis: usize) -> Self;
-    /// Without what it carries along.
+    /// The plain value, without its gradient.
     fn value(self) -> f64;
     fn unary(self, unary: Unary) -> Self;
     fn binary(self, binary: Binary, other: Self) -> Self;
@@ -51,7 +51,7 @@ impl Number for f64 {
             Binary::Multiply => self * other,
             Binary::Divide => self / other,
             Binary::Power => libm::pow(self, other),
-            // Not the library's, whose zeros' signs are up to the machine.
+            // Not `f64::min`: its result for zeros of different sign depends on the machine.
             Binary::Minimum => {
                 if self < other {
                     self
@@ -81,7 +81,7 @@ fn truth(yes: bool) -> f64 {
     if yes { 1.0 } else { 0.0 }
 }
 
-/// A value and how it changes along x, y and z. Steps, such as those of comparisons and noise, count as flat.
+/// A value with its gradient along x, y and z. Discontinuous functions, such as comparisons and noise, have gradient 0.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Slope {
     pub(super) value: f64,
@@ -93,7 +93,7 @@ impl Slope {
         Self { value, along: [0.0; 3] }
     }
 
-    /// `value` with `rate` times this one's slope.
+    /// Chain rule: `value`, with `rate` times this gradient.
     fn chain(self, value: f64, rate: f64) -> Self {
         Self { value, along: self.along.map(|slope| if slope == 0.0 { 0.0 } else { rate * slope }) }
     }
@@ -118,7 +118,7 @@ impl Number for Slope {
 
     fn unary(self, unary: Unary) -> Self {
         let before = self.value;
-        // The same bits as without slopes.
+        // Bit-identical to evaluation without gradients.
         let value = before.unary(unary);
         let rate = match unary {
             Unary::Negate => -1.0,
@@ -166,16 +166,16 @@ impl Number for Slope {
     }
 }
 
-/// A number from 0 to 1 that depends on the job's seed, the stream and the cell's place in the grid, and on nothing else.
+/// Uniform noise in 0..1: a pure function of the job's seed, the stream and the cell's coordinates.
 pub(super) fn noise(seed: u64, stream: u64, [x, y, z]: [usize; 3]) -> f64 {
     NoiseRow::new(seed, stream, [y, z]).at(x)
 }
 
-/// The noise of a row of cells.
+/// Noise of a row of cells, with the hash of seed, stream, y and z precomputed.
 #[derive(Clone, Copy)]
 pub(super) struct NoiseRow(u64);
 
-/// Noise is so many of these.
+/// Units per 1.0 of noise.
 pub(super) const NOISE_UNITS: f64 = (1u64 << 53) as f64;
 
 impl NoiseRow {
@@ -184,7 +184,7 @@ impl NoiseRow {
         Self(mix(mixed.wrapping_add(y as u64)))
     }
 
-    /// A cell's, in units.
+    /// A cell's noise in units of 1 / [`NOISE_UNITS`].
     pub(super) fn units(self, x: usize) -> u64 {
         mix(self.0.wrapping_add(x as u64)) >> 11
     }
@@ -194,7 +194,7 @@ impl NoiseRow {
     }
 }
 
-/// The finaliser of splitmix64: each bit of the input changes half of the bits of the output.
+/// The finaliser of splitmix64: flipping one input bit flips half of the output bits on average.
 fn mix(seed: u64) -> u64 {
     let mut bits = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
     bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -1,36 +1,37 @@
-//! Expressions of a cell's place: what a job file says about initial states, masks and rates.
+//! Expressions of a cell's coordinates, used by job files for initial states, masks and rates.
 //!
-//! The grammar is that of rule files (`grid/rule_file.rs`) with places instead of fields, powers and more functions, in 64
-//! bits. An expression becomes a list of operations on a stack, bounded in length and depth. Every node must make the same
-//! bits of it: the functions that processors' libraries disagree about are `libm`'s, compiled from Rust text.
+//! The grammar is that of rule files (`grid/rule_file.rs`), with coordinates instead of fields, powers and more
+//! functions, in f64. An expression compiles to stack-machine operations, bounded in length and depth. Results must be
+//! bit-identical on every node: functions that differ between platform libraries come from `libm`, compiled from Rust
+//! source.
 use super::evaluate::{NoiseRow, Number, noise};
 
-/// Bytes of an expression at most: a page of text is a tenth of it.
+/// Maximum bytes of an expression: ten times a page of text.
 const TEXT_BYTES_MAX: usize = 16 << 10;
-/// Operations at most: each is computed for every cell.
+/// Maximum operations: each is evaluated for every cell.
 const OPERATIONS_MAX: usize = 1000;
-/// Parentheses and calls inside each other at most.
+/// Maximum nesting of parentheses and calls.
 const DEPTH_MAX: usize = 64;
-/// Values that wait on the stack at most.
+/// Maximum stack depth.
 const STACK_MAX: usize = 64;
-/// What most expressions get along with.
+/// Stack depth that suffices for most expressions.
 const STACK_USUAL: usize = 8;
-/// Cells of a row that are computed together.
+/// Cells of a row that are evaluated together.
 const LANES: usize = 64;
 
-/// What expressions may name beside x, y, z and functions.
+/// Names an expression may use, besides x, y, z and functions.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Names {
-    /// nx, ny, nz, pi and the job's own.
+    /// nx, ny, nz, pi and the job's constants.
     pub(super) constants: Vec<(String, f64)>,
-    /// What noise depends on beside the cell.
+    /// Seed of the noise.
     pub(super) seed: u64,
 }
 
-/// What is wrong, and where.
+/// A parse error with its position.
 #[derive(Debug)]
 pub(super) struct Wrong {
-    /// Counted from 1, in characters.
+    /// In characters, counted from 1.
     pub(super) column: usize,
     pub(super) what: String,
 }
@@ -40,7 +41,7 @@ pub(super) enum Operation {
     Number(f64),
     /// x, y or z of the cell's centre.
     Place(u8),
-    /// Evenly distributed from 0 to 1, independent between cells and between streams.
+    /// Uniform in 0..1, independent between cells and between streams.
     Noise(u64),
     Unary(Unary),
     Binary(Binary),
@@ -61,7 +62,7 @@ pub(super) enum Unary {
     Tangent,
     HyperbolicTangent,
     Floor,
-    /// To the power of a small whole number, by products.
+    /// A small non-negative integer power, by repeated multiplication.
     Power(u8),
 }
 
@@ -83,12 +84,11 @@ pub(super) enum Binary {
     Or,
 }
 
-/// An expression that can be evaluated. Invariant: its operations leave exactly one value and never need more than
-/// `stack`.
+/// A compiled expression. Invariant: its operations leave exactly one value, and need at most `stack` entries.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Expression {
     operations: Vec<Operation>,
-    /// Values that wait at most.
+    /// Maximum stack depth, at most [`STACK_MAX`].
     stack: usize,
     seed: u64,
 }
@@ -113,25 +113,25 @@ impl Expression {
         }
     }
 
-    /// The one value that it has everywhere, unless it depends on the cell.
+    /// The value, if it does not depend on the cell.
     pub(super) fn constant(&self) -> Option<f64> {
         let here = |operation: &Operation| matches!(operation, Operation::Place(_) | Operation::Noise(_));
         (!self.operations.iter().any(here)).then(|| self.at([0; 3]))
     }
 
-    /// The value at a cell, whose centre is half a cell further than its number.
+    /// The value at a cell's centre, which lies at its index + 0.5.
     pub(super) fn at(&self, cell: [usize; 3]) -> f64 {
         self.of::<f64>(cell)
     }
 
-    /// Whether it is true at a cell.
+    /// Whether it is not 0 at a cell.
     pub(super) fn is_true(&self, cell: [usize; 3]) -> bool {
         self.at(cell) != 0.0
     }
 
-    /// The value, and with it whatever the kind of number carries along.
+    /// The value in a number type, such as [`Slope`](super::evaluate::Slope) with its gradient.
     pub(super) fn of<N: Number>(&self, cell: [usize; 3]) -> N {
-        // Clearing a long stack would take longer than most expressions.
+        // Zeroing the full stack would take longer than evaluating most expressions.
         if self.stack <= STACK_USUAL { self.on::<N, STACK_USUAL>(cell) } else { self.on::<N, STACK_MAX>(cell) }
     }
 
@@ -166,7 +166,7 @@ impl Expression {
         stack[0]
     }
 
-    /// The values of a row of cells from `x` on, the same as one by one.
+    /// The values of a row of cells from `x` on, bit-identical to [`Self::at`].
     pub(super) fn row(&self, x: usize, [y, z]: [usize; 2], values: &mut [f64]) {
         if let Some(value) = self.constant() {
             return values.fill(value);
@@ -213,7 +213,7 @@ impl Expression {
         }
     }
 
-    /// Appends what makes it different from others.
+    /// Appends bytes that identify the expression.
     pub(super) fn describe(&self, to: &mut Vec<u8>) {
         let noisy = self.operations.iter().any(|operation| matches!(operation, Operation::Noise(_)));
         let seed = if noisy { self.seed } else { 0 };
@@ -246,7 +246,7 @@ impl Word {
     }
 }
 
-/// Longest first.
+/// Longest first, for greedy matching.
 const SIGNS: [&str; 18] =
     ["<=", ">=", "==", "!=", "&&", "||", "+", "-", "*", "/", "^", "(", ")", ",", "<", ">", "!", "="];
 
@@ -268,7 +268,7 @@ fn words(text: &str) -> Result<Vec<(Word, usize)>, Wrong> {
                 wrong(column, format!("expected a number such as 0.16 or 2e-3, found `{found}`"))
             })?;
             if !number.is_finite() {
-                return Err(wrong(column, "a number larger than 64 bits hold"));
+                return Err(wrong(column, "expected a number within the range of 64-bit floats, found a larger one"));
             }
             words.push((Word::Number(number), column));
             length
@@ -286,7 +286,7 @@ fn words(text: &str) -> Result<Vec<(Word, usize)>, Wrong> {
     }
 }
 
-/// Digits, a point, an exponent with its sign.
+/// Length of a number: digits, a decimal point, an exponent with its sign.
 fn number_length(text: &str) -> usize {
     let bytes = text.as_bytes();
     let part = |at: usize| {
@@ -301,7 +301,7 @@ struct Parser<'a> {
     at: usize,
     end: usize,
     depth: usize,
-    /// Values that wait.
+    /// Current stack depth.
     stack: usize,
     deepest: usize,
     operations: Vec<Operation>,
@@ -320,12 +320,12 @@ const UNARY: [(&str, Unary); 9] = [
     ("floor", Unary::Floor),
 ];
 const BINARY: [(&str, Binary); 3] = [("min", Binary::Minimum), ("max", Binary::Maximum), ("pow", Binary::Power)];
-/// Functions that are neither.
+/// The other functions.
 const OTHERS: [&str; 2] = ["select", "noise"];
-/// From what binds least.
+/// Binary operators by precedence, lowest first.
 const LEVELS: [&[&str]; 5] = [&["||"], &["&&"], &["<", "<=", ">", ">=", "==", "!="], &["+", "-"], &["*", "/"]];
 
-/// Whether expressions know the name already.
+/// Whether a name is reserved for a coordinate or a function.
 pub(super) fn is_taken(name: &str) -> bool {
     ["x", "y", "z"].contains(&name) || functions().contains(&name)
 }
@@ -348,7 +348,7 @@ impl Parser<'_> {
         taken
     }
 
-    /// The operator that comes next, if it is one of these.
+    /// Consumes the next operator if it is one of `signs`.
     fn accept(&mut self, signs: &[&str]) -> Option<(&'static str, usize)> {
         match self.words.get(self.at) {
             Some((Word::Sign(sign), column)) if signs.contains(sign) => {
@@ -369,7 +369,10 @@ impl Parser<'_> {
 
     fn push(&mut self, operation: Operation, column: usize) -> Result<(), Wrong> {
         if self.operations.len() >= OPERATIONS_MAX {
-            return Err(wrong(column, format!("an expression has at most {OPERATIONS_MAX} operations")));
+            return Err(wrong(
+                column,
+                format!("expected at most {OPERATIONS_MAX} operations, found more: simplify it"),
+            ));
         }
         match operation {
             Operation::Number(_) | Operation::Place(_) | Operation::Noise(_) => self.stack += 1,
@@ -379,7 +382,7 @@ impl Parser<'_> {
         }
         self.deepest = self.deepest.max(self.stack);
         if self.stack > STACK_MAX {
-            return Err(wrong(column, format!("more than {STACK_MAX} values wait for others: use fewer parentheses")));
+            return Err(wrong(column, format!("more than {STACK_MAX} pending operands: use fewer parentheses")));
         }
         self.operations.push(operation);
         Ok(())
@@ -389,14 +392,14 @@ impl Parser<'_> {
         let (_, column) = self.peek();
         self.depth += 1;
         if self.depth > DEPTH_MAX {
-            return Err(wrong(column, format!("more than {DEPTH_MAX} parentheses inside each other")));
+            return Err(wrong(column, format!("more than {DEPTH_MAX} nested parentheses: use fewer")));
         }
         self.chain(0)?;
         self.depth -= 1;
         Ok(())
     }
 
-    /// A chain of operators that bind as much as these.
+    /// A left-associative chain of operators of one precedence level.
     fn chain(&mut self, level: usize) -> Result<(), Wrong> {
         if level == LEVELS.len() {
             return self.unary();
@@ -432,7 +435,7 @@ impl Parser<'_> {
     }
 
     fn unary(&mut self) -> Result<(), Wrong> {
-        // Signs in front of each other are a loop, not a recursion.
+        // A loop, not recursion: a long row of signs must not overflow the stack.
         let mut signs = Vec::new();
         while let Some(sign) = self.accept(&["-", "!", "+"]) {
             signs.push(sign);
@@ -448,13 +451,13 @@ impl Parser<'_> {
         Ok(())
     }
 
-    /// Powers bind more than signs before them, and the last one first.
+    /// Powers bind tighter than signs before them, and are right-associative.
     fn power(&mut self) -> Result<(), Wrong> {
         self.primary()?;
         let Some((_, column)) = self.accept(&["^"]) else { return Ok(()) };
         self.depth += 1;
         if self.depth > DEPTH_MAX {
-            return Err(wrong(column, format!("more than {DEPTH_MAX} powers and parentheses inside each other")));
+            return Err(wrong(column, format!("more than {DEPTH_MAX} nested powers and parentheses: use fewer")));
         }
         let before = self.operations.len();
         self.unary()?;
@@ -486,7 +489,7 @@ impl Parser<'_> {
                     let own = self.names.constants.iter().map(|(name, _)| name.as_str());
                     let known: Vec<&str> = ["x", "y", "z"].into_iter().chain(own).collect();
                     let name = super::keys::shortened(&name);
-                    let what = format!("nothing is named `{name}`: expected one of {}", known.join(", "));
+                    let what = format!("unknown name `{name}`: expected one of {}", known.join(", "));
                     return Err(wrong(column, what));
                 };
                 self.push(Operation::Number(*number), column)
@@ -497,7 +500,7 @@ impl Parser<'_> {
         }
     }
 
-    /// A function, after its bracket.
+    /// A function call, after its opening parenthesis.
     fn call(&mut self, name: &str, column: usize) -> Result<(), Wrong> {
         if name == "noise" {
             return self.noise(column);
@@ -507,7 +510,7 @@ impl Parser<'_> {
         let select = (name == "select").then_some((3, Operation::Select));
         let Some((count, operation)) = unary.or(binary).or(select) else {
             let (name, known) = (super::keys::shortened(name), functions().join(", "));
-            return Err(wrong(column, format!("there is no function `{name}`: expected one of {known}")));
+            return Err(wrong(column, format!("unknown function `{name}`: expected one of {known}")));
         };
         for at in 0..count {
             if at > 0 {
@@ -523,7 +526,7 @@ impl Parser<'_> {
         let stream = match self.take() {
             (Word::Number(stream), _) if stream.fract() == 0.0 && (0.0..=STREAM_MAX).contains(&stream) => stream as u64,
             (word, column) => {
-                let what = format!("noise takes the number of a stream, whole and not negative, found {}", word.text());
+                let what = format!("noise takes a stream number, an integer of at least 0, found {}", word.text());
                 return Err(wrong(column, what));
             }
         };
@@ -532,7 +535,7 @@ impl Parser<'_> {
     }
 }
 
-/// The highest power that is made by products.
+/// The highest power computed by repeated multiplication.
 const POWER_MAX: f64 = 16.0;
-/// The highest number of a stream of noise: whole numbers up to it are exact.
+/// The highest noise stream: integers up to it are exact in f64.
 const STREAM_MAX: f64 = 4_294_967_295.0;

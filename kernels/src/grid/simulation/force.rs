@@ -1,4 +1,5 @@
-//! `[force]`: drag and lift on solid cells, told with every look at a run, and as coefficients where a job says of which flow.
+//! `[force]`: drag and lift on solid cells, reported with every field check, and as coefficients if the job gives a
+//! reference flow.
 use super::files::Files;
 use super::keys::Item;
 use super::physics;
@@ -10,33 +11,32 @@ use crate::grid::tile::Tile;
 use crate::grid::{Grid, GridError, Look};
 use crate::threads::Threads;
 
-/// What of the force is told.
+/// How the force is reported.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ForceSpec {
-    /// What a coefficient of 1 is: half the density times the velocity squared times the length, or the area in three
-    /// dimensions.
+    /// The force with coefficient 1: ½ · density · velocity² · length (area in 3D).
     unit: Option<f64>,
 }
 
 impl ForceSpec {
-    /// Whether coefficients are told beside the force.
+    /// Whether coefficients are reported with the force.
     pub fn has_coefficients(&self) -> bool {
         self.unit.is_some()
     }
 }
 
-/// The force on the solid cells, along each axis.
+/// The force on the solid cells, per axis.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Force {
-    /// Density times cells^D a step, squared; 1 is the density of the fluid at rest.
+    /// In density · cells^(D + 1) / step², where D is the dimension; the fluid at rest has density 1.
     pub force: Vec<f64>,
-    /// Drag and lift coefficients, where the job names the flow that they are of.
+    /// Drag and lift coefficients, if the job gives a reference flow.
     pub coefficients: Option<Vec<f64>>,
 }
 
 const FORCE: &str = "a table: [force], with velocity and length (area in three dimensions) for coefficients";
 
-/// What a job says of it. The fluid learns which cells are meant.
+/// Parses `[force]`, and sets the cells it covers in the fluid.
 pub(super) fn force<const D: usize>(
     item: Option<&Item<'_>>,
     fluid: &mut LatticeFluid<D>,
@@ -46,11 +46,9 @@ pub(super) fn force<const D: usize>(
     let Some(item) = item else { return Ok(None) };
     let keys = item.table(FORCE)?;
     if fluid.solid.is_none() {
-        return Err(
-            item.error("there is nothing that the fluid could push: say with `solid` in [rule] where cells are solid")
-        );
+        return Err(item.error("expected solid cells, on which the force acts, found none: set `solid` in [rule]"));
     }
-    // Which cells are meant changes nothing of what is computed, so it is no part of what a checkpoint is of.
+    // The choice of cells does not affect the computation, so it is not part of the checkpoint identity.
     let of: Option<CellMap<bool>> =
         keys.get("of").map(|item| physics::solid(&item, grid, files, &mut Vec::new())).transpose()?;
     fluid.pushed = of;
@@ -72,22 +70,22 @@ pub(super) fn force<const D: usize>(
     Ok(Some(ForceSpec { unit }))
 }
 
-/// Of a rule that is no fluid.
+/// Rejects `[force]` for rules that are not fluids.
 pub(super) fn none(item: Option<&Item<'_>>) -> Result<Option<ForceSpec>, SimulationError> {
-    item.map_or(Ok(None), |item| Err(item.error("only fluids push anything: rule d2q9 or d3q19")))
+    item.map_or(Ok(None), |item| Err(item.error("only fluids have a [force]: use rule d2q9 or d3q19, or omit it")))
 }
 
 impl Simulation {
-    /// Whether the force on solid cells is told, and how.
+    /// How the force on solid cells is reported, if it is.
     pub fn force(&self) -> Option<&ForceSpec> {
         self.physics.force.as_ref()
     }
 
-    /// A tile's part of what is looked at now and then: the sum of each field, and what the job wants beside these, in units
-    /// that add up the same in any order; and the first cell that is no number.
+    /// A tile's field check: the sum of each field and, if the job requests it, the force, in fixed-point units whose
+    /// sum does not depend on the order; and the first cell that is NaN or infinite.
     ///
     /// # Errors
-    /// A step is half made, or the tile's device failed.
+    /// A step is incomplete, or the tile's device failed.
     pub fn look(&self, tile: &dyn GridTile, threads: &mut Threads) -> Result<Look, GridError> {
         let mut look = tile.look(threads)?;
         if self.physics.force.is_some() {
@@ -96,7 +94,7 @@ impl Simulation {
         Ok(look)
     }
 
-    /// The force from what all tiles together said, if it is wanted.
+    /// The force from the totals summed over all tiles, if the job requests it.
     pub fn force_of(&self, totals: &[i128]) -> Option<Force> {
         let spec = self.physics.force.as_ref()?;
         let fields = self.rule().fields();

@@ -1,47 +1,47 @@
-//! Pictures as masks and as initial states: one grey value a cell, as large as the grid.
+//! PNG images as masks and initial states: one grey value per cell, the same size as the grid.
 use std::io::Cursor;
 
 use crate::grid::Grid;
 
-/// Pixels at most: a picture travels with its job, and a larger mask is better said by an expression.
+/// Maximum pixels: the image is sent with its job, and a larger mask is better given as an expression.
 const PIXELS_MAX: usize = 1 << 26;
-/// Bytes that the decoder may hold at once beside rows.
+/// Maximum bytes of decoder memory besides its rows.
 const DECODER_BYTES_MAX: usize = 64 << 20;
 
-/// Grey values from 0 (black) to 65535 (white) by cells along x and y; all layers of a grid in three dimensions are alike.
+/// Grey values from 0 (black) to 65535 (white), indexed by x and y; all z layers of a 3D grid share them.
 #[derive(Clone)]
 pub(super) struct Image {
     width: usize,
     grey: Vec<u16>,
 }
 
-/// Reads a PNG of 8 or 16 bits, grey or coloured, as large as the grid: gives each cell's place and value. `upright`: its last
-/// row is at y = 0, so that it stands as frames do.
+/// Reads a PNG of 8 or 16 bits, grey or colour, the same size as the grid, and calls `put(index, value)` per cell.
+/// `upright`: the last row is at y = 0, matching the orientation of output frames.
 fn read(png: &[u8], grid: &Grid, upright: bool, put: &mut dyn FnMut(usize, u16)) -> Result<(), String> {
     let not_png = |error: png::DecodingError| format!("expected a PNG file, found something else: {error}");
     let limits = png::Limits { bytes: DECODER_BYTES_MAX };
     let mut decoder = png::Decoder::new_with_limits(Cursor::new(png), limits);
-    // Palettes and fewer bits become 8 bits a channel.
+    // Palettes and lower bit depths become 8 bits per channel.
     decoder.set_transformations(png::Transformations::EXPAND);
     decoder.set_ignore_text_chunk(true);
     decoder.set_ignore_iccp_chunk(true);
     let mut reader = decoder.read_info().map_err(not_png)?;
     let (width, height) = (reader.info().width as usize, reader.info().height as usize);
     let [nx, ny, _] = grid.size();
-    // Before anything is made of it.
+    // Before anything is allocated for the pixels.
     if [width, height] != [nx, ny] {
-        return Err(format!("the picture has {width} × {height} pixels, the grid {nx} × {ny} cells: make them equal"));
+        return Err(format!("the image has {width} × {height} pixels, the grid {nx} × {ny} cells: make them equal"));
     }
     if width.saturating_mul(height) > PIXELS_MAX {
-        return Err(format!("a picture has at most {PIXELS_MAX} pixels: say it by an expression"));
+        return Err(format!("expected an image of at most {PIXELS_MAX} pixels, found more: use an expression instead"));
     }
     if reader.info().interlaced {
-        return Err("the picture is interlaced: save it without".into());
+        return Err("expected an image without interlacing, found an interlaced one: save it without".into());
     }
     let (colour, depth) = reader.output_color_type();
     let (channels, bytes) = (colour.samples(), if depth == png::BitDepth::Sixteen { 2 } else { 1 });
     for row in 0..height {
-        let pixels = reader.next_row().map_err(not_png)?.ok_or("the picture ends before its last row")?;
+        let pixels = reader.next_row().map_err(not_png)?.ok_or("the image ends before its last row: save it again")?;
         let row = if upright { height - 1 - row } else { row };
         for (at, pixel) in (row * width..(row + 1) * width).zip(pixels.data().chunks_exact(channels * bytes)) {
             put(at, level(pixel, channels, bytes));
@@ -69,7 +69,7 @@ impl Image {
     }
 }
 
-/// What a pixel looks like on white paper.
+/// Luminance of a pixel (ITU-R BT.601 weights), composited over white.
 fn level(pixel: &[u8], channels: usize, bytes: usize) -> u16 {
     let value = |channel: usize| match pixel[channel * bytes..(channel + 1) * bytes] {
         [high, low] => u32::from(u16::from_be_bytes([high, low])),
@@ -88,7 +88,7 @@ fn level(pixel: &[u8], channels: usize, bytes: usize) -> u16 {
     ((u64::from(grey) * u64::from(opaque)) / 65535 + u64::from(65535 - opaque)) as u16
 }
 
-/// Cells that are solid, or alive.
+/// A mask of solid or live cells, one bit per cell.
 #[derive(Clone)]
 pub(super) struct Mask {
     width: usize,
@@ -96,8 +96,8 @@ pub(super) struct Mask {
 }
 
 impl Mask {
-    /// The cells of a PNG file (see [`read`]) whose value is below (dark) or from (bright) a threshold on. A bit for each, from
-    /// the first row on: grey values of a large picture would take sixteen times as much.
+    /// Thresholds a PNG file (see [`read`]): cells at or above it if `bright`, else below it. Row by row into bits: the
+    /// grey values of a large image would take 16 times the memory.
     pub(super) fn read(png: &[u8], grid: &Grid, upright: bool, threshold: f64, bright: bool) -> Result<Self, String> {
         let level = (threshold * 65535.0).ceil() as u32;
         let mut bits = Vec::new();
@@ -115,7 +115,7 @@ impl Mask {
         self.bits[at / 64] >> (at % 64) & 1 == 1
     }
 
-    /// Appends what makes it different from others.
+    /// Appends bytes that identify the mask.
     pub(super) fn describe(&self, to: &mut Vec<u8>) {
         to.extend(self.bits.iter().flat_map(|word| word.to_le_bytes()));
     }

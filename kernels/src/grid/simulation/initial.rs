@@ -1,4 +1,5 @@
-//! `[initial]`: the fields of every cell before the first step, from its place in the grid alone. Next: `initial/rows.rs`.
+//! `[initial]`: the initial state, where each cell's fields are a function of its coordinates alone. Next:
+//! `initial/rows.rs`.
 use super::SimulationError;
 use super::evaluate::{Slope, noise};
 use super::expression::Expression;
@@ -15,10 +16,10 @@ mod rows;
 
 pub(super) use rows::{Impossible, parts};
 
-/// Patterns at most: each is text.
+/// Maximum patterns: each is text to parse.
 const PATTERNS_MAX: usize = 256;
 
-/// Where the fields come from.
+/// The source of the initial fields.
 pub(super) enum Initial {
     Life(Living),
     Fluid(Flow<2>),
@@ -26,39 +27,39 @@ pub(super) enum Initial {
     Fields(Vec<Source>),
 }
 
-/// A fluid's density and velocity.
+/// A fluid's initial density and velocity.
 pub(super) struct Flow<const D: usize> {
-    /// Without maps.
+    /// The fluid's parameters without per-cell maps.
     fluid: LatticeFluid<D>,
-    /// Rates by cell.
+    /// Relaxation rate per cell.
     omega: Option<CellMap<f32>>,
-    /// Cells in which there is none.
+    /// Solid cells, which have no fluid.
     solid: Option<CellMap<bool>>,
     density: Expression,
     velocity: [Expression; D],
-    /// Whether the velocity's gradient is in the populations too.
+    /// Whether the populations include the viscous stress of the velocity gradient.
     stress: bool,
 }
 
-/// A field.
+/// The source of one field.
 #[derive(Clone)]
 pub(super) enum Source {
     Expression(Expression),
-    /// Black and white pixels become these values, grey ones what is between.
+    /// An image, whose black and white map to these values, and grey linearly in between.
     Image(Image, [f64; 2]),
 }
 
-/// Which cells live: all that any of these says.
+/// Which cells are alive: the union of all sources.
 #[derive(Default)]
 pub(super) struct Living {
-    /// The share of cells, at random.
+    /// Probability that a cell is alive at random.
     share: f64,
     seed: u64,
     expression: Option<Expression>,
     mask: Option<Mask>,
-    /// Of patterns, in order and apart from each other: a long run takes no more than a short one.
+    /// Live runs of the patterns, sorted and disjoint. A run takes constant memory, whatever its length.
     runs: Vec<Run>,
-    /// What patterns are called, and the rules that they say they are made for.
+    /// Names of patterns, with the rules they are made for.
     made_for: Vec<(String, Life)>,
 }
 
@@ -70,7 +71,7 @@ impl Initial {
         seed: u64,
         files: &mut Files,
     ) -> Result<Self, SimulationError> {
-        let keys = item.map(|item| item.table("a table: what cells are before the first step")).transpose()?;
+        let keys = item.map(|item| item.table("a table: the initial state")).transpose()?;
         let initial = match kind {
             Kind::Life => Self::Life(Living::read(keys.as_ref(), grid, seed, files)?),
             Kind::Fluid(fluid) => Self::Fluid(Flow::read(keys.as_ref(), fluid)?),
@@ -103,7 +104,7 @@ impl Initial {
         }
     }
 
-    /// What is wrong at a cell, if anything is.
+    /// Why a cell's fields are invalid, if they are.
     pub(super) fn wrong(&self, at: [usize; 3], fields: usize) -> Option<String> {
         let solid = match self {
             Self::Fluid(flow) => flow.is_solid(at),
@@ -113,16 +114,16 @@ impl Initial {
         let mut cell = vec![0.0; fields];
         self.set(at, &mut cell);
         let bad = !solid && cell.iter().any(|value| !value.is_finite());
-        bad.then(|| format!("at {at:?} it is infinite or no number: the fields there are {cell:?}"))
+        bad.then(|| format!("expected finite fields at cell {at:?}, found {cell:?}"))
     }
 
-    /// What is likely not meant: patterns that are made for another rule.
+    /// Warnings about patterns made for another rule.
     pub(super) fn warnings(&self, rule: &Rule) -> Vec<String> {
         let (Self::Life(living), Rule::Life(life)) = (self, rule) else { return Vec::new() };
         let others = living.made_for.iter().filter(|(_, made_for)| made_for != life);
         let mut warnings: Vec<String> = others
             .map(|(name, made_for)| {
-                let meant = format!("where that is meant, say notation = \"{made_for}\" in [rule]");
+                let meant = format!("to use its rule, set notation = \"{made_for}\" in [rule]");
                 format!("{name} is a pattern of {made_for} and the job's rule is {life}: {meant}")
             })
             .collect();
@@ -131,7 +132,7 @@ impl Initial {
         warnings
     }
 
-    /// The speed of a fluid at a cell.
+    /// The speed of a fluid at a cell, in cells per step.
     pub(super) fn speed(&self, at: [usize; 3]) -> f64 {
         match self {
             Self::Fluid(flow) => flow.speed(at),
@@ -150,7 +151,7 @@ impl Source {
     }
 }
 
-/// A fluid with a cell's rate, density, velocity, and the velocity's gradient: by axis, how each component changes along it.
+/// A fluid with the cell's relaxation time, its density, velocity, and velocity gradient: `gradient[axis][component]`.
 type State<const D: usize> = (LatticeFluid<D>, f64, [f64; D], [[f64; D]; D]);
 
 impl<const D: usize> Flow<D> {
@@ -164,7 +165,7 @@ impl<const D: usize> Flow<D> {
         }
         let mut velocity = std::array::from_fn(|_| Expression::number(0.0));
         if let Some(item) = get("velocity") {
-            let expected = format!("a list of {D} numbers or expressions, one for each axis");
+            let expected = format!("a list of {D} numbers or expressions, one per axis");
             let list = item.list(&expected)?;
             if list.len() != D {
                 return Err(item.expected(&expected));
@@ -205,16 +206,16 @@ impl<const D: usize> Flow<D> {
     }
 }
 
-/// What is wrong with a density, if anything is.
+/// Why a density is invalid, if it is.
 fn wrong_density(density: f64) -> Option<String> {
     let fits = density as f32 > 0.0 && (density as f32).is_finite();
-    (!fits).then(|| format!("expected a density above 0 (1 is that of the fluid at rest), found {density}"))
+    (!fits).then(|| format!("expected a density above 0 (1 is the fluid at rest), found {density}"))
 }
 
-/// What is wrong with a velocity, if anything is.
+/// Why a velocity is invalid, if it is.
 fn wrong_velocity(velocity: Vec<f64>) -> Option<String> {
     let speed = lbm::speed::<3>(std::array::from_fn(|axis| velocity.get(axis).copied().unwrap_or(0.0)));
-    let what = "expected a velocity below the speed of sound, 0.577 cells a step";
+    let what = "expected a velocity below the speed of sound, 0.577 cells per step";
     (!lbm::is_subsonic(speed)).then(|| format!("{what}, found {speed:.3}"))
 }
 
@@ -229,7 +230,7 @@ fn fields(
         let item = keys.and_then(|keys| keys.get(name));
         found.push(item.map(|item| source(&item, grid, files)).transpose()?);
     }
-    // A wave at rest was the step before what it is now.
+    // A wave at rest: the previous height equals the current one.
     if names == ["height", "before"] && found[1].is_none() {
         found[1] = found[0].clone();
     }
@@ -251,7 +252,7 @@ impl Living {
         let mut living = Self { seed, ..Self::default() };
         let Some(keys) = keys else { return Ok(living) };
         if let Some(item) = keys.get("noise") {
-            let expected = "the share of cells that live, from 0 to 1";
+            let expected = "the share of live cells, from 0 to 1";
             living.share = item.number(expected)?;
             if !(0.0..=1.0).contains(&living.share) {
                 return Err(item.expected(expected));
@@ -298,7 +299,7 @@ impl Living {
             }
             (None, Some(item)) => {
                 let text = item.text("a pattern as run-length encoded text")?;
-                ("what `text` says", Pattern::parse(text).map_err(|wrong| wrong.to_string()), item)
+                ("the pattern in `text`", Pattern::parse(text).map_err(|wrong| wrong.to_string()), item)
             }
             (Some(_), Some(_)) | (None, None) => {
                 let what = "expected either `file`, the name of an RLE file, or `text`, the pattern itself";
@@ -309,16 +310,16 @@ impl Living {
         self.made_for.extend(pattern.rule.map(|rule| (name.to_owned(), rule)));
         let mut corner = [0; 2];
         if let Some(item) = keys.get("at") {
-            let list = item.list("where the pattern's upper left corner is, [x, y]")?;
-            let [x, y] = &list[..] else { return Err(item.expected("where its upper left corner is, [x, y]")) };
+            let list = item.list("the pattern's upper left corner, [x, y]")?;
+            let [x, y] = &list[..] else { return Err(item.expected("its upper left corner, [x, y]")) };
             for ((place, item), axis) in corner.iter_mut().zip([x, y]).zip(0..2) {
                 *place = item.whole(0..=grid.size()[axis] as u64 - 1)? as usize;
             }
         }
         keys.done()?;
-        // One that goes over an end of a periodic axis becomes two.
+        // Each run may become two by wrapping around a periodic axis.
         if self.runs.len() + 2 * pattern.runs.len() > 2 * RUNS_MAX {
-            return Err(item.error(format!("the patterns have more than {RUNS_MAX} runs of living cells")));
+            return Err(item.error(format!("the patterns have more than {RUNS_MAX} runs of live cells: use an image")));
         }
         let [nx, ny, _] = grid.size();
         let beyond = |name: &str, at: usize, size: usize| {
@@ -346,7 +347,7 @@ impl Living {
         Ok(())
     }
 
-    /// How many runs of living cells its patterns are.
+    /// Number of live runs of the patterns.
     #[cfg(test)]
     pub(super) fn runs(&self) -> usize {
         self.runs.len()
@@ -359,7 +360,7 @@ impl Living {
             || self.near(at[1]).iter().any(|run| (run.start as usize..run.end as usize).contains(&at[0]))
     }
 
-    /// The runs of a row.
+    /// The live runs of a row.
     fn near(&self, y: usize) -> &[Run] {
         let start = self.runs.partition_point(|run| (run.y as usize) < y);
         let row = &self.runs[start..];

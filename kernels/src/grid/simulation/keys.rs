@@ -1,4 +1,4 @@
-//! A job file's keys, each with its place: whatever is wrong is told with line, column and key, what was expected and found.
+//! Typed access to a job file's TOML. Every error has line, column and key, and says what was expected and found.
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
@@ -9,16 +9,16 @@ use toml::de::{DeTable, DeValue};
 use super::SimulationError;
 use super::expression::{Expression, Names};
 
-/// The text and what expressions in it may name.
+/// The text of a job file, and the names its expressions may use.
 pub(super) struct Document<'a> {
-    /// How the file is called in messages.
+    /// The file's name in messages.
     pub(super) file: &'a str,
     pub(super) text: &'a str,
     pub(super) names: Names,
 }
 
 impl Document<'_> {
-    /// An error at a byte of the text.
+    /// An error at a byte offset of the text.
     pub(super) fn error(&self, byte: usize, key: &str, what: impl Into<String>) -> SimulationError {
         let before = self.text.get(..byte.min(self.text.len())).unwrap_or_default();
         let line = before.matches('\n').count() + 1;
@@ -26,7 +26,7 @@ impl Document<'_> {
         SimulationError::Key { file: self.file.into(), line, column, key: key.into(), what: what.into() }
     }
 
-    /// What its tables hold.
+    /// Parses the text as TOML.
     pub(super) fn parse<'a>(&self, text: &'a str) -> Result<DeTable<'a>, SimulationError> {
         DeTable::parse(text).map(Spanned::into_inner).map_err(|error| {
             self.error(error.span().map_or(0, |span| span.start), "", format!("not TOML: {}", error.message()))
@@ -34,7 +34,7 @@ impl Document<'_> {
     }
 }
 
-/// A table of which every key must be asked for.
+/// A table that tracks which keys were read; [`Keys::done`] rejects the others.
 pub(super) struct Keys<'a> {
     document: &'a Document<'a>,
     table: &'a DeTable<'a>,
@@ -48,36 +48,37 @@ impl<'a> Keys<'a> {
         Self { document, table, path: String::new(), start: 0, asked: RefCell::default() }
     }
 
-    /// What a key says, if it is there.
+    /// The value of a key, if present.
     pub(super) fn get(&self, key: &str) -> Option<Item<'a>> {
         self.asked.borrow_mut().insert(key.to_owned());
         self.any(key)
     }
 
-    /// The same, not counted as asked for.
+    /// The value of a key, without marking it as read.
     fn any(&self, key: &str) -> Option<Item<'a>> {
         let (_, value) = self.table.iter().find(|(name, _)| name.get_ref() == key)?;
         Some(Item { document: self.document, value, path: joined(&self.path, key) })
     }
 
-    /// All keys and what they say.
+    /// All keys with their values.
     pub(super) fn all(&self) -> Vec<(&'a str, Item<'a>)> {
         let keys = self.table.iter().map(|(name, _)| name.get_ref().as_ref());
         keys.filter_map(|name: &'a str| Some((name, self.any(name)?))).collect()
     }
 
-    /// What a key says that must be there.
+    /// The value of a required key.
     pub(super) fn need(&self, key: &str, expected: &str) -> Result<Item<'a>, SimulationError> {
-        self.get(key).ok_or_else(|| self.missing(&[key], format!("expected `{key}`, {expected}; it is missing")))
+        self.get(key).ok_or_else(|| self.missing(&[key], format!("expected `{key}`, {expected}, found none")))
     }
 
-    /// That none of these keys is there: told at a key that looks like one of them, else of the whole table.
+    /// The error that none of `keys` is present: located at an unread key with a similar name if there is one, else at
+    /// the table.
     pub(super) fn missing(&self, keys: &[&str], what: impl Into<String>) -> SimulationError {
         let asked = self.asked.borrow();
         let strays = self.table.iter().filter(|(name, _)| !asked.contains(name.get_ref().as_ref()));
         for (name, _) in strays {
             if let Some(key) = nearest(name.get_ref(), keys.iter().copied()) {
-                let what = format!("there is no such key here, perhaps `{key}` is meant: {}", what.into());
+                let what = format!("unknown key (did you mean `{key}`?): {}", what.into());
                 return self.document.error(name.span().start, &joined(&self.path, name.get_ref()), what);
             }
         }
@@ -93,7 +94,7 @@ impl<'a> Keys<'a> {
         self.document.error(self.start, &self.path, what)
     }
 
-    /// Nothing else may be in it.
+    /// Rejects keys that were not read.
     pub(super) fn done(self) -> Result<(), SimulationError> {
         let asked = self.asked.into_inner();
         let unknown = self.table.iter().find(|(name, _)| !asked.contains(name.get_ref().as_ref()));
@@ -102,13 +103,13 @@ impl<'a> Keys<'a> {
         let path = joined(&self.path, name.get_ref());
         let there = |key: &str| self.table.iter().any(|(name, _)| name.get_ref() == key);
         let meant = nearest(name.get_ref(), known.iter().copied().filter(|key| !there(key)));
-        let meant = meant.map_or_else(String::new, |key| format!(", perhaps `{key}` is meant"));
-        let what = format!("there is no such key here{meant}: expected one of {}", known.join(", "));
+        let meant = meant.map_or_else(String::new, |key| format!(" (did you mean `{key}`?)"));
+        let what = format!("unknown key{meant}: expected one of {}", known.join(", "));
         Err(self.document.error(name.span().start, &path, what))
     }
 }
 
-/// A value without places, comments and blanks: the same for what says the same.
+/// Writes a value in canonical form, without positions, comments and whitespace: equal values give equal text.
 pub(super) fn write(value: &DeValue<'_>, to: &mut String) {
     use std::fmt::Write;
     match value {
@@ -138,7 +139,7 @@ pub(super) fn write(value: &DeValue<'_>, to: &mut String) {
     }
 }
 
-/// A value and its place.
+/// A value with its position in the file.
 #[derive(Clone)]
 pub(super) struct Item<'a> {
     document: &'a Document<'a>,
@@ -151,7 +152,7 @@ impl<'a> Item<'a> {
         self.document.error(self.value.span().start, &self.path, what)
     }
 
-    /// What was expected, and that it is something else.
+    /// The error that something else was found than `expected`.
     pub(super) fn expected(&self, expected: &str) -> SimulationError {
         self.error(format!("expected {expected}, found {}", self.found()))
     }
@@ -176,7 +177,7 @@ impl<'a> Item<'a> {
         self.as_text().ok_or_else(|| self.expected(expected))
     }
 
-    /// One of a few words.
+    /// The meaning of a keyword, one of `words`.
     pub(super) fn word<T: Copy>(&self, words: &[(&str, T)]) -> Result<T, SimulationError> {
         let found = self.as_text().and_then(|text| words.iter().find(|(word, _)| *word == text));
         found.map(|(_, meaning)| *meaning).ok_or_else(|| {
@@ -219,7 +220,7 @@ impl<'a> Item<'a> {
         if fits { Ok(number) } else { Err(self.error(format!("expected {expected}, found {number}"))) }
     }
 
-    /// A number or an expression of places.
+    /// A number, or an expression of the coordinates.
     pub(super) fn expression(&self) -> Result<Expression, SimulationError> {
         match self.as_text() {
             Some(text) => self.parsed(text),
@@ -232,7 +233,7 @@ impl<'a> Item<'a> {
             .map_err(|wrong| self.error(format!("character {} of the expression: {}", wrong.column, wrong.what)))
     }
 
-    /// A whole number within bounds.
+    /// An integer within bounds.
     pub(super) fn whole(&self, range: RangeInclusive<u64>) -> Result<u64, SimulationError> {
         let expected = || {
             let (low, high) = (range.start(), range.end());
@@ -260,15 +261,15 @@ impl<'a> Item<'a> {
     }
 }
 
-/// The word that a misspelt one was to be, if one is near enough.
+/// The most similar word to a misspelt one, if any is similar enough.
 fn nearest<'w>(found: &str, words: impl Iterator<Item = &'w str>) -> Option<&'w str> {
     let near = words.map(|word| (distance(found, word), word)).min()?;
-    // Of two letters each other word may be meant.
+    // Words of one or two letters are all similar to each other.
     let most = if near.1.len() < 3 { 0 } else { (near.1.len() / 3).max(1) };
     (near.0 <= most).then_some(near.1)
 }
 
-/// How many letters are put in, left out, changed or swapped with the next one, from one word to the other.
+/// Damerau-Levenshtein distance (optimal string alignment): insertions, deletions, substitutions and adjacent swaps.
 fn distance(a: &str, b: &str) -> usize {
     let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
     if a.len().abs_diff(b.len()) > LETTERS_APART_MAX {
@@ -290,7 +291,7 @@ fn distance(a: &str, b: &str) -> usize {
     rows[a.len()][b.len()]
 }
 
-/// No key is so long that words which differ by more letters are alike.
+/// Words whose lengths differ by more are never similar, because keys are short.
 const LETTERS_APART_MAX: usize = 8;
 
 fn joined(path: &str, key: &str) -> String {
@@ -298,7 +299,7 @@ fn joined(path: &str, key: &str) -> String {
     if path.is_empty() { key } else { format!("{path}.{key}") }
 }
 
-/// So much of a text that a message stays readable.
+/// Truncates a text to keep messages readable.
 pub(super) fn shortened(text: &str) -> String {
     const SHOWN: usize = 60;
     let mut short: String = text.chars().take(SHOWN).collect();

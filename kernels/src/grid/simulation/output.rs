@@ -1,4 +1,4 @@
-//! `[[output]]`: what is written, how often and how it looks.
+//! `[[output]]`: which quantity is written, how often and in which format.
 use std::collections::BTreeSet;
 
 use super::SimulationError;
@@ -6,70 +6,70 @@ use super::keys::{Item, Keys};
 use super::physics::Kind;
 use crate::grid::{AXES, Grid};
 
-/// Outputs at most: each is gathered from all tiles.
+/// Maximum outputs: each is gathered from all tiles.
 pub const OUTPUTS_MAX: usize = 16;
-/// Frames of an output at most: files of a folder, rows of an index.
+/// Maximum frames of an output: files of a folder, rows of an index.
 pub const FRAMES_MAX: u64 = 100_000;
-/// Frames of an animation at most: a browser keeps them all.
+/// Maximum frames of an animation: a browser keeps all of them in memory.
 pub const ANIMATION_FRAMES_MAX: u64 = 2_000;
-/// Pixels along the longer side of a frame at most.
+/// Maximum pixels along the longer side of a frame.
 pub const FRAME_SIZE_MAX: usize = 8192;
-/// Pixels along the longer side where nobody says otherwise.
+/// Default maximum of pixels along the longer side.
 const FRAME_SIZE: usize = 1024;
-/// The same for animations, whose size is that of all their frames.
+/// Default for animations, whose file holds all frames.
 const ANIMATION_SIZE: usize = 512;
-/// Frames a second of a film, where nothing is said, and at most: a GIF counts in hundredths of a second, and what is shown for
-/// one alone many programs show ten times as long.
+/// Default and maximum frames per second of an animation. A GIF counts in hundredths of a second, and many programs
+/// show a delay of one hundredth as ten.
 const FPS: [u16; 2] = [25, 50];
 
-/// What is written every so many steps.
+/// One output of a job, written at a fixed interval.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OutputSpec {
-    /// As what.
+    /// File format.
     pub kind: OutputKind,
-    /// Of what: one of [`Simulation::quantities`](super::Simulation::quantities).
+    /// One of [`Simulation::quantities`](super::Simulation::quantities).
     pub quantity: String,
-    /// Steps from one to the next; the state before the first step is one too.
+    /// Steps between frames; the initial state is the first frame.
     pub every: u64,
-    /// Where: a folder of this name within the run's.
+    /// Name of the folder within the run's folder.
     pub folder: String,
-    /// The values at both ends of the colours; without, each frame's least and greatest.
+    /// Values of the first and last colour; `None`: each frame's minimum and maximum.
     pub range: Option<[f32; 2]>,
-    /// How values are painted.
+    /// Colour map.
     pub colours: Colours,
-    /// Pixels along the longer side of a frame at most; larger grids are thinned.
+    /// Maximum pixels along the longer side of a frame; larger grids are downsampled.
     pub size_max: usize,
-    /// The layer of a grid in three dimensions that frames show.
+    /// The z layer shown in images of 3D grids.
     pub layer: usize,
-    /// Frames of a film that are shown each second.
+    /// Frames per second of an animation.
     pub fps: u16,
 }
 
-/// As what it is written.
+/// File format of an output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OutputKind {
-    /// A picture a frame.
+    /// One PNG image per frame.
     Png,
-    /// One moving picture.
+    /// One animated GIF.
     Gif,
     /// A Zarr array of all cells, time first.
     Zarr,
-    /// A VTK image (`.vti`) of all cells a frame.
+    /// One VTK image (`.vti`) of all cells per frame.
     Vtk,
 }
 
 impl OutputSpec {
-    /// What is likely not meant.
+    /// A warning if the interval exceeds the run.
     pub(super) fn warning(&self, steps: u64) -> Option<String> {
         let Self { folder, every, .. } = self;
         (*every > steps).then(|| {
-            format!("the output {folder:?} is of every {every} steps and the job makes {steps}: it shows the first state only")
+            format!("the output {folder:?} is written every {every} steps and the job has {steps}: only the initial state is shown")
         })
     }
 }
 
 impl OutputKind {
-    /// Whether it is a picture, of one layer and thinned if need be, rather than all cells.
+    /// Whether it is an image of one layer, downsampled as needed, rather than all cells.
     pub fn is_picture(self) -> bool {
         match self {
             Self::Png | Self::Gif => true,
@@ -78,20 +78,20 @@ impl OutputKind {
     }
 }
 
-/// How values are painted.
+/// A colour map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Colours {
     /// Black to white.
     Grey,
-    /// Dark blue, green, yellow: even steps for the eye.
+    /// Dark blue, green, yellow: perceptually uniform.
     Viridis,
     /// Black, red, yellow, white.
     Fire,
-    /// Blue, white, red: for what has two signs.
+    /// Blue, white, red: for signed values.
     Diverging,
 }
 
-/// Where checkpoints go, beside the outputs.
+/// The checkpoint folder, next to those of the outputs.
 const CHECKPOINTS: &str = "checkpoints";
 
 const COLOURS: [(&str, Colours); 4] = [
@@ -104,7 +104,7 @@ const KINDS: [(&str, OutputKind); 4] =
     [("png", OutputKind::Png), ("gif", OutputKind::Gif), ("zarr", OutputKind::Zarr), ("vtk", OutputKind::Vtk)];
 
 impl Colours {
-    /// What suits a quantity.
+    /// The default colour map of a quantity.
     pub fn of(quantity: &str) -> Self {
         match quantity {
             "alive" => Self::Grey,
@@ -115,7 +115,7 @@ impl Colours {
     }
 }
 
-/// All outputs.
+/// Parses all outputs.
 pub(super) fn outputs(
     item: Option<Item<'_>>,
     kind: &Kind,
@@ -134,7 +134,7 @@ pub(super) fn outputs(
         let keys = item.table("a table: [[output]]")?;
         let output = output(&keys, kind, quantities, grid, steps)?;
         if !folders.insert(output.folder.to_ascii_lowercase()) {
-            let what = format!("two outputs go to the folder {:?}: name another with `folder`", output.folder);
+            let what = format!("two outputs have the folder {:?}: set another with `folder`", output.folder);
             return Err(keys.error(what));
         }
         keys.done()?;
@@ -160,13 +160,15 @@ fn output(
             quantities[item.word(&words)?].as_str()
         }
     };
-    let every = keys.need("every", "the steps from one frame to the next")?;
+    let every = keys.need("every", "the number of steps between frames")?;
     let (item, every) = (every.clone(), every.whole(1..=u64::MAX)?);
     let frames_max = if kind == OutputKind::Gif { ANIMATION_FRAMES_MAX } else { FRAMES_MAX };
     if steps / every >= frames_max {
         let least = steps / frames_max + 1;
         let frames = steps / every + 1;
-        return Err(item.error(format!("{frames} frames: at most {frames_max} are possible, every {least} steps")));
+        return Err(
+            item.error(format!("expected at most {frames_max} frames, found {frames}: set it to at least {least}"))
+        );
     }
     let folder = match keys.get("folder") {
         None => format!("{quantity}-{kind_name}"),
@@ -200,12 +202,12 @@ fn folder(item: &Item<'_>) -> Result<String, SimulationError> {
     let expected = "the name of a folder: letters, digits, - and _, at most 64";
     let name = item.text(expected)?;
     let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
-    // Names that some system keeps for devices are of letters and digits too, but none has a dash.
+    // Device names that some systems reserve (such as `con`) pass; default folder names have a dash and never collide.
     if name.is_empty() || name.len() > 64 || !name.chars().all(plain) {
         return Err(item.expected(expected));
     }
     if name.eq_ignore_ascii_case(CHECKPOINTS) {
-        return Err(item.error(format!("the folder {CHECKPOINTS:?} is for checkpoints: choose another name")));
+        return Err(item.error(format!("the folder {CHECKPOINTS:?} is reserved for checkpoints: choose another name")));
     }
     Ok(name.into())
 }

@@ -1,4 +1,4 @@
-//! `[rule]` and `[boundary]`: which rule moves the cells, with which parameters, and what is beyond the faces.
+//! `[rule]` and `[boundary]`: the update rule with its parameters, and the boundary conditions.
 use std::sync::Arc;
 
 use super::files::Files;
@@ -14,30 +14,30 @@ use crate::grid::rule_file::TextRule;
 use crate::grid::scalar::{GrayScott, Heat, Wave};
 use crate::grid::{AXES, Face, Grid, GridError};
 
-/// A rule, and what else must be known of it.
+/// A rule with the metadata that the rest of the job needs.
 pub(super) struct Physics {
     pub(super) rule: Rule,
     pub(super) kind: Kind,
-    /// What is told of the force on solid cells.
+    /// How the force on solid cells is reported.
     pub(super) force: Option<ForceSpec>,
-    /// Rule, parameters and masks as bytes: equal if and only if they compute the same.
+    /// Canonical bytes of grid, rule, parameters and masks: equal exactly if the computation is the same.
     pub(super) described: Vec<u8>,
 }
 
-/// What the numbers of a cell mean.
+/// How the fields of a cell are interpreted.
 pub(super) enum Kind {
     /// Dead or alive.
     Life,
-    /// Populations, in two dimensions.
+    /// Populations in 2D.
     Fluid(Fluid),
-    /// Populations, in three.
+    /// Populations in 3D.
     Fluid3(Fluid3),
     /// Plain fields, by name.
     Fields(Vec<String>),
 }
 
 impl Kind {
-    /// Cells that are solid.
+    /// The mask of solid cells.
     pub(super) fn solid(&self) -> Option<&CellMap<bool>> {
         match self {
             Self::Fluid(fluid) => fluid.solid.as_ref(),
@@ -46,13 +46,13 @@ impl Kind {
         }
     }
 
-    /// Whether y goes upwards in pictures. In Life's world it goes down.
+    /// Whether y points up in images; in Life it points down.
     pub(super) fn is_upright(&self) -> bool {
         !matches!(self, Self::Life)
     }
 }
 
-/// The grid and its faces; all axes are periodic where nothing is said.
+/// The grid with its boundary conditions; faces that `[boundary]` omits are periodic.
 pub(super) fn grid(size: &[usize], boundary: Option<Item<'_>>) -> Result<Grid, SimulationError> {
     let mut faces = vec![[Face::Periodic; 2]; size.len()];
     let Some(item) = boundary else {
@@ -71,8 +71,8 @@ pub(super) fn grid(size: &[usize], boundary: Option<Item<'_>>) -> Result<Grid, S
     }
     let grid = Grid::new(size, &faces).map_err(|wrong| {
         let axis = AXES.into_iter().position(|axis| wrong == GridError::HalfPeriodic { axis });
-        let said = axis.and_then(|axis| said_of(&keys, axis, 0).or_else(|| said_of(&keys, axis, 1)));
-        said.map_or_else(|| keys.error(wrong.to_string()), |item| item.error(wrong.to_string()))
+        let source = axis.and_then(|axis| item_of(&keys, axis, 0).or_else(|| item_of(&keys, axis, 1)));
+        source.map_or_else(|| keys.error(wrong.to_string()), |item| item.error(wrong.to_string()))
     });
     keys.done()?;
     grid
@@ -81,8 +81,8 @@ pub(super) fn grid(size: &[usize], boundary: Option<Item<'_>>) -> Result<Grid, S
 const BOTH_ENDS: [&str; 3] = ["x", "y", "z"];
 const ENDS: [[&str; 2]; 3] = [["x_low", "x_high"], ["y_low", "y_high"], ["z_low", "z_high"]];
 
-/// What `[boundary]` says of a face.
-fn said_of<'a>(boundary: &Keys<'a>, axis: usize, side: usize) -> Option<Item<'a>> {
+/// The item of `[boundary]` that sets a face.
+fn item_of<'a>(boundary: &Keys<'a>, axis: usize, side: usize) -> Option<Item<'a>> {
     boundary.get(ENDS[axis][side]).or_else(|| boundary.get(BOTH_ENDS[axis]))
 }
 
@@ -116,7 +116,7 @@ fn face(item: &Item<'_>, dimensions: usize) -> Result<Face, SimulationError> {
 }
 
 fn fixed_values(item: &Item<'_>) -> Result<[f32; FIELDS_MAX], SimulationError> {
-    let expected = format!("a value, or a list with one for each of at most {FIELDS_MAX} fields");
+    let expected = format!("a value, or a list with one value per field, at most {FIELDS_MAX}");
     let Ok(list) = item.list(&expected) else {
         return Ok([item.number(&expected)? as f32; FIELDS_MAX]);
     };
@@ -134,9 +134,9 @@ fn fixed_values(item: &Item<'_>) -> Result<[f32; FIELDS_MAX], SimulationError> {
     Ok(values)
 }
 
-/// As many numbers as there are dimensions.
+/// A list with one number per dimension.
 pub(super) fn vector(item: &Item<'_>, dimensions: usize) -> Result<[f32; 3], SimulationError> {
-    let expected = format!("a list of {dimensions} numbers, one for each axis");
+    let expected = format!("a list of {dimensions} numbers, one per axis");
     let list = item.list(&expected)?;
     if list.len() != dimensions {
         return Err(item.expected(&expected));
@@ -151,7 +151,7 @@ pub(super) fn vector(item: &Item<'_>, dimensions: usize) -> Result<[f32; 3], Sim
 const RULES: &str =
     "the rule: name = \"life\", \"d2q9\", \"d3q19\", \"heat\", \"wave\" or \"gray-scott\", or file = \"x.rule\"";
 
-/// `[rule]`, and `[force]`, which is about its solid cells.
+/// Parses `[rule]`, and `[force]` on its solid cells.
 pub(super) fn physics(
     item: &Item<'_>,
     pushed: Option<&Item<'_>>,
@@ -179,18 +179,20 @@ pub(super) fn physics(
             (Rule::D3q19(fluid.clone()), Kind::Fluid3(fluid), force)
         }
         "heat" => {
-            let rate = parameter(&keys, "rate", "the diffusivity in cells² a step", &mut described)?;
+            let rate = parameter(&keys, "rate", "the diffusivity in cells² per step", &mut described)?;
             (Rule::Heat(Heat { rate }), named(&["temperature"]), force::none(pushed)?)
         }
         "wave" => {
-            let speed = parameter(&keys, "speed", "in cells a step", &mut described)?;
+            let speed = parameter(&keys, "speed", "the wave speed in cells per step", &mut described)?;
             (Rule::Wave(Wave { speed }), named(&["height", "before"]), force::none(pushed)?)
         }
         "gray-scott" => {
             let mut number = |key, what| parameter(&keys, key, what, &mut described);
-            let diffusion =
-                [number("du", "the diffusivity of u in cells² a step")?, number("dv", "the diffusivity of v")?];
-            let (feed, kill) = (number("feed", "how fast u comes in")?, number("kill", "how fast v dies")?);
+            let diffusion = [
+                number("du", "the diffusivity of u in cells² per step")?,
+                number("dv", "the diffusivity of v in cells² per step")?,
+            ];
+            let (feed, kill) = (number("feed", "the feed rate of u")?, number("kill", "the kill rate of v")?);
             (Rule::GrayScott(GrayScott { diffusion, feed, kill }), named(&["u", "v"]), force::none(pushed)?)
         }
         _ => return Err(name.expected(RULES)),
@@ -198,7 +200,7 @@ pub(super) fn physics(
     checked(keys, (rule, kind, force), (grid, boundary), described)
 }
 
-/// Together, if they fit.
+/// Checks the rule against the grid and its boundary conditions.
 fn checked(
     keys: Keys<'_>,
     (rule, kind, force): (Rule, Kind, Option<ForceSpec>),
@@ -209,14 +211,14 @@ fn checked(
     rule.check(grid).map_err(|wrong| {
         let boundary = boundary.and_then(Item::as_table);
         let face = if let GridError::Face { axis, side, .. } = wrong { Some((axis, side)) } else { None };
-        let said = boundary.zip(face).and_then(|(boundary, (axis, side))| said_of(&boundary, axis, side));
-        said.map_or_else(|| keys.error(wrong.to_string()), |item| item.error(wrong.to_string()))
+        let source = boundary.zip(face).and_then(|(boundary, (axis, side))| item_of(&boundary, axis, side));
+        source.map_or_else(|| keys.error(wrong.to_string()), |item| item.error(wrong.to_string()))
     })?;
     keys.done()?;
     Ok(Physics { rule, kind, force, described })
 }
 
-/// `file = "x.rule"`, and values for some of its parameters: `parameters = { feed = 0.04 }`.
+/// A rule file, `file = "x.rule"`, with optional parameter values: `parameters = { feed = 0.04 }`.
 fn from_text(
     keys: &Keys<'_>,
     item: &Item<'_>,
@@ -236,7 +238,9 @@ fn from_text(
     let program = rule.program();
     if let Some(long) = program.fields().iter().find(|field| field.len() > FIELD_NAME_MAX) {
         let long = super::keys::shortened(long);
-        return Err(item.error(format!("{file}: the name of the field {long} has more than {FIELD_NAME_MAX} letters")));
+        return Err(
+            item.error(format!("{file}: the field name {long} has more than {FIELD_NAME_MAX} letters: shorten it"))
+        );
     }
     let (operations, next) = (program.operations(), program.next());
     described.extend_from_slice(format!("{:?} {operations:?} {next:?}", program.fields()).as_bytes());
@@ -245,7 +249,7 @@ fn from_text(
     Ok((Rule::Text(rule), kind))
 }
 
-/// Letters of a field's name at most: files are named after it.
+/// Maximum letters of a field's name: output folders are named after it.
 const FIELD_NAME_MAX: usize = 64;
 
 fn named(fields: &[&str]) -> Kind {
@@ -262,7 +266,7 @@ fn life(keys: &Keys<'_>, described: &mut Vec<u8>) -> Result<Rule, SimulationErro
     let life = match keys.get("notation") {
         None => Life::CONWAY,
         Some(item) => {
-            let text = item.text("how cells are born and survive, such as \"B3/S23\"")?;
+            let text = item.text("a birth/survival rule such as \"B3/S23\"")?;
             Life::parse(text).map_err(|wrong| item.error(wrong.to_string()))?
         }
     };
@@ -270,7 +274,7 @@ fn life(keys: &Keys<'_>, described: &mut Vec<u8>) -> Result<Rule, SimulationErro
     Ok(Rule::Life(life))
 }
 
-/// 3/16: walls are exactly half-way between cells.
+/// Default magic parameter of TRT, 3/16: bounce-back walls lie exactly half-way between cells.
 const MAGIC: f64 = 3.0 / 16.0;
 
 fn fluid<const D: usize>(
@@ -283,14 +287,14 @@ fn fluid<const D: usize>(
     let mut omega: Option<CellMap<f32>> = None;
     let tau = match (tau, viscosity, by_cell) {
         (Some(tau), None, None) => tau.number("the relaxation time in steps, above 0.5")?,
-        (None, Some(viscosity), None) => 0.5 + 3.0 * viscosity.number("the viscosity in cells² a step")?,
+        (None, Some(viscosity), None) => 0.5 + 3.0 * viscosity.number("the viscosity in cells² per step")?,
         (None, None, Some(item)) => {
             let expression = item.expression()?;
             let mut fastest = 0.0f64;
             for cell in spots(grid) {
                 let rate = f64::from(expression.at(cell) as f32);
                 if !(rate > 0.0 && rate < 2.0) {
-                    return Err(item.error(format!("omega = {rate} at {cell:?}: between 0 and 2 is possible")));
+                    return Err(item.error(format!("expected omega between 0 and 2, found {rate} at cell {cell:?}")));
                 }
                 fastest = fastest.max(rate);
             }
@@ -300,20 +304,19 @@ fn fluid<const D: usize>(
             1.0 / fastest
         }
         _ => {
-            let what = "expected one of tau (relaxation time in steps), viscosity (cells² a step) and omega (rate, an \
+            let what = "expected one of tau (relaxation time in steps), viscosity (cells² per step) and omega (rate, an \
                         expression of x, y and z)";
             return Err(keys.missing(&["viscosity", "omega", "tau"], what));
         }
     };
     if omega.is_none() && tau.partial_cmp(&0.5) != Some(std::cmp::Ordering::Greater) {
-        return Err(
-            keys.error(format!("tau = {tau}: it must be above 0.5, where the viscosity (tau - 0.5) / 3 is above 0"))
-        );
+        return Err(keys
+            .error(format!("expected tau above 0.5, so that the viscosity (tau - 0.5) / 3 is positive, found {tau}")));
     }
     let magic = keys.get("magic").map(|item| item.number("a number above 0")).transpose()?;
     let collision = keys.get("collision").map(|item| item.word(&[("bgk", false), ("trt", true)])).transpose()?;
     let collision = match (collision, magic) {
-        (Some(false), Some(_)) => return Err(keys.error("`magic` belongs to collision = \"trt\"")),
+        (Some(false), Some(_)) => return Err(keys.error("`magic` belongs to collision = \"trt\": set that or omit it")),
         (Some(false), None) => Collision::Bgk,
         (Some(true) | None, magic) => Collision::Trt { magic: magic.unwrap_or(MAGIC) },
     };
@@ -323,14 +326,14 @@ fn fluid<const D: usize>(
     let words = [("f32", Storage::Single), ("f16", Storage::Half)];
     let storage = keys.get("storage").map(|item| item.word(&words)).transpose()?.unwrap_or_default();
     if storage == Storage::Half {
-        // Nothing for the other, so that what was kept of a run before there was a choice is still of it.
+        // Single precision adds nothing: checkpoints written before `storage` existed keep their identity.
         described.extend_from_slice(b"f16");
     }
     let force = std::array::from_fn(|axis| force[axis]);
     Ok(LatticeFluid { tau, collision, omega, solid, pushed: None, force, storage })
 }
 
-/// Cells that are solid, by an expression that is not 0 there or by the dark pixels of a picture.
+/// The mask of solid cells: where an expression is not 0, or the dark pixels of an image.
 pub(super) fn solid(
     item: &Item<'_>,
     grid: &Grid,
@@ -357,7 +360,7 @@ pub(super) fn masked(
     files: &mut Files,
     upright: bool,
 ) -> Result<super::image::Mask, SimulationError> {
-    let (item, name, bytes) = picture(keys, files)?;
+    let (item, name, bytes) = png_file(keys, files)?;
     let threshold = match keys.get("threshold") {
         None => 0.5,
         Some(item) => {
@@ -375,12 +378,12 @@ pub(super) fn masked(
 
 /// `image = "FILE.png"`.
 pub(super) fn image(keys: &Keys<'_>, grid: &Grid, files: &mut Files, upright: bool) -> Result<Image, SimulationError> {
-    let (item, name, bytes) = picture(keys, files)?;
+    let (item, name, bytes) = png_file(keys, files)?;
     Image::read(&bytes, grid, upright).map_err(|what| item.error(format!("{name}: {what}")))
 }
 
 /// The key that names a PNG file, its name and its bytes.
-fn picture<'a>(keys: &Keys<'a>, files: &mut Files) -> Result<(Item<'a>, String, Arc<[u8]>), SimulationError> {
+fn png_file<'a>(keys: &Keys<'a>, files: &mut Files) -> Result<(Item<'a>, String, Arc<[u8]>), SimulationError> {
     let item = keys.need("image", "the name of a PNG file")?;
     let name = item.text("the name of a PNG file")?.to_owned();
     let bytes = files.load(&name, &item)?;
@@ -391,7 +394,7 @@ fn describe_grid(grid: &Grid, to: &mut Vec<u8>) {
     to.extend_from_slice(format!("{} {:?}", grid.dimensions(), grid.size()).as_bytes());
     for axis in 0..AXES.len() {
         for face in grid.faces(axis) {
-            // The shortest text that is this number and no other.
+            // Floats print as the shortest text that parses back to the same bits.
             to.extend_from_slice(format!("{face:?}").as_bytes());
         }
     }

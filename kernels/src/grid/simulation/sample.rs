@@ -1,10 +1,10 @@
-//! What of a grid can be looked at: quantities from a tile's fields, thinned for pictures, and put together from many tiles.
+//! Sampling of quantities: computed from a tile's fields, downsampled for images, and assembled from many tiles.
 use super::physics::Kind;
 use super::{OutputSpec, Simulation, SimulationError};
 use crate::grid::any_tile::{Fields, blocks};
 use crate::grid::{Face, GridError, Region};
 
-/// What one can look at.
+/// The quantities that a kind of rule offers.
 pub(super) fn quantities(kind: &Kind) -> Vec<String> {
     let all: Vec<&str> = match kind {
         Kind::Life => vec!["alive"],
@@ -16,11 +16,11 @@ pub(super) fn quantities(kind: &Kind) -> Vec<String> {
     all.into_iter().map(str::to_owned).collect()
 }
 
-/// What one looks at first.
+/// The quantity shown by default.
 pub(super) fn default_quantity<'a>(kind: &Kind, quantities: &'a [String]) -> &'a str {
     let name = match kind {
         Kind::Fluid(_) | Kind::Fluid3(_) => "speed",
-        // Of substances that react the later one has the patterns.
+        // In Gray-Scott the patterns are in v.
         Kind::Fields(names) if names == &["u", "v"] => "v",
         Kind::Life | Kind::Fields(_) => "",
     };
@@ -28,18 +28,18 @@ pub(super) fn default_quantity<'a>(kind: &Kind, quantities: &'a [String]) -> &'a
     found.map_or("", String::as_str)
 }
 
-/// Values of a quantity over a box of cells, or of blocks of cells, x innermost.
+/// Values of a quantity over a box of cells, or of blocks of cells, in row-major order with x innermost.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Field {
-    /// Along x, y and z.
+    /// Number of values along x, y and z.
     pub size: [usize; 3],
-    /// One for each.
+    /// One value per cell or block.
     pub values: Vec<f32>,
 }
 
 impl Simulation {
-    /// What tiles must sample so that a quantity can be made of it: itself, or what its neighbourhood is needed of. None if
-    /// there is no such quantity.
+    /// The quantities that tiles must sample to compute `quantity`: itself, or those whose derivatives it needs. Empty
+    /// if it is unknown.
     pub fn needs(&self, quantity: &str) -> Vec<&str> {
         if quantity == VORTICITY && matches!(self.physics.kind, Kind::Fluid(_) | Kind::Fluid3(_)) {
             return vec!["ux", "uy"];
@@ -47,13 +47,12 @@ impl Simulation {
         self.quantities.iter().map(String::as_str).filter(|known| *known == quantity).collect()
     }
 
-    /// What of the grid an output shows, and every how many cells.
+    /// The region that an output shows, and its sampling stride in cells.
     pub fn shown(&self, output: &OutputSpec) -> (Region, usize) {
         if output.kind.is_picture() { self.view(output.layer, output.size_max) } else { (self.grid.region(), 1) }
     }
 
-    /// One layer (of a grid in three dimensions), and every how many cells it must be looked at so that it is no longer
-    /// than `size_max` either way.
+    /// One z layer, and the stride at which it has at most `size_max` samples along x and y.
     pub fn view(&self, layer: usize, size_max: usize) -> (Region, usize) {
         let mut region = self.grid.region();
         let [nx, ny, nz] = self.grid.size();
@@ -62,13 +61,13 @@ impl Simulation {
         (region, nx.max(ny).div_ceil(size_max.max(1)))
     }
 
-    /// A quantity over the blocks that a region of a tile touches, as [`blocks`] counts them: the value of each block's first
-    /// cell, 0 where the region does not have it; of Life the number of living cells that the region has of the block. So
-    /// values of blocks that several tiles share are to be added, which [`Mosaic`] does; whatever the cuts, the sum is the
-    /// same.
+    /// A quantity over the blocks that a region of a tile touches, as [`blocks`] counts them: the value of each block's
+    /// first cell, or 0 if the region does not contain it; for Life the number of live cells in the intersection of
+    /// region and block. [`Mosaic`] adds the values of blocks shared by several tiles, so the result does not depend on
+    /// the partition.
     ///
     /// # Errors
-    /// No tile has such a quantity by itself (see [`Self::needs`]), or the tile does not own the region.
+    /// A single tile cannot compute the quantity (see [`Self::needs`]), or the tile does not own the region.
     pub fn sample(
         &self,
         tile: &dyn Fields,
@@ -117,8 +116,8 @@ impl Simulation {
         SimulationError::Quantity { found: super::keys::shortened(quantity), known }
     }
 
-    /// What stays the same while nothing crosses a face, or is good to watch: its name and the fields whose totals
-    /// ([`Tile::total`](crate::grid::tile::Tile::total)) add up to it. A fluid's mass is what it has above density 1.
+    /// Totals to monitor, most of them conserved while no flux crosses the boundary: name, and the fields whose totals
+    /// ([`Tile::total`](crate::grid::tile::Tile::total)) sum to it. A fluid's mass is counted relative to density 1.
     pub fn totals(&self) -> Vec<(String, Vec<usize>)> {
         match &self.physics.kind {
             Kind::Life => vec![("population".into(), vec![0])],
@@ -130,7 +129,7 @@ impl Simulation {
 
 const VORTICITY: &str = "vorticity";
 
-/// What of a fluid.
+/// A quantity of a fluid that one cell's populations determine.
 #[derive(Clone, Copy, PartialEq)]
 enum Part {
     Density,
@@ -148,7 +147,7 @@ impl Part {
     }
 }
 
-/// Of each block what its first cell has of a fluid.
+/// A fluid quantity in the first cell of each block.
 fn flowing(
     tile: &dyn Fields,
     region: Region,
@@ -159,12 +158,12 @@ fn flowing(
     let fields: Vec<usize> = (0..tile.fields()).collect();
     let rest = if part == Part::Density { 1.0 } else { 0.0 };
     pick(tile, &fields, region, stride, &mut |cell| {
-        // Solid cells are read as zeros: at rest, whatever the force on the fluid.
+        // Solid cells read as zeros: report them at rest, even under a body force.
         if cell.iter().all(|population| *population == 0.0) { rest } else { of(cell) }
     })
 }
 
-/// Of each block the value of its first cell.
+/// A value computed from the first cell of each block.
 fn pick(
     tile: &dyn Fields,
     fields: &[usize],
@@ -186,33 +185,34 @@ fn pick(
     Ok(values)
 }
 
-/// Where in a box the row of a block begins.
+/// Index of the first value of a block's row within a box.
 fn place(within: Region, [_, y, z]: [usize; 3]) -> usize {
     let [width, height, _] = within.size();
     ((z - within.start[2]) * height + y - within.start[1]) * width
 }
 
-/// A quantity of a whole region, put together from what tiles sampled.
+/// Assembles a quantity over a region from the samples of its tiles.
 pub struct Mosaic {
     region: Region,
     stride: usize,
-    /// In blocks.
+    /// The region in blocks.
     to: Region,
     quantity: String,
-    /// Whether values are numbers of living cells.
+    /// Whether values are counts of live cells.
     counts: bool,
-    /// By what the quantity needs.
+    /// One entry per needed quantity: name, sums per block, cells added so far.
     parts: Vec<(String, Vec<f32>, usize)>,
     periodic: [bool; 2],
-    /// Blocks at the lower and the upper end of an axis whose first cell is an outlet's.
+    /// Per axis, whether the first and the last block begin with an outlet cell.
     outlets: [[bool; 2]; 2],
 }
 
 impl Mosaic {
-    /// Of a quantity, where and as thin as [`Simulation::shown`] or [`Simulation::view`] say.
+    /// An empty mosaic of a quantity, over the region and at the stride of [`Simulation::shown`] or
+    /// [`Simulation::view`].
     ///
     /// # Errors
-    /// No such quantity, or no memory for it.
+    /// The quantity is unknown, or there is not enough memory.
     pub fn new(
         simulation: &Simulation,
         quantity: &str,
@@ -245,10 +245,10 @@ impl Mosaic {
         Ok(Self { region, stride, to, quantity: quantity.into(), counts, parts, periodic, outlets })
     }
 
-    /// What a tile sampled of `part`, one of what the quantity needs, over a region: each cell once.
+    /// Adds a tile's samples of `part`, one of the needed quantities, over a region. Each cell must be added once.
     ///
     /// # Errors
-    /// Another part or region, or another number of values than it has blocks.
+    /// The quantity does not need `part`, the region lies outside, or the number of values is not its number of blocks.
     pub fn add(&mut self, part: &str, region: Region, values: &[f32]) -> Result<(), SimulationError> {
         let (from, to) = (blocks(region, self.stride), self.to);
         let known = self.parts.iter_mut().find(|(name, ..)| name == part);
@@ -274,12 +274,12 @@ impl Mosaic {
         Ok(())
     }
 
-    /// Whether every cell was added to every part.
+    /// Whether every needed quantity was added for every cell.
     pub fn is_whole(&self) -> bool {
         self.parts.iter().all(|(_, _, cells)| *cells == self.region.cells())
     }
 
-    /// What it became: of Life the share of living cells in each block.
+    /// The assembled field; for Life the share of live cells per block.
     pub fn finish(mut self) -> Field {
         let size = self.to.size();
         if self.quantity == VORTICITY && self.parts.len() == 2 {
@@ -298,18 +298,19 @@ impl Mosaic {
         Field { size, values }
     }
 
-    /// The first and the last block along an axis that is no outlet's; all, where nothing would be left.
+    /// The first and last block along an axis without outlet blocks; all blocks if nothing else is left.
     fn flowing(&self, axis: usize, size: usize) -> [usize; 2] {
         let [low, high] = self.outlets[axis].map(usize::from);
         if size > low + high { [low, size - 1 - high] } else { [0, size - 1] }
     }
 
-    /// How fast the fluid turns in the plane of x and y, by differences between the blocks on both sides. In an outlet's cells the
-    /// velocity is what its condition makes it, not what the flow would have there: they show what is beside them.
+    /// z component of the vorticity, by central differences between blocks, one-sided at the ends of non-periodic axes.
+    /// The velocity in outlet cells is set by their boundary condition, not by the flow, so they repeat the value of
+    /// their neighbours.
     fn vorticity(&self) -> Vec<f32> {
         let [width, height, layers] = self.to.size();
         let (u, v) = (&self.parts[0].1, &self.parts[1].1);
-        // The places before and after along an axis, and how many cells lie between.
+        // The neighbouring blocks along an axis, and their distance in cells.
         let beside = |axis: usize, at: usize, size: usize| {
             let (before, after) = if self.periodic[axis] {
                 ((at + size - 1) % size, (at + 1) % size)

@@ -1,4 +1,4 @@
-//! Job files: what they may say, and what is told when they say something else.
+//! Job files: parsing, packing, identity, warnings, and sampling across tiles.
 use std::path::PathBuf;
 
 use super::*;
@@ -11,7 +11,7 @@ mod expressions;
 mod forces;
 mod initial;
 
-/// A job file in a folder of its own, with the files it names.
+/// Writes a job file and the files it names to a temporary folder.
 pub(super) fn written(text: &str, files: &[(&str, &[u8])]) -> (tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     for (name, bytes) in files {
@@ -33,7 +33,7 @@ fn loaded(simulation: &Simulation, region: Region) -> Tile {
     tile
 }
 
-/// A picture with one grey value a pixel, the first row on top.
+/// A PNG with one grey value per pixel, the top row first.
 pub(super) fn png(width: u32, height: u32, grey: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::new();
     let mut encoder = png::Encoder::new(&mut bytes, width, height);
@@ -63,7 +63,7 @@ const LIFE: &str = r#"
 "#;
 
 #[test]
-fn a_job_says_what_it_says_and_travels_as_bytes() {
+fn a_job_is_parsed_and_survives_packing() {
     let simulation = job(LIFE, &[("glider.rle", GLIDER)]);
     assert_eq!(simulation.name(), "A glider");
     assert_eq!((simulation.steps(), simulation.checkpoint_every(), simulation.check_every()), (100, Some(50), 10));
@@ -72,7 +72,7 @@ fn a_job_says_what_it_says_and_travels_as_bytes() {
     let output = &simulation.outputs()[0];
     assert_eq!((output.kind, output.quantity.as_str(), output.every), (OutputKind::Gif, "alive", 2));
     assert_eq!(output.folder, "alive-gif");
-    // Elsewhere, without the folder.
+    // As on another node, without the folder.
     let bytes = simulation.to_bytes();
     let there = Simulation::from_bytes(&bytes).unwrap();
     assert_eq!(there.to_bytes(), bytes);
@@ -88,11 +88,11 @@ fn a_job_says_what_it_says_and_travels_as_bytes() {
 }
 
 #[test]
-fn a_pattern_of_another_rule_is_told() {
+fn a_pattern_made_for_another_rule_gives_a_warning() {
     let warnings = |rule: &str| {
         job(&LIFE.replace("[initial]", &format!("{rule}\n[initial]")), &[("glider.rle", GLIDER)]).warnings()
     };
-    assert_eq!(warnings("notation = \"23/3\""), [""; 0], "the same, said otherwise");
+    assert_eq!(warnings("notation = \"23/3\""), [""; 0], "the same rule in another notation");
     let found = warnings("notation = \"b36s23\"");
     assert!(
         found.len() == 1 && found[0].contains("glider.rle is a pattern of B3/S23 and the job's rule is B36/S23"),
@@ -101,7 +101,7 @@ fn a_pattern_of_another_rule_is_told() {
 }
 
 #[test]
-fn large_grids_are_looked_at_more_often() {
+fn large_grids_are_checked_more_often() {
     let every = |size: &str| {
         job(&format!("name = \"a\"\nsteps = 1\n[grid]\nsize = {size}\n[rule]\nname = \"heat\"\nrate = 0.1"), &[])
     };
@@ -109,15 +109,15 @@ fn large_grids_are_looked_at_more_often() {
 }
 
 #[test]
-fn an_output_that_comes_too_seldom_is_told() {
+fn an_output_interval_longer_than_the_run_gives_a_warning() {
     let warnings = |every: &str| job(&LIFE.replace("every = 2\n", every), &[("glider.rle", GLIDER)]).warnings();
     assert_eq!(warnings("every = 100\n"), [""; 0]);
     let found = warnings("every = 101\n");
-    assert!(found.len() == 1 && found[0].contains("every 101 steps and the job makes 100"), "{found:?}");
+    assert!(found.len() == 1 && found[0].contains("every 101 steps and the job has 100"), "{found:?}");
 }
 
 #[test]
-fn a_checkpoints_identity_knows_the_rule_and_the_beginning_and_not_the_run() {
+fn identity_covers_the_rule_and_the_initial_state_but_not_the_run() {
     let fluid = |rule: &str, rest: &str| {
         let text = format!(
             "name = \"a\"\nsteps = 10\nseed = 3\n{rest}\n[grid]\nsize = [64, 32]\n[boundary]\ny = \"wall\"\n[rule]\n\
@@ -126,7 +126,7 @@ fn a_checkpoints_identity_knows_the_rule_and_the_beginning_and_not_the_run() {
         job(&text, &[("m.png", &png(64, 32, &[255; 64 * 32])), ("n.png", &png(64, 32, &[0; 64 * 32]))]).identity()
     };
     let usual = fluid("viscosity = 0.1", "");
-    assert_eq!(usual, fluid("tau = \"0.5 + 3*0.1\"", "check_every = 5"), "the same, said otherwise");
+    assert_eq!(usual, fluid("tau = \"0.5 + 3*0.1\"", "check_every = 5"), "the same rule in other parameters");
     assert_eq!(usual, fluid("viscosity = 0.1\nstorage = \"f32\"", ""));
     assert_eq!(usual, fluid("viscosity = 0.1\n[[output]]\nkind = \"vtk\"\nevery = 1", ""));
     assert_eq!(
@@ -173,7 +173,7 @@ const VORTICES: &str = r#"
 "#;
 
 #[test]
-fn a_flow_begins_with_its_stress() {
+fn the_initial_flow_includes_its_viscous_stress() {
     let simulation = job(VORTICES, &[]);
     let tile = loaded(&simulation, simulation.grid().region());
     let Rule::D2q9(fluid) = simulation.rule() else { panic!("{simulation:?}") };
@@ -192,7 +192,7 @@ fn a_flow_begins_with_its_stress() {
     }
 }
 
-/// A quantity of the whole grid, as tiles of these rows sample it.
+/// A quantity of the whole grid, assembled from the samples of `tiles`.
 fn framed(simulation: &Simulation, tiles: &[Tile], quantity: &str, stride: usize) -> Field {
     let mut mosaic = Mosaic::new(simulation, quantity, (simulation.grid().region(), stride)).unwrap();
     for need in simulation.needs(quantity) {
@@ -206,7 +206,7 @@ fn framed(simulation: &Simulation, tiles: &[Tile], quantity: &str, stride: usize
 }
 
 #[test]
-fn frames_do_not_depend_on_cuts() {
+fn frames_do_not_depend_on_the_partition() {
     let life = r#"
         name = "Soup"
         steps = 10
@@ -243,20 +243,20 @@ fn frames_do_not_depend_on_cuts() {
                 seen += usize::from(expected.values.iter().any(|value| *value != 0.0));
             }
         }
-        assert!(seen >= 5, "something is to be seen");
+        assert!(seen >= 5, "some samples are not 0");
     }
 }
 
 #[test]
-fn shares_and_vorticity_are_what_they_are() {
+fn life_shares_and_vorticity_match_exact_values() {
     let text =
         "name = \"a\"\nsteps = 1\n[grid]\nsize = [64, 10]\n[rule]\nname = \"life\"\n[initial]\nalive = \"x < 3\"";
     let simulation = job(text, &[]);
     let share = framed(&simulation, &[loaded(&simulation, simulation.grid().region())], "alive", 4);
     assert_eq!(share.values[..2], [0.75, 0.0]);
-    assert_eq!(share.values[32], 0.75, "of the cells there are in the last row");
+    assert_eq!(share.values[32], 0.75, "a share of the cells that the truncated last block has");
 
-    // Solid rotation about the middle: twice the rate everywhere, also at the walls.
+    // Solid-body rotation about the centre: the vorticity is twice the angular rate everywhere, also at the walls.
     let text = VORTICES
         .replace("[rule]", "[boundary]\nx = \"wall\"\ny = \"wall\"\n[rule]")
         .replace("-u0*cos(k*x)*sin(k*y)", "-1e-3*(y-32)")
@@ -269,13 +269,13 @@ fn shares_and_vorticity_are_what_they_are() {
 }
 
 #[test]
-fn vorticity_beside_an_outlet_is_the_flows_and_not_the_outlets() {
+fn vorticity_ignores_the_velocity_in_outlet_cells() {
     let text = "name = \"t\"\nsteps = 1\n[grid]\nsize = [64, 16]\n[rule]\nname = \"d2q9\"\ntau = 0.8\n\
                 [boundary]\nx_low = { inlet = [0.02, 0] }\nx_high = { outlet = 1.0 }\n";
     let simulation = job(text, &[]);
     let whole = simulation.grid().region();
     let mut mosaic = Mosaic::new(&simulation, "vorticity", (whole, 1)).unwrap();
-    // v rises by a thousandth a cell, and is something else in the outlet's cells.
+    // v rises by 0.001 per cell, except in the outlet cells.
     let v: Vec<f32> = (0..64 * 16).map(|at| if at % 64 == 63 { 5.0 } else { 0.001 * (at % 64) as f32 }).collect();
     mosaic.add("ux", whole, &vec![0.0; 64 * 16]).unwrap();
     mosaic.add("uy", whole, &v).unwrap();
@@ -284,7 +284,7 @@ fn vorticity_beside_an_outlet_is_the_flows_and_not_the_outlets() {
 }
 
 #[test]
-fn masks_and_pictures_stand_as_frames_do() {
+fn masks_and_images_have_the_orientation_of_frames() {
     // Dark in the upper left corner.
     let mut grey = vec![255; 64 * 16];
     (grey[0], grey[1], grey[64]) = (0, 100, 200);
@@ -309,7 +309,7 @@ fn masks_and_pictures_stand_as_frames_do() {
 }
 
 #[test]
-fn pictures_of_all_kinds_are_read() {
+fn all_png_colour_types_are_read() {
     let kinds = [
         (png::ColorType::Rgb, png::BitDepth::Eight, vec![0, 0, 0, 255, 255, 255]),
         (png::ColorType::Rgba, png::BitDepth::Eight, vec![0, 0, 0, 255, 0, 0, 0, 0]),
@@ -331,7 +331,7 @@ fn pictures_of_all_kinds_are_read() {
 }
 
 #[test]
-fn every_rule_can_be_written_down() {
+fn every_built_in_rule_runs_from_a_job_file() {
     for (rule, boundary, initial, quantity) in [
         ("name = \"heat\"\nrate = 0.1", "x_low = { fixed = 1 }\nx_high = \"wall\"", "temperature = 0.5", "temperature"),
         ("name = \"wave\"\nspeed = 0.5", "", "height = \"exp(-((x-32)^2 + (y-8)^2)/20)\"", "height"),
@@ -364,12 +364,12 @@ fn every_rule_can_be_written_down() {
 }
 
 #[test]
-fn warnings_name_what_will_end_badly() {
+fn warnings_name_unstable_settings() {
     let text = VORTICES.replace("u0 = 0.02", "u0 = 0.3").replace("tau = 0.8", "tau = 0.501");
     let warnings = job(&text, &[]).warnings();
     assert_eq!(warnings.len(), 2, "{warnings:?}");
     let forced = VORTICES.replace("tau = 0.8", "tau = 0.8\nforce = [1e-5, 0]\nstorage = \"f16\"");
-    assert!(job(&forced, &[]).warnings()[0].contains("16 bits"));
+    assert!(job(&forced, &[]).warnings()[0].contains("16-bit storage"));
     assert!(warnings[0].contains("tau = 0.501") && warnings[1].contains("0.29"), "{warnings:?}");
 }
 
@@ -399,7 +399,7 @@ fn fluids_in_three_dimensions() {
 }
 
 #[test]
-fn a_rule_file_is_a_rule_like_others() {
+fn a_rule_file_works_like_a_built_in_rule() {
     const RULE: &str = "fields a b\nparam rate = 0.1\nparam gain = 2\na' = a + rate * lap(a)\nb' = gain * b[1, 0]\n";
     let text = "name = \"a\"\nsteps = 5\n[grid]\nsize = [64, 16]\n[rule]\nfile = \"r.rule\"\nparameters = { gain = 0.5 }\n\
                 [initial]\nb = \"x == 10.5\"\n[[output]]\nkind = \"png\"\nevery = 1\nquantity = \"b\"";

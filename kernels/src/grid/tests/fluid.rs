@@ -1,4 +1,4 @@
-//! Fluids against flows whose answer is known, and against themselves cut into tiles.
+//! Two-dimensional fluids against known solutions, and bit identity across partitions.
 use std::f64::consts::{PI, TAU};
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ pub(super) const MAGIC: Collision = Collision::Trt { magic: 3.0 / 16.0 };
 /// Density, velocity and velocity gradient.
 pub(super) type Flow = (f64, [f64; 2], [[f64; 2]; 2]);
 
-/// A solo tile with density, velocity and velocity gradient by cell.
+/// A single tile with density, velocity and velocity gradient per cell.
 pub(super) fn flow(grid: &Grid, fluid: &Fluid, init: &dyn Fn([f64; 2]) -> Flow) -> Tile {
     let mut tile = Tile::new(grid, &Rule::D2q9(fluid.clone()), grid.region(), 1).unwrap();
     tile.load(&mut |[x, y, _], cell| {
@@ -38,7 +38,7 @@ pub(super) fn advance(tile: &mut Tile, steps: usize) {
 }
 
 #[test]
-fn tiles_equal_one() {
+fn tiled_runs_match_a_single_tile() {
     let stir = |at: [usize; 3], fluid: &Fluid, cell: &mut [f32]| {
         let part = |salt| (noise(at, salt) % 1000) as f64 / 1000.0 - 0.5;
         cell.copy_from_slice(&fluid.cell(1.0 + 0.02 * part(1), [0.1 * part(2), 0.1 * part(3)], [[0.0; 2]; 2]));
@@ -73,22 +73,22 @@ fn tiles_equal_one() {
 }
 
 #[test]
-fn streaming_past_the_caches_gives_the_same_bits() {
+fn non_temporal_stores_give_the_same_bits() {
     let (grid, fluid) = (Grid::closed(&[1024, 300]).unwrap(), Fluid { force: [1e-5, 0.0], ..Fluid::new(0.7) });
     let rule = Rule::D2q9(fluid.clone());
     let init = |at: [usize; 3], cell: &mut [f32]| {
         let part = |salt| (noise(at, salt) % 1000) as f64 / 1e4;
         cell.copy_from_slice(&fluid.cell(1.0, [part(1), part(2)], [[0.0; 2]; 2]));
     };
-    // A state of 22 MB, and three of 7.
+    // One state of 22 MB, and three of 7 MB.
     let one = run(&grid, &rule, &init, 5, &[grid.region()], (1, 2, Isa::detect()));
     let three = run(&grid, &rule, &init, 5, &planes(&grid, [&[], &[100, 200], &[]]), (2, 1, Isa::detect()));
     assert_eq!(one, three);
 }
 
 #[test]
-fn passes_of_several_steps_over_wide_grids_give_the_bits_of_single_ones() {
-    // Several blocks of columns; cells at both ends of x, in a mask with rates of its own, between walls and open faces.
+fn fused_steps_on_wide_grids_match_single_steps() {
+    // Several blocks of columns: cells at both ends of x, masks, rates per cell, walls and open faces.
     let solid: crate::grid::rule::CellMap<bool> = Arc::new(|at| noise(at, 7).is_multiple_of(31));
     let omega: crate::grid::rule::CellMap<f32> = Arc::new(|at| 1.0 + (noise(at, 8) % 800) as f32 / 1000.0);
     let masked = Fluid { solid: Some(solid), omega: Some(omega), ..Fluid::new(0.7) };
@@ -118,7 +118,7 @@ fn passes_of_several_steps_over_wide_grids_give_the_bits_of_single_ones() {
     }
 }
 
-/// Relative L2 error of the velocity and the measured decay rate over the exact one.
+/// Relative L2 error of the velocity, and the measured decay rate divided by the exact one.
 fn taylor_green(n: usize, collision: Collision) -> (f64, f64) {
     let fluid = Fluid { collision, ..Fluid::new(0.8) };
     let (k, u0) = (TAU / n as f64, 1.28 / n as f64);
@@ -148,7 +148,7 @@ fn taylor_green(n: usize, collision: Collision) -> (f64, f64) {
 }
 
 #[test]
-fn taylor_green_vortices_decay_and_errors_fall_with_the_square() {
+fn taylor_green_vortices_decay_with_second_order_errors() {
     for collision in [Collision::Bgk, MAGIC] {
         let found = [32, 64, 128].map(|n| taylor_green(n, collision));
         for (error, rate) in found {
@@ -190,7 +190,7 @@ fn poiseuille_and_couette() {
 
 #[test]
 fn a_channel_with_an_inlet_and_an_outlet() {
-    // Slow, for the density falls along the channel and the velocity rises with that.
+    // Slow: the density falls along the channel, and the velocity rises with it.
     let (height, width, top) = (32, 96, 0.02f32);
     let inlet = Face::Inlet { velocity: [top, 0.0, 0.0], parabola: true };
     let outlet = Face::Outlet { density: 1.0 };
@@ -214,7 +214,7 @@ fn a_channel_with_an_inlet_and_an_outlet() {
     }
 }
 
-/// What flows along x through each column.
+/// Mass flow along x through each column.
 fn flux(tile: &Tile, fluid: &Fluid) -> Vec<f64> {
     let (mut flux, width) = (vec![0.0; tile.region().size()[0]], tile.region().size()[0]);
     for (i, (density, [u, _])) in moments(tile, fluid).into_iter().enumerate() {
@@ -227,7 +227,7 @@ fn flux(tile: &Tile, fluid: &Fluid) -> Vec<f64> {
 fn channels_with_open_ends_settle_from_rest() {
     let (width, height, tau) = (120, 40, 0.65);
     let inlet = Face::Inlet { velocity: [0.02, 0.0, 0.0], parabola: true };
-    // Ends of a channel are where the first and the last cells are.
+    // The ends of the channel are at the first and the last cells.
     let top = 0.02;
     let viscosity = (tau - 0.5) / 3.0;
     let fall = 3.0 * 8.0 * viscosity * top / (height * height) as f64 * (width - 1) as f64;
@@ -255,7 +255,7 @@ fn channels_with_open_ends_settle_from_rest() {
 }
 
 #[test]
-fn corners_of_open_faces_stay_calm() {
+fn corners_of_open_faces_stay_stable() {
     let inlet = |x: f32, y: f32| Face::Inlet { velocity: [x, y, 0.0], parabola: false };
     let outlet = |density: f32| Face::Outlet { density };
     for tau in [0.55, 0.6, 0.8, 1.0] {
@@ -298,7 +298,7 @@ fn a_shear_wave_shows_the_viscosity() {
 }
 
 #[test]
-fn mass_stays_in_closed_and_in_periodic_boxes() {
+fn mass_is_conserved_in_closed_and_periodic_boxes() {
     let solid: crate::grid::rule::CellMap<bool> = Arc::new(|[x, y, _]| x.abs_diff(20) + y.abs_diff(12) < 6);
     let lid = Face::Moving { velocity: [0.08, 0.0, 0.0] };
     for faces in [[PERIODIC, PERIODIC], [WALLS, [Face::Wall, lid]]] {
@@ -319,7 +319,7 @@ fn mass_stays_in_closed_and_in_periodic_boxes() {
     }
 }
 
-/// Ghia, Ghia and Shin 1982, Re 100: u along the vertical through the centre, v along the horizontal.
+/// Ghia, Ghia and Shin 1982, Re 100: u along the vertical centre line, v along the horizontal one.
 const GHIA_U: [[f64; 2]; 15] = [
     [0.0547, -0.03717],
     [0.0625, -0.04192],
@@ -355,7 +355,7 @@ const GHIA_V: [[f64; 2]; 15] = [
     [0.9688, -0.05906],
 ];
 
-/// Re 400. A number of the other table is known to be misprinted.
+/// Re 400, u only: the table for v has a known misprint.
 const GHIA_U_400: [[f64; 2]; 15] = [
     [0.0547, -0.08186],
     [0.0625, -0.09266],
@@ -375,14 +375,13 @@ const GHIA_U_400: [[f64; 2]; 15] = [
 ];
 
 #[test]
-fn the_lid_driven_cavity_is_ghias() {
-    // The errors of the tables for Re 100 are as large: their v between 0.8 and 0.9 is too small.
+fn the_lid_driven_cavity_matches_ghia() {
+    // The tables for Re 100 have errors of the same size: their v between 0.8 and 0.9 is too small.
     cavity(128, 100.0, 30, 0.009, &[&GHIA_U, &GHIA_V]);
     cavity(64, 400.0, 60, 0.008, &[&GHIA_U_400]);
 }
 
-/// Velocities of a cavity of `n`² cells, so many times its length over the lid's speed later, are those of tables within
-/// `tolerance`.
+/// Compares the velocities of a cavity of `n`² cells with tables, after `times` times its length over the lid's speed.
 fn cavity(n: usize, reynolds: f64, times: usize, tolerance: f64, tables: &[&[[f64; 2]; 15]]) {
     let speed = 0.1;
     let fluid = Fluid { collision: MAGIC, ..Fluid::new(0.5 + 3.0 * speed * n as f64 / reynolds) };
@@ -390,7 +389,7 @@ fn cavity(n: usize, reynolds: f64, times: usize, tolerance: f64, tables: &[&[[f6
     let mut tile = flow(&Grid::new(&[n, n], &[WALLS, [Face::Wall, lid]]).unwrap(), &fluid, &at_rest);
     advance(&mut tile, times * (n as f64 / speed) as usize);
     let all = moments(&tile, &fluid);
-    // On the line between the two cells in the middle, at a place between two cells along it.
+    // Linear interpolation on the line between the two middle rows or columns of cells.
     let along = |place: f64, axis: usize| {
         let at = place * n as f64 - 0.5;
         let (low, share) = (at.floor() as usize, at.fract());
@@ -412,8 +411,8 @@ fn cavity(n: usize, reynolds: f64, times: usize, tolerance: f64, tables: &[&[[f6
     }
 }
 
-/// Drag, lift and pressure are those that Schäfer and Turek give for a cylinder in a channel at Re 20 (2D-1), with `d` cells
-/// across the cylinder.
+/// Drag and lift coefficients of Schäfer and Turek's cylinder in a channel at Re 20 (2D-1), with `d` cells across the
+/// cylinder.
 fn schaefer_turek(d: usize, steps: usize) -> [f64; 2] {
     let (length, height) = (22 * d, 41 * d / 10);
     let middle = 2.0 * d as f64;
@@ -437,15 +436,15 @@ fn schaefer_turek(d: usize, steps: usize) -> [f64; 2] {
 
 #[test]
 #[ignore = "a minute: run it with --ignored when the fluid's edges change"]
-fn the_cylinder_of_schaefer_and_turek_has_their_drag() {
+fn the_cylinder_matches_the_drag_of_schaefer_and_turek() {
     let [drag, lift] = schaefer_turek(40, 120_000);
     assert!((drag / 5.5795 - 1.0).abs() < 0.02, "drag {drag}, lift {lift}");
     assert!((lift - 0.0106).abs() < 0.01, "drag {drag}, lift {lift}");
 }
 
 #[test]
-fn forces_know_no_cuts_and_are_what_drives_the_flow() {
-    // A block in a periodic channel: in the end it and the walls hold what the body force gives.
+fn forces_do_not_depend_on_the_partition_and_balance_the_body_force() {
+    // A block in a periodic channel: in the steady state it and the walls balance the body force.
     let block: crate::grid::rule::CellMap<bool> =
         Arc::new(|[x, y, _]| x.abs_diff(66) < 5 && y.abs_diff(20) < 6 || !(2..38).contains(&y));
     let fluid = Fluid { solid: Some(block), force: [1e-5, 0.0], ..Fluid::new(0.9) };
@@ -472,7 +471,7 @@ fn forces_know_no_cuts_and_are_what_drives_the_flow() {
 }
 
 #[test]
-fn what_no_fluid_can_be_is_named() {
+fn invalid_fluid_parameters_are_rejected() {
     let grid = Grid::closed(&[32, 32]).unwrap();
     let says = |grid: &Grid, fluid: Fluid| {
         Tile::new(grid, &Rule::D2q9(fluid), grid.region(), 1).map(|_| ()).unwrap_err().to_string()
@@ -484,7 +483,7 @@ fn what_no_fluid_can_be_is_named() {
     let error = says(&grid, Fluid { omega: Some(Arc::new(|_| 2.0)), ..Fluid::new(1.0) });
     assert!(error.contains("omega = 2 at [0, 0, 0]"), "{error}");
     let error = says(&Grid::closed(&[8, 8, 8]).unwrap(), Fluid::new(1.0));
-    assert!(error.contains("for 2 dimensions"), "{error}");
+    assert!(error.contains("of 2 dimensions"), "{error}");
     let through = [[Face::Moving { velocity: [0.1, 0.0, 0.0] }, Face::Wall], WALLS];
     let error = says(&Grid::new(&[8, 8], &through).unwrap(), Fluid::new(1.0));
     assert!(error.contains("along itself"), "{error}");

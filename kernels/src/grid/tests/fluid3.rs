@@ -1,4 +1,4 @@
-//! Fluids in three dimensions against flows whose answer is known, and against themselves cut into tiles.
+//! Three-dimensional fluids against known solutions, and bit identity across partitions.
 use std::f64::consts::TAU;
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ fn at_rest(_: [f64; 3]) -> Flow {
     (1.0, [0.0; 3], [[0.0; 3]; 3])
 }
 
-/// Where each cell is, its density and velocity.
+/// Position, density and velocity of each cell.
 fn moments(tile: &Tile, fluid: &Fluid3) -> Vec<([f64; 3], f64, [f64; 3])> {
     let fields: Vec<_> = (0..19).map(|i| tile.read(i, tile.region()).unwrap()).collect();
     let [nx, ny, _] = tile.region().size();
@@ -42,7 +42,7 @@ fn advance(tile: &mut Tile, steps: usize) {
 }
 
 #[test]
-fn tiles_equal_one() {
+fn tiled_runs_match_a_single_tile() {
     let stir = |at: [usize; 3], fluid: &Fluid3, cell: &mut [f32]| {
         let part = |salt| 0.1 * ((noise(at, salt) % 1000) as f64 / 1000.0 - 0.5);
         cell.copy_from_slice(&fluid.cell(1.0 + part(1), [part(2), part(3), part(4)], [[0.0; 3]; 3]));
@@ -74,7 +74,7 @@ fn a_shear_wave_shows_the_viscosity() {
     let n = 96;
     let (k, u0) = (TAU / n as f64, 0.02);
     for fluid in [Fluid3::new(0.8), Fluid3 { collision: MAGIC, ..Fluid3::new(0.65) }] {
-        // The velocity of one axis changes along the next.
+        // The velocity component of one axis varies along the next.
         for axis in 0..3 {
             let along = (axis + 1) % 3;
             let mut size = [8; 3];
@@ -114,12 +114,12 @@ fn poiseuille_between_plates_and_in_a_duct() {
         let expected = 4.0 * top * z * (h - z) / (h * h);
         assert!((u - expected).abs() < 0.005 * top && v.abs() < 1e-5 && w.abs() < 1e-5, "{u}, {expected} at {z}");
     }
-    // Half of the walls as a mask: four solid rows on one side.
+    // One of the walls as a mask: four solid rows.
     let duct = Grid::new(&[4, height + 4, height], &[PERIODIC, WALLS, WALLS]).unwrap();
     let fluid = Fluid3 { solid: Some(Arc::new(|[_, y, _]| y < 4)), ..fluid };
     let mut tile = flow(&duct, &fluid, &at_rest);
     advance(&mut tile, steps);
-    // The series of a square duct of side 1, at (y, z) from a corner, in units of force / viscosity.
+    // The series solution for a square duct of side 1, at (y, z) from a corner, in units of force / viscosity.
     let exact = |y: f64, z: f64| {
         let modes = (0..60).map(|n| (2 * n + 1) as f64 * std::f64::consts::PI);
         modes.map(|k| 4.0 / k.powi(3) * (1.0 - (k * (y - 0.5)).cosh() / (0.5 * k).cosh()) * (k * z).sin()).sum::<f64>()
@@ -132,7 +132,7 @@ fn poiseuille_between_plates_and_in_a_duct() {
 
 #[test]
 fn a_channel_with_an_inlet_and_an_outlet() {
-    // Slow, for the density falls along the channel and the velocity rises with that.
+    // Slow: the density falls along the channel, and the velocity rises with it.
     let (height, length, top) = (16, 48, 0.01f32);
     let fluid = Fluid3 { collision: MAGIC, ..Fluid3::new(0.9) };
     let outlet = Face::Outlet { density: 1.0 };
@@ -159,7 +159,7 @@ fn a_channel_with_an_inlet_and_an_outlet() {
 }
 
 #[test]
-fn corners_of_open_faces_stay_calm() {
+fn corners_of_open_faces_stay_stable() {
     let inlet = |velocity: [f32; 3]| Face::Inlet { velocity, parabola: false };
     let (along, outlet) = (inlet([0.05, 0.0, 0.0]), Face::Outlet { density: 1.0 });
     let up = inlet([0.0, 0.0, 0.03]);
@@ -181,7 +181,7 @@ fn corners_of_open_faces_stay_calm() {
 }
 
 #[test]
-fn mass_stays_in_closed_and_in_periodic_boxes() {
+fn mass_is_conserved_in_closed_and_periodic_boxes() {
     let solid: crate::grid::rule::CellMap<bool> =
         Arc::new(|[x, y, z]| x.abs_diff(8) + y.abs_diff(7) + z.abs_diff(6) < 5);
     let lid = Face::Moving { velocity: [0.08, 0.03, 0.0] };
@@ -203,7 +203,7 @@ fn mass_stays_in_closed_and_in_periodic_boxes() {
 }
 
 #[test]
-fn a_ball_and_walls_hold_what_the_body_force_gives() {
+fn a_ball_and_walls_balance_the_body_force() {
     let solid: crate::grid::rule::CellMap<bool> =
         Arc::new(|[x, y, z]| x.abs_diff(10).pow(2) + y.abs_diff(9).pow(2) + z.abs_diff(10).pow(2) < 20 || z == 0);
     let given = [1e-5, -2e-5, 0.0];

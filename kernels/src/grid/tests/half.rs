@@ -1,4 +1,4 @@
-//! Fluids that are kept with 16 bits a number: what that costs in accuracy, and that nothing else changes.
+//! Fluids stored in half precision: the loss of accuracy, and bit identity across partitions.
 use std::sync::Arc;
 
 use super::fluid::{MAGIC, PERIODIC, WALLS, advance, at_rest, flow, moments};
@@ -12,7 +12,7 @@ fn half() -> Fluid {
 }
 
 #[test]
-fn half_the_memory_keeps_the_flow() {
+fn half_precision_storage_preserves_the_flow() {
     let half = half();
     let single = Fluid { storage: Storage::Single, ..half.clone() };
     let [small, large] = [&half, &single].map(|fluid| Rule::D2q9(fluid.clone()).costs());
@@ -32,11 +32,11 @@ fn half_the_memory_keeps_the_flow() {
     }
 }
 
-/// The share of its speed that a flow driven by a force loses to rounding in a step, as node/examples/README.md says.
+/// Relative loss of velocity per step, by rounding, in a force-driven flow; documented in node/examples/README.md.
 const LOST: f64 = 1.2e-4;
 
 #[test]
-fn a_flow_that_a_force_drives_loses_a_ten_thousandth_a_step() {
+fn a_force_driven_flow_loses_a_ten_thousandth_per_step() {
     let width = 16;
     for (height, top, tau) in [(40, 0.05, 0.6), (40, 0.1, 0.8), (40, 0.05, 1.7), (16, 0.1, 0.8), (16, 0.1, 1.7)] {
         let channel = Grid::new(&[width, height], &[PERIODIC, WALLS]).unwrap();
@@ -56,12 +56,12 @@ fn a_flow_that_a_force_drives_loses_a_ten_thousandth_a_step() {
         };
         let (from_rest, from_there) = (worst(&at_rest), worst(&developed));
         assert!(from_rest < LOST * top / force, "{height}, tau {tau}: {from_rest} from rest");
-        assert!(from_there < 0.002, "{height}, tau {tau}: {from_there} from what it is to become");
+        assert!(from_there < 0.002, "{height}, tau {tau}: {from_there} from the exact profile");
     }
 }
 
 #[test]
-fn tiles_equal_one() {
+fn tiled_runs_match_a_single_tile() {
     let part = |at: [usize; 3], salt| (noise(at, salt) % 1000) as f64 / 5000.0 - 0.1;
     let disc: CellMap<bool> = Arc::new(|[x, y, _]| x.abs_diff(63) + y.abs_diff(20) < 7);
     let omega: CellMap<f32> = Arc::new(|[x, ..]| 1.0 + (x % 7) as f32 / 10.0);
@@ -82,7 +82,7 @@ fn tiles_equal_one() {
     };
     same_bits_however_it_is_cut(&space, &Rule::D3q19(fluid.clone()), &stir, 9);
 
-    // Saved and put back on another cut.
+    // Save, and restore on another partition.
     let mut tile = Tile::new(&open, &Rule::D2q9(masked.clone()), open.region(), 1).unwrap();
     tile.load(&mut |at, cell| cell.copy_from_slice(&masked.cell(1.0, [part(at, 1), part(at, 2)], [[0.0; 2]; 2])));
     let (region, mut threads) = (Region { start: [0; 3], end: [128, 50, 1] }, Threads::new(1).unwrap());
@@ -95,7 +95,7 @@ fn tiles_equal_one() {
 }
 
 #[test]
-fn what_does_not_fit_into_16_bits_is_found() {
+fn values_out_of_16_bit_range_are_found() {
     let mut tile = flow(&Grid::periodic(&[32, 16]).unwrap(), &half(), &at_rest);
     assert_eq!(tile.first_not_finite().unwrap(), None);
     tile.load(&mut |at, cell| cell[3] = if at == [7, 5, 0] { 3.0 } else { 0.0 });

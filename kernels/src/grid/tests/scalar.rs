@@ -1,4 +1,4 @@
-//! Heat and waves against the exact solutions of what is computed, Gray-Scott against itself in double precision.
+//! Heat and wave against exact solutions of the discrete equations, Gray-Scott against double precision.
 use std::f64::consts::PI;
 
 use super::*;
@@ -8,7 +8,7 @@ use crate::grid::{Face, Grid};
 /// A mode along one axis: its wave number and its value in a cell.
 type Mode = (f64, Box<dyn Fn(usize) -> f64>);
 
-/// The face's modes: sines of the whole axis, cosines between walls, sines between fixed zeros.
+/// The modes of a boundary condition: sines over a periodic axis, cosines between walls, sines between fixed zeros.
 fn mode(face: Face, cells: usize, waves: usize) -> Mode {
     let (n, m) = (cells as f64, waves as f64);
     match face {
@@ -27,7 +27,7 @@ fn mode(face: Face, cells: usize, waves: usize) -> Mode {
     }
 }
 
-/// The grid, a product of modes and the sum of sin²(k/2).
+/// The grid, a product of modes, and the sum of sin²(k/2).
 fn world(size: &[usize], faces: &[Face]) -> (Grid, impl Fn([usize; 3]) -> f64 + use<>, f64) {
     let grid = Grid::new(size, &faces.iter().map(|&face| [face; 2]).collect::<Vec<_>>()).unwrap();
     let modes: Vec<Mode> = size.iter().zip(faces).enumerate().map(|(i, (&n, &f))| mode(f, n, i + 2)).collect();
@@ -52,7 +52,7 @@ const WORLDS: [(&[usize], &[Face]); 5] = [
 ];
 
 #[test]
-fn heat_decays_as_it_must_to_round_off() {
+fn heat_modes_decay_at_the_exact_discrete_rate() {
     for (size, faces) in WORLDS {
         let (grid, shape, squares) = world(size, faces);
         let (rate, steps) = (0.125, 400);
@@ -66,7 +66,7 @@ fn heat_decays_as_it_must_to_round_off() {
 }
 
 #[test]
-fn waves_swing_as_they_must_to_round_off() {
+fn wave_modes_oscillate_at_the_exact_discrete_frequency() {
     for (size, faces) in WORLDS {
         let (grid, shape, squares) = world(size, faces);
         let (speed, steps) = (0.5f32, 300);
@@ -78,7 +78,7 @@ fn waves_swing_as_they_must_to_round_off() {
         });
         tile.advance(&mut Threads::new(1).unwrap(), steps).unwrap();
         let error = deviation(&tile, |at| (turn * steps as f64).cos() * shape(at));
-        // Rounding an initial value is a change of velocity, which grows with time.
+        // Rounding an initial value acts like a change of velocity, whose effect grows with time.
         assert!(error < 1e-4, "{error:e} in {size:?}");
     }
 }
@@ -92,7 +92,7 @@ fn spots([x, y, z]: [usize; 3]) -> [f32; 2] {
 }
 
 #[test]
-fn gray_scott_equals_double_precision() {
+fn gray_scott_matches_double_precision() {
     let [nx, ny] = [70, 40];
     let grid = Grid::new(&[nx, ny], &[[Face::Periodic; 2], [Face::Wall; 2]]).unwrap();
     let mut tile = Tile::new(&grid, &Rule::GrayScott(WORMS), grid.region(), 1).unwrap();
@@ -122,7 +122,7 @@ fn gray_scott_equals_double_precision() {
 }
 
 #[test]
-fn nothing_comes_of_nothing() {
+fn the_trivial_gray_scott_state_is_a_fixed_point() {
     let grid = Grid::periodic(&[40, 30, 5]).unwrap();
     let mut tile = Tile::new(&grid, &Rule::GrayScott(WORMS), grid.region(), 1).unwrap();
     tile.load(&mut |_, cell| cell.copy_from_slice(&[1.0, 0.0]));
@@ -133,7 +133,7 @@ fn nothing_comes_of_nothing() {
 }
 
 #[test]
-fn tiles_equal_one() {
+fn tiled_runs_match_a_single_tile() {
     let warm = Face::Fixed(std::array::from_fn(|field| 1.0 - 0.5 * field as f32));
     let noisy = |at: [usize; 3], cell: &mut [f32]| {
         cell.iter_mut().enumerate().for_each(|(i, cell)| *cell = (noise(at, i as u64) % 1000) as f32 / 1000.0);
@@ -159,7 +159,7 @@ fn tiles_equal_one() {
 }
 
 #[test]
-fn what_no_field_can_be_is_named() {
+fn invalid_scalar_parameters_and_faces_are_rejected() {
     let new = |faces: [Face; 2], rule: Rule| {
         let grid = Grid::new(&[32, 32], &[faces, [Face::Wall; 2]]).unwrap();
         Tile::new(&grid, &rule, grid.region(), 1).map(|_| ()).unwrap_err().to_string()

@@ -1,11 +1,11 @@
-//! Saving and restoring on other tiles, totals, and numbers that are none.
+//! Save and restore across partitions, conservation sums and the NaN check.
 use super::*;
 use crate::grid::lbm::Fluid;
 use crate::grid::life::Life;
 use crate::grid::scalar::Heat;
 
 #[test]
-fn a_saved_state_goes_on_in_other_tiles() {
+fn a_saved_state_continues_on_another_partition() {
     let grid = Grid::closed(&[300, 60]).unwrap();
     let fluid = Fluid::new(0.7);
     let stir = |at: [usize; 3], cell: &mut [f32]| {
@@ -21,7 +21,7 @@ fn a_saved_state_goes_on_in_other_tiles() {
         let saved: Vec<_> = all.tiles.iter().map(|tile| (tile.region(), tile.save(tile.region()).unwrap())).collect();
         all.advance(7);
         let mut other = Mesh::new(&grid, &rule, &planes(&grid, [&[128, 192], &[33], &[]]), (2, 2, Isa::detect()));
-        // What both the old and the new tile own.
+        // The cells that both the old and the new tile own.
         for tile in &mut other.tiles {
             tile.resume(10);
             for (region, _) in &saved {
@@ -47,7 +47,7 @@ fn a_saved_state_goes_on_in_other_tiles() {
 }
 
 #[test]
-fn totals_know_no_cuts() {
+fn totals_do_not_depend_on_the_partition() {
     let grid = Grid::periodic(&[300, 50, 9]).unwrap();
     let rule = Rule::Heat(Heat { rate: 0.1 });
     let init = |at: [usize; 3], cell: &mut [f32]| cell[0] = (noise(at, 1) % 100_000) as f32 / 7.0 - 5000.0;
@@ -70,7 +70,7 @@ fn totals_know_no_cuts() {
 }
 
 #[test]
-fn a_look_finds_what_looking_for_each_finds() {
+fn a_field_check_matches_the_single_queries() {
     let masked = Fluid { solid: Some(std::sync::Arc::new(|[x, y, _]| x < 70 && y == 3)), ..Fluid::new(0.8) };
     let half = Fluid { storage: crate::grid::lbm::Storage::Half, ..masked.clone() };
     for rule in [Rule::D2q9(masked), Rule::D2q9(half), Rule::Heat(Heat { rate: 0.1 }), Rule::Life(Life::CONWAY)] {
@@ -98,13 +98,13 @@ fn a_look_finds_what_looking_for_each_finds() {
 }
 
 #[test]
-fn what_is_no_number_is_found() {
+fn values_that_are_not_finite_are_found() {
     let grid = Grid::periodic(&[100, 20]).unwrap();
     let mut tile = Tile::new(&grid, &Rule::Heat(Heat { rate: 0.3 }), grid.region(), 1).unwrap();
     tile.load(&mut |[x, y, _], cell| cell[0] = if [x, y] == [70, 11] { f32::MAX } else { 0.0 });
     assert_eq!(tile.first_not_finite().unwrap(), None);
     tile.advance(&mut Threads::new(1).unwrap(), 1).unwrap();
-    // Four times the largest number is none.
+    // Four times `f32::MAX` overflows to infinity.
     assert_eq!(tile.first_not_finite().unwrap(), Some(([70, 11, 0], 0)));
     tile.advance(&mut Threads::new(1).unwrap(), 1).unwrap();
     assert_eq!(tile.first_not_finite().unwrap(), Some(([70, 10, 0], 0)));

@@ -1,4 +1,4 @@
-//! Sizes and settings of a model from its metadata, and metadata that cannot be a model.
+//! Tests of model configurations read from metadata, and of invalid metadata.
 use crate::quant::QuantType;
 use crate::recipe::Recipe;
 use crate::weights::testing::{GgufWriter, TinyModel};
@@ -8,13 +8,13 @@ fn open(w: &GgufWriter) -> Result<std::sync::Arc<ModelFile>, WeightsError> {
     ModelFile::from_bytes(w.write().into())
 }
 
-fn refused(w: &GgufWriter, part: &str) {
+fn rejects(w: &GgufWriter, part: &str) {
     let error = open(w).expect_err(part).to_string();
     assert!(error.contains(part), "expected {part:?} in {error:?}");
 }
 
 #[test]
-fn each_architecture_says_what_it_is() {
+fn each_architecture_has_its_configuration() {
     let config = |architecture| TinyModel { architecture, ..TinyModel::default() }.open().config().clone();
     let llama = config(Architecture::Llama);
     assert_eq!((llama.attention_bias, llama.qk_norm, llama.rope.kind), (false, false, RopeKind::Interleaved));
@@ -46,38 +46,38 @@ fn each_architecture_says_what_it_is() {
 }
 
 #[test]
-fn what_is_not_computed_is_refused_by_name() {
+fn unsupported_features_are_rejected_by_name() {
     let tiny = || TinyModel::default().writer();
-    refused(tiny().text("general.architecture", "mamba"), "\"mamba\"; supported: llama, qwen2, qwen3, gemma3");
-    refused(tiny().without("general.architecture"), "general.architecture");
-    refused(tiny().u32("llama.expert_count", 8), "mixture of experts");
-    refused(tiny().f32("llama.attn_logit_softcapping", 30.0), "attn_logit_softcapping");
-    refused(tiny().bool("llama.attention.causal", false), "attention.causal");
-    refused(tiny().text("llama.rope.scaling.type", "longrope"), "\"longrope\" is not supported");
-    refused(tiny().u32("llama.attention.value_length", 32), "value heads as wide as key heads");
-    refused(tiny().i32s("llama.attention.head_count_kv", &[2, 2, 1]), "found an array of 3");
+    rejects(tiny().text("general.architecture", "mamba"), "\"mamba\"; supported: llama, qwen2, qwen3, gemma3");
+    rejects(tiny().without("general.architecture"), "general.architecture");
+    rejects(tiny().u32("llama.expert_count", 8), "mixture of experts");
+    rejects(tiny().f32("llama.attn_logit_softcapping", 30.0), "attn_logit_softcapping");
+    rejects(tiny().bool("llama.attention.causal", false), "attention.causal");
+    rejects(tiny().text("llama.rope.scaling.type", "longrope"), "\"longrope\" is not supported");
+    rejects(tiny().u32("llama.attention.value_length", 32), "value heads as wide as key heads");
+    rejects(tiny().i32s("llama.attention.head_count_kv", &[2, 2, 1]), "found an array of 3");
     let bytes = vec![0; 1024];
-    refused(tiny().tensor("blk.0.ffn_gate_inp.weight", QuantType::F32, [1, 256], bytes.clone()), "not part of a llama");
-    refused(tiny().tensor("blk.3.attn_norm.weight", QuantType::F32, [1, 256], bytes.clone()), "not part of a llama");
-    refused(tiny().tensor("blk.00.attn_norm.weight", QuantType::F32, [1, 256], bytes.clone()), "not part of a llama");
-    // A bias on one matrix of one layer alone, or where the architecture has none.
-    refused(tiny().tensor("blk.1.attn_q.bias", QuantType::F32, [1, 256], bytes.clone()), "not part of a llama");
-    refused(
+    rejects(tiny().tensor("blk.0.ffn_gate_inp.weight", QuantType::F32, [1, 256], bytes.clone()), "not part of a llama");
+    rejects(tiny().tensor("blk.3.attn_norm.weight", QuantType::F32, [1, 256], bytes.clone()), "not part of a llama");
+    rejects(tiny().tensor("blk.00.attn_norm.weight", QuantType::F32, [1, 256], bytes.clone()), "not part of a llama");
+    // A bias on a single matrix of one layer, or one that the architecture lacks.
+    rejects(tiny().tensor("blk.1.attn_q.bias", QuantType::F32, [1, 256], bytes.clone()), "not part of a llama");
+    rejects(
         tiny().tensor("blk.0.attn_q.bias", QuantType::F32, [1, 256], bytes.clone()),
         "\"blk.0.attn_k.bias\" is missing",
     );
-    refused(
+    rejects(
         tiny().tensor("blk.0.attn_output.bias", QuantType::F32, [1, 256], bytes.clone()),
         "\"blk.1.attn_output.bias\" is missing",
     );
-    refused(tiny().tensor("blk.0.ffn_up.bias", QuantType::F32, [1, 512], vec![0; 2048]), "not part of a llama");
+    rejects(tiny().tensor("blk.0.ffn_up.bias", QuantType::F32, [1, 512], vec![0; 2048]), "not part of a llama");
     let mut qwen2 = TinyModel { architecture: Architecture::Qwen2, ..TinyModel::default() }.writer();
-    refused(qwen2.tensor("blk.0.attn_output.bias", QuantType::F32, [1, 256], bytes), "not part of a qwen2");
+    rejects(qwen2.tensor("blk.0.attn_output.bias", QuantType::F32, [1, 256], bytes), "not part of a qwen2");
 }
 
-/// What the files of Gemma 3 say, and what they leave to be known.
+/// Metadata in Gemma 3 files, and the defaults for what they omit.
 #[test]
-fn gemma_3_files_leave_pattern_bases_and_scale_to_be_known() {
+fn gemma_3_defaults_apply_to_missing_metadata() {
     let gemma = |layers| {
         let tiny = TinyModel { architecture: Architecture::Gemma3, layers, ffn: 256, heads: 8, ..TinyModel::default() };
         let mut w = tiny.writer();
@@ -91,40 +91,40 @@ fn gemma_3_files_leave_pattern_bases_and_scale_to_be_known() {
     let global: Vec<usize> = (0..7).filter(|layer| recipe.layers[*layer].window.is_none()).collect();
     assert_eq!((global, recipe.layers[5].rope.base, recipe.layers[6].rope.base), (vec![5], 1e6, 1e4));
     assert_eq!((recipe.layers[0].window, recipe.logit_cap), (Some(512), None));
-    // The largest size divides by width over heads: 256 over 8, where a head has 64.
+    // The largest model scales by width over heads (256 / 8) instead of the 64 elements per head.
     let mut largest = gemma(62);
     largest.f32("gemma3.attention.scale", 0.0);
     assert_eq!(open(&largest).expect("opens").config().attention_scale, 1.0 / 32f32.sqrt());
     assert_eq!(open(gemma(1).f32("gemma3.attention.scale", 0.5)).expect("opens").config().attention_scale, 0.5);
-    refused(gemma(1).without("gemma3.attention.sliding_window"), "gemma3.attention.sliding_window");
-    refused(gemma(1).u32("gemma3.attention.sliding_window_pattern", 0), "sliding_window_pattern: expected 1 to");
+    rejects(gemma(1).without("gemma3.attention.sliding_window"), "gemma3.attention.sliding_window");
+    rejects(gemma(1).u32("gemma3.attention.sliding_window_pattern", 0), "sliding_window_pattern: expected 1 to");
 }
 
 #[test]
-fn impossible_sizes_are_refused() {
+fn impossible_sizes_are_rejected() {
     let tiny = || TinyModel::default().writer();
     for key in ["block_count", "embedding_length", "attention.head_count", "feed_forward_length", "context_length"] {
         let key = format!("llama.{key}");
-        refused(tiny().u32(&key, 0), &key);
-        refused(tiny().u32(&key, u32::MAX), &key);
-        refused(tiny().without(&key), &key);
-        refused(tiny().text(&key, "3"), "found a string");
-        refused(tiny().raw(&key, 5, &(-3i32).to_le_bytes()), "found the integer -3");
+        rejects(tiny().u32(&key, 0), &key);
+        rejects(tiny().u32(&key, u32::MAX), &key);
+        rejects(tiny().without(&key), &key);
+        rejects(tiny().text(&key, "3"), "found a string");
+        rejects(tiny().raw(&key, 5, &(-3i32).to_le_bytes()), "found the integer -3");
     }
-    refused(tiny().u32("llama.attention.head_count_kv", 3), "a multiple of the key heads");
-    refused(tiny().u32("llama.attention.head_count_kv", 0), "head_count_kv");
-    refused(tiny().u32("llama.block_count", 4), "\"blk.3.attn_norm.weight\" is missing");
-    refused(tiny().u32("llama.block_count", 2), "not part of a llama model of 2 layers");
-    refused(tiny().u32("llama.feed_forward_length", 256), "expected [256, 256]");
-    refused(tiny().u32("llama.rope.dimension_count", 63), "even number of rotary");
-    refused(tiny().u32("llama.rope.dimension_count", 128), "rope.dimension_count");
-    refused(tiny().f32("llama.rope.freq_base", f32::NAN), "a finite number");
-    refused(tiny().f32("llama.rope.freq_base", 0.5), "rope.freq_base");
-    refused(tiny().f32("llama.attention.layer_norm_rms_epsilon", -1.0), "epsilon");
-    refused(tiny().texts("tokenizer.ggml.tokens", &["a", "b"]), "one embedding row per token");
+    rejects(tiny().u32("llama.attention.head_count_kv", 3), "a multiple of the key heads");
+    rejects(tiny().u32("llama.attention.head_count_kv", 0), "head_count_kv");
+    rejects(tiny().u32("llama.block_count", 4), "\"blk.3.attn_norm.weight\" is missing");
+    rejects(tiny().u32("llama.block_count", 2), "not part of a llama model of 2 layers");
+    rejects(tiny().u32("llama.feed_forward_length", 256), "expected [256, 256]");
+    rejects(tiny().u32("llama.rope.dimension_count", 63), "even number of rotary");
+    rejects(tiny().u32("llama.rope.dimension_count", 128), "rope.dimension_count");
+    rejects(tiny().f32("llama.rope.freq_base", f32::NAN), "a finite number");
+    rejects(tiny().f32("llama.rope.freq_base", 0.5), "rope.freq_base");
+    rejects(tiny().f32("llama.attention.layer_norm_rms_epsilon", -1.0), "epsilon");
+    rejects(tiny().texts("tokenizer.ggml.tokens", &["a", "b"]), "one embedding row per token");
     let mut short = tiny();
     short.tensors_mut().retain(|t| t.name != "output_norm.weight");
-    refused(&short, "\"output_norm.weight\" is missing");
+    rejects(&short, "\"output_norm.weight\" is missing");
 }
 
 #[test]
@@ -137,9 +137,9 @@ fn rope(scaling: RopeScaling) -> Rope {
     Rope { kind: RopeKind::Interleaved, base: 500_000.0, dims: 128, scaling }
 }
 
-fn close(found: &[f64], wanted: impl Fn(usize) -> f64) {
+fn close(found: &[f64], expected: impl Fn(usize) -> f64) {
     for (i, f) in found.iter().enumerate() {
-        let w = wanted(i);
+        let w = expected(i);
         assert!((f - w).abs() <= 1e-12 * w.abs(), "pair {i}: {f} for {w}");
     }
 }
@@ -163,7 +163,7 @@ fn frequencies_are_powers_of_the_base() {
     }
 }
 
-/// The paper's formula, by wavelengths rather than dimensions, at both ends and on the ramp.
+/// The paper's formula in terms of wavelengths instead of dimensions, at both ends and on the ramp.
 #[test]
 fn yarn_keeps_short_waves_and_divides_long_ones() {
     let scaling = RopeScaling::Yarn {
@@ -180,7 +180,7 @@ fn yarn_keeps_short_waves_and_divides_long_ones() {
     let mut ratios = Vec::new();
     for i in 0..64 {
         let ratio = yarn.inverse[i] / plain(i);
-        // The ends of the ramp are rounded outward to whole dimensions: one dimension of tolerance.
+        // The ends of the ramp are rounded outward to whole dimensions, hence one dimension of tolerance.
         if turns(i.saturating_sub(1)) > 40.0 && turns(i) > 40.0 {
             assert!((ratio - 1.0).abs() < 1e-12, "pair {i} turns {} times, ratio {ratio}", turns(i));
         }

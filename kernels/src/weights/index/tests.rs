@@ -1,4 +1,4 @@
-//! The shard index: every byte once, the same id everywhere, hostile encodings refused.
+//! Tests of the shard index: it covers every byte once, has the same id everywhere, and rejects malicious encodings.
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::{CHUNK_BYTES_MAX, Content, IndexError, ShardIndex};
@@ -21,9 +21,9 @@ fn check(file: &ModelFile) {
         at = chunk.range.end;
         let bytes = file.read(&chunk.range).expect("readable");
         assert!(index.verify(number, &bytes));
-        let mut spoilt = bytes.to_vec();
-        spoilt[bytes.len() / 2] ^= 4;
-        assert!(!index.verify(number, &spoilt), "a flipped bit");
+        let mut corrupted = bytes.to_vec();
+        corrupted[bytes.len() / 2] ^= 4;
+        assert!(!index.verify(number, &corrupted), "a flipped bit");
         assert!(!index.verify(number, &bytes[1..]), "a byte short");
         if let Content::Rows { tensor, rows } = &chunk.content {
             let tensor = &file.tensors()[*tensor as usize];
@@ -47,7 +47,7 @@ fn an_index_covers_the_file() {
         // F32 of width 1024 has tensors of several chunks.
         check(&TinyModel { quant, layers: 2, width: 1024, ..TinyModel::default() }.open());
     }
-    // Bytes after the last tensor, and before the first, belong to chunks too.
+    // Bytes before the first and after the last tensor also belong to chunks.
     let mut bytes = TinyModel::default().writer().write();
     bytes.extend(vec![7; 3 << 20]);
     check(&ModelFile::from_bytes(bytes.into()).expect("opens"));
@@ -65,9 +65,9 @@ fn an_index_covers_the_file() {
     }
 }
 
-/// The content id names the content: it changes with any bit of the file and with nothing else.
+/// The content id changes with any bit of the file and with nothing else.
 #[test]
-fn the_content_id_names_the_content() {
+fn the_content_id_depends_on_content_alone() {
     let bytes = TinyModel::default().writer().write();
     let id = |bytes: Vec<u8>| index(&ModelFile::from_bytes(bytes.into()).expect("opens")).content_id();
     assert_eq!(id(bytes.clone()), id(bytes.clone()));
@@ -81,14 +81,14 @@ fn chunks_for_a_stage_hold_its_tensors_only() {
     let file = TinyModel { layers: 3, width: 1024, quant: QuantType::F16, ..TinyModel::default() }.open();
     let index = index(&file);
     let ranges = file.stage_ranges(1..2);
-    let wanted = index.chunks_for(&ranges);
-    assert!(!wanted.is_empty() && wanted.windows(2).all(|w| w[0] < w[1]));
+    let selected = index.chunks_for(&ranges);
+    assert!(!selected.is_empty() && selected.windows(2).all(|w| w[0] < w[1]));
     for (number, chunk) in index.chunks().iter().enumerate() {
         let needed = match &chunk.content {
             Content::Rows { tensor, .. } => file.tensors()[*tensor as usize].name.starts_with("blk.1."),
             Content::Header | Content::Padding => false,
         };
-        assert_eq!(wanted.contains(&number), needed, "chunk {number}: {:?}", chunk.content);
+        assert_eq!(selected.contains(&number), needed, "chunk {number}: {:?}", chunk.content);
     }
     let header = index.chunks_for(&[file.header_range()]);
     assert!(header.iter().all(|&c| index.chunks()[c].content == Content::Header));
@@ -98,9 +98,9 @@ fn chunks_for_a_stage_hold_its_tensors_only() {
     assert!(index.chunks_for(&[]).is_empty() && index.chunks_for(&[7..7, 9..9]).is_empty());
 }
 
-/// An index from a peer: truncated at every length and flipped at every byte it is refused or still covers its file.
+/// An index from a peer, truncated at every length or with any byte changed, is rejected or still covers its file.
 #[test]
-fn a_hostile_index_is_refused_or_sound() {
+fn a_malicious_index_is_rejected_or_valid() {
     let file = TinyModel { layers: 1, ..TinyModel::default() }.open();
     let bytes = index(&file).encode();
     for len in 0..bytes.len() {
@@ -109,17 +109,17 @@ fn a_hostile_index_is_refused_or_sound() {
     assert!(ShardIndex::decode(&[&bytes[..], &[0]].concat()).is_err(), "a byte more");
     for at in 0..bytes.len() {
         for change in [0x01, 0x80, 0xff] {
-            let mut spoilt = bytes.clone();
-            spoilt[at] ^= change;
-            if let Ok(index) = ShardIndex::decode(&spoilt) {
-                assert_eq!(index.encode(), spoilt, "decoding is canonical");
+            let mut corrupted = bytes.clone();
+            corrupted[at] ^= change;
+            if let Ok(index) = ShardIndex::decode(&corrupted) {
+                assert_eq!(index.encode(), corrupted, "decoding is canonical");
                 let end = index.chunks().last().map_or(0, |c| c.range.end);
                 assert_eq!(end, index.file_len());
                 assert!(index.content_id() != self::index(&file).content_id());
             }
         }
     }
-    // A count that only a larger file could hold.
+    // A count that exceeds the actual records.
     let mut counted = bytes.clone();
     counted[24..28].copy_from_slice(&u32::MAX.to_le_bytes());
     assert!(matches!(ShardIndex::decode(&counted), Err(IndexError::Malformed(_))));

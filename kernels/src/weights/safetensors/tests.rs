@@ -1,4 +1,4 @@
-//! Folders as Hugging Face lays them out, read beside a GGUF of the same model; and hostile ones.
+//! Tests of Hugging Face model folders against a GGUF file of the same model, and of malicious folders.
 use std::path::Path;
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::stage::Activations;
 use crate::weights::testing::{TINY_CONTROL, TINY_MERGES, TinyModel};
 use crate::weights::{Architecture, ModelFile, RopeKind, RopeScaling, Served, ShardIndex, WeightsError};
 
-/// A model's folder as Hugging Face has it, with the weights of `source`.
+/// A model folder in Hugging Face's layout, with the weights of a [`ModelFile`].
 struct Folder {
     config: Json,
     header: Json,
@@ -112,12 +112,12 @@ fn tiny(architecture: Architecture) -> Arc<ModelFile> {
 }
 
 #[test]
-fn a_folder_is_the_same_model_as_its_gguf() {
+fn a_folder_gives_the_same_model_as_its_gguf() {
     for architecture in [Architecture::Qwen2, Architecture::Qwen3, Architecture::Llama] {
         let source = tiny(architecture);
         let file = Folder::of(&source).open().expect("opens");
         let (mut ours, theirs) = (source.config().clone(), file.config());
-        // Hugging Face keeps Llama's heads in halves; GGUF interleaves them.
+        // Hugging Face uses the halves layout for Llama; GGUF interleaves it.
         ours.rope.kind = RopeKind::Halves;
         ours.name.clone_from(&theirs.name);
         assert_eq!(theirs, &ours);
@@ -146,7 +146,7 @@ fn a_folder_is_the_same_model_as_its_gguf() {
     }
 }
 
-/// What a peer puts together from the chunks it is given, with nothing beside it.
+/// A peer's copy, assembled from the chunks alone.
 fn peers_copy(file: &ModelFile, index: &ShardIndex) -> Arc<ModelFile> {
     let dir = tempfile::tempdir().expect("a directory");
     let mut bytes = Vec::new();
@@ -164,7 +164,7 @@ fn peers_copy(file: &ModelFile, index: &ShardIndex) -> Arc<ModelFile> {
 }
 
 #[test]
-fn a_folder_without_its_tokenizer_says_so() {
+fn a_folder_without_a_tokenizer_gives_an_error() {
     let dir = tempfile::tempdir().expect("a directory");
     let folder = Folder::of(&tiny(Architecture::Llama));
     folder.write_with(dir.path(), &folder.weights());
@@ -200,7 +200,7 @@ fn a_tied_head_is_the_embedding() {
     assert!(file.config().tied && file.tensor("output.weight").is_none());
 }
 
-/// Llama 3's scaling as its authors wrote it, by wavelengths.
+/// Llama 3's scaling in its authors' formulation, in terms of wavelengths.
 #[test]
 fn llama_3_scaling() {
     let mut folder = Folder::of(&tiny(Architecture::Llama));
@@ -213,7 +213,7 @@ fn llama_3_scaling() {
     for (i, found) in file.rotary_frequencies(&file.config().rope).expect("valid").inverse.iter().enumerate() {
         let plain = 10_000f64.powf(-(i as f64) / 32.0);
         let wavelength = std::f64::consts::TAU / plain;
-        let wanted = if wavelength < 8192.0 / 4.0 {
+        let expected = if wavelength < 8192.0 / 4.0 {
             plain
         } else if wavelength > 8192.0 {
             plain / 8.0
@@ -221,40 +221,40 @@ fn llama_3_scaling() {
             let smooth = (8192.0 / wavelength - 1.0) / 3.0;
             (1.0 - smooth) * plain / 8.0 + smooth * plain
         };
-        assert!((found - wanted).abs() <= 1e-12 * wanted, "pair {i}: {found} for {wanted}");
+        assert!((found - expected).abs() <= 1e-12 * expected, "pair {i}: {found} for {expected}");
     }
 }
 
 #[test]
-fn what_is_not_read_is_refused_by_name() {
+fn unsupported_and_malformed_folders_are_rejected_by_name() {
     let source = tiny(Architecture::Qwen2);
-    let refused = |change: &dyn Fn(&mut Folder), part: &str| {
+    let rejects = |change: &dyn Fn(&mut Folder), part: &str| {
         let mut folder = Folder::of(&source);
         change(&mut folder);
         let error = folder.open().expect_err(part).to_string();
         assert!(error.contains(part), "expected {part:?} in {error:?}");
     };
     let norm = "model.norm.weight";
-    refused(&|f| f.config["model_type"] = json!("gpt_neox"), "\"gpt_neox\"; supported");
-    refused(&|f| f.config["hidden_act"] = json!("gelu"), "\"gelu\"; supported: silu");
-    refused(&|f| f.config["num_hidden_layers"] = json!(3), "\"blk.2.attn_norm.weight\" is missing");
-    refused(&|f| f.config["rope_scaling"] = json!({"rope_type": "longrope"}), "longrope");
-    refused(&|f| f.header[norm]["dtype"] = json!("F8_E4M3"), "stored as F8_E4M3");
-    refused(&|f| f.header[norm]["shape"] = json!([1, 2, 128]), "one or two dimensions");
-    refused(&|f| f.header[norm]["shape"] = json!([0]), "at least 1");
-    refused(&|f| f.header[norm]["shape"] = json!([u64::MAX]), "rows too long");
-    refused(&|f| f.header[norm]["shape"] = json!([u64::MAX, 256]), "beyond 64 bit");
-    refused(&|f| f.header[norm]["data_offsets"] = json!([0, 8]), "expected 1024 bytes");
-    refused(&|f| f.header[norm]["data_offsets"] = json!([9, 8]), "expected 1024 bytes");
-    refused(&|f| f.header[norm]["data_offsets"] = json!([0, 1024]), "overlap");
-    refused(&|f| f.header[norm]["data_offsets"] = json!([u64::MAX - 1024, u64::MAX]), "overflow");
-    refused(&|f| f.header[norm]["data_offsets"] = json!([1u64 << 40, (1u64 << 40) + 1024]), "truncated");
-    refused(&|f| f.header["odd.weight"] = f.header[norm].clone(), "overlap");
-    refused(&|f| f.header[norm] = json!(7), "model.norm.weight");
-    refused(&|f| _ = f.data.pop(), "truncated");
-    refused(&|f| f.tokenizer["model"]["type"] = json!("Unigram"), "expected a BPE model");
-    refused(&|f| f.tokenizer["model"]["vocab"]["extra"] = json!(1 << 30), "no id below vocab_size");
-    refused(&|f| f.tokenizer["model"]["merges"] = json!([["a"]]), "no pair");
+    rejects(&|f| f.config["model_type"] = json!("gpt_neox"), "\"gpt_neox\"; supported");
+    rejects(&|f| f.config["hidden_act"] = json!("gelu"), "\"gelu\"; supported: silu");
+    rejects(&|f| f.config["num_hidden_layers"] = json!(3), "\"blk.2.attn_norm.weight\" is missing");
+    rejects(&|f| f.config["rope_scaling"] = json!({"rope_type": "longrope"}), "longrope");
+    rejects(&|f| f.header[norm]["dtype"] = json!("F8_E4M3"), "stored as F8_E4M3");
+    rejects(&|f| f.header[norm]["shape"] = json!([1, 2, 128]), "one or two dimensions");
+    rejects(&|f| f.header[norm]["shape"] = json!([0]), "at least 1");
+    rejects(&|f| f.header[norm]["shape"] = json!([u64::MAX]), "rows are too long");
+    rejects(&|f| f.header[norm]["shape"] = json!([u64::MAX, 256]), "exceeds 64 bits");
+    rejects(&|f| f.header[norm]["data_offsets"] = json!([0, 8]), "expected 1024 bytes");
+    rejects(&|f| f.header[norm]["data_offsets"] = json!([9, 8]), "expected 1024 bytes");
+    rejects(&|f| f.header[norm]["data_offsets"] = json!([0, 1024]), "overlap");
+    rejects(&|f| f.header[norm]["data_offsets"] = json!([u64::MAX - 1024, u64::MAX]), "overflow");
+    rejects(&|f| f.header[norm]["data_offsets"] = json!([1u64 << 40, (1u64 << 40) + 1024]), "truncated");
+    rejects(&|f| f.header["odd.weight"] = f.header[norm].clone(), "overlap");
+    rejects(&|f| f.header[norm] = json!(7), "model.norm.weight");
+    rejects(&|f| _ = f.data.pop(), "truncated");
+    rejects(&|f| f.tokenizer["model"]["type"] = json!("Unigram"), "expected a BPE model");
+    rejects(&|f| f.tokenizer["model"]["vocab"]["extra"] = json!(1 << 30), "no id below vocab_size");
+    rejects(&|f| f.tokenizer["model"]["merges"] = json!([["a"]]), "to be a pair");
     let bare = tempfile::tempdir().expect("a directory");
     std::fs::write(bare.path().join("model.safetensors"), Folder::of(&source).weights()).expect("written");
     let error = ModelFile::open(bare.path()).expect_err("no config").to_string();
@@ -262,9 +262,9 @@ fn what_is_not_read_is_refused_by_name() {
     assert!(ModelFile::open(Path::new("/")).expect_err("a directory").to_string().contains("model.safetensors"));
 }
 
-/// Cut at every eighth length and flipped at every byte of the header: refused or sound, no panic.
+/// The header is truncated at every eighth length and a bit is flipped in every byte: rejected or valid, never a panic.
 #[test]
-fn a_spoilt_header_never_panics() {
+fn a_corrupted_header_never_panics() {
     let source = TinyModel {
         architecture: Architecture::Qwen2,
         quant: QuantType::F16,
@@ -282,14 +282,14 @@ fn a_spoilt_header_never_panics() {
     for len in (0..header).step_by(8).chain([header, whole.len() - 1]) {
         assert!(folder.open_with(&whole[..len]).is_err(), "cut at {len}");
     }
-    let mut refusals = 0;
+    let mut rejections = 0;
     for at in 0..header {
         let mut bytes = whole.clone();
         bytes[at] ^= 1 << (at % 7);
         match folder.open_with(&bytes) {
-            Err(_) => refusals += 1,
+            Err(_) => rejections += 1,
             Ok(file) => assert!(file.tensors().iter().all(|t| t.range.end <= file.file_len())),
         }
     }
-    assert!(refusals * 2 > header, "{refusals} of {header}");
+    assert!(rejections * 2 > header, "{rejections} of {header}");
 }

@@ -1,4 +1,4 @@
-//! Files that are locked, written or cut beside a program that has opened them.
+//! Tests of files that another program locks, modifies or truncates while they are open.
 use std::fs::File;
 use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
@@ -42,8 +42,8 @@ fn logits(stage: &mut dyn Stage) -> String {
     format!("{:?}", stage.forward(&mut Threads::new(2).unwrap(), &[rows]).expect("computes"))
 }
 
-/// The error says what was expected, what was found and what to do.
-fn says_what_changed(error: &dyn std::fmt::Display, path: &Path, before: u64, now: u64) {
+/// Checks that the error gives what was expected, what was found and what to do.
+fn assert_changed(error: &dyn std::fmt::Display, path: &Path, before: u64, now: u64) {
     let error = error.to_string();
     let path = path.display().to_string();
     let expected = format!("expected {before} bytes, written on ");
@@ -53,7 +53,7 @@ fn says_what_changed(error: &dyn std::fmt::Display, path: &Path, before: u64, no
 }
 
 #[test]
-fn a_file_that_was_cut_is_refused_wherever_it_ends_and_what_is_loaded_goes_on() {
+fn a_truncated_file_is_rejected_at_every_length_and_loaded_stages_keep_working() {
     let Bench { dir: _dir, path, file } = bench();
     let whole = file.file_len();
     let mut stage = load(&file).expect("loads");
@@ -61,10 +61,10 @@ fn a_file_that_was_cut_is_refused_wherever_it_ends_and_what_is_loaded_goes_on() 
     let boundaries: Vec<u64> = file.tensors().iter().map(|t| t.range.end - 1).collect();
     for len in boundaries.into_iter().rev().chain([file.header_range().end, 100, 0]) {
         cut(&path, len);
-        says_what_changed(&load(&file).err().expect("cut"), &path, whole, len);
+        assert_changed(&load(&file).err().expect("cut"), &path, whole, len);
         let last = file.tensors().last().expect("tensors");
         let error = file.tensor(&last.name).expect("listed").read(last.rows - 1..last.rows).expect_err("cut");
-        says_what_changed(&error, &path, whole, len);
+        assert_changed(&error, &path, whole, len);
         assert!(ShardIndex::build(&file, |_| ()).is_err(), "cut to {len}");
         assert!(file.tokenizer().is_ok(), "the header was read when the file was opened");
     }
@@ -73,29 +73,29 @@ fn a_file_that_was_cut_is_refused_wherever_it_ends_and_what_is_loaded_goes_on() 
     assert!(error.contains("truncated"), "{error}");
 }
 
-/// What threads read while the file is cut is an error of the load, never a crash.
+/// Truncation during a load gives an error, never a crash.
 #[test]
-fn a_file_that_is_cut_while_it_is_read_fails_the_load() {
+fn truncation_while_reading_fails_the_load() {
     let Bench { dir: _dir, path, file } = bench();
     let name = &file.tensors()[file.tensors().len() / 2].name;
     let tensor = file.tensor(name).expect("listed");
     assert!(tensor.read(0..1).is_ok());
     cut(&path, file.tensors()[1].range.end);
     let mut out = vec![0; crate::tile::Layout::of(tensor.quant).matrix_bytes(tensor.rows, tensor.cols)];
-    let error = tensor.tiles(0..tensor.rows, &mut out).expect_err("behind the end");
+    let error = tensor.tiles(0..tensor.rows, &mut out).expect_err("past the end");
     assert!(matches!(error, WeightsError::Changed { .. }), "{error}");
 }
 
 #[test]
-fn a_file_that_was_written_in_place_is_refused_and_one_that_was_replaced_by_a_rename_is_not() {
+fn a_file_modified_in_place_is_rejected_and_one_replaced_by_a_rename_is_not() {
     let Bench { dir, path, file } = bench();
-    // The same length, another time.
+    // The same length, a different modification time.
     let mut other = File::options().write(true).open(&path).expect("opens");
     other.seek(SeekFrom::End(-1)).and_then(|_| other.write_all(&[1])).expect("written");
     other.set_modified(SystemTime::now() + Duration::from_secs(7)).expect("a time");
     let error = load(&file).err().expect("written");
-    says_what_changed(&error, &path, file.file_len(), file.file_len());
-    // Opened as it is now, it may be loaded. What takes its name harms nobody.
+    assert_changed(&error, &path, file.file_len(), file.file_len());
+    // Reopened in its current state, it loads. A file renamed onto its path has no effect.
     let again = ModelFile::open(&path).expect("opens");
     let expected = logits(&mut *load(&again).expect("loads"));
     let beside = dir.path().join("beside");
@@ -104,9 +104,9 @@ fn a_file_that_was_written_in_place_is_refused_and_one_that_was_replaced_by_a_re
     assert_eq!(logits(&mut *load(&again).expect("loads")), expected);
 }
 
-/// Chunks from peers change the time of a file that is being filled; only its length stays.
+/// Chunks from peers change the modification time of a file being filled; its length must stay the same.
 #[test]
-fn a_file_that_is_being_filled_may_be_written_but_not_cut() {
+fn a_file_being_filled_may_be_modified_but_not_truncated() {
     let Bench { dir: _dir, path, file } = bench();
     let filling = ModelFile::open_partial(&path).expect("opens");
     let written = File::options().write(true).open(&path).expect("opens");
@@ -119,20 +119,20 @@ fn a_file_that_is_being_filled_may_be_written_but_not_cut() {
 }
 
 #[test]
-fn a_lock_keeps_those_out_who_ask() {
+fn an_open_model_file_is_locked_against_writers() {
     let Bench { dir: _dir, path, file } = bench();
     let writer = File::options().write(true).open(&path).expect("opens");
     assert!(matches!(writer.try_lock(), Err(std::fs::TryLockError::WouldBlock)), "a model that is open is locked");
     let second = ModelFile::open(&path).expect("readers share it");
     drop((file, second));
-    writer.try_lock().expect("nobody has it open any more");
+    writer.try_lock().expect("no reader is left");
     let error = ModelFile::open(&path).expect_err("being written").to_string();
-    assert!(error.contains("locked by a program that writes it") && error.contains("try again"), "{error}");
+    assert!(error.contains("locked by a program that is writing it") && error.contains("try again"), "{error}");
     writer.unlock().expect("unlocked");
     assert!(ModelFile::open(&path).is_ok());
 }
 
-/// A header longer than what is read first, in both formats: it is read on until it ends.
+/// A header longer than the first read: reading continues until it is complete.
 #[test]
 fn a_long_header_is_read_to_its_end() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -145,11 +145,11 @@ fn a_long_header_is_read_to_its_end() {
     assert!(file.header_range().end > 15 << 20);
     assert_eq!(file.metadata().text("general.license").expect("a string").map(str::len), Some(licence.len()));
     assert_eq!(logits(&mut *load(&file).expect("loads")), logits(&mut *load(&tiny().open()).expect("loads")));
-    // Cut within the header, it says so.
+    // Truncation inside the header is reported as such.
     cut(&path, 9 << 20);
     let error = ModelFile::open(&path).expect_err("cut");
     assert!(matches!(error, WeightsError::Truncated { have, .. } if have == 9 << 20), "{error}");
-    // A header that only claims to be long is not read for ever: the rest of this file is a hole.
+    // A header that claims to be huge is not read entirely: the rest of this file is a hole.
     let claims = [b"GGUF".as_slice(), &3u32.to_le_bytes(), &0u64.to_le_bytes(), &1u64.to_le_bytes()].concat();
     let array = [&1u64.to_le_bytes()[..], b"k", &9u32.to_le_bytes(), &0u32.to_le_bytes(), &(1u64 << 40).to_le_bytes()];
     std::fs::write(&path, [claims, array.concat()].concat()).expect("written");

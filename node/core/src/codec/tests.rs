@@ -1,4 +1,4 @@
-//! Golden bytes, garbage and mutations: what the codec takes and what it refuses.
+//! Golden bytes, garbage and mutations: what the codec accepts and what it rejects.
 use super::*;
 use crate::config::Capacity;
 use crate::id::{CallId, ContentId, Epoch, Generation, JobId, NodeId, PartId, RequestId};
@@ -47,13 +47,13 @@ fn of_callers() -> Vec<Message> {
     let request = Request { prompt: vec![1, 300], max_tokens: 9, sampling: sampling(), ignore_eos: true, key };
     let ask = FromCaller::Ask { request: Box::new(request), from: 12 };
     let asked = [ask, FromCaller::Cancel].map(|say| Message::FromCaller { job: JOB, call, say });
-    let told = [
+    let answers = [
         ToCaller::Token { position: 41, token: 49_151 },
         ToCaller::Done { reason: DoneReason::Invalid(String::from("too long")), end: 300 },
         ToCaller::Moved(NodeId([5; 16])),
         ToCaller::Unknown,
     ];
-    asked.into_iter().chain(told.map(|say| Message::ToCaller { call, say })).collect()
+    asked.into_iter().chain(answers.map(|say| Message::ToCaller { call, say })).collect()
 }
 
 fn sampling() -> Sampling {
@@ -257,7 +257,7 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 #[test]
-fn everything_comes_back_as_it_was() {
+fn every_message_survives_a_round_trip() {
     for message in messages() {
         assert_eq!(decode_message(&encode_message(&message).unwrap()), Ok(message));
     }
@@ -273,8 +273,7 @@ fn everything_comes_back_as_it_was() {
     }
 }
 
-/// Bytes as they were when the protocol got its number. If this fails, either the change was a mistake or `PROTOCOL`
-/// must grow.
+/// The bytes when the protocol got its number. If this fails, either the change is a mistake or `PROTOCOL` must increase.
 #[test]
 fn golden_bytes_of_protocol_12() {
     let say = ToCoordinator::Stage(FromStage::Token { request: REQUEST, position: 41, token: 49_151 });
@@ -301,7 +300,7 @@ fn golden_bytes_of_protocol_12() {
 }
 
 #[test]
-fn each_refusal_says_why() {
+fn each_rejection_names_its_reason() {
     assert_eq!(decode_message(&[]), Err(CodecError::Empty));
     assert_eq!(decode_datagram(&[PROTOCOL]), Err(CodecError::Empty));
     let mut other = encode_message(&Message::Leaving).unwrap();
@@ -314,8 +313,8 @@ fn each_refusal_says_why() {
     assert_eq!(decode_message(&longer), Err(CodecError::Trailing { what: "message", used: 1, extra: 1 }));
     assert_eq!(decode_datagram(&[PROTOCOL, 4, 0]), Err(CodecError::Kind(4)));
     let long = vec![PROTOCOL; DATAGRAM_BYTES_MAX + 1];
-    let refused = CodecError::TooLong { max: DATAGRAM_BYTES_MAX, found: DATAGRAM_BYTES_MAX + 1 };
-    assert_eq!(decode_datagram(&long), Err(refused));
+    let rejected = CodecError::TooLong { max: DATAGRAM_BYTES_MAX, found: DATAGRAM_BYTES_MAX + 1 };
+    assert_eq!(decode_datagram(&long), Err(rejected));
     let huge =
         Message::PushPull { members: vec![0; MESSAGE_BYTES_MAX], heard: Vec::new(), adverts: Vec::new(), reply: false };
     assert!(matches!(encode_message(&huge), Err(CodecError::TooLong { .. })));
@@ -323,7 +322,7 @@ fn each_refusal_says_why() {
 
 #[test]
 fn a_declared_length_allocates_nothing() {
-    // PushPull whose member list claims 2^63 bytes: refused by the limit, before any allocation of that size.
+    // A PushPull whose member list declares 2^63 bytes: the limit rejects it before any allocation of that size.
     let mut bytes = vec![PROTOCOL, 0, 253];
     bytes.extend_from_slice(&(1u64 << 63).to_le_bytes());
     assert!(matches!(decode_message(&bytes), Err(CodecError::Malformed { .. })));
@@ -344,8 +343,8 @@ fn garbage_never_panics() {
         accepted += u32::from(decode_advert(&bytes).is_ok());
         let _ = take::<foca::Header<NodeId>>("header", &bytes[..]);
     }
-    // A raw membership packet is opened by foca's codec, so kind 0 of a datagram is accepted here whatever follows.
-    assert!(accepted < 2_000, "{accepted} random byte strings were taken for something");
+    // foca's codec parses a raw membership packet later, so kind 0 is accepted here with any content.
+    assert!(accepted < 2_000, "{accepted} random byte strings were accepted");
 }
 
 #[test]
@@ -365,7 +364,7 @@ fn mutations_of_valid_messages_never_panic() {
                 _ => bytes.insert(at, rng.random()),
             }
         }
-        // What is accepted must be encoded again without trouble and mean the same.
+        // Accepted bytes must encode again, and to the same message.
         if let Ok(message) = decode_message(&bytes) {
             assert_eq!(decode_message(&encode_message(&message).unwrap()), Ok(message));
         }

@@ -1,14 +1,14 @@
-//! How far from the coordinator nodes stand, as far as they say so: its successors are to outlive it.
+//! Failure domains of nodes, seen from the coordinator, as far as nodes report them. Its successors should outlive it.
 use crate::id::NodeId;
 use alloc::collections::BTreeMap;
 use alloc::sync::Arc;
 
-/// What one failure may end together with this node; the better place for a successor first.
+/// The failure domain that a node shares with this one. Ordered: better successors first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Apart {
     /// In another zone, both known.
     OtherZone,
-    /// On another machine, as far as it says, and in an unknown zone.
+    /// On another machine as far as it reports, and in an unknown zone.
     Unknown,
     /// In the same zone.
     SameZone,
@@ -16,11 +16,11 @@ pub enum Apart {
     SameMachine,
 }
 
-/// Where nodes stand, seen from this one; one that is missing is [`Apart::Unknown`].
+/// Failure domains of nodes, seen from this node. A missing node is [`Apart::Unknown`].
 pub type Domains = Arc<BTreeMap<NodeId, Apart>>;
 
 impl Apart {
-    /// Of two nodes, by what each says of its machine and its zone.
+    /// Compares two nodes by the machine and zone that each reports.
     pub fn of(a: (u64, &str), b: (u64, &str)) -> Apart {
         if a.0 == b.0 {
             Apart::SameMachine
@@ -33,7 +33,7 @@ impl Apart {
         }
     }
 
-    /// Of a node among these.
+    /// The entry of a node.
     pub(super) fn among(domains: &Domains, node: NodeId) -> Apart {
         domains.get(&node).copied().unwrap_or(Apart::Unknown)
     }

@@ -1,5 +1,5 @@
-//! Calls of this node's callers whose requests another node coordinates: asked there, asked again where an answer is lost, and
-//! answered here once and in order.
+//! Calls of this node's callers whose requests another node coordinates. The gateway asks that node, repeats the
+//! question if an answer is lost, and answers the caller once and in order.
 use super::output::{JobOutput, Out};
 use crate::id::{CallId, JobId, NodeId};
 use crate::limits::{ASK_AGAIN, CALLS_AWAY_MAX, JOBS_MAX};
@@ -11,22 +11,22 @@ use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::format;
 use alloc::vec::Vec;
 
-/// All of them.
+/// Calls at other coordinators.
 ///
-/// Invariants: at most [`CALLS_AWAY_MAX`] calls; each gets exactly one `Done`, the last thing told about it.
+/// Invariants: at most [`CALLS_AWAY_MAX`] calls; each gets exactly one `Done`, as its last event.
 #[derive(Debug, Default)]
 pub(super) struct Gateway {
     calls: BTreeMap<CallId, Away>,
-    /// Jobs that this node coordinated; the last [`JOBS_MAX`].
+    /// Jobs that this node coordinated before; the last [`JOBS_MAX`].
     moved: BTreeMap<JobId, Moved>,
 }
 
 #[derive(Debug)]
 struct Moved {
     at: Instant,
-    /// The node that coordinates it now.
+    /// The present coordinator.
     to: NodeId,
-    /// Nodes that may do so after that one; at most [`CANDIDATES_MAX`].
+    /// Nodes that may coordinate it after that one; at most [`CANDIDATES_MAX`].
     others: VecDeque<NodeId>,
 }
 
@@ -35,19 +35,20 @@ struct Away {
     to: NodeId,
     job: JobId,
     request: Request,
-    /// The position of the token that the caller gets next.
+    /// Position of the next token for the caller.
     next: u32,
-    /// When the other node was heard of it, or asked, last.
+    /// When the other node last answered, or was asked.
     heard: Instant,
     /// When a gap was last reported.
     gap: Option<Instant>,
-    /// Nodes that may go on with it, and since when they are asked in turn: the one asked is lost, or does not know the job.
+    /// Candidates that may continue it, and since when they are asked in turn: the node asked before is down, or does
+    /// not know the job.
     others: VecDeque<NodeId>,
     lost: Option<Instant>,
 }
 
 impl Gateway {
-    /// A job has another coordinator from now on.
+    /// Another node coordinates the job now.
     pub(super) fn note_moved(&mut self, now: Instant, job: JobId, to: NodeId, others: BTreeSet<NodeId>) {
         let others = others.into_iter().filter(|node| *node != to).take(CANDIDATES_MAX).collect();
         self.moved.insert(job, Moved { at: now, to, others });
@@ -58,7 +59,7 @@ impl Gateway {
         }
     }
 
-    /// The node that a job of this one moved to.
+    /// The coordinator of a job that this node coordinated before.
     pub(super) fn moved_to(&self, job: JobId) -> Option<NodeId> {
         self.moved.get(&job).map(|moved| moved.to)
     }
@@ -82,7 +83,7 @@ impl Gateway {
         self.calls.insert(call, away);
     }
 
-    /// A node answers.
+    /// The coordinator of a call's request answers.
     pub(super) fn handle_said(&mut self, now: Instant, from: NodeId, call: CallId, say: ToCaller, out: &mut Out) {
         let Some(away) = self.calls.get_mut(&call).filter(|away| away.to == from) else { return };
         away.heard = now;
@@ -94,7 +95,7 @@ impl Gateway {
                 away.next += 1;
                 out.push_back(JobOutput::Notify(Event::Token { call, position, token }));
             }
-            // All that follow a lost token meet the same gap.
+            // All tokens after a lost one meet the same gap.
             ToCaller::Token { position: beyond, .. }
             | ToCaller::Done { end: beyond, reason: DoneReason::Length | DoneReason::Stop }
                 if beyond > away.next =>
@@ -124,7 +125,7 @@ impl Gateway {
         }
     }
 
-    /// No node goes on with a call.
+    /// No node continues a call's request.
     fn give_up(&mut self, call: CallId, out: &mut Out) {
         if let Some(away) = self.calls.remove(&call) {
             let what = format!(
@@ -136,7 +137,7 @@ impl Gateway {
         }
     }
 
-    /// A caller of this node went away.
+    /// A caller of this node cancelled or disconnected.
     pub(super) fn cancel(&mut self, call: CallId, out: &mut Out) {
         if let Some(Away { to, job, .. }) = self.calls.remove(&call) {
             out.push_back(JobOutput::Call { to, job, call, say: FromCaller::Cancel });
@@ -144,14 +145,14 @@ impl Gateway {
         }
     }
 
-    /// A member is gone: the nodes that may go on with its jobs are asked.
+    /// A member is down. Candidates are asked for the calls that it answered.
     pub(super) fn handle_gone(&mut self, now: Instant, node: NodeId, out: &mut Out) {
         let lost = self.calls.iter_mut().filter(|(_, away)| away.to == node);
         let over: Vec<CallId> = lost.filter_map(|(&call, away)| (!away.turn(now)).then_some(call)).collect();
         over.into_iter().for_each(|call| self.give_up(call, out));
     }
 
-    /// Asks again where nothing comes.
+    /// Repeats questions that were not answered.
     pub(super) fn handle_wakeup(&mut self, now: Instant, out: &mut Out) {
         for (&call, away) in self.calls.iter_mut().filter(|(_, away)| now.since(away.heard) >= ASK_AGAIN) {
             away.heard = now;
@@ -166,12 +167,12 @@ impl Gateway {
 }
 
 impl Away {
-    /// The next node is asked soon. Returns whether there is one, and time for it.
+    /// Switches to the next candidate, which is asked soon. Returns false if there is none, or the time is up.
     fn turn(&mut self, now: Instant) -> bool {
         let since = *self.lost.get_or_insert(now);
         let Some(next) = self.others.pop_front().filter(|_| now.since(since) < LOST_MAX) else { return false };
         self.others.push_back(core::mem::replace(&mut self.to, next));
-        // Asked at the next wakeup but for this long.
+        // Makes the next wakeup of this call due after `TURN`.
         self.heard = now + TURN - ASK_AGAIN;
         true
     }
@@ -186,13 +187,13 @@ fn done(call: CallId, reason: DoneReason, out: &mut Out) {
     out.push_back(JobOutput::Notify(Event::Done { call, reason }));
 }
 
-/// Nodes that are asked in turn: those of a placement and of the ones before it.
+/// Candidates of a job: nodes of a placement and of the ones before it.
 const CANDIDATES_MAX: usize = 16;
-/// How soon the next of them is asked.
+/// How soon the next candidate is asked.
 const TURN: Duration = Duration::from_millis(300);
-/// How long they are asked: several successors have had their turns by then.
+/// How long candidates are asked: several successors have had their turns by then.
 const LOST_MAX: Duration = Duration::from_secs(15);
-/// How long the same gap is not reported twice.
+/// Least time between two reports of the same gap.
 const GAP_QUIET: Duration = Duration::from_millis(200);
 
 #[cfg(test)]
@@ -223,22 +224,22 @@ mod tests {
         ToCaller::Done { reason: DoneReason::Length, end }
     }
 
-    /// Positions told, and positions asked from with the node asked.
+    /// Positions that the caller got, and positions asked from with the node asked.
     fn seen(out: &mut Out) -> (Vec<u32>, Vec<(NodeId, u32)>) {
-        let (mut told, mut asks) = (Vec::new(), Vec::new());
+        let (mut delivered, mut asks) = (Vec::new(), Vec::new());
         for output in out.drain(..) {
             match output {
-                JobOutput::Notify(Event::Token { position, .. }) => told.push(position),
-                JobOutput::Notify(Event::Done { .. }) => told.push(u32::MAX),
+                JobOutput::Notify(Event::Token { position, .. }) => delivered.push(position),
+                JobOutput::Notify(Event::Done { .. }) => delivered.push(u32::MAX),
                 JobOutput::Call { to, say: FromCaller::Ask { from, .. }, .. } => asks.push((to, from)),
                 other => panic!("{other:?}"),
             }
         }
-        (told, asks)
+        (delivered, asks)
     }
 
     #[test]
-    fn tokens_are_told_once_and_in_order_whatever_is_lost() {
+    fn tokens_are_delivered_once_and_in_order_despite_losses() {
         let (mut gateway, mut out) = asked();
         let mut at = 0;
         let mut hear = |gateway: &mut Gateway, from, say, out: &mut Out| {
@@ -273,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_that_may_go_on_are_asked_in_turn_for_a_while() {
+    fn candidates_are_asked_in_turn_for_a_while() {
         let (mut gateway, mut out) = (Gateway::default(), VecDeque::new());
         gateway.note_moved(Instant(0), JobId(1), OTHER, [OTHER, THIRD].into());
         let key = RequestKey([1; 16]);

@@ -1,8 +1,8 @@
 //! The life cycle of one job at its coordinator: plan, prepare, run, and again after a loss.
 //!
-//! A lost part goes on at its standby where that has what it needs; else the parts are placed from scratch, and what has to be done
-//! once more comes from what the coordinator keeps: a token log, a checkpoint. Next: `standbys.rs`, `rebalance.rs`,
-//! `succession.rs` beside this file, then `serve.rs` and `steps.rs`.
+//! A lost part continues at its standby if the standby has the state that it needs. Otherwise all parts are placed from
+//! scratch, and lost work is recomputed from what the coordinator keeps: a token log or a checkpoint. Next:
+//! `standbys.rs`, `rebalance.rs`, `succession.rs` beside this file, then `serve.rs` and `steps.rs`.
 mod placement;
 
 use super::domains::Domains;
@@ -29,87 +29,88 @@ use partitioner::{Answer, PlanError};
 
 /// A job that this node coordinates.
 ///
-/// Invariants: the epoch only grows; `parts` is empty only before the first placement and while there is none; parts run only in
-/// `Phase::Running`. Epochs need not survive a restart: the job's id contains the coordinator's generation, which is on disk before
-/// the node speaks, so no later life issues epochs for the same job.
+/// Invariants: the epoch only grows; `parts` is empty only before the first placement and while there is none; parts
+/// run only in `Phase::Running`. Epochs need not survive a restart: the job's id is a hash of the coordinator's
+/// generation, which is on disk before the node communicates, so no later generation issues epochs for the same job.
 #[derive(Debug)]
 pub(super) struct Job {
     pub(super) id: JobId,
     pub(super) me: NodeId,
     pub(super) name: String,
     pub(super) workload: Workload,
-    /// Callers of `Start` that have had no answer.
+    /// Calls of `Start` that are not answered yet.
     callers: Vec<CallId>,
     /// The highest epoch issued.
     pub(super) epoch: Epoch,
     pub(super) phase: Phase,
     pub(super) parts: Vec<Part>,
-    /// Where the parts went on when they began to run.
+    /// Where the parts resumed when they began to run.
     resumed: Vec<Resume>,
-    /// Questions asked of the planner.
+    /// Number of questions asked of the planner.
     questions: u32,
-    /// The question about standbys whose answer is awaited.
+    /// The pending question about standbys.
     pub(super) standbys_asked: Option<u32>,
-    /// Nodes that were ordered to hold a part, now or earlier, and may hold it still.
+    /// Nodes that were ordered to hold a part, under this or an earlier placement, and may still hold it.
     pub(super) asked: BTreeSet<NodeId>,
-    /// Nodes of the placements since the job last ran, and of that one: until `End` they hear the coordinator, lest they take the
-    /// job over among themselves.
+    /// Nodes of the placements since the job last ran, including the present one. They receive heartbeats until `End`,
+    /// so that they do not take the job over among themselves.
     waiting: BTreeSet<NodeId>,
-    /// Every node that was ever ordered to hold a part: its word about epochs is believed.
+    /// Every node that was ever ordered to hold a part. Its reports about epochs are believed.
     pub(super) known: BTreeSet<NodeId>,
-    /// Counts placements that began from scratch: parts of another cut are other parts.
+    /// Counts the partitions adopted. A part number identifies a part only within one partition.
     cut: u32,
-    /// Bytes that nodes hold for the job, as they said, and of which cut.
+    /// For each node, the bytes that it reported by part, and the partition (`cut`) of these parts.
     resident: BTreeMap<NodeId, (u32, BTreeMap<PartId, u64>)>,
     /// Placements tried since the job last ran.
     attempts: u32,
-    /// Since when there has been no plan; none once it runs again.
+    /// Since when there has been no plan. `None` once the job runs again.
     degraded: Option<Degraded>,
-    /// Nodes came or went since the plan was asked for.
+    /// The mesh changed after the plan was asked for.
     outdated: bool,
     timeout: PrepareTimeout,
     /// Nodes that take no new work.
     pub(super) draining: BTreeSet<NodeId>,
-    /// When to look for standbys that are missing; none while nothing is missing or no new node could help.
+    /// When to look for missing standbys. `None` while none is missing or no new node could help.
     pub(super) standbys_due: Option<Instant>,
     /// Nodes that could not be a standby under the present placement, and until when they are not asked again.
     pub(super) unfit: BTreeMap<NodeId, Instant>,
     refusals: Refusals,
     pub(super) rebalance: Rebalance,
-    /// Nodes that coordinated the job before, the last one first.
+    /// Previous coordinators of the job, most recent first.
     pub(super) previous: Vec<NodeId>,
-    /// Nodes that may take it over under the present epoch, in order.
+    /// Successors under the present epoch, in order.
     pub(super) successors: Vec<NodeId>,
-    /// Every node that was named a successor, under any placement: no other can have taken the job over.
+    /// Every node that was named a successor, under any placement. No other node can have taken the job over.
     pub(super) named: BTreeSet<NodeId>,
-    /// Where nodes stand.
+    /// Failure domains of the nodes.
     pub(super) domains: Domains,
     /// This node took the job over, and has not placed it since.
     pub(super) inherited: bool,
     /// How it ended, once it has.
     pub(super) ending: Option<Ending>,
-    /// The node that coordinates it from now on, where this one stands down.
+    /// The new coordinator, if this node stands down.
     pub(super) successor: Option<NodeId>,
-    /// What participants say of another coordinator.
+    /// Reports of participants about another coordinator.
     pub(super) claims: Claims,
-    /// This node stood still, or lost half of the participants in a short time: a majority may have missed it.
+    /// This node stood still, or lost half of the participants in a short time: a majority may have lost contact with
+    /// it.
     pub(super) was_absent: bool,
-    /// Participants lost in a short time, since when, and how many there were then.
+    /// Participants lost in a short time: when it began, the number of participants then, and the lost nodes.
     lost_lately: (Instant, usize, BTreeSet<NodeId>),
     /// Since when an inherited job has had no caller.
     pub(super) unused_since: Option<Instant>,
 }
 
-/// Where a job stands.
+/// Phase of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// The planner was asked.
+    /// The planner was asked for a placement.
     Planning { question: u32 },
-    /// Parts are being loaded; those that have not answered are asked again then.
+    /// Parts are being loaded. Unanswered orders are repeated at `retry_at`.
     Preparing { retry_at: Instant },
     /// Parts run.
     Running,
-    /// There is no plan; one is asked for again then.
+    /// There is no plan. The planner is asked again at `retry_at`.
     Degraded { retry_at: Instant },
 }
 
@@ -119,7 +120,7 @@ struct Degraded {
     reason: String,
 }
 
-/// What a node is to a part.
+/// A node's role for a part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Role {
     Owner,
@@ -170,7 +171,7 @@ impl Job {
 
     // ---- callers
 
-    /// One more caller waits for the job, or is answered at once.
+    /// Adds a caller. It is answered immediately if the job runs or is degraded.
     pub(super) fn add_caller(&mut self, call: CallId, out: &mut Out) {
         let (job, epoch) = (self.id, self.epoch);
         match (&self.phase, &self.degraded) {
@@ -189,13 +190,13 @@ impl Job {
         self.callers.retain(|waiting| *waiting != call);
     }
 
-    /// Who is to hear: every caller that waits, else (if it is news) all, once.
+    /// Takes the waiting calls. If there are none and there is news, one `None`: an event for all callers.
     fn take_callers(&mut self, news: bool) -> Vec<Option<CallId>> {
         let callers: Vec<Option<CallId>> = core::mem::take(&mut self.callers).into_iter().map(Some).collect();
         if callers.is_empty() && news { Vec::from([None]) } else { callers }
     }
 
-    // ---- who takes part
+    // ---- participants
 
     /// Owners, by part.
     pub(super) fn owners(&self) -> Vec<NodeId> {
@@ -212,7 +213,7 @@ impl Job {
         self.parts.iter().map(|part| part.owner).chain(self.standby_nodes()).collect()
     }
 
-    /// What a node is to a part of the present placement.
+    /// A node's role for a part of the present placement.
     pub(super) fn role(&self, node: NodeId, part: PartId) -> Option<Role> {
         let known = self.parts.get(part.index())?;
         if known.owner == node {
@@ -247,17 +248,17 @@ impl Job {
 
     // ---- bytes that nodes hold
 
-    /// What nodes hold for the job.
+    /// Bytes that nodes hold for the job.
     pub(super) fn holdings(&self) -> Holdings {
         self.resident.iter().map(|(&node, (_, parts))| (node, parts.values().sum())).collect()
     }
 
-    /// Bytes that a part's owner holds of it.
+    /// Bytes that a node holds of a part.
     pub(super) fn bytes_at(&self, part: PartId, node: NodeId) -> Option<u64> {
         self.resident.get(&node).and_then(|(_, parts)| parts.get(&part)).copied()
     }
 
-    /// Takes what a node says that it holds. Returns whether that is news.
+    /// Records what a node reports to hold. Returns whether the part is new at the node.
     pub(super) fn note_resident(&mut self, node: NodeId, part: PartId, bytes: u64) -> bool {
         let cut = self.cut;
         let (known, parts) = self.resident.entry(node).or_insert_with(|| (cut, BTreeMap::new()));
@@ -278,7 +279,7 @@ impl Job {
 
     // ---- preparing
 
-    /// A participant has its part; when all owners have, the job runs.
+    /// A participant is ready. When all owners are, the job runs.
     pub(super) fn handle_prepared(
         &mut self,
         now: Instant,
@@ -291,7 +292,8 @@ impl Job {
         if !self.asked.contains(&from) {
             return;
         }
-        // Also where the placement was given up meanwhile: the node holds it still, so it is free for the next plan.
+        // Recorded also if the placement was given up meanwhile: the node still holds the part, so the next plan may
+        // use that memory.
         let loaded = self.note_resident(from, part, ready.bytes);
         if epoch != self.epoch {
             return;
@@ -318,7 +320,7 @@ impl Job {
     /// All parts are ready.
     fn run(&mut self, now: Instant, loaded: bool, out: &mut Out) {
         let Some(resume) = self.workload.resume(now, self.epoch, &self.parts) else {
-            // No node keeps what a part needs.
+            // No node keeps what a part needs to resume.
             return self.place_from_scratch(out);
         };
         self.phase = Phase::Running;
@@ -327,7 +329,7 @@ impl Job {
         }
         self.resumed = resume;
         let participants = self.participants();
-        // They stay among those asked: a node that is cut off learns when it is back.
+        // They stay in `asked`: a node that is cut off receives `End` again when it is back.
         for &node in self.asked.difference(&participants) {
             self.resident.remove(&node);
             self.send(node, ToParticipant::End, out);
@@ -350,11 +352,11 @@ impl Job {
         }
         self.publish_log(now, out);
         self.announce_standbys(out);
-        // What nodes say of their memory still counts what they had before.
+        // Adverts of free memory do not yet reflect what the nodes dropped.
         self.standbys_due = Some(if again { now + STANDBY_RETRY } else { now });
     }
 
-    /// A participant cannot hold its part. Returns what it was to have been.
+    /// A participant cannot hold its part. Returns the role that it was ordered to have.
     pub(super) fn handle_unprepared(
         &mut self,
         now: Instant,
@@ -364,7 +366,7 @@ impl Job {
         out: &mut Out,
     ) -> Option<Role> {
         let role = self.role(from, part);
-        // An owner that cannot be a standby as well has its own part still.
+        // An owner that cannot be a standby as well still holds its own part.
         if role == Some(Role::Standby)
             && let Some((_, parts)) = self.resident.get_mut(&from)
         {
@@ -384,18 +386,18 @@ impl Job {
         Some(role)
     }
 
-    /// A node is back: if it still holds what it held before it was lost, it may drop that now.
+    /// A node is back. It may drop what it still holds from before it was lost.
     pub(super) fn handle_back(&mut self, node: NodeId, out: &mut Out) {
         if !self.is_running() || self.participants().contains(&node) {
             return;
         }
-        // One that coordinated the job before may not know that it does so no more.
+        // A previous coordinator may not know that it no longer coordinates the job.
         if self.asked.contains(&node) || self.previous.contains(&node) {
             self.send(node, ToParticipant::End, out);
         }
     }
 
-    /// A connection stands again after it had broken: what was on the way may be lost.
+    /// A broken connection is up again: messages that were in flight may be lost.
     pub(super) fn handle_reconnected(&mut self, now: Instant, node: NodeId, out: &mut Out) {
         match self.phase {
             Phase::Preparing { .. } => self.send_orders(out),
@@ -420,14 +422,16 @@ impl Job {
 
     // ---- fallback plans
 
-    /// Asks for a plan that does without some nodes of the present one, which goes on until there is such a plan.
+    /// Asks for a fallback plan without some nodes of the present placement. The present placement continues until
+    /// there is one.
     fn ask_fallback(&mut self, now: Instant, without: BTreeSet<NodeId>, out: &mut Out) {
         let what = self.workload.ask(true);
         let question = self.ask(without, what, out);
         self.timeout.ask(now, question);
     }
 
-    /// This node's own executor is stalled. Standbys take its parts over, or another plan does.
+    /// This node's own executor is stalled. Standbys take its parts over if they can. Otherwise the planner is asked
+    /// for a fallback plan.
     pub(super) fn handle_stalled(&mut self, now: Instant, out: &mut Out) {
         let own = self.parts.iter().any(|part| part.owner == self.me);
         if !self.is_running() || !own {
@@ -443,10 +447,11 @@ impl Job {
 
     // ---- messages
 
-    /// A participant reports something about its part, under the present epoch. The router has dealt with what concerns failover.
+    /// A participant reports on its part under the present epoch. `Jobs::handle_message` has handled what concerns
+    /// failover.
     ///
     /// # Errors
-    /// The node is not to be trusted with its part.
+    /// The node must not be trusted with its part.
     pub(super) fn handle_report(
         &mut self,
         now: Instant,
@@ -475,7 +480,7 @@ impl Job {
         Ok(())
     }
 
-    /// What was to be fetched has been, or why not.
+    /// A saved state has been fetched, or could not be.
     pub(super) fn handle_collected(
         &mut self,
         now: Instant,
@@ -487,7 +492,7 @@ impl Job {
         self.take_ending();
     }
 
-    /// The checkpoint is the one to roll back to now, or could not be made that.
+    /// The checkpoint is now the one to roll back to, or could not be made that.
     pub(super) fn handle_kept(&mut self, now: Instant, step: u32, result: Result<(), String>, out: &mut Out) {
         let running = self.is_running();
         if self.workload.handle_kept(step, result, out) {
@@ -509,7 +514,7 @@ impl Job {
 
     // ---- the mesh
 
-    /// The mesh changed, and these nodes take no new work.
+    /// The mesh changed. The `draining` nodes take no new work.
     pub(super) fn handle_fleet_changed(&mut self, now: Instant, draining: &BTreeSet<NodeId>, out: &mut Out) {
         if self.is_degraded() {
             return self.replan(now, &BTreeSet::new(), out);
@@ -527,7 +532,7 @@ impl Job {
 
     // ---- the end
 
-    /// Ends the job everywhere.
+    /// Ends the job here, and at all participants unless another node coordinates it now.
     pub(super) fn end(&mut self, ending: Ending, out: &mut Out) {
         let why = match &ending {
             Ending::Completed => String::from("the job is over"),
@@ -549,7 +554,7 @@ impl Job {
         out.push_back(JobOutput::Notify(Event::JobEnded { job, ending, figures }));
     }
 
-    /// No node needs to hold anything for this job any more.
+    /// Sends `End` to all nodes that may hold something for this job.
     fn dismiss_all(&mut self, out: &mut Out) {
         let all: BTreeSet<NodeId> = core::mem::take(&mut self.asked).into_iter().chain(self.participants()).collect();
         all.into_iter().for_each(|node| self.send(node, ToParticipant::End, out));
@@ -557,7 +562,7 @@ impl Job {
         self.parts.clear();
     }
 
-    /// Fails the requests that have waited for a plan for too long.
+    /// Fails the requests of a job that has had no plan for too long.
     fn give_up_waiting(&mut self, now: Instant, out: &mut Out) {
         let Some(degraded) = self.degraded.as_ref().filter(|degraded| now.since(degraded.since) >= DEGRADED_MAX) else {
             return;
@@ -568,7 +573,7 @@ impl Job {
         }
     }
 
-    /// The requests of a served model.
+    /// The served model, if the job serves one.
     pub(super) fn serve(&mut self) -> Option<&mut Serve> {
         self.workload.serve()
     }
@@ -638,8 +643,8 @@ impl Job {
         let standbys = standbys.map(|at| (at, "job: a standby is missing"));
         let Workload::Serve(serve) = &self.workload else { return standbys };
         let requests = serve.requests.next_wakeup().map(|at| (at, "job: a request makes no progress"));
-        let moves = self.rebalance.next_wakeup().map(|at| (at, "job: is there a better placement"));
-        let challenge = serve.next_challenge().map(|at| (at, "job: how fast is a node"));
+        let moves = self.rebalance.next_wakeup().map(|at| (at, "job: a placement review is due"));
+        let challenge = serve.next_challenge().map(|at| (at, "job: a challenge is due"));
         [standbys, requests, moves, challenge].into_iter().flatten().min()
     }
 }
@@ -660,7 +665,7 @@ fn found(answer: Answer) -> Result<Found, NoPlan> {
         Answer::Model(Ok(answer)) => Ok(Found::Model(answer.plan)),
         Answer::Model(Err(error)) => Err(NoPlan::Model(error)),
         Answer::Grid(Ok(plan)) => Ok(Found::Grid(plan)),
-        // What can never be is an end; what others may make possible is waited for.
+        // A question that can never have a plan ends the job. Otherwise the job waits for the mesh to change.
         Answer::Grid(Err(error @ (GridError::Invalid(_) | GridError::Depth { .. }))) => {
             Err(NoPlan::Never(format!("{error}")))
         }

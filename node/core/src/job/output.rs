@@ -1,4 +1,4 @@
-//! What the jobs of this node want done: for the shell as it is, or for the router to pass on.
+//! Outputs of the coordinator: for the shell as they are, or for the router to pass on.
 use crate::id::{CallId, Epoch, JobId, NodeId};
 use crate::message::{FrameHeader, ToParticipant};
 use crate::output::{Event, Output};
@@ -15,7 +15,7 @@ use partitioner::{DeviceId, Plan, Work};
 /// Bytes that nodes hold for a job.
 pub type Holdings = Vec<(NodeId, u64)>;
 
-/// Do this.
+/// An action for the router.
 #[expect(missing_docs, reason = "fields of variants are named after what they are")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JobOutput {
@@ -25,18 +25,18 @@ pub enum JobOutput {
     Ask { asked: Asked, ask: Box<Ask> },
     /// A message to a participant.
     Message { to: NodeId, job: JobId, epoch: Epoch, say: ToParticipant },
-    /// The epoch of a job that this node coordinates, for another coordinator of it.
+    /// The epoch of a job that this node coordinates, to another coordinator of the job.
     Stale { to: NodeId, job: JobId, mine: Epoch },
     /// Tokens into the first stage, or a copy for its standby.
     Frame { to: NodeId, header: FrameHeader, tokens: Vec<u32>, copy: bool },
-    /// These nodes take part in the job under this epoch: exchange heartbeats with them, take their loss as the job's. `others` took
-    /// part before and only have to hear this node.
+    /// These nodes take part in the job under this epoch: exchange heartbeats with them, and report the loss of one to
+    /// the job. `others` took part before and only need this node's heartbeats.
     Watch { job: JobId, epoch: Epoch, nodes: Vec<NodeId>, standbys: Vec<NodeId>, others: Vec<NodeId> },
-    /// The job is over here, or goes on at `successor`.
+    /// The job is over here, or continues at `successor`.
     Unwatch { job: JobId, successor: Option<NodeId> },
-    /// A node that has a caller learns of its request.
+    /// To a node that has a caller: progress of the caller's request.
     Tell { to: NodeId, call: CallId, say: ToCaller },
-    /// The coordinator of a job learns of a caller of this node.
+    /// To the coordinator of a job: a message about a caller of this node.
     Call { to: NodeId, job: JobId, call: CallId, say: FromCaller },
     /// A node answered challenges.
     Measured { job: JobId, node: NodeId, work: Box<Work>, layers: Range<u32>, measured: Measured },
@@ -44,45 +44,45 @@ pub enum JobOutput {
     Notify(Event),
 }
 
-/// The queue of what is to be done.
+/// Queue of outputs.
 pub(super) type Out = VecDeque<JobOutput>;
 
-/// What a node took for [`CHALLENGE_STEPS`](crate::limits::CHALLENGE_STEPS) steps of some layers.
+/// Time that a node took for [`CHALLENGE_STEPS`](crate::limits::CHALLENGE_STEPS) steps of some layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Measured {
-    /// The fastest of some answers, the way there and back included.
+    /// The shortest of several answers, including the round trip.
     pub took: Duration,
-    /// No request of the job ran meanwhile.
+    /// Whether no request of the job ran meanwhile.
     pub quiet: bool,
-    /// Of the last challenge.
+    /// Nonce of the last challenge.
     pub nonce: u64,
-    /// The digest of its rows.
+    /// Digest of the rows that the last challenge produced.
     pub digest: u64,
 }
 
-/// A question to the planner. The router adds the mesh as it is.
+/// A question to the planner. The router adds the present mesh.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ask {
-    /// The job that asks; none for a caller who only wants to know.
+    /// The job that asks; `None` for a caller that only asks for a plan.
     pub job: Option<JobId>,
-    /// Bytes that nodes hold for the job: free for its next plan.
+    /// Bytes that nodes hold for the job. Its next plan may use them.
     pub resident: Holdings,
-    /// Nodes that are to be left out.
+    /// Nodes to leave out.
     pub without: BTreeSet<NodeId>,
-    /// What is asked.
+    /// The question.
     pub what: What,
 }
 
-/// See [`Ask`].
+/// The question of an [`Ask`].
 #[expect(missing_docs, reason = "fields of variants are named after what they are")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum What {
-    /// Place a model, from scratch or by repairing a plan; `present` is compared with. `caller`: with standbys, and what losses
-    /// would cost.
+    /// Place a model, from scratch or by repairing a plan. `present`: compare the plan with this one. `caller`: include
+    /// standbys and the cost of losses.
     Model { work: Work, repair: Option<Box<Plan>>, present: Option<Box<Plan>>, caller: bool },
     /// Standbys for the stages of a plan.
     ModelStandbys { work: Work, plan: Box<Plan>, kept: Vec<(u16, DeviceId)> },
-    /// Cut a grid; `present` is compared with.
+    /// Partition a grid. `present`: compare the plan with this one.
     Grid { work: GridWork, depth: Option<u32>, rates: Paces, present: Option<(Vec<(DeviceId, Block)>, u32)> },
     /// Standbys for tiles.
     GridStandbys {

@@ -1,4 +1,4 @@
-//! A job's parts as its coordinator sees them: owner, standby, and what each has.
+//! A job's parts as its coordinator sees them: owner, standby, and the state of each.
 use crate::id::NodeId;
 use crate::planted::{self, Planted};
 use crate::time::Instant;
@@ -9,9 +9,9 @@ use partitioner::Tier;
 #[derive(Clone, Debug)]
 pub(super) struct Part {
     pub(super) owner: NodeId,
-    /// Bytes that the plan allows it.
+    /// Memory that the plan allows it, in bytes.
     pub(super) bytes: u64,
-    /// Predicted nanoseconds of a token or a step on its owner.
+    /// Predicted nanoseconds per token or step on its owner.
     pub(super) step_ns: u64,
     /// Its owner's answer under the present epoch.
     pub(super) ready: Option<Ready>,
@@ -25,16 +25,17 @@ pub(super) struct Standby {
     pub(super) tier: Tier,
     pub(super) bytes: u64,
     pub(super) step_ns: u64,
-    /// Milliseconds from one of its snapshots to the next.
+    /// Snapshot interval, in milliseconds.
     pub(super) snapshot_ms: u32,
-    /// What it had when it answered under the present epoch; else when it was asked last.
+    /// Its answer under the present epoch; until then, the time of the last order.
     pub(super) prepared: Result<Has, Instant>,
-    /// It has what it needs to take the part over: a stage in memory, a tile's cells, under this placement or an earlier one of
-    /// the same cut. It is a hint: promotion asks with `Prepare`, and a node that has it no more refuses, or loads it.
+    /// Whether it has what it needs to take the part over: a stage in memory, or a tile's cells, under this placement
+    /// or an earlier one of the same partition. This is a hint. A promotion orders the part with `Prepare`, and a node
+    /// that no longer has it loads it or rejects the order.
     pub(super) ready: bool,
-    /// How far it reports to be.
+    /// Progress that it reports.
     pub(super) cursors: Cursors,
-    /// That it is current was reported under the present epoch.
+    /// Whether it was announced as current under the present epoch.
     pub(super) reported: bool,
 }
 
@@ -71,12 +72,12 @@ impl Standby {
         self.prepared.is_ok()
     }
 
-    /// It is asked once more, under another epoch.
+    /// It is ordered again, under another epoch.
     pub(super) fn ask_again(&mut self, now: Instant) {
         (self.prepared, self.reported) = (Err(now), false);
     }
 
-    /// How far it is on a channel.
+    /// Its cursor on a channel.
     pub(super) fn at(&self, channel: u64) -> u32 {
         match &self.cursors {
             Cursors::All(at) => *at,

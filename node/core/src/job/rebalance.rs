@@ -1,7 +1,8 @@
-//! Whether a job that runs would run better elsewhere, or must because a node leaves.
+//! Rebalancing: moves a running job to a better placement, or away from a node that drains.
 //!
-//! A served model is reviewed when the mesh changes. A gain has to be confirmed, the weights are fetched beside what runs, and only
-//! then the job is placed once more. A grid is measured while it runs, and rolls back to a checkpoint where that pays.
+//! The placement of a served model is reviewed when the mesh changes. Several reviews must confirm a gain. Then the new
+//! owners fetch the weights while the job runs, and only then the job is placed again. A grid is measured while it
+//! runs, and rolls back to a checkpoint if the gain is worth it.
 use super::lifecycle::{Job, Phase};
 use super::output::{JobOutput, Out, What};
 use super::serve::Serve;
@@ -17,29 +18,29 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::{format, string::String, vec::Vec};
 use partitioner::{Answer, ModelAnswer, Plan, explain};
 
-/// What a job is up to about its placement, besides keeping it.
+/// State of the rebalancing of one job.
 #[derive(Debug, Default)]
 pub(super) struct Rebalance {
-    /// When to review the placement next; none while nothing has changed since the last review.
+    /// When the next review is due. `None` while nothing has changed since the last review.
     review_at: Option<Instant>,
-    /// No review before this, but for a node that leaves.
+    /// No review before this, except for a node that drains.
     quiet_until: Option<Instant>,
-    /// Reviews in a row that found something better.
+    /// Consecutive reviews that found a better placement.
     confirmed: u32,
     question: Option<Question>,
     moving: Option<Moving>,
     last: Option<Moved>,
 }
 
-/// The planner was asked.
+/// A pending question to the planner.
 #[derive(Debug)]
 struct Question {
     number: u32,
-    /// Asked because a node leaves.
+    /// Asked because an owner drains.
     leaving: bool,
 }
 
-/// Weights are on their way.
+/// A move that waits for weights.
 #[derive(Debug)]
 struct Moving {
     plan: Box<Plan>,
@@ -54,9 +55,9 @@ struct Moving {
 /// The last move of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Moved {
-    /// As it was planned.
+    /// The predicted effect.
     pub change: Change,
-    /// Weight bytes that nodes fetched from peers for it: what they had on disk already did not have to come.
+    /// Weight bytes that nodes fetched from peers for it. Weights that were on disk already are not counted.
     pub fetched_bytes: u64,
 }
 
@@ -65,18 +66,18 @@ impl Rebalance {
         self.last
     }
 
-    /// Whether an answer is awaited.
+    /// Whether the answer to this question is awaited.
     pub(super) fn awaits(&self, question: u32) -> bool {
         self.question.as_ref().is_some_and(|asked| asked.number == question)
     }
 
-    /// Something about the mesh is different.
+    /// The mesh changed.
     fn notice(&mut self, now: Instant) {
         let earliest = self.quiet_until.map_or(now, |until| until.max(now));
         self.review_at.get_or_insert(earliest + MOVE_EVERY);
     }
 
-    /// A node that owns a part takes no new work, and the part has no standby.
+    /// An owner drains, and its part has no standby.
     fn hurry(&mut self, now: Instant) {
         let at = now + STANDBY_RETRY / 4;
         self.review_at = Some(self.review_at.map_or(at, |review| review.min(at)));
@@ -97,13 +98,14 @@ impl Rebalance {
 }
 
 impl Job {
-    /// Owners that take no new work and whose parts have no standbys. The coordinator itself stays as long as its requests do.
+    /// Whether an owner drains and its part has no standby. The coordinator's own parts stay as long as its requests
+    /// do.
     fn leaving_uncovered(&self) -> bool {
         let leaves = |node: NodeId| node != self.me && self.draining.contains(&node);
         self.is_running() && self.parts.iter().any(|part| leaves(part.owner) && part.standby.is_none())
     }
 
-    /// The mesh has changed while the job runs.
+    /// The mesh changed while the job runs.
     pub(super) fn notice_change(&mut self, now: Instant) {
         if let Workload::Steps(steps) = &mut self.workload {
             return steps.fleet_changed(now);
@@ -114,7 +116,7 @@ impl Job {
         }
     }
 
-    /// The job is placed once more because something was lost.
+    /// The job is placed again because of a loss. A pending move is dropped.
     pub(super) fn forget_move(&mut self, now: Instant, out: &mut Out) {
         self.rebalance.question = None;
         if self.epoch.counter > 0 {
@@ -125,7 +127,7 @@ impl Job {
         }
     }
 
-    /// Nodes of a move that comes to nothing have no part in the job.
+    /// Releases the nodes of an abandoned move that have no part in the job.
     fn dismiss_strangers(&mut self, planned: &Plan, out: &mut Out) {
         let present = self.participants();
         for node in planned.stages().iter().map(|stage| NodeId::from(stage.device)) {
@@ -135,7 +137,7 @@ impl Job {
         }
     }
 
-    /// Reviews the placement of a model if it is time to.
+    /// Reviews the placement of a model if a review is due.
     pub(super) fn rebalance_wakeup(&mut self, now: Instant, out: &mut Out) {
         if self.rebalance.moving.is_some() {
             return self.move_wakeup(now, out);
@@ -152,7 +154,7 @@ impl Job {
         self.rebalance.question = Some(Question { number, leaving });
     }
 
-    /// Asks for a better cut of a grid, if one is to be looked for.
+    /// Asks for a better partition of a grid, if there is a question.
     pub(super) fn ask_better(&mut self, what: Option<What>, out: &mut Out) {
         let (Some(what), Workload::Steps(steps)) = (what, &self.workload) else { return };
         let without = steps.distrusted();
@@ -160,7 +162,7 @@ impl Job {
         self.rebalance.question = Some(Question { number, leaving: false });
     }
 
-    /// The planner says what it would do now.
+    /// The planner answers a review.
     pub(super) fn handle_better(&mut self, now: Instant, answer: Answer, out: &mut Out) {
         let Some(question) = self.rebalance.question.take().filter(|_| self.phase == Phase::Running) else { return };
         match (answer, &mut self.workload) {
@@ -178,7 +180,7 @@ impl Job {
         }
     }
 
-    /// Compares the placement of a model with the best one. Where there is none at all, what runs is better than nothing.
+    /// Compares the placement of a model with the best one. If the planner finds none, the present placement stays.
     fn review(&mut self, now: Instant, leaving: bool, answer: Option<ModelAnswer>, out: &mut Out) {
         let Workload::Serve(serve) = &self.workload else { return };
         let change = answer.as_ref().and_then(|answer| serve.change(answer));
@@ -206,12 +208,12 @@ impl Job {
         self.move_wakeup(now, out);
     }
 
-    /// Asks, again where it was not answered, for the weights.
+    /// Asks the new owners for the weights. Repeats what was not answered.
     fn move_wakeup(&mut self, now: Instant, out: &mut Out) {
         let Some(moving) = &mut self.rebalance.moving else { return };
         if moving.until <= now {
             let waiting: Vec<String> = moving.missing.values().map(|node| format!("{node}")).collect();
-            let reason = format!("the weights did not come to {} in {} s", waiting.join(", "), FETCH_MAX.as_secs());
+            let reason = format!("the weights did not reach {} in {} s", waiting.join(", "), FETCH_MAX.as_secs());
             return self.abandon_move(now, None, &reason, out);
         }
         if moving.retry_at > now {
@@ -226,7 +228,7 @@ impl Job {
         }
     }
 
-    /// The order of a part of a placement that is not taken yet.
+    /// The order of a part of a placement that is not adopted yet.
     fn planned_order(&self, serve: &Serve, plan: &Plan, part: PartId) -> Order {
         Order {
             name: self.name.clone(),
@@ -248,7 +250,7 @@ impl Job {
                 .map(|stage| format!("{} {}", NodeId::from(stage.device), explain::layers(&stage.layers)))
                 .collect();
             let what =
-                format!("job {:x} stays where it is, and does not move to {}: {reason}", self.id.0, route.join(", "));
+                format!("job {:x} keeps its placement and does not move to {}: {reason}", self.id.0, route.join(", "));
             out.push_back(JobOutput::Notify(Event::Refused { from, what }));
             self.rebalance.rest(now);
             self.rebalance.notice(now);
@@ -256,7 +258,7 @@ impl Job {
         }
     }
 
-    /// A node has the weights of the part that it is to hold, or cannot get them. When all have them, the job moves.
+    /// A node has the weights of its future part, or cannot get them. When all nodes have theirs, the job moves.
     pub(super) fn handle_fetched(
         &mut self,
         now: Instant,
@@ -286,10 +288,10 @@ impl Job {
         }
     }
 
-    /// A member is gone: a move that counts on it comes to nothing.
+    /// A member is down. A move that depends on it is abandoned.
     pub(super) fn handle_gone(&mut self, now: Instant, node: NodeId, out: &mut Out) {
         if self.rebalance.moving.as_ref().is_some_and(|moving| moving.plan.stage_of(node.into()).is_some()) {
-            self.abandon_move(now, Some(node), "it is gone", out);
+            self.abandon_move(now, Some(node), "it is down", out);
         }
     }
 }

@@ -1,22 +1,22 @@
-//! Which nodes refused a part of a job, and why: reported with the plan that could not be made without them.
+//! Nodes that rejected a part of a job, and why. Reported when there is no plan without them.
 use crate::id::NodeId;
 use alloc::collections::BTreeMap;
 use alloc::{format, string::String};
 use partitioner::PlanError;
 
-/// The refusals since the job was last ready.
+/// Rejections since the job was last ready.
 #[derive(Debug, Default)]
 pub(super) struct Refusals(BTreeMap<NodeId, String>);
 
 impl Refusals {
-    /// A node says why it cannot hold its part.
+    /// A node reports why it cannot hold its part.
     pub(super) fn note(&mut self, node: NodeId, reason: &str) {
         if self.0.len() < NODES_MAX || self.0.contains_key(&node) {
             self.0.insert(node, reason.chars().take(REASON_CHARS_MAX).collect());
         }
     }
 
-    /// The job runs: no refusal matters any more.
+    /// The job runs, so rejections no longer matter.
     pub(super) fn clear(&mut self) {
         self.0.clear();
     }
@@ -28,9 +28,9 @@ impl Refusals {
     }
 }
 
-/// As many as one reads.
+/// Nodes listed in a message: a few are enough for a reader.
 const NODES_MAX: usize = 3;
-/// A peer's own words, for an error message.
+/// Length of a reason, which is a peer's own text.
 const REASON_CHARS_MAX: usize = 300;
 
 #[cfg(test)]
@@ -46,10 +46,10 @@ mod tests {
             refusals.note(NodeId([node; 16]), "no room on the disk");
             refusals.note(NodeId([0; 16]), &"x".repeat(1000));
         }
-        let told = refusals.explain(&error);
-        assert!(told.starts_with(&format!("{error}; 00000000 is left out for now: xxx")), "{told}");
-        assert!(told.ends_with("no room on the disk"), "{told}");
-        assert!(told.chars().count() < 1000, "{told}");
+        let text = refusals.explain(&error);
+        assert!(text.starts_with(&format!("{error}; 00000000 is left out for now: xxx")), "{text}");
+        assert!(text.ends_with("no room on the disk"), "{text}");
+        assert!(text.chars().count() < 1000, "{text}");
         refusals.clear();
         assert_eq!(refusals.explain(&error), format!("{error}"));
     }

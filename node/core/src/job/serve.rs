@@ -1,4 +1,4 @@
-//! Serving a model: what the job's coordinator decides that a grid has no equal of. Next: `serve/requests.rs`.
+//! Serving a model: what the coordinator does for model jobs only. Next: `serve/requests.rs`.
 mod calibration;
 mod requests;
 mod stream;
@@ -21,18 +21,19 @@ use requests::Track;
 pub(in crate::job) use requests::{Requests, Submitted};
 pub(in crate::job) use stream::Caller;
 
-/// A model that is served, or on the way there.
+/// A model that is served, or that is being placed.
 #[derive(Debug)]
 pub(super) struct Serve {
     job: JobId,
     pub(super) model: ModelSpec,
-    /// The present placement; none while there is none.
+    /// The present placement, if there is one.
     plan: Option<Box<Plan>>,
-    /// The placement that was ready last: the next one keeps what it can of it.
+    /// The last placement that was ready. The planner repairs it for the next one.
     last_ready: Option<Box<Plan>>,
     pub(super) requests: Requests,
     calibration: Calibration,
-    /// What the planner said of the standby of each part, also of those that no node can be the standby of.
+    /// The planner's answer on each part's standby, also for parts that have none: tier and predicted stall in
+    /// nanoseconds.
     tiers: BTreeMap<PartId, (Tier, Option<u64>)>,
 }
 
@@ -51,8 +52,9 @@ impl Serve {
         }
     }
 
-    /// A model that another node served, with its requests. `counter` is that of the first epoch of this node. The placement of the
-    /// record counts where it is that of the orders.
+    /// A model that another node served, with its requests. New request ids are at least `counter` (that of this node's
+    /// epoch) times 2^32, which is above all earlier ones. The plan of the record is used only if it agrees with the
+    /// orders.
     pub(super) fn inherited(
         job: JobId,
         counter: u32,
@@ -71,7 +73,7 @@ impl Serve {
         serve
     }
 
-    /// Where it runs, if it is the model that is asked about.
+    /// The placement, if this job serves the given model.
     pub(super) fn present(&self, model: &ModelSpec) -> Option<&Plan> {
         let same = |plan: &&Plan| plan.layers() as usize == model.work.layers.len();
         self.plan.as_deref().filter(|_| self.model.content == model.content).filter(same)
@@ -88,13 +90,13 @@ impl Serve {
 
     // ---- placement
 
-    /// What the planner is to answer: a repair of what was ready last, or of what is there.
+    /// The question for a placement: a repair of the present one, or of the last one that was ready.
     pub(super) fn ask(&self, present: bool) -> What {
         let repair = if present { self.plan.clone() } else { self.last_ready.clone() };
         What::Model { work: self.model.work.clone(), repair, present: None, caller: false }
     }
 
-    /// Whether there is a better placement than the present one. `repair`: one that moves little, because a node leaves.
+    /// The question for a better placement. `repair`: one that moves little, because an owner drains.
     pub(super) fn ask_better(&self, repair: bool) -> What {
         let repair = self.plan.clone().filter(|_| repair);
         What::Model { work: self.model.work.clone(), repair, present: self.plan.clone(), caller: false }
@@ -105,7 +107,7 @@ impl Serve {
         Some(What::ModelStandbys { work: self.model.work.clone(), plan, kept })
     }
 
-    /// Takes a placement. Returns its parts; none if it has none.
+    /// Adopts a plan. Returns its parts.
     pub(super) fn adopt(&mut self, plan: Plan) -> Vec<Part> {
         let part = |stage: &Stage| Part::new(stage.device.into(), stage.bytes, stage.step_ns);
         let parts: Vec<Part> = plan.stages().iter().map(part).collect();
@@ -114,13 +116,13 @@ impl Serve {
         parts
     }
 
-    /// Whether a part of a plan has the layers that a part of the present placement has.
+    /// Whether a part has the same layers in a plan as in the present placement.
     pub(super) fn is_same_part(&self, plan: &Plan, part: PartId) -> bool {
         let layers = |plan: &Plan| plan.stages().get(part.index()).map(|stage| stage.layers.clone());
         self.plan.as_deref().and_then(layers).is_some_and(|mine| layers(plan) == Some(mine))
     }
 
-    /// A standby has become the owner of a part.
+    /// A standby was promoted to a part's owner.
     pub(super) fn promoted(&mut self, part: PartId, standby: &Standby) {
         let Some(plan) = &self.plan else { return };
         let Some(layers) = plan.stages().get(part.index()).map(|stage| stage.layers.clone()) else { return };
@@ -147,7 +149,7 @@ impl Serve {
         })
     }
 
-    /// What the parts of a placement that is not taken yet would be.
+    /// The stages of a plan that is not adopted yet.
     pub(super) fn work_of(&self, plan: &Plan) -> PartWork {
         self.stages_of(Some(plan))
     }
@@ -157,7 +159,7 @@ impl Serve {
         Placement::Stages(stages.iter().map(|stage| (stage.device.into(), stage.layers.clone())).collect())
     }
 
-    /// There is no placement, and none is waited for any more.
+    /// There is no placement, and the job no longer waits for one.
     pub(super) fn give_up(&mut self, reason: &DoneReason, out: &mut Out) {
         self.requests.fail_all(reason, out);
         (self.plan, self.last_ready) = (None, None);
@@ -170,7 +172,7 @@ impl Serve {
 
     // ---- running
 
-    /// All stages are ready: of each, where it goes on.
+    /// All stages are ready. Returns where each of them resumes.
     pub(super) fn resume(&mut self, now: Instant, epoch: Epoch, parts: &[Part]) -> Vec<Resume> {
         let stages: Vec<NodeId> = parts.iter().map(|part| part.owner).collect();
         let track = Track { epoch, stages, token_ns: self.step_ns(), standbys: Vec::new() };
@@ -179,11 +181,11 @@ impl Serve {
         self.requests.resume(now, track, &held).into_iter().map(Resume::Stage).collect()
     }
 
-    /// They run: requests go on.
+    /// The stages run, and requests continue.
     pub(super) fn begin(&mut self, now: Instant, parts: &[Part], out: &mut Out) {
         let held: Vec<(NodeId, &[Position])> = parts.iter().map(|part| (part.owner, positions(part))).collect();
         self.requests.start(now, &held, out);
-        // Standbys that have answered already hold what is over as well.
+        // Standbys that have answered already may hold ended requests as well.
         for standby in parts.iter().filter_map(|part| part.standby.as_ref()) {
             if let Ok(has) = &standby.prepared {
                 self.requests.close_ended(standby.node, standby_positions(has), out);
@@ -214,14 +216,14 @@ impl Serve {
 
     // ---- standbys
 
-    /// Whether a standby has, but for a little, what its stage has.
+    /// Whether a standby is hot and behind its stage by at most [`STANDBY_LAG_MAX`] positions of each request.
     pub(super) fn is_current(&self, standby: &Standby) -> bool {
         let follows = standby.is_prepared() && standby.tier == Tier::Hot;
         let acked = self.requests.acked();
         follows && acked.iter().all(|(id, &acked)| standby.at(id.0).saturating_add(STANDBY_LAG_MAX) >= acked)
     }
 
-    /// What the planner said of a part's standby.
+    /// Records the planner's answer on a part's standby.
     pub(super) fn set_tier(&mut self, part: PartId, tier: Tier, stall_ns: Option<u64>) {
         self.tiers.insert(part, (tier, stall_ns));
     }
@@ -232,7 +234,7 @@ impl Serve {
 
     // ---- calibration
 
-    /// Asks the next node that is due, this one included, to show how fast it is.
+    /// Challenges the next node that is due, this one included, to measure its speed.
     pub(super) fn challenge(&mut self, now: Instant, epoch: Epoch, parts: &[Part], out: &mut Out) {
         let Some(plan) = &self.plan else { return };
         let layers = |index: usize| plan.stages().get(index).map(|stage| stage.layers.clone());
@@ -282,7 +284,7 @@ impl Serve {
 
     // ---- a better placement
 
-    /// What going to another placement would change; none if that is the present one.
+    /// Predicted effect of moving to another placement. `None` if it is the present one.
     pub(super) fn change(&self, answer: &ModelAnswer) -> Option<Change> {
         let present = self.plan.as_deref()?;
         if answer.plan.placement() == present.placement() {
@@ -292,7 +294,7 @@ impl Serve {
         Some(Change { before_ns: answer.before_ns?, after_ns: answer.plan.token_ns(), bytes })
     }
 
-    /// Stages of a plan that are not where they are now.
+    /// Stages of a plan whose nodes do not own the same layers now.
     pub(super) fn moved<'a>(&'a self, plan: &'a Plan) -> impl Iterator<Item = (PartId, &'a Stage)> + 'a {
         let stays = |stage: &Stage| {
             let mut held = self.plan.as_deref().into_iter().flat_map(|present| present.stages_of(stage.device));
@@ -302,12 +304,12 @@ impl Serve {
     }
 }
 
-/// What a stage's owner has of each request.
+/// Cached positions of a part's owner.
 fn positions(part: &Part) -> &[Position] {
     part.ready.as_ref().map_or(&[], |ready| ready.has.positions())
 }
 
-/// What a standby has of each request, as it reports.
+/// Cached positions of a standby, as it reported them.
 pub(super) fn standby_positions(has: &Has) -> &[Position] {
     has.positions()
 }

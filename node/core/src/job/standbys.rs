@@ -1,4 +1,5 @@
-//! The standbys of a job's parts: sought when it runs, made known to the nodes that feed them, owners when theirs leaves or is lost.
+//! Standbys of a job's parts: chosen while the job runs, announced to the nodes that feed them, promoted when an owner
+//! drains or is lost.
 use super::lifecycle::{Job, Phase, Role};
 use super::output::{JobOutput, Out};
 use super::part::{Part, Standby};
@@ -17,12 +18,12 @@ use partitioner::DeviceId;
 use partitioner::tiles::TileStandby;
 
 impl Job {
-    /// Parts that lack a standby.
+    /// Whether a part lacks a standby.
     fn lacks_standbys(&self) -> bool {
         self.workload.wants_standbys() && self.parts.iter().any(|part| part.standby.is_none())
     }
 
-    /// Asks the planner for the standbys that are missing.
+    /// Asks the planner for missing standbys.
     pub(super) fn seek_standbys(&mut self, now: Instant, out: &mut Out) {
         self.standbys_due = None;
         if planted::has(Planted::NoStandbys) || !self.is_running() || !self.lacks_standbys() {
@@ -55,7 +56,8 @@ impl Job {
         self.add_standbys(now, new, out);
     }
 
-    /// The planner chose standbys for tiles. One may change over from another tile, which then has none.
+    /// The planner chose standbys for tiles. If a tile's standby is reassigned, the answer also has a new one for that
+    /// tile.
     pub(super) fn handle_tile_standbys(&mut self, now: Instant, chosen: &[TileStandby], out: &mut Out) {
         let Workload::Steps(steps) = &self.workload else { return };
         let tier = steps.spec.tier;
@@ -100,7 +102,7 @@ impl Job {
         }
     }
 
-    /// Orders a part from its standby.
+    /// Sends the order of a part to its standby.
     pub(super) fn order_standby(&mut self, now: Instant, part: PartId, out: &mut Out) {
         let Some(order) = self.order(part, Role::Standby).filter(|order| order.standby.is_some()) else { return };
         let Some(standby) = self.parts.get_mut(part.index()).and_then(|part| part.standby.as_mut()) else { return };
@@ -109,7 +111,7 @@ impl Job {
         self.send(node, ToParticipant::Prepare(order), out);
     }
 
-    /// Standbys that have not answered are asked again.
+    /// Repeats orders that standbys have not answered.
     pub(super) fn standbys_wakeup(&mut self, now: Instant, out: &mut Out) {
         let late = |part: &Part| {
             let asked = part.standby.as_ref().and_then(|standby| standby.prepared.as_ref().err());
@@ -124,7 +126,7 @@ impl Job {
         asked.min().map(|at| *at + PREPARE_RETRY)
     }
 
-    /// A standby has answered its order: the nodes that feed it get to know it.
+    /// A standby has answered its order. It is announced to the nodes that feed it.
     pub(super) fn standby_prepared(&mut self, now: Instant, part: PartId, ready: &Ready, out: &mut Out) {
         let ready_now = self.workload.ready_when_prepared();
         let Some(standby) = self.parts.get_mut(part.index()).and_then(|part| part.standby.as_mut()) else { return };
@@ -140,19 +142,20 @@ impl Job {
         self.announce_standby(part, out);
         self.announce_to_standby(part, out);
         self.report_standbys(out);
+        self.publish_record(out); // it may vote from now on
         if !self.draining.is_empty() {
-            self.standbys_due = Some(now); // it may take over at once
+            self.standbys_due = Some(now); // it may take over immediately
         }
     }
 
-    /// The standby of a part that is fed copies: one that computes along.
+    /// The standby of a part, if the nodes that feed the part have to know it.
     fn fed(&self, part: PartId) -> Option<NodeId> {
         let standby = self.parts.get(part.index())?.standby.as_ref()?;
         (standby.is_prepared() && self.workload.follows(standby)).then_some(standby.node)
     }
 
-    /// Nodes beside a part that have to know its standby: the owners of the parts that feed it or are fed by it, and of a route the
-    /// standbys of these.
+    /// Nodes that must know a part's standby: the owners of the parts that feed it. For a stage also the owner of the
+    /// next stage, and the standbys of both neighbours.
     fn beside(&self, part: PartId) -> BTreeSet<NodeId> {
         let Some(order) = self.order(part, Role::Owner) else { return BTreeSet::new() };
         let mut beside: BTreeSet<PartId> = order.feeders(part).into_iter().collect();
@@ -173,7 +176,7 @@ impl Job {
         self.update_fed();
     }
 
-    /// A standby of a route has to know the standbys beside it, too.
+    /// The standby of a stage must also know the standbys of the neighbouring stages.
     fn announce_to_standby(&self, part: PartId, out: &mut Out) {
         let Some(to) = self.fed(part).filter(|_| matches!(self.workload, Workload::Serve(_))) else { return };
         for other in part.before().into_iter().chain([part.after()]) {
@@ -183,7 +186,7 @@ impl Job {
         }
     }
 
-    /// The coordinator itself feeds the first stage's standby, and closes requests at all of them.
+    /// The coordinator itself feeds the first stage's standby, and closes requests at all standbys.
     fn update_fed(&mut self) {
         let fed = (0..self.parts.len()).map(PartId::of).filter_map(|part| Some((part, self.fed(part)?))).collect();
         if let Workload::Serve(serve) = &mut self.workload {
@@ -191,7 +194,7 @@ impl Job {
         }
     }
 
-    /// Makes all standbys known once more: what was sent before may be lost.
+    /// Announces all standbys again: earlier announcements may be lost.
     pub(super) fn announce_standbys(&mut self, out: &mut Out) {
         for part in (0..self.parts.len()).map(PartId::of) {
             if self.fed(part).is_some() {
@@ -200,7 +203,7 @@ impl Job {
         }
     }
 
-    /// Reports of each standby, once, that it is current.
+    /// Announces each standby once as current.
     pub(super) fn report_standbys(&mut self, out: &mut Out) {
         let mut current = false;
         for at in 0..self.parts.len() {
@@ -220,7 +223,7 @@ impl Job {
         }
     }
 
-    /// A standby reports how far it is.
+    /// A standby reports its progress.
     pub(super) fn handle_held(&mut self, now: Instant, from: NodeId, part: PartId, cursors: Cursors, out: &mut Out) {
         let standby = self.parts.get_mut(part.index()).and_then(|part| part.standby.as_mut());
         let Some(standby) = standby.filter(|standby| standby.node == from) else { return };
@@ -236,7 +239,7 @@ impl Job {
         }
     }
 
-    /// A part has no standby any more, or one that cannot hold it.
+    /// Removes a part's standby: it is lost, or cannot hold the part.
     pub(super) fn drop_standby(&mut self, now: Instant, part: PartId, out: &mut Out) {
         let Some(standby) = self.parts.get_mut(part.index()).and_then(|part| part.standby.take()) else { return };
         self.standbys_due = Some(now + STANDBY_RETRY);
@@ -244,7 +247,8 @@ impl Job {
         if self.is_running() {
             self.announce_standby(part, out);
         }
-        // If it lives it is to let go; if that is lost too, it does so when it hears no more of the job.
+        // If the node lives, it drops the part. If this message is lost, it drops the part once it receives nothing
+        // more about the job.
         self.send(node, ToParticipant::Release { part }, out);
         self.watch(out);
         self.publish_record(out);
@@ -257,14 +261,14 @@ impl Job {
         parts.into_iter().for_each(|part| self.drop_standby(now, part, out));
     }
 
-    /// Standbys on nodes that take no new work are let go.
+    /// Releases standbys on draining nodes.
     pub(super) fn release_draining_standbys(&mut self, now: Instant, out: &mut Out) {
         let leaving: Vec<NodeId> = self.standby_nodes().intersection(&self.draining).copied().collect();
         leaving.into_iter().for_each(|node| self.handle_standby_lost(now, node, out));
     }
 
-    /// Parts of nodes that drain go to their standbys once those are current. Without such a one they stay where they are: a
-    /// part that runs is better than none. The coordinator's own parts stay as long as it coordinates.
+    /// Hands parts of draining nodes over to their standbys once those are current. Without a current standby a part
+    /// stays: a running part is better than none. The coordinator's own parts stay as long as it coordinates.
     pub(super) fn hand_over(&mut self, now: Instant, out: &mut Out) {
         if !self.is_running() || self.draining.is_empty() {
             return;
@@ -274,7 +278,7 @@ impl Job {
             self.draining.contains(&part.owner) && part.owner != self.me && current
         };
         let leaving: BTreeSet<NodeId> = self.parts.iter().filter(leaves).map(|part| part.owner).collect();
-        // A node hands all its parts over, or none.
+        // A node hands over all its parts, or none.
         let all = |node: &NodeId| self.parts.iter().filter(|part| part.owner == *node).all(|part| leaves(&part));
         let leaving: BTreeSet<NodeId> = leaving.into_iter().filter(all).collect();
         if !leaving.is_empty() {

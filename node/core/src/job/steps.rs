@@ -1,4 +1,4 @@
-//! Stepping a grid: what the job's coordinator decides that a served model has no equal of. Next: `steps/keep.rs`.
+//! Stepping a grid: what the coordinator does for simulations only. Next: `steps/keep.rs`.
 mod collect;
 mod keep;
 mod rates;
@@ -29,35 +29,36 @@ pub(super) struct Steps {
     tiles: Vec<Tile>,
     depth: u32,
     step_ns: u64,
-    /// Where the tiles of the next placement start.
+    /// Where the tiles of the next placement get their cells.
     start: TileStart,
-    /// The last checkpoint that is whole and on disk.
+    /// Step of the last checkpoint that is complete and on disk.
     checkpoint: Option<u32>,
     collected: Collected,
-    /// What is being fetched, and what is to be tried again.
+    /// Saved states that are fetched, or fetched again.
     fetching: BTreeMap<(PartId, u32, SaveKind), Fetch>,
-    /// A checkpoint is being made the one to roll back to.
+    /// The checkpoint that is being made the one to roll back to.
     keeping: Option<u32>,
-    /// The last progress that callers know.
+    /// The progress that callers know of.
     reported_step: u32,
     ending: Option<Result<(), String>>,
-    /// All steps are made and reported.
+    /// All steps are computed and reported.
     computed: bool,
-    /// Callers know that something holds the job up.
+    /// Callers know of a delay.
     waiting: bool,
-    /// All is computed, but something that was saved has not come: it is not waited for for ever.
+    /// All steps are computed, but a saved state has not arrived: when to stop waiting for it.
     lingers: Option<Instant>,
     rates: Rates,
-    /// When the present placement began to run, and after which step.
+    /// When the present placement began to run, and at which step.
     begun_at: (Instant, u32),
     search: Option<Search>,
 }
 
-/// What a simulation knows of a tile, besides where it is.
+/// State of a tile, besides its placement.
 #[derive(Clone, Debug)]
 struct Tile {
     block: Block,
-    /// Thousandths of the speed of its node by which its time was predicted; 0: it was planned for another node.
+    /// Rate that its predicted time assumes, in thousandths of the node's nominal speed; 0 if it was planned for
+    /// another node.
     rate: u32,
     step: u32,
     figures: TileFigures,
@@ -72,18 +73,18 @@ struct Fetch {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FetchState {
-    /// For its turn.
+    /// It waits for its turn.
     Waiting,
     /// The shell fetches it.
     UnderWay,
-    /// It failed, and is fetched again then.
+    /// It failed, and is fetched again at this time.
     Failed(Instant),
 }
 
-/// What a report means for the job.
+/// What follows from a report for the job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Then {
-    /// It goes on.
+    /// The job continues.
     GoOn,
     /// All tiles roll back to the last checkpoint.
     RollBack,
@@ -115,7 +116,7 @@ impl Steps {
         }
     }
 
-    /// A simulation whose coordinator is silent, as this node goes on with it.
+    /// Takes over a simulation whose coordinator is silent.
     pub(super) fn inherited(
         me: NodeId,
         (name, job, checkpoint): (String, JobId, Option<u32>),
@@ -144,7 +145,7 @@ impl Steps {
         Steps { tiles, depth, step_ns, start, ..Steps::new(me, spec) }
     }
 
-    /// Steps that all tiles have made.
+    /// Steps completed by all tiles.
     pub(super) fn step(&self) -> u32 {
         self.tiles.iter().map(|tile| tile.step).min().unwrap_or(0)
     }
@@ -181,7 +182,7 @@ impl Steps {
 
     // ---- placement
 
-    /// What the planner is to answer.
+    /// The question for a placement.
     pub(super) fn ask(&mut self) -> What {
         self.rates.planned();
         self.what(None)
@@ -202,7 +203,7 @@ impl Steps {
         parts.iter().zip(&self.tiles).map(|(part, tile)| (part.owner.into(), tile.block)).collect()
     }
 
-    /// Takes a cut. Returns its parts.
+    /// Adopts a partition. Returns its parts.
     pub(super) fn adopt(&mut self, plan: &GridPlan) -> Vec<Part> {
         (self.depth, self.step_ns) = (plan.depth(), plan.step_ns());
         let (step, rates) = (self.start_step(), self.rates.paces());
@@ -236,12 +237,12 @@ impl Steps {
         Placement::Tiles { tiles, depth: self.depth, step }
     }
 
-    /// Whether tiles go on from where they are. Else all start again.
+    /// Whether tiles continue with the cells that they have. Otherwise all start again.
     pub(super) fn continues(&self) -> bool {
         self.start == TileStart::Continue
     }
 
-    /// All tiles start again, from the last checkpoint or from the beginning.
+    /// All tiles start again, from the last checkpoint or from the initial state.
     pub(super) fn roll_back(&mut self) {
         self.start = self.checkpoint.map_or(TileStart::Initial, |step| TileStart::Checkpoint { step });
         self.computed = false;
@@ -249,14 +250,15 @@ impl Steps {
         self.keeping = None;
     }
 
-    /// A standby has become the owner of a tile.
+    /// A standby was promoted to a tile's owner.
     pub(super) fn promoted(&mut self, part: PartId) {
         if let Some(tile) = self.tiles.get_mut(part.index()) {
             tile.rate = 0;
         }
     }
 
-    /// These nodes are lost. What they saved cannot be fetched from them any more; it comes again.
+    /// These nodes are lost. States that they saved cannot be fetched any more; they are announced again by standbys or
+    /// after a rollback.
     pub(super) fn lost(&mut self, nodes: &alloc::collections::BTreeSet<NodeId>, out: &mut Out) {
         self.rates.lost(nodes);
         self.fetching.retain(|_, fetch| !nodes.contains(&fetch.from));
@@ -290,14 +292,15 @@ impl Steps {
 
     // ---- running
 
-    /// An owner has its tile.
+    /// An owner is ready.
     pub(super) fn prepared(&mut self, part: PartId, has: &Has) {
         if let (Has::Tile { step, .. }, Some(tile)) = (has, self.tiles.get_mut(part.index())) {
             tile.step = *step;
         }
     }
 
-    /// All tiles are ready: of each, where it goes on; none if what one needs is not kept by its neighbours.
+    /// All tiles are ready. Returns where each of them resumes; `None` if a tile needs halos that its neighbours no
+    /// longer keep.
     pub(super) fn resume(&mut self, now: Instant, parts: &[Part]) -> Option<Vec<Resume>> {
         if !self.can_go(parts) {
             return None;
@@ -318,7 +321,7 @@ impl Steps {
     fn can_go(&self, parts: &[Part]) -> bool {
         parts.iter().all(|part| {
             let Some(Has::Tile { kept, .. }) = part.ready.as_ref().map(|ready| &ready.has) else { return false };
-            // A neighbour that begins at the same step makes its halos first.
+            // `from` may be the tile's own step: it computes the halos of that step first.
             kept.iter().all(|(peer, from)| self.tiles.get(peer.index()).is_some_and(|peer| *from <= peer.step))
         })
     }
@@ -405,7 +408,7 @@ impl Steps {
         standby.ready && standby.is_prepared()
     }
 
-    /// Whether its tiles are to have standbys.
+    /// Whether its tiles should have standbys.
     pub(super) fn wants_standbys(&self) -> bool {
         matches!(self.spec.tier, Tier::Hot | Tier::Warm) && !self.computed
     }
@@ -428,8 +431,8 @@ impl Steps {
             FetchState::Waiting | FetchState::UnderWay => None,
         };
         let fetch = self.fetching.values().filter_map(failed).min();
-        let fetch = fetch.map(|at| (at, "job: what could not be fetched is fetched again"));
-        let lingers = self.lingers.map(|at| (at, "job: what is missing does not come"));
+        let fetch = fetch.map(|at| (at, "job: a failed fetch is repeated"));
+        let lingers = self.lingers.map(|at| (at, "job: missing states are not awaited any longer"));
         let lingers = lingers.filter(|_| self.fetching.is_empty() && self.keeping.is_none());
         [fetch, lingers, self.rates.next_wakeup()].into_iter().flatten().min()
     }
@@ -439,5 +442,5 @@ impl Steps {
     }
 }
 
-/// How long a job that has made all steps waits for outputs whose maker was lost.
+/// How long a job that has completed all steps waits for saved states of lost owners.
 const LINGER: Duration = Duration::from_secs(5);

@@ -1,4 +1,5 @@
-//! What a coordinator leaves to its successors, and how one of them goes on.
+//! Succession at the coordinator: publishes the succession record, takes over jobs of silent coordinators, and decides
+//! between two coordinators of one job.
 use super::domains::Apart;
 use super::lifecycle::{Job, Phase};
 use super::output::{JobOutput, Out};
@@ -16,13 +17,14 @@ use alloc::collections::BTreeSet;
 use alloc::{boxed::Box, format, vec::Vec};
 
 impl Job {
-    /// Nodes that may take the job over under the present epoch, in order.
+    /// Successors under the present epoch, in order.
     pub(super) fn successors(&self) -> Vec<NodeId> {
         self.successors.clone()
     }
 
-    /// Chooses them for a new epoch: its owners, then its standbys; those first that the loss of this node's machine or zone leaves. They
-    /// stay until the next one, because participants obey no other.
+    /// Chooses the successors for a new epoch: the owners, then the standbys. Nodes that survive the loss of this
+    /// node's machine or zone come first. The successors stay until the next epoch, because participants obey no
+    /// others.
     pub(super) fn choose_successors(&mut self) {
         let mut successors = Vec::new();
         for owner in self.owners().into_iter().chain(self.standby_nodes()) {
@@ -41,17 +43,17 @@ impl Job {
         self.participants().into_iter().chain(self.named.iter().copied()).filter(|node| *node != self.me).collect()
     }
 
-    /// Whether a node may have taken the job over from this one: a successor that was named, or a previous coordinator.
+    /// Whether a node may have taken the job over from this one: a named successor, or a previous coordinator.
     pub(super) fn may_succeed(&self, node: NodeId) -> bool {
         self.previous.contains(&node) || self.named.contains(&node)
     }
 
-    /// Whether another node coordinated the job before this one.
+    /// Whether a node is a previous coordinator of the job.
     pub(super) fn succeeded(&self, node: NodeId) -> bool {
         self.previous.contains(&node)
     }
 
-    /// Sends the successors what they would need.
+    /// Publishes the succession record to the successors.
     pub(super) fn publish_record(&self, out: &mut Out) {
         let successors = self.successors();
         if successors.is_empty() || self.parts.is_empty() {
@@ -67,7 +69,7 @@ impl Job {
         Record { parts: self.parts.iter().map(part_record).collect(), program: self.workload.record() }
     }
 
-    /// Sends the successors what happened to requests since it did so last.
+    /// Sends the successors the token log entries since the last call.
     pub(super) fn publish_log(&mut self, now: Instant, out: &mut Out) {
         let successors = self.successors();
         let Workload::Serve(serve) = &mut self.workload else { return };
@@ -82,7 +84,8 @@ impl Job {
         }
     }
 
-    /// A job that this node took over ends once it has not been used for a while: its first coordinator may serve it again.
+    /// Ends an inherited model job that has had no callers for [`UNUSED_MAX`]. Its first coordinator may serve the
+    /// model again.
     pub(super) fn end_unused(&mut self, now: Instant) {
         let Workload::Serve(serve) = &self.workload else { return };
         if self.previous.is_empty() || serve.requests.has_callers() {
@@ -92,10 +95,11 @@ impl Job {
         }
     }
 
-    /// A job whose coordinator is silent, as this node goes on with it. Nothing is asked of any node yet.
+    /// Takes over a job whose coordinator is silent. Nothing is asked of any node yet.
     pub(super) fn inherited(me: NodeId, inheritance: Inheritance, out: &mut Out) -> Option<Self> {
         let Inheritance { job: id, epoch, order, record, checkpoint, log } = inheritance;
-        // One number is left out, so that a coordinator that was only paused comes too late instead of taking it back.
+        // One counter is skipped: the next epoch of a coordinator that was only paused is then lower than this node's
+        // first one.
         let counter = epoch.counter.saturating_add(1);
         let (workload, inherited) = match (&order.work, &record.program) {
             (PartWork::Tile(tile), ProgramRecord::Steps(steps)) => {
@@ -128,7 +132,7 @@ impl Job {
             job.asked.insert(node);
             job.note_asked(node);
         }
-        // What they hold is free for the next placement, should they not go on with it.
+        // The next placement may use the memory that the participants hold, if it gives them other parts.
         for (at, record) in record.parts.iter().enumerate() {
             let nodes = order.owners.get(at).copied().into_iter().chain(record.standby.map(|standby| standby.node));
             for node in nodes {
@@ -140,30 +144,35 @@ impl Job {
         Some(job)
     }
 
-    /// Whether enough of the participants stay to take it over.
+    /// Whether a majority of the participants remains without this node, so that a successor can take over.
     pub(super) fn can_be_left(&self) -> bool {
         let all = self.participants();
         let others = all.iter().filter(|node| **node != self.me).count();
         self.is_running() && !self.successors().is_empty() && 2 * others > all.len()
     }
 
-    /// This node leaves the mesh, and the others see to the job.
+    /// This node leaves the mesh. A successor takes the job over.
     pub(super) fn leave(&mut self, out: &mut Out) {
         self.end(
             Ending::Moved(format!(
-                "this node left the mesh, and another goes on with the job: `meshnode jobs` there shows it; its id is {:016x}",
+                "this node left the mesh, and another node continues the job: `meshnode jobs` there shows it, with id {:016x}",
                 self.id.0
             )),
             out,
         );
     }
 
-    /// A node says that it obeys another coordinator, or is one. It is believed where this node stood still or was cut off and a second node
-    /// that was ordered to take part says the same, else if more than half of the participants say it: a takeover needs as many. The
-    /// others are made to say what they know.
+    /// A node reports another coordinator of the job: one that it obeys, or itself. This node believes the claim and
+    /// stands down if
+    /// - it was absent, and two nodes that were ordered to take part claim the same coordinator,
+    /// - more than half of the participants claim the same epoch (a takeover needs a majority), or
+    /// - it has no placement, and the claimant is the other coordinator.
     ///
-    /// Of two that coordinate the job and reach each other, the earlier one decides alone which goes, lest both do: if it was not away it
-    /// sends its epoch, on which the successor goes, and stays from then on.
+    /// Otherwise it queries the participants that have claimed nothing.
+    ///
+    /// If two coordinators of the job reach each other, the earlier one alone decides which stands down, because
+    /// otherwise both might. If it does not believe the claim, it sends its epoch and stays, and the successor stands
+    /// down when it receives the epoch. A coordinator that was absent first waits [`CONFIRMED`] for a second claim.
     pub(super) fn handle_claim(&mut self, now: Instant, from: NodeId, theirs: Epoch, out: &mut Out) {
         let participants = self.participants();
         if self.succeeded(theirs.issuer) {
@@ -176,9 +185,9 @@ impl Job {
         self.claims.note(now, from, theirs);
         let by = self.claims.by.intersection(&participants).count();
         let coordinates = from == theirs.issuer;
-        // Whatever has happened to this node since.
+        // Even if this node was absent since.
         let stays = self.claims.stays.is_some_and(|(claim, until)| theirs <= claim && now < until);
-        // One that has no placement has nothing to lose.
+        // A coordinator without a placement has nothing to lose.
         let believed = self.was_absent && self.claims.claimants.len() >= 2 || coordinates && self.is_degraded();
         if (believed || 2 * by > participants.len()) && !stays {
             return self.stand_down(theirs.issuer);
@@ -189,7 +198,8 @@ impl Job {
         }
         if self.claims.asked.is_none_or(|at| now.since(at) >= CLAIMS_QUIET) {
             self.claims.asked = Some(now);
-            // Of no use to those that do not succeed this node; those that obey another answer with its epoch.
+            // The record is only a query. Nodes that do not succeed this one have no use for it. Nodes that obey
+            // another coordinator answer with its epoch.
             let record = self.record();
             let before = self.known.iter().filter(|_| self.was_absent);
             let asked: BTreeSet<NodeId> = participants.iter().chain(before).copied().collect();
@@ -204,12 +214,12 @@ impl Job {
         self.was_absent && self.claims.claimants.len() == 1 && now.since(self.claims.since) < CONFIRMED
     }
 
-    /// Another node that coordinates the job learns that this one does.
+    /// Sends this node's epoch to another coordinator of the job.
     fn say_epoch(&self, to: NodeId, out: &mut Out) {
         out.push_back(JobOutput::Stale { to, job: self.id, mine: self.epoch });
     }
 
-    /// Another node goes on with it.
+    /// Another node coordinates the job now.
     pub(super) fn stand_down(&mut self, successor: NodeId) {
         self.successor = Some(successor);
         let why = if self.succeeded(successor) {
@@ -218,26 +228,27 @@ impl Job {
             "this node was silent for too long"
         };
         self.ending = Some(Ending::Moved(format!(
-            "node {successor} goes on with the job, because {why}: results from now on are kept there; \
+            "node {successor} continues the job, because {why}: later results are stored there; \
              `meshnode jobs` and `meshnode watch {:016x}` there show it",
             self.id.0
         )));
     }
 }
 
-/// What other nodes say of another coordinator.
+/// Claims of other nodes that another coordinator has the job.
 #[derive(Debug, Default)]
 pub(super) struct Claims {
-    /// The highest epoch that was claimed.
+    /// The highest epoch claimed.
     epoch: Option<Epoch>,
-    /// Which nodes claim it.
+    /// Nodes that claim this epoch.
     by: BTreeSet<NodeId>,
-    /// Which nodes claimed an epoch of the same issuer, and since when.
+    /// Nodes that claimed any epoch of the same issuer, and since when.
     claimants: BTreeSet<NodeId>,
     since: Instant,
-    /// When the others, or the node from which this one took the job over, were asked.
+    /// When the participants, or the previous coordinator, were last queried.
     asked: Option<Instant>,
-    /// Up to which claim this node does not stand down, and until when: the successor was sent its epoch, and goes.
+    /// Until this time the node does not stand down for claims up to this epoch: the successor was sent this node's
+    /// epoch and stands down.
     stays: Option<(Epoch, Instant)>,
 }
 
@@ -256,11 +267,12 @@ impl Claims {
     }
 }
 
-/// How long a coordinator stays that sent a successor its epoch: that may be lost, and is sent again then.
+/// How long a coordinator that sent a successor its epoch does not stand down. The epoch may be lost; it is sent again
+/// afterwards.
 const STAYS: Duration = Duration::from_secs(5);
-/// How long a node that was away waits for a second one to confirm what the first says.
+/// How long a coordinator that was absent waits for a second node to confirm a claim.
 const CONFIRMED: Duration = Duration::from_secs(2);
-/// How long they are not asked again.
+/// Least time between two queries.
 const CLAIMS_QUIET: Duration = Duration::from_millis(500);
 
 fn part_record(part: &Part) -> PartRecord {

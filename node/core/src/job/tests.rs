@@ -1,4 +1,4 @@
-//! What a coordinator does with the states that owners announce.
+//! The coordinator of a simulation: saved states, losses, standbys and successors.
 use super::*;
 use crate::id::{ContentId, Generation};
 use crate::message::{FromTile, ToParticipant};
@@ -14,7 +14,7 @@ use partitioner::tiles::{Block, GridWork};
 const ME: NodeId = NodeId([1; 16]);
 const JOB: JobId = JobId(7);
 const STEP: u32 = 10;
-/// Of a tile's cells: 64 by 16, 8 bytes each.
+/// Bytes of a tile's cells: 64 by 16, 8 bytes each.
 const BYTES: u64 = 8 * 64 * 16;
 
 fn owner(tile: u16) -> NodeId {
@@ -26,7 +26,7 @@ fn running() -> (Jobs, Epoch) {
     inherited([None; 4])
 }
 
-/// The same with these standbys, which have cells.
+/// The same job with these standbys, which have cells.
 fn inherited(standbys: [Option<NodeId>; 4]) -> (Jobs, Epoch) {
     let work = GridWork {
         size: [64, 64, 1],
@@ -94,7 +94,7 @@ fn saved(jobs: &mut Jobs, epoch: Epoch, tile: u16, kind: SaveKind, bytes: u64) -
     jobs.handle_message(Instant::default(), owner(tile), JOB, epoch, say)
 }
 
-/// Tiles whose states are fetched from now on.
+/// Tiles whose states are now fetched.
 fn fetched(jobs: &mut Jobs) -> Vec<u16> {
     let mut tiles = Vec::new();
     while let Some(output) = jobs.poll_output() {
@@ -116,12 +116,12 @@ fn two_parts_of_a_checkpoint_are_fetched_at_once() {
         assert_eq!(saved(&mut jobs, epoch, tile, SaveKind::Checkpoint, BYTES), None);
     }
     assert_eq!(fetched(&mut jobs), [3, 1]);
-    // Frames do not wait for them.
+    // Frames do not wait for checkpoints.
     assert_eq!(saved(&mut jobs, epoch, 2, SaveKind::Output(0), 99), None);
     assert_eq!(fetched(&mut jobs), [2]);
     collected(&mut jobs, 3, Ok(()));
     assert_eq!(fetched(&mut jobs), [0]);
-    // One that failed leaves its turn to the next, and gets another.
+    // A fetch that failed leaves its turn to the next one, and is repeated later.
     collected(&mut jobs, 1, Err("the disk is full".into()));
     assert_eq!(fetched(&mut jobs), [2]);
     collected(&mut jobs, 0, Ok(()));
@@ -133,15 +133,15 @@ fn two_parts_of_a_checkpoint_are_fetched_at_once() {
 #[test]
 fn an_owner_that_announces_more_than_its_tile_has_is_not_believed() {
     let (mut jobs, epoch) = running();
-    let refused = saved(&mut jobs, epoch, 1, SaveKind::Checkpoint, BYTES + 1).expect("it is refused");
+    let rejected = saved(&mut jobs, epoch, 1, SaveKind::Checkpoint, BYTES + 1).expect("it is rejected");
     let expected = "tile 1 announces a checkpoint of 8193 bytes, its cells have 8192";
-    assert_eq!(refused, Complaint::Failed { held: true, reason: expected.into() });
+    assert_eq!(rejected, Complaint::Failed { held: true, reason: expected.into() });
     assert_eq!(fetched(&mut jobs), [0; 0]);
     assert_eq!(saved(&mut jobs, epoch, 1, SaveKind::Checkpoint, BYTES), None);
     assert_eq!(fetched(&mut jobs), [1]);
 }
 
-/// The owners that are ordered to hold their tiles now, and from where these begin.
+/// The owners that are now ordered to hold tiles, and where the cells come from.
 fn ordered(jobs: &mut Jobs) -> Vec<(NodeId, TileStart)> {
     let mut ordered = Vec::new();
     while let Some(output) = jobs.poll_output() {
@@ -167,7 +167,7 @@ fn a_standby_that_failed_is_released() {
     assert!(released);
 }
 
-/// A second owner is lost while the first one's standby takes its place.
+/// A second owner is lost before the first one's standby has taken over.
 #[test]
 fn owners_lost_one_after_the_other_are_both_replaced_by_their_standbys() {
     let standby = |tile: u16| NodeId([20 + tile as u8; 16]);
@@ -180,7 +180,8 @@ fn owners_lost_one_after_the_other_are_both_replaced_by_their_standbys() {
     assert_eq!(ordered(&mut jobs), tiles.map(|node| (node, TileStart::Continue)));
 }
 
-/// A standby that was current under the placement before is announced, and known to successors, once it reports again.
+/// A standby that was current under an earlier placement is announced and published again, once it reports under the
+/// new one.
 #[test]
 fn standbys_are_announced_again_under_a_new_placement() {
     let (standby, other) = (NodeId([20; 16]), NodeId([21; 16]));
@@ -217,7 +218,8 @@ fn standbys_are_announced_again_under_a_new_placement() {
     assert_eq!(again, (true, true), "a successor would not use it");
 }
 
-/// What participants hold is free for the next placement: else a successor would find no room for the job that it took over.
+/// The next placement may use the memory that participants hold. Otherwise a successor would find none for the job that
+/// it took over.
 #[test]
 fn a_successor_that_places_the_tiles_again_counts_what_participants_hold_as_free() {
     let (mut jobs, _) = running();
@@ -240,12 +242,12 @@ fn a_successor_that_places_the_tiles_again_counts_what_participants_hold_as_free
 }
 
 #[test]
-fn successors_that_the_loss_of_the_coordinators_zone_leaves_come_first() {
+fn successors_outside_the_coordinators_zone_come_first() {
     let (mut jobs, _) = running();
     let apart = [(owner(0), Apart::SameMachine), (owner(1), Apart::SameZone), (owner(3), Apart::OtherZone)];
     let job = jobs.jobs.get_mut(&JOB).unwrap();
     job.choose_successors();
-    assert_eq!(job.successors(), [0, 1, 2, 3].map(owner), "in the order of their tiles where nothing is known");
+    assert_eq!(job.successors(), [0, 1, 2, 3].map(owner), "in the order of their tiles if nothing is known");
     job.domains = Domains::new(apart.into());
     job.choose_successors();
     assert_eq!(job.successors(), [3, 2, 1, 0].map(owner));

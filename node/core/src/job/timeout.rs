@@ -1,27 +1,27 @@
-//! Prepare timeout: when a fallback plan is asked for although nothing of the present one is lost, because a part does not become
-//! ready or an executor is stalled. There may be no other plan; then the job waits for the present one.
+//! Prepare timeout: asks for a fallback plan although no part of the present placement is lost, because a part does not
+//! become ready or an executor is stalled. If there is no other plan, the job waits for the present one.
 use crate::time::{Duration, Instant};
 
-/// The fallback plan of one job, and how long its parts usually take to load.
+/// The fallback question of one job, and how fast its parts usually load.
 #[derive(Debug, Default)]
 pub(super) struct PrepareTimeout {
-    /// The question whose plan is awaited.
+    /// The pending question for a fallback plan.
     question: Option<u32>,
-    /// When the present placement began, what is allowed it, and when that is over.
+    /// When the present placement began, how long it may take, and when that time is over.
     began: Instant,
     allowed: Duration,
     due: Instant,
-    /// Running mean of the nanoseconds per mebibyte from `Prepare` to ready, of stages that were loaded.
+    /// Running mean of nanoseconds per mebibyte from `Prepare` to ready, of parts that were loaded.
     pace: Option<u64>,
 }
 
 impl PrepareTimeout {
-    /// A placement begins: its largest stage has so many bytes, and a token takes so long.
+    /// A placement begins. `bytes` is the size of its largest part, `token_ns` the predicted time per token or step.
     pub(super) fn begin(&mut self, now: Instant, bytes: u64, token_ns: u64) {
-        // Until something was measured: a stage may have to come over a slow network.
+        // Before the first measurement: a stage may have to be fetched over a slow network.
         let pace = self.pace.map_or(PACE_UNKNOWN, |pace| pace.saturating_mul(LOAD_FACTOR));
         let loading = Duration::from_nanos(pace.saturating_mul(bytes >> 20));
-        // A stage that stays answers when the batch that runs is done.
+        // A stage that stays answers when its running batch is done.
         let batch = Duration::from_nanos(token_ns.saturating_mul(BATCH_TOKENS));
         self.question = None;
         self.began = now;
@@ -29,44 +29,44 @@ impl PrepareTimeout {
         self.due = now + self.allowed;
     }
 
-    /// A stage of so many bytes that had to be loaded is ready.
+    /// A part of this size is ready that had to be loaded.
     pub(super) fn learn(&mut self, now: Instant, bytes: u64) {
         let took = u64::try_from(now.since(self.began).as_nanos()).unwrap_or(u64::MAX);
         let pace = took / (bytes >> 20).max(1);
         self.pace = Some(self.pace.map_or(pace, |old| old / 4 * 3 + pace / 4));
     }
 
-    /// When stages that are not ready have been waited for long enough to ask for a plan without them.
+    /// When to ask for a plan without the parts that are not ready.
     pub(super) fn due(&self) -> Instant {
         self.due
     }
 
-    /// A plan is asked for. If there is none, the next one is asked for after twice the time: so a network on which all
-    /// take long is not asked for more and more.
+    /// A fallback plan is asked for. If there is none, the next question waits twice as long, so that a slow network
+    /// does not cause more and more questions.
     pub(super) fn ask(&mut self, now: Instant, question: u32) {
         self.question = Some(question);
         self.allowed = self.allowed.saturating_mul(2);
         self.due = now + self.allowed;
     }
 
-    /// Whether this plan was asked for, and is awaited still.
+    /// Whether the answer to this question is awaited.
     pub(super) fn awaits(&self, question: u32) -> bool {
         self.question == Some(question)
     }
 
-    /// The plan came, or is not wanted any more.
+    /// The plan arrived, or is not needed any more.
     pub(super) fn end(&mut self) {
         self.question = None;
     }
 }
 
-/// What any placement is allowed: a few round trips, a lost connection.
+/// Allowed for any placement: a few round trips, a lost connection.
 const READY_MIN: Duration = Duration::from_secs(2);
 /// Nanoseconds per mebibyte allowed before any load was measured: 16 MiB/s.
 const PACE_UNKNOWN: u64 = 62_500_000;
-/// How much longer than the mean a load may take.
+/// Factor by which a load may exceed the mean.
 const LOAD_FACTOR: u64 = 4;
-/// How many tokens' time a batch may take that runs before a stage answers: a chunk of a prompt.
+/// Time allowed for the batch that runs before a stage answers, in tokens: a chunk of a prompt.
 const BATCH_TOKENS: u64 = 100;
 
 #[cfg(test)]
@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_measured_says_how_long_to_wait() {
+    fn measured_loads_set_the_timeout() {
         let mut timeout = PrepareTimeout::default();
         timeout.begin(at(0), GIB, 0);
         assert_eq!(timeout.due(), at(66_000), "a GiB at 16 MiB/s");
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn each_search_in_vain_waits_for_twice_as_long() {
+    fn each_question_without_a_plan_doubles_the_timeout() {
         let mut timeout = PrepareTimeout::default();
         timeout.begin(at(0), 0, 0);
         timeout.ask(at(2000), 7);

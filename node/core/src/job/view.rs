@@ -1,4 +1,4 @@
-//! A job as status pages and callers see it.
+//! Views of a job, for status pages and callers.
 use super::lifecycle::{Job, Phase};
 use super::part::Part;
 use super::rebalance::Moved;
@@ -10,7 +10,7 @@ use core::ops::Range;
 use partitioner::Tier;
 use partitioner::tiles::Block;
 
-/// Where a job stands.
+/// State of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum JobState {
     /// Waiting for the planner.
@@ -19,24 +19,24 @@ pub enum JobState {
     Loading,
     /// Parts run.
     Running,
-    /// There is no plan; it waits for the mesh to change.
+    /// There is no plan. The job waits for the mesh to change.
     Degraded,
 }
 
 /// A job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobView {
-    /// Which.
+    /// Job id.
     pub job: JobId,
     /// Its name.
     pub name: String,
-    /// Present epoch.
+    /// The present epoch.
     pub epoch: Epoch,
-    /// Where it stands.
+    /// State.
     pub state: JobState,
     /// Why it is degraded, if it is.
     pub reason: Option<String>,
-    /// Predicted nanoseconds of a token or of a step; 0 while there is no plan.
+    /// Predicted nanoseconds per token or step; 0 while there is no plan.
     pub step_ns: u64,
     /// Its parts, in order; empty while there is no plan.
     pub parts: Vec<PartView>,
@@ -47,30 +47,30 @@ pub struct JobView {
 /// What a job computes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ProgramView {
-    /// It serves a model.
+    /// Serving a model.
     Serve {
-        /// Model content.
+        /// Content id of the model.
         content: ContentId,
-        /// Its last move to a better placement.
+        /// The last move to a better placement.
         moved: Option<Moved>,
-        /// Tokens of context per request.
+        /// Context length per request, in tokens.
         context: u32,
-        /// Requests that can run at once.
+        /// Maximum number of running requests.
         sequences: u32,
-        /// Requests in slots.
+        /// Running requests.
         running: usize,
-        /// Requests in the queue.
+        /// Queued requests.
         waiting: usize,
     },
-    /// It steps a grid.
+    /// Stepping a grid.
     Steps {
-        /// Steps that all tiles have made.
+        /// Steps completed by all tiles.
         step: u32,
-        /// Steps in all.
+        /// Total number of steps.
         steps: u32,
-        /// Steps between exchanges.
+        /// Halo depth: steps between exchanges.
         depth: u32,
-        /// The last checkpoint.
+        /// Step of the last checkpoint.
         checkpoint: Option<u32>,
     },
 }
@@ -78,21 +78,21 @@ pub enum ProgramView {
 /// A part of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PartView {
-    /// Where it is.
+    /// Its owner.
     pub owner: NodeId,
-    /// Bytes that its owner reported to hold; none until it is loaded.
+    /// Bytes that its owner reported to hold. `None` until it is loaded.
     pub bytes: Option<u64>,
-    /// Bytes that the plan allows it.
+    /// Memory that the plan allows it, in bytes.
     pub bytes_max: u64,
-    /// Predicted nanoseconds of a token or of a step.
+    /// Predicted nanoseconds per token or step.
     pub step_ns: u64,
-    /// What it is.
+    /// What it computes.
     pub what: WhatView,
-    /// Its standby, or that no node can be one.
+    /// Its standby. Present without a node if no node can be the standby.
     pub standby: Option<StandbyView>,
 }
 
-/// What a part is.
+/// What a part computes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum WhatView {
     /// Layers `start..end` of a model.
@@ -101,9 +101,9 @@ pub enum WhatView {
     Tile {
         /// Its cells.
         block: Block,
-        /// Steps made.
+        /// Steps completed.
         step: u32,
-        /// What it has spent.
+        /// Execution figures.
         figures: TileFigures,
     },
 }
@@ -111,17 +111,17 @@ pub enum WhatView {
 /// A part's standby.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StandbyView {
-    /// Which node; none where no node can be one.
+    /// Node id. `None` if no node can be the standby.
     pub node: Option<NodeId>,
-    /// How ready it is meant to be. Hot is said only of one that is.
+    /// Tier: of a stage the present one, so that `Hot` is current; of a tile the planned one.
     pub tier: Tier,
-    /// It has what it needs to take the part over: weights in memory, a tile's cells.
+    /// Whether it has what it needs to take the part over: weights in memory, or a tile's cells.
     pub resident: bool,
-    /// It has what its owner has.
+    /// Whether its state counts as current, so that it can take over.
     pub current: bool,
-    /// Of a tile: the step that it has.
+    /// Step of a tile's standby, once it has cells.
     pub step: Option<u32>,
-    /// Predicted nanoseconds from the loss being noticed to the next token, if predicted.
+    /// Predicted nanoseconds from the detection of the loss to the next token, if predicted.
     pub stall_ns: Option<u64>,
 }
 

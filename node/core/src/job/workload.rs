@@ -1,5 +1,5 @@
-//! The program of a job, and the questions that its life cycle asks of it: what to plan, what a part is ordered, where to go on,
-//! whether a standby is current, what a loss means, what a report means, when it is over, what its views show, and what a successor needs of it.
+//! The workload of a job, behind the questions of its life cycle: what to plan and to order, where to resume, whether a
+//! standby is current, what losses and reports mean, when the job ends, what views show, and what a successor needs.
 use super::output::{Out, What};
 use super::part::{Part, Standby};
 use super::rebalance::Moved;
@@ -20,13 +20,13 @@ use partitioner::{DeviceId, Plan, Tier};
 /// What a job computes. A new kind of job is a new variant.
 #[derive(Debug)]
 pub(super) enum Workload {
-    /// It serves a model.
+    /// Serving a model.
     Serve(Serve),
-    /// It steps a grid.
+    /// Stepping a grid.
     Steps(Steps),
 }
 
-/// A placement that the planner found and the job has not taken yet.
+/// A plan that the job has not adopted yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Found {
     Model(Plan),
@@ -34,7 +34,8 @@ pub(super) enum Found {
 }
 
 impl Workload {
-    /// The question for a placement. `present`: one that goes on from what is there, else from what was ready last.
+    /// The question for a placement. `present`: based on the present placement, otherwise on the last one that was
+    /// ready.
     pub(super) fn ask(&mut self, present: bool) -> What {
         match self {
             Workload::Serve(serve) => serve.ask(present),
@@ -42,7 +43,7 @@ impl Workload {
         }
     }
 
-    /// The question for standbys beside those kept.
+    /// The question for standbys in addition to those `kept`.
     pub(super) fn ask_standbys(&self, parts: &[Part], kept: Vec<(u16, DeviceId)>) -> Option<What> {
         match self {
             Workload::Serve(serve) => serve.ask_standbys(kept),
@@ -50,7 +51,7 @@ impl Workload {
         }
     }
 
-    /// Whether a part of the placement found is what the part of this number is now, so that its standby may stay.
+    /// Whether a part is the same in the plan found as now, so that its standby may stay.
     pub(super) fn is_same_part(&self, found: &Found, part: PartId) -> bool {
         match (self, found) {
             (Workload::Serve(serve), Found::Model(plan)) => serve.is_same_part(plan, part),
@@ -58,7 +59,7 @@ impl Workload {
         }
     }
 
-    /// Takes a placement. Returns its parts; none if it has none.
+    /// Adopts a plan. Returns its parts.
     pub(super) fn adopt(&mut self, found: Found) -> Vec<Part> {
         match (self, found) {
             (Workload::Serve(serve), Found::Model(plan)) => serve.adopt(plan),
@@ -67,7 +68,7 @@ impl Workload {
         }
     }
 
-    /// What a part is ordered to be.
+    /// The work in a part's order.
     pub(super) fn work(&self, part: PartId, step_ns: u64, standby: Option<&Standby>) -> PartWork {
         match self {
             Workload::Serve(serve) => serve.work(),
@@ -82,7 +83,7 @@ impl Workload {
         }
     }
 
-    /// Predicted nanoseconds of a token or of a step.
+    /// Predicted nanoseconds per token or step.
     pub(super) fn step_ns(&self) -> u64 {
         match self {
             Workload::Serve(serve) => serve.step_ns(),
@@ -98,7 +99,7 @@ impl Workload {
         }
     }
 
-    /// Whether parts whose owners are lost may go on at their standbys. Else all parts start again.
+    /// Whether lost parts may continue at their standbys. Otherwise all parts start again.
     pub(super) fn continues(&self) -> bool {
         match self {
             Workload::Serve(_) => true,
@@ -106,8 +107,8 @@ impl Workload {
         }
     }
 
-    /// The parts that are lost have no standbys: what has to be done once more is what was done since the last state that the
-    /// coordinator has. A model's state is its token log.
+    /// Lost parts have no standbys: rolls back to the last state that the coordinator has. A model has its token log,
+    /// and does not roll back.
     pub(super) fn roll_back(&mut self) {
         match self {
             Workload::Serve(_) => {}
@@ -123,7 +124,7 @@ impl Workload {
         }
     }
 
-    /// A standby has become the owner of a part.
+    /// A standby was promoted to a part's owner.
     pub(super) fn promoted(&mut self, part: PartId, standby: &Standby) {
         match self {
             Workload::Serve(serve) => serve.promoted(part, standby),
@@ -139,7 +140,7 @@ impl Workload {
         }
     }
 
-    /// An owner has its part.
+    /// An owner is ready.
     pub(super) fn prepared(&mut self, part: PartId, has: &Has) {
         match self {
             Workload::Serve(_) => {}
@@ -147,7 +148,7 @@ impl Workload {
         }
     }
 
-    /// All parts are ready: of each, where it goes on; none if one lacks what no other keeps.
+    /// All parts are ready. Returns where each of them resumes; `None` if a part needs something that no node keeps.
     pub(super) fn resume(&mut self, now: Instant, epoch: Epoch, parts: &[Part]) -> Option<Vec<Resume>> {
         match self {
             Workload::Serve(serve) => Some(serve.resume(now, epoch, parts)),
@@ -163,7 +164,7 @@ impl Workload {
         }
     }
 
-    /// Whether a standby can take its part over with nothing done again.
+    /// Whether a standby's state counts as current, so that it can take its part over.
     pub(super) fn is_current(&self, standby: &Standby) -> bool {
         match self {
             Workload::Serve(serve) => serve.is_current(standby),
@@ -171,7 +172,7 @@ impl Workload {
         }
     }
 
-    /// Whether a standby that has answered can take its part over.
+    /// Whether a standby can take its part over as soon as it has answered its order.
     pub(super) fn ready_when_prepared(&self) -> bool {
         match self {
             Workload::Serve(_) => true,
@@ -179,7 +180,7 @@ impl Workload {
         }
     }
 
-    /// Whether the parts are to have standbys.
+    /// Whether the parts should have standbys.
     pub(super) fn wants_standbys(&self) -> bool {
         match self {
             Workload::Serve(_) => true,
@@ -187,7 +188,7 @@ impl Workload {
         }
     }
 
-    /// Whether it goes on when the coordinator's node leaves. A served model ends there with the last request of that node's callers.
+    /// Whether the job continues when its coordinator leaves. A served model ends there with its last request.
     pub(super) fn goes_on_without_callers(&self) -> bool {
         match self {
             Workload::Serve(_) => false,
@@ -195,7 +196,7 @@ impl Workload {
         }
     }
 
-    /// Whether a standby of this kind is sent what its owner is sent.
+    /// Whether the nodes that feed a part have to know this standby: they send it copies, or keep what it will need.
     pub(super) fn follows(&self, standby: &Standby) -> bool {
         match self {
             Workload::Serve(_) => standby.tier == Tier::Hot,
@@ -205,10 +206,10 @@ impl Workload {
 
     // ---- reports
 
-    /// A participant reports something that is this workload's own affair. Returns what it means for the job, where it concerns it.
+    /// A participant reports something that only concerns the workload. Returns what follows for the job, if anything.
     ///
     /// # Errors
-    /// The node is not to be trusted with its part.
+    /// The node must not be trusted with its part.
     pub(super) fn handle_report(
         &mut self,
         now: Instant,
@@ -231,7 +232,7 @@ impl Workload {
         Ok(None)
     }
 
-    /// What was to be fetched for it (`Output::Collect`) has been, or why not.
+    /// A saved state (`Output::Collect`) has been fetched, or could not be.
     pub(super) fn handle_collected(
         &mut self,
         (now, epoch): (Instant, Epoch),
@@ -246,7 +247,8 @@ impl Workload {
         }
     }
 
-    /// The checkpoint (`Output::KeepCheckpoint`) is the one to roll back to now, or could not be made that. Returns whether it is.
+    /// The checkpoint (`Output::KeepCheckpoint`) is now the one to roll back to, or could not be made that. Returns
+    /// whether it is.
     pub(super) fn handle_kept(&mut self, step: u32, result: Result<(), String>, out: &mut Out) -> bool {
         match self {
             Workload::Serve(_) => false,
@@ -254,7 +256,7 @@ impl Workload {
         }
     }
 
-    /// The question for a better placement, now that going back to a checkpoint costs nothing.
+    /// The question for a better placement right after a checkpoint, when rolling back costs least.
     pub(super) fn ask_better_now(&mut self, now: Instant, running: bool, parts: &[Part]) -> Option<What> {
         match self {
             Workload::Serve(_) => None,
@@ -262,7 +264,7 @@ impl Workload {
         }
     }
 
-    /// How the job ended, once it has ended by itself.
+    /// How the job ended, if it ended by itself.
     pub(super) fn take_ending(&mut self) -> Option<Result<(), String>> {
         match self {
             Workload::Serve(_) => None,
@@ -270,7 +272,7 @@ impl Workload {
         }
     }
 
-    /// The clock. Returns the question for a better placement, if it is time for it.
+    /// Timers. Returns the question for a better placement, if it is due.
     pub(super) fn handle_wakeup(&mut self, now: Instant, running: bool, parts: &[Part], out: &mut Out) -> Option<What> {
         match self {
             Workload::Serve(_) => None,
@@ -281,7 +283,7 @@ impl Workload {
         }
     }
 
-    /// When it has to be woken, beside its parts.
+    /// When its next timer is due.
     pub(super) fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
         match self {
             Workload::Serve(_) => None,
@@ -289,7 +291,7 @@ impl Workload {
         }
     }
 
-    /// What its parts have spent.
+    /// Execution figures of its parts.
     pub(super) fn figures(&self) -> Figures {
         match self {
             Workload::Serve(_) => Vec::new(),
@@ -297,7 +299,7 @@ impl Workload {
         }
     }
 
-    /// The model that it serves, if it serves one.
+    /// The served model, if the job serves one.
     pub(super) fn serve(&mut self) -> Option<&mut Serve> {
         match self {
             Workload::Serve(serve) => Some(serve),
@@ -364,7 +366,7 @@ impl Workload {
 
     // ---- succession
 
-    /// What a successor needs of it.
+    /// Its state in the succession record.
     pub(super) fn record(&self) -> ProgramRecord {
         match self {
             Workload::Serve(serve) => serve.record(),

@@ -1,31 +1,32 @@
-//! One neighbour's lease on one job: when it was heard, how regular it is, what it is busy with.
+//! One neighbour's lease in one job: when the neighbour was last heard, how regular its heartbeats are, and its present
+//! operation.
 use super::LivenessOutput;
 use crate::id::{JobId, NodeId};
 use crate::limits::{HEARTBEAT, LEASE};
 use crate::message::Heartbeat;
 use crate::time::{Duration, Instant};
 
-/// A lease. Invariant: `silent` and `stuck` say what has been told, so that each turn is told once.
+/// A lease. Invariant: `silent` and `stalled` record what was reported, so that each change is reported once.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Lease {
-    /// Silence counts from here: the last sign of life, moved on by this node's own lateness.
+    /// Start of the silence: the last sign of life, moved on by this node's own lateness.
     counted_from: Instant,
-    /// When the last heartbeat came, even one that had been overtaken.
+    /// When the last heartbeat arrived, even one out of order.
     beat_at: Option<Instant>,
-    /// The newest news of its work.
+    /// The latest heartbeat in the order of its work.
     news: Option<Heartbeat>,
-    /// Only before the first sign of life: until when it is awaited.
+    /// Until when the first sign of life is awaited; `None` after it.
     awaited_until: Option<Instant>,
-    /// Running mean of the time between heartbeats, and of how far each is from it.
+    /// Running mean of the heartbeat interval, and of each interval's deviation from it.
     interval: Duration,
     deviation: Duration,
     /// The next gap says more about this node than about the path.
     excused: bool,
     silent: bool,
-    stuck: bool,
+    stalled: bool,
 }
 
-/// A turn in a lease's life.
+/// A change of a lease to report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Change {
     Silent(Duration),
@@ -54,7 +55,7 @@ impl Lease {
             deviation: Duration::ZERO,
             excused: false,
             silent: false,
-            stuck: false,
+            stalled: false,
         }
     }
 
@@ -66,18 +67,18 @@ impl Lease {
         self.beat_at.is_some() && !self.silent && now < self.end()
     }
 
-    /// When it runs out, unless that has been told.
+    /// When the lease expires; `None` once that was reported.
     pub(super) fn ends(&self) -> Option<Instant> {
         (!self.silent).then(|| self.end())
     }
 
     pub(super) fn handle_heartbeat(&mut self, now: Instant, heartbeat: Heartbeat) -> Option<Change> {
-        // Datagrams may be reordered: an older one is a sign of life, but not news about the work.
+        // Datagrams may be reordered: an older one is a sign of life, but says nothing new about the work.
         let older = self.news.is_some_and(|news| (heartbeat.epoch, heartbeat.done) < (news.epoch, news.done));
         let excused = core::mem::take(&mut self.excused);
         if let Some(at) = self.beat_at.filter(|_| !self.silent && !excused) {
             let gap = now.since(at);
-            // Integer forms of the usual smoothing: an eighth for the mean, a quarter for the deviation.
+            // The usual smoothing in integers: an eighth for the mean, a quarter for the deviation.
             self.deviation = (self.deviation * 3 + self.interval.abs_diff(gap)) / 4;
             self.interval = (self.interval * 7 + gap) / 8;
         }
@@ -88,14 +89,14 @@ impl Lease {
         }
         self.news = Some(heartbeat);
         let elapsed = Duration::from_micros(heartbeat.op_elapsed_us.into());
-        let allowed = STUCK_MIN.max(Duration::from_micros(heartbeat.op_budget_us.into()) * STUCK_FACTOR);
-        match (elapsed > allowed, self.stuck) {
+        let allowed = STALLED_MIN.max(Duration::from_micros(heartbeat.op_budget_us.into()) * STALLED_FACTOR);
+        match (elapsed > allowed, self.stalled) {
             (true, false) => {
-                self.stuck = true;
+                self.stalled = true;
                 Some(Change::Stalled(elapsed))
             }
             (false, true) => {
-                self.stuck = false;
+                self.stalled = false;
                 Some(Change::Back)
             }
             (true, true) | (false, false) => back,
@@ -113,11 +114,11 @@ impl Lease {
             return None;
         }
         self.silent = true;
-        // Told as it was, without what this node excused.
+        // The actual silence, including what this node excused.
         Some(Change::Silent(now.since(self.beat_at.unwrap_or(self.counted_from))))
     }
 
-    /// This node was late itself: give the neighbour what it lost, and time for queued heartbeats to be read.
+    /// This node itself was late: extend the lease by that time, and leave time to read queued heartbeats.
     pub(super) fn excuse(&mut self, now: Instant, late: Duration) {
         self.excused = true;
         let read = HEARTBEAT * 2;
@@ -128,13 +129,14 @@ impl Lease {
         self.awaited_until.unwrap_or(self.counted_from + self.allowed()).max(self.counted_from)
     }
 
-    /// Six heartbeats, or more where the path is measured to be irregular; never so much that a crash goes unseen.
+    /// Lease time: about six heartbeats, and more on a path measured to be irregular; bounded, so that a crash is always
+    /// detected.
     fn allowed(&self) -> Duration {
         (self.interval * 2 + self.deviation * 6).clamp(LEASE, LEASE * 4)
     }
 }
 
-/// An operation shorter than this is never stuck, whatever was predicted.
-const STUCK_MIN: Duration = Duration::from_secs(1);
-/// How far beyond its prediction an operation is stuck.
-const STUCK_FACTOR: u32 = 4;
+/// An operation shorter than this is never stalled, whatever was predicted.
+const STALLED_MIN: Duration = Duration::from_secs(1);
+/// Multiple of its predicted time after which an operation is stalled.
+const STALLED_FACTOR: u32 = 4;

@@ -1,4 +1,4 @@
-//! Leases under silence, forgery and the gaps of our own clock.
+//! Leases under silence, forgery and gaps of this node's own clock.
 use super::*;
 use crate::limits::LEASE;
 
@@ -11,18 +11,18 @@ fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// A hand-turned clock around one machine.
+/// One `Liveness` with a manual clock.
 struct Bench {
     liveness: Liveness,
     now: Instant,
-    told: Vec<LivenessOutput>,
+    seen: Vec<LivenessOutput>,
 }
 
 impl Bench {
     fn watching(nodes: &[NodeId]) -> Self {
         let mut liveness = Liveness::new();
         liveness.handle_watch(Instant(0), JOB, EPOCH, nodes);
-        let mut bench = Bench { liveness, now: Instant(0), told: Vec::new() };
+        let mut bench = Bench { liveness, now: Instant(0), seen: Vec::new() };
         bench.drain();
         bench
     }
@@ -30,12 +30,12 @@ impl Bench {
     fn drain(&mut self) {
         while let Some(output) = self.liveness.poll_output() {
             if !matches!(output, LivenessOutput::SendHeartbeat { .. }) {
-                self.told.push(output);
+                self.seen.push(output);
             }
         }
     }
 
-    /// Let time pass with timely wakeups.
+    /// Lets time pass with timely wakeups.
     fn pass(&mut self, time: Duration) {
         let end = self.now + time;
         while let Some((at, _)) = self.liveness.next_wakeup().filter(|(at, _)| *at <= end) {
@@ -67,22 +67,22 @@ impl Bench {
 }
 
 #[test]
-fn silence_is_told_once_after_the_lease() {
+fn silence_is_reported_once_after_the_lease() {
     let mut bench = Bench::watching(&[B]);
     bench.regular(B, 40);
-    assert!(bench.told.is_empty());
+    assert!(bench.seen.is_empty());
     assert!(bench.liveness.is_fresh(bench.now, B));
     // The last heartbeat came 50 ms ago.
     bench.pass(LEASE - HEARTBEAT - ms(1));
-    assert!(bench.told.is_empty(), "not before the lease ends");
+    assert!(bench.seen.is_empty(), "not before the lease ends");
     bench.pass(ms(30));
-    let [LivenessOutput::Silent { job: JOB, node: B, silent }] = bench.told[..] else { panic!("{:?}", bench.told) };
+    let [LivenessOutput::Silent { job: JOB, node: B, silent }] = bench.seen[..] else { panic!("{:?}", bench.seen) };
     assert!(silent >= LEASE && silent < LEASE + ms(30), "{silent:?}");
     assert!(!bench.liveness.is_fresh(bench.now, B));
     bench.pass(ms(5000));
-    assert_eq!(bench.told.len(), 1, "told once");
+    assert_eq!(bench.seen.len(), 1, "reported once");
     bench.hear(B, 41, 0, 0);
-    assert_eq!(bench.told[1], LivenessOutput::Back { job: JOB, node: B });
+    assert_eq!(bench.seen[1], LivenessOutput::Back { job: JOB, node: B });
     assert!(bench.liveness.is_fresh(bench.now, B));
 }
 
@@ -90,10 +90,10 @@ fn silence_is_told_once_after_the_lease() {
 fn a_new_neighbour_gets_time_to_learn_of_the_job() {
     let mut bench = Bench::watching(&[B]);
     bench.pass(ms(1900));
-    assert!(bench.told.is_empty());
+    assert!(bench.seen.is_empty());
     assert!(!bench.liveness.is_fresh(bench.now, B), "never heard is not fresh");
     bench.pass(ms(200));
-    assert!(matches!(bench.told[..], [LivenessOutput::Silent { .. }]), "{:?}", bench.told);
+    assert!(matches!(bench.seen[..], [LivenessOutput::Silent { .. }]), "{:?}", bench.seen);
 }
 
 #[test]
@@ -103,56 +103,56 @@ fn an_irregular_path_widens_the_lease() {
         bench.hear(B, beat, 0, 0);
         bench.pass(ms(if beat % 2 == 0 { 20 } else { 190 }));
     }
-    assert!(bench.told.is_empty());
+    assert!(bench.seen.is_empty());
     bench.pass(ms(200));
-    assert!(bench.told.is_empty(), "390 ms of silence are nothing unusual here");
+    assert!(bench.seen.is_empty(), "390 ms of silence are normal on this path");
     bench.pass(LEASE * 4);
-    assert!(matches!(bench.told[..], [LivenessOutput::Silent { .. }]), "but a crash is still seen");
+    assert!(matches!(bench.seen[..], [LivenessOutput::Silent { .. }]), "but a crash is still seen");
 }
 
 #[test]
-fn a_node_that_was_late_itself_blames_nobody() {
+fn a_node_that_was_late_itself_reports_no_neighbour() {
     let mut bench = Bench::watching(&[B]);
     bench.regular(B, 20);
     // Paused for two seconds: the wakeup comes late, heartbeats of B still wait in the queue.
     bench.now = bench.now + ms(2000);
     bench.liveness.handle_wakeup(bench.now);
     bench.drain();
-    assert!(bench.told.is_empty(), "{:?}", bench.told);
+    assert!(bench.seen.is_empty(), "{:?}", bench.seen);
     bench.pass(ms(20));
     bench.hear(B, 21, 0, 0);
     bench.regular(B, 10);
-    assert!(bench.told.is_empty(), "{:?}", bench.told);
-    // But if B really died meanwhile, that is seen soon after.
+    assert!(bench.seen.is_empty(), "{:?}", bench.seen);
+    // If B really crashed meanwhile, that is detected soon after.
     bench.now = bench.now + ms(2000);
     bench.pass(LEASE + ms(50));
-    assert!(matches!(bench.told[..], [LivenessOutput::Silent { .. }]), "{:?}", bench.told);
+    assert!(matches!(bench.seen[..], [LivenessOutput::Silent { .. }]), "{:?}", bench.seen);
 }
 
 #[test]
-fn stuck_is_not_slow() {
+fn slow_is_not_stalled() {
     let mut bench = Bench::watching(&[B]);
     // A prefill predicted to take 2 s may take up to 8 s.
     for beat in 1..160 {
         bench.hear(B, 5, beat * 50, 2000);
         bench.pass(HEARTBEAT);
     }
-    assert!(bench.told.is_empty(), "{:?}", bench.told);
+    assert!(bench.seen.is_empty(), "{:?}", bench.seen);
     bench.hear(B, 5, 8001, 2000);
     bench.hear(B, 5, 8051, 2000);
-    let [LivenessOutput::Stalled { job: JOB, node: B, elapsed }] = bench.told[..] else { panic!("{:?}", bench.told) };
+    let [LivenessOutput::Stalled { job: JOB, node: B, elapsed }] = bench.seen[..] else { panic!("{:?}", bench.seen) };
     assert_eq!(elapsed, ms(8001));
     bench.hear(B, 6, 10, 2000);
-    assert_eq!(bench.told[1], LivenessOutput::Back { job: JOB, node: B });
-    // A decode step predicted at 10 ms is stuck after a second, not after 40 ms.
+    assert_eq!(bench.seen[1], LivenessOutput::Back { job: JOB, node: B });
+    // A decode step predicted at 10 ms is stalled after a second, not after 40 ms.
     bench.hear(B, 7, 900, 10);
-    assert_eq!(bench.told.len(), 2);
+    assert_eq!(bench.seen.len(), 2);
     bench.hear(B, 7, 1001, 10);
-    assert!(matches!(bench.told[2], LivenessOutput::Stalled { .. }));
+    assert!(matches!(bench.seen[2], LivenessOutput::Stalled { .. }));
 }
 
 #[test]
-fn heartbeats_tell_what_runs() {
+fn heartbeats_report_the_running_operation() {
     let mut liveness = Liveness::new();
     liveness.handle_watch(Instant(0), JOB, EPOCH, &[A, B]);
     liveness.handle_work_started(Instant(0), JOB, ms(30));
@@ -180,7 +180,7 @@ fn work_that_waits_for_another_jobs_work_is_not_late() {
     liveness.handle_watch(Instant(0), OTHER, EPOCH, &[B]);
     liveness.handle_work_started(Instant(0), JOB, ms(2000));
     liveness.handle_work_started(Instant(0), OTHER, ms(20));
-    let said = |liveness: &mut Liveness, now| {
+    let reported = |liveness: &mut Liveness, now| {
         liveness.handle_wakeup(now);
         let all = core::iter::from_fn(|| liveness.poll_output());
         let all = all.filter_map(|output| {
@@ -189,9 +189,9 @@ fn work_that_waits_for_another_jobs_work_is_not_late() {
         });
         all.last().map(|heartbeat| (heartbeat.op_elapsed_us, heartbeat.op_budget_us)).expect("a heartbeat")
     };
-    assert_eq!(said(&mut liveness, Instant(0) + ms(1900)), (1_900_000, 2_000_000));
+    assert_eq!(reported(&mut liveness, Instant(0) + ms(1900)), (1_900_000, 2_000_000));
     liveness.handle_work_done(Instant(0) + ms(1950), JOB);
-    assert_eq!(said(&mut liveness, Instant(0) + ms(1960)), (10_000, 20_000));
+    assert_eq!(reported(&mut liveness, Instant(0) + ms(1960)), (10_000, 20_000));
 }
 
 #[test]
@@ -200,8 +200,8 @@ fn leases_outlive_a_new_epoch() {
     bench.regular(B, 4);
     let next = Epoch { counter: 2, issuer: A };
     bench.liveness.handle_watch(bench.now, JOB, next, &[B]);
-    assert!(bench.liveness.is_fresh(bench.now, B), "B's lease goes on");
-    assert!(bench.liveness.last_heard(JOB, A).is_none(), "A is no neighbour any more");
+    assert!(bench.liveness.is_fresh(bench.now, B), "B's lease continues");
+    assert!(bench.liveness.last_heard(JOB, A).is_none(), "A is no longer a neighbour");
     bench.pass(LEASE * 2);
-    assert!(matches!(bench.told[..], [LivenessOutput::Silent { node: B, .. }]), "{:?}", bench.told);
+    assert!(matches!(bench.seen[..], [LivenessOutput::Silent { node: B, .. }]), "{:?}", bench.seen);
 }

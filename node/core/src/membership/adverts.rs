@@ -1,5 +1,5 @@
-//! What every node tells about itself: signed by its key, newest version wins, passed on a few times and repaired by
-//! push-pull.
+//! Adverts: each node's signed description of itself. The newest version wins; gossip spreads it in a few rounds, and push-pull
+//! repairs the rest.
 use crate::codec;
 use crate::config::{Capacity, Config};
 use crate::id::{ContentId, Generation, NodeId};
@@ -10,34 +10,34 @@ use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::string::String;
 use alloc::vec::Vec;
 
-/// Something to be signed or verified by the shell.
+/// A request to the shell to sign or verify.
 pub(super) enum AdvertOutput {
     Sign { token: u64, bytes: Vec<u8> },
     Verify { token: u64, peer_id: Vec<u8>, bytes: Vec<u8>, signature: Vec<u8> },
 }
 
-/// All adverts known, the own one among them.
+/// All known adverts, including this node's own.
 pub(super) struct Adverts {
-    /// Facts for the next own advert.
+    /// Content of this node's next advert.
     own: Advert,
-    /// The shell has not signed `own` as it stands.
+    /// When to sign `own`; set while the shell has not signed its present content.
     dirty: Option<Instant>,
     signing: Option<(u64, Vec<u8>)>,
     last_signed: Option<Instant>,
-    /// Verified ones, and the own one once signed.
+    /// Verified adverts, and this node's own once signed.
     known: BTreeMap<NodeId, (Advert, SignedAdvert)>,
-    /// Being verified, by token, and who sent it.
+    /// Adverts being verified, by token, with their senders.
     verifying: BTreeMap<u64, (Advert, SignedAdvert, NodeId)>,
-    /// Newest version being verified for each node, so that a rumour heard ten times is checked once.
+    /// Newest version being verified for each node, so that an advert received ten times is verified once.
     pending: BTreeMap<NodeId, (Generation, u64)>,
     tokens: u64,
-    /// To be passed on, and how many more times.
+    /// Adverts to gossip, with the number of remaining rounds.
     rumours: VecDeque<(NodeId, u32)>,
-    /// Of no member when `sweep` looked last: their rumour may have come before the one of their being there.
+    /// Nodes with an advert that were not members at the last `sweep`: gossip may deliver the advert before the join.
     strangers: BTreeSet<NodeId>,
 }
 
-/// Which adverts somebody has heard, as push-pull tells it.
+/// The advert versions that a node has, as sent in a push-pull.
 pub(super) type Heard = Vec<(NodeId, Generation, u64)>;
 
 impl Adverts {
@@ -68,23 +68,23 @@ impl Adverts {
         }
     }
 
-    /// What this node says about itself, as it stands now (perhaps not yet signed).
+    /// This node's advert with its present content (perhaps not yet signed).
     pub(super) fn own(&self) -> &Advert {
         &self.own
     }
 
-    /// What another node says about itself.
+    /// The advert of another node.
     pub(super) fn get(&self, node: NodeId) -> Option<&Advert> {
         self.known.get(&node).map(|(advert, _)| advert)
     }
 
-    /// Which versions are known here.
+    /// The versions known here.
     pub(super) fn heard(&self) -> Heard {
         self.known.values().map(|(advert, _)| (advert.node, advert.generation, advert.version)).collect()
     }
 
-    /// What somebody who has heard those lacks of what these nodes say, and of what this one says.
-    pub(super) fn beyond(&self, heard: Heard, of: impl Fn(NodeId) -> bool) -> Vec<SignedAdvert> {
+    /// The adverts of `of` nodes, and this node's own, that are newer than the versions in `heard`.
+    pub(super) fn newer_than(&self, heard: Heard, of: impl Fn(NodeId) -> bool) -> Vec<SignedAdvert> {
         let heard: BTreeMap<NodeId, _> =
             heard.into_iter().map(|(node, life, version)| (node, (life, version))).collect();
         let newer = |advert: &Advert| heard.get(&advert.node) < Some(&(advert.generation, advert.version));
@@ -92,12 +92,12 @@ impl Adverts {
         self.known.values().filter(|(advert, _)| wanted(advert)).map(|(_, signed)| signed.clone()).collect()
     }
 
-    /// A node is gone for good.
+    /// A node is permanently gone.
     pub(super) fn forget(&mut self, node: NodeId) {
         self.known.remove(&node);
     }
 
-    /// Forgets what nodes say that have not been members since the last look.
+    /// Drops the adverts of nodes that have not been members since the last sweep.
     pub(super) fn sweep(&mut self, is_member: impl Fn(NodeId) -> bool) {
         let own = self.own.node;
         let strangers: BTreeSet<NodeId> =
@@ -108,7 +108,7 @@ impl Adverts {
         self.strangers = strangers;
     }
 
-    /// Free memory moves with every request, so small moves wait until something else is worth telling.
+    /// Free memory changes with every request, so small changes wait until something more important is published.
     pub(super) fn handle_capacity(&mut self, now: Instant, capacity: Capacity) {
         let old = core::mem::replace(&mut self.own.capacity, bounded(capacity));
         let new = &self.own.capacity;
@@ -138,7 +138,7 @@ impl Adverts {
         }
     }
 
-    /// An advert heard from anybody: worth verifying if it is newer than what is known.
+    /// An advert received from any node: verified if it is newer than the known one.
     pub(super) fn handle_heard(
         &mut self,
         from: NodeId,
@@ -146,7 +146,7 @@ impl Adverts {
         out: &mut Vec<AdvertOutput>,
     ) -> Result<(), &'static str> {
         const BAD: &str = "an advert that cannot be decoded";
-        // Most are heard several times: their beginning says so.
+        // Most adverts arrive several times: the first bytes are enough to recognise a duplicate.
         let (node, generation, version) = codec::decode_advert_age(&signed.bytes).map_err(|_| BAD)?;
         let age = (generation, version);
         let known = self.known.get(&node).map(|(known, _)| (known.generation, known.version));
@@ -158,13 +158,13 @@ impl Adverts {
             return Err("an advert with more addresses than allowed");
         }
         if advert.capacity.zone.len() > ZONE_BYTES_MAX {
-            return Err("an advert with a longer name of a zone than allowed");
+            return Err("an advert whose zone name is longer than allowed");
         }
         if NodeId::of_peer(&advert.peer_id) != advert.node {
             return Err("an advert whose key does not belong to its node");
         }
         if self.verifying.len() >= MEMBERS_MAX || (known.is_none() && self.known.len() >= MEMBERS_MAX) {
-            return Err("more adverts than members are allowed");
+            return Err("an advert beyond the member limit");
         }
         self.tokens += 1;
         self.pending.insert(advert.node, age);
@@ -178,7 +178,7 @@ impl Adverts {
         Ok(())
     }
 
-    /// Returns the node whose advert changed, or who sent the forgery.
+    /// Returns the node whose advert changed, or the sender of a forgery.
     pub(super) fn handle_verified(
         &mut self,
         now: Instant,
@@ -194,7 +194,7 @@ impl Adverts {
             return Err((from, "an advert with a wrong signature"));
         }
         if node == self.own.node {
-            // Said in an earlier life whose store is lost, or by a twin: outrank it.
+            // An advert of an earlier lifetime whose store is lost, or of a duplicate node: outrank it.
             if age > (self.own.generation, self.own.version) {
                 (self.own.generation, self.own.version) = age;
                 self.touch(now);
@@ -212,7 +212,7 @@ impl Adverts {
     pub(super) fn handle_signed(&mut self, now: Instant, token: u64, signature: Vec<u8>) {
         let Some((_, bytes)) = self.signing.take_if(|(signing, _)| *signing == token) else { return };
         self.last_signed = Some(now);
-        // What was signed, which may be older than `own` by now.
+        // The signed content, which may be older than `own` by now.
         if let Ok(advert) = codec::decode_advert(&bytes) {
             let node = advert.node;
             self.known.insert(node, (advert, SignedAdvert { bytes, signature }));
@@ -220,7 +220,7 @@ impl Adverts {
         }
     }
 
-    /// Ask for a signature when there is something new to say, at most once in `OWN_INTERVAL`.
+    /// Requests a signature when there is something new to publish, at most once per `OWN_INTERVAL`.
     pub(super) fn handle_wakeup(&mut self, now: Instant, out: &mut Vec<AdvertOutput>) {
         if self.next_wakeup().is_none_or(|at| at > now) {
             return;
@@ -233,7 +233,7 @@ impl Adverts {
                 self.signing = Some((self.tokens, bytes.clone()));
                 out.push(AdvertOutput::Sign { token: self.tokens, bytes });
             }
-            // Too long only by its holdings: name, addresses and the rest are cut to fit.
+            // Only the holdings can make it too long: name, addresses and the other texts are truncated to fit.
             Err(_) => {
                 self.own.holds.pop();
                 self.dirty = (!self.own.holds.is_empty()).then_some(now);
@@ -246,7 +246,7 @@ impl Adverts {
         self.dirty.filter(|_| self.signing.is_none()).map(|at| at.max(earliest))
     }
 
-    /// Adverts to pass on now.
+    /// The adverts to gossip now.
     pub(super) fn next_rumours(&mut self) -> Vec<SignedAdvert> {
         let mut batch = Vec::new();
         for _ in 0..RUMOURS.min(self.rumours.len()) {
@@ -265,7 +265,7 @@ impl Adverts {
         !self.rumours.is_empty()
     }
 
-    /// Forget nodes for which `keep` is false once there are more adverts than members are allowed.
+    /// Drops the adverts of nodes for which `keep` is false once there are more adverts than the member limit.
     pub(super) fn bound(&mut self, keep: impl Fn(NodeId) -> bool) {
         if self.known.len() >= MEMBERS_MAX {
             let own = self.own.node;
@@ -283,27 +283,26 @@ impl Adverts {
     }
 }
 
-/// What a node offers, with texts that an advert has room for.
+/// A capacity whose texts are truncated to fit an advert.
 fn bounded(capacity: Capacity) -> Capacity {
     let device = cut(&capacity.device, ADVERT_NAME_BYTES_MAX);
     Capacity { device, zone: cut(&capacity.zone, ZONE_BYTES_MAX), ..capacity }
 }
 
-/// The longest prefix of whole characters of at most this number of bytes.
+/// The longest prefix of whole characters with at most `most` bytes.
 fn cut(name: &str, most: usize) -> String {
     let end = (0..=name.len().min(most)).rev().find(|end| name.is_char_boundary(*end));
     String::from(&name[..end.unwrap_or(0)])
 }
 
-/// Rounds of gossip an advert is passed on for by each node that learns it. With three receivers a round that reaches
-/// all but one node in 400; push-pull does the rest.
+/// Gossip rounds per advert and node. With three receivers per round this reaches all but one node in 400; push-pull repairs
+/// the rest.
 const ROUNDS: u32 = 2;
-/// Adverts passed on per round: bounds a burst of gossip to a few packets.
+/// Adverts per gossip round: bounds a burst of gossip to a few packets.
 const RUMOURS: usize = 8;
-/// Own adverts come no faster: each goes through the whole mesh.
+/// Shortest interval between this node's own adverts: each one travels through the whole mesh.
 const OWN_INTERVAL: Duration = Duration::from_secs(1);
-/// What is held is told with this delay: together with the memory that a stage takes, not just before it and so instead
-/// of it.
+/// Delay of an advert with new holdings: the memory that a stage takes changes a moment later, and both go into one advert.
 const HOLDINGS_DELAY: Duration = Duration::from_secs(2);
-/// A change below 5 % is told with this delay.
+/// Delay of an advert with a change below 5 %.
 const SMALL_CHANGES: Duration = Duration::from_secs(30);

@@ -1,32 +1,32 @@
-//! Which claim about a member outranks which. foca takes any `Down` for the last word, however old; here the order is
-//! that of incarnations, so that one node that errs, lies or hears nothing cannot take the living from everybody.
+//! Precedence of membership claims. foca treats any `Down` as final, however old. Here claims are ordered by incarnation, so
+//! that a single node that errs, misreports or is deaf cannot declare live members down for all.
 //!
 //! Claims about one life are ordered by incarnation, then Alive < Suspect < Down. Only the member itself raises its
-//! incarnation, so a higher one proves that it was there after whoever gave it up had looked.
+//! incarnation, so a higher incarnation proves that the member was alive after the suspicion.
 use super::swim::Life;
 use foca::{Member, State};
 
-/// What becomes of a claim that another node makes about a third one.
+/// How to treat another node's claim about a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// foca decides as it always does.
+    /// Pass it to foca, which applies its usual rules.
     Keep,
-    /// It is outranked by what is known.
+    /// Ignore it: the known claim outranks it.
     Drop,
-    /// It outranks the `Down` that is known, which must be forgotten first.
+    /// It outranks the known `Down`, which foca must forget first.
     Supersede,
 }
 
-/// Weighs a claim against what is known about the same node.
+/// Compares a claim with the known claim about the same node.
 pub(super) fn weigh(known: Option<&Member<Life>>, claim: &Member<Life>) -> Verdict {
     let says_down = claim.state() == State::Down;
     if !says_down && claim.incarnation() == LEFT {
         return Verdict::Drop;
     }
-    // The death of an unknown node is no news: whoever passed it on would keep the dead going round for ever.
+    // A `Down` of an unknown node is ignored: passing it on would keep such claims circulating forever.
     let Some(known) = known else { return if says_down { Verdict::Drop } else { Verdict::Keep } };
     if known.id() != claim.id() {
-        return Verdict::Keep; // of two lives the later one wins, as foca has it
+        return Verdict::Keep; // of two lives the later one wins, as in foca
     }
     let is_down = known.state() == State::Down;
     if is_down && known.incarnation() != LEFT && claim.incarnation() > known.incarnation() {
@@ -38,7 +38,7 @@ pub(super) fn weigh(known: Option<&Member<Life>>, claim: &Member<Life>) -> Verdi
     }
 }
 
-/// Whether a claim could change what is known: a peer's whole table is mostly what everybody knows.
+/// Whether a claim could change what is known: most of a peer's table is known everywhere.
 pub(super) fn is_news(known: Option<&Member<Life>>, claim: &Member<Life>) -> bool {
     let Some(known) = known else { return claim.state() != State::Down };
     if known.id() != claim.id() {
@@ -52,8 +52,8 @@ pub(super) fn is_news(known: Option<&Member<Life>>, claim: &Member<Life>) -> boo
     }
 }
 
-/// What a node of this incarnation makes of a claim about itself: a `Down` too is only a doubt, to be refuted by the
-/// next incarnation. There is none after the last, and a goodbye cannot be refuted: then it goes on under a new life.
+/// How a node with this incarnation treats a claim about itself: `Down` too is only a suspicion, which the next incarnation
+/// refutes. After the last incarnation, or after a goodbye, refuting is impossible: then the node continues under a new life.
 pub(super) fn answer(me: Life, incarnation: u16, claim: &Member<Life>) -> Member<Life> {
     match claim.state() {
         State::Alive => claim.clone(),
@@ -62,7 +62,7 @@ pub(super) fn answer(me: Life, incarnation: u16, claim: &Member<Life>) -> Member
     }
 }
 
-/// An incarnation no living claim reaches: a `Down` that carries it was sent by the node itself.
+/// An incarnation that no claim of a live node reaches: a `Down` that carries it was sent by the node itself.
 pub(super) const LEFT: u16 = u16::MAX;
 
 #[cfg(test)]
@@ -97,19 +97,19 @@ mod tests {
             assert_eq!(weigh(Some(&known), &heard), verdict, "{known:?} known, {heard:?} heard");
         }
         assert_eq!(weigh(None, &claim(3, Alive)), Keep);
-        assert_eq!(weigh(None, &claim(3, Down)), Drop, "the dead do not come back as rumours");
+        assert_eq!(weigh(None, &claim(3, Down)), Drop, "a `Down` of an unknown node is ignored");
         let later = Member::new(Life { generation: Generation(8), ..LIFE }, 0, Down);
-        assert_eq!(weigh(Some(&claim(3, Alive)), &later), Keep, "a later life was there and is gone, so this one is");
+        assert_eq!(weigh(Some(&claim(3, Alive)), &later), Keep, "a later life is down, so this one is too");
     }
 
     #[test]
-    fn only_what_changes_something_is_news() {
+    fn only_claims_that_change_something_are_news() {
         use State::{Alive, Down, Suspect};
         for known in [claim(5, Alive), claim(5, Suspect), claim(5, Down), claim(LEFT, Down)] {
             for (incarnation, state) in [4, 5, 6, LEFT].into_iter().flat_map(|i| [Alive, Suspect, Down].map(|s| (i, s)))
             {
                 let heard = claim(incarnation, state);
-                // foca's own order, after ours has let the claim through.
+                // foca's own order, applied after ours has passed the claim.
                 let changes = match (weigh(Some(&known), &heard), known.state(), state) {
                     (Verdict::Drop, _, _) => false,
                     (Verdict::Supersede, _, _) => true,
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_refutes_its_death_unless_it_cannot() {
+    fn a_node_refutes_its_down_while_an_incarnation_is_left() {
         use State::{Alive, Down, Suspect};
         assert_eq!(answer(LIFE, 4, &claim(4, Alive)), claim(4, Alive));
         assert_eq!(answer(LIFE, 4, &claim(4, Down)), claim(4, Suspect));

@@ -1,5 +1,5 @@
-//! Fleets as users have them, planned from what their nodes say about themselves: the plan must be as good as one made from true
-//! figures. Everything between a measured device and the plan is the product's own: offers, adverts, gossip, known links.
+//! Realistic fleets, planned from their nodes' adverts: such a plan must be as good as one from true figures. All steps between
+//! a measured device and the plan are the product's own: capacities, adverts, gossip, measured links.
 use super::tests::{Bench, ms};
 use crate::config::{Capacity, Measured, Speed};
 use alloc::collections::BTreeMap;
@@ -13,8 +13,8 @@ use std::eprintln;
 
 const GIB: f64 = (1u64 << 30) as f64;
 
-/// A machine: free memory in GiB, weight bytes per second in decode (GB), cache bytes per second in attention (GB), flops per
-/// second in prefill (TFLOP), of its GPU if it has one; and flops per second (GFLOP) of its processor.
+/// A machine: free memory in GiB; of its device, weight bytes per second in decode (GB/s), cache bytes per second in attention
+/// (GB/s) and flops per second in prefill (TFLOP/s); and flops per second of its CPU (GFLOP/s).
 #[derive(Clone, Copy)]
 struct Machine {
     free: f64,
@@ -44,13 +44,13 @@ const DDR5: Machine = cpu(58.0, 60.0, 35.0, 0.7, 700.0);
 const DDR4: Machine = cpu(28.0, 32.0, 18.0, 0.35, 350.0);
 const EPYC: Machine = cpu(240.0, 320.0, 100.0, 3.0, 3000.0);
 const LAPTOP: Machine = cpu(10.0, 45.0, 25.0, 0.3, 300.0);
-/// A 3090 in a box with four cores.
+/// A 3090 in a machine with four cores.
 const WEAK_3090: Machine = Machine { processor: 150.0, ..R3090 };
 
 const LAN: Link = Link { rtt_ns: 300_000, bytes_per_second: 112_000_000 };
 const WAN: Link = Link { rtt_ns: 30_000_000, bytes_per_second: 12_000_000 };
 
-/// Machines, where each stands, and which is asked.
+/// Machines with their locations, and the index of the one that plans.
 struct Case {
     name: &'static str,
     machines: Vec<(Machine, u8)>,
@@ -58,16 +58,16 @@ struct Case {
     work: Work,
 }
 
-/// What a node says its device does.
+/// What a node advertises about its device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Advert {
-    /// What it was measured at, which is wrong by up to two percent either way.
+    /// The measured figures, with an error of up to two percent.
     Measured,
-    /// A GPU's products of many rows could not be measured.
+    /// As measured, but a GPU's prefill (products of many rows) could not be measured.
     WithoutPrefill,
-    /// A GPU's node gives its processor's flops, as all did once.
+    /// A GPU's node advertises its CPU's flops, as all nodes did once.
     Processor,
-    /// Attention was not measured, as it was on no node once.
+    /// Attention was not measured, as on all nodes once.
     WithoutCache,
 }
 
@@ -127,7 +127,7 @@ fn cases() -> Vec<Case> {
     ]
 }
 
-/// What a machine's device showed, wrong by `error` thousandths.
+/// A machine's measured device, with an error of `error` thousandths.
 fn measured(n: usize, machine: &Machine, advert: Advert, error: i64) -> Measured {
     let wrong = |speed: f64| (speed * (1000 + error) as f64 / 1000.0) as u64;
     let flops = match (machine.gpu, advert) {
@@ -158,7 +158,7 @@ impl Case {
         if self.machines[a].1 == self.machines[b].1 { LAN } else { WAN }
     }
 
-    /// Nodes that were measured, have met, and have heard each other's adverts.
+    /// Nodes with measured devices that have joined and have each other's adverts.
     fn mesh(&self, advert: Advert) -> Bench {
         let mut bench = Bench::new(self.machines.len());
         for (n, (machine, _)) in self.machines.iter().enumerate() {
@@ -175,7 +175,7 @@ impl Case {
         bench
     }
 
-    /// The mesh as it is: every device as fast as it really is, every link known.
+    /// The true fleet: each device at its true speed, each link known.
     fn truth(&self, ids: &[DeviceId]) -> Fleet {
         let all = 0..self.machines.len();
         let pairs = all.clone().flat_map(|a| all.clone().map(move |b| (a, b))).filter(|(a, b)| a != b);
@@ -202,8 +202,8 @@ impl Case {
         Fleet { devices: self.machines.iter().enumerate().map(device).collect(), links, default_link: LAN }
     }
 
-    /// Nanoseconds per token under true figures: of the plan made from true figures, of that made from adverts; and what the
-    /// latter was predicted to take.
+    /// Nanoseconds per token: of the plan from true figures and of the plan from adverts, both charged with true figures; and
+    /// the prediction of the latter plan.
     fn token_ns(&self, advert: Advert) -> [u64; 3] {
         let bench = self.mesh(advert);
         let ids: Vec<DeviceId> = bench.ids.iter().map(|&id| id.into()).collect();
@@ -211,23 +211,23 @@ impl Case {
         let truth = self.truth(&ids);
         let best = partitioner::plan(&self.work, &truth, &options).expect("it fits");
         let seen = bench.nodes[self.head].fleet();
-        assert_eq!(seen.devices.len(), self.machines.len(), "{}: every advert was heard", self.name);
+        assert_eq!(seen.devices.len(), self.machines.len(), "{}: every advert arrived", self.name);
         let found = partitioner::plan(&self.work, &seen, &options).expect("it fits");
         let token_ns = |plan: &Plan| cost::token_ns(&self.work, &truth, options.head, &plan.placement());
-        let told = |plan: &Plan| -> Vec<_> {
+        let shown = |plan: &Plan| -> Vec<_> {
             let place = |id: DeviceId| ids.iter().position(|other| *other == id).unwrap_or(usize::MAX);
             plan.stages().iter().map(|stage| (place(stage.device), stage.layers.clone())).collect()
         };
         let (best_ns, found_ns) = (token_ns(&best).expect("linked"), token_ns(&found).expect("linked"));
         let millis = |ns: u64| ns as f64 / 1e6;
         eprintln!(
-            "{} ({advert:?}): {:.2} ms a token by true figures {:?}; by adverts {:.2} (predicted {:.2}) {:?}",
+            "{} ({advert:?}): {:.2} ms per token from true figures {:?}; from adverts {:.2} (predicted {:.2}) {:?}",
             self.name,
             millis(best_ns),
-            told(&best),
+            shown(&best),
             millis(found_ns),
             millis(found.token_ns()),
-            told(&found)
+            shown(&found)
         );
         [best_ns, found_ns, found.token_ns()]
     }
@@ -238,16 +238,16 @@ fn plans_from_adverts_are_within_three_percent_of_plans_from_true_figures() {
     for case in cases() {
         for advert in [Advert::Measured, Advert::WithoutPrefill] {
             let [best, found, _] = case.token_ns(advert);
-            assert!(found * 100 <= best * 103, "{} ({advert:?}): {found} ns a token, {best} would do", case.name);
+            assert!(found * 100 <= best * 103, "{} ({advert:?}): {found} ns per token, best {best}", case.name);
         }
     }
 }
 
 #[test]
-fn what_a_plan_predicts_for_a_gpu_is_what_it_takes() {
+fn predictions_for_a_gpu_match_the_true_time() {
     for case in cases() {
         let [_, found, predicted] = case.token_ns(Advert::Measured);
-        // Two homes: links between others are taken for as slow as the slowest of the head's own.
+        // Two homes: unmeasured links count as slow as the slowest measured one.
         let percent = if case.name.starts_with("F2") { 25 } else { 4 };
         assert!(predicted.abs_diff(found) * 100 <= found * percent, "{}: {predicted} predicted, {found}", case.name);
     }
@@ -260,7 +260,7 @@ fn long_contexts_are_planned_and_predicted_as_well() {
     all.extend(cases().into_iter().filter(|case| case.name.starts_with("F4")).map(|case| long(case, 131_072)));
     for case in all {
         let [best, found, predicted] = case.token_ns(Advert::Measured);
-        assert!(found * 100 <= best * 103, "{}: {found} ns a token, {best} would do", case.name);
+        assert!(found * 100 <= best * 103, "{}: {found} ns per token, best {best}", case.name);
         let percent = if case.name.starts_with("F2") { 25 } else { 4 };
         assert!(predicted.abs_diff(found) * 100 <= found * percent, "{}: {predicted} predicted, {found}", case.name);
         let [_, found, predicted] = case.token_ns(Advert::WithoutCache);
@@ -268,19 +268,19 @@ fn long_contexts_are_planned_and_predicted_as_well() {
     }
 }
 
-/// What the figures above are about: with its processor's flops a GPU was left idle, or predicted at a processor's speed.
+/// The regression behind these tests: with its CPU's flops a GPU was left idle, or predicted at the CPU's speed.
 #[test]
-fn a_gpu_that_gave_its_processors_flops_was_planned_as_a_processor() {
+fn a_gpu_advertised_with_its_cpus_flops_was_planned_as_a_cpu() {
     let mut lost = 0;
     for case in cases() {
         let [best, found, predicted] = case.token_ns(Advert::Processor);
         assert!(predicted * 2 > found * 3 || found * 2 > best * 3, "{}: {best} {found} {predicted}", case.name);
         lost += usize::from(found * 2 > best * 3);
     }
-    assert!(lost >= 5, "{lost} of 7 were planned worse than 1.5 times");
+    assert!(lost >= 5, "{lost} of 7 plans took more than 1.5 times the best");
 }
 
-/// 24 GB cards keep back 1 GiB each and nothing else.
+/// A 24 GB card holds back 1 GiB, and nothing else.
 #[test]
 fn a_70b_model_fits_on_two_24_gb_cards() {
     for sequences in 1..=3 {
@@ -291,7 +291,7 @@ fn a_70b_model_fits_on_two_24_gb_cards() {
     }
 }
 
-/// Though no two measure quite the same.
+/// Although no two of them measure exactly alike.
 #[test]
 fn equal_cards_get_equal_shares() {
     let case = &cases()[0];

@@ -1,10 +1,11 @@
-//! How much this node should trust its own judgement of others: less after losses and after its own lateness.
+//! Local health: how far this node trusts its own judgement of others. It falls with lost answers and with this node's own
+//! lateness.
 use crate::time::{Duration, Instant};
 
-/// Local health after Lifeguard's idea: the less healthy, the more patience with suspects.
+/// Local health after Lifeguard: the less healthy this node is, the more time a suspect gets.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Health {
-    /// Share of direct probes without an answer in time, × 1,000, over roughly the last 16.
+    /// Share of direct probes without a timely answer, × 1,000, over roughly the last 16.
     missed_e3: u32,
     probing: bool,
     doubtful_until: Instant,
@@ -16,21 +17,21 @@ impl Health {
         self.probing = true;
     }
 
-    /// It was answered.
+    /// The probe was answered.
     pub(super) fn acked(&mut self) {
         if core::mem::take(&mut self.probing) {
             self.answered(true);
         }
     }
 
-    /// Its time is over.
+    /// The probe's time is over.
     pub(super) fn judged(&mut self) {
         if core::mem::take(&mut self.probing) {
             self.answered(false);
         }
     }
 
-    /// It is judged later, by `answered`.
+    /// The probe is judged later, by `answered`.
     pub(super) fn put_off(&mut self) {
         self.probing = false;
     }
@@ -49,14 +50,14 @@ impl Health {
         self.doubtful_until = now + DOUBT;
     }
 
-    /// Somebody else thought this node was dead.
+    /// Another node suspected this node.
     pub(super) fn doubted(&mut self, now: Instant) {
         self.doubtful_until = now + DOUBT;
     }
 
-    /// By how much a suspect's time to refute is stretched.
+    /// Factor by which a suspect's time to refute is stretched.
     pub(super) fn patience(&self, now: Instant) -> u32 {
-        // A round trip at 1 % loss misses 2 %, at 5 % loss 10 %: those stay near the base.
+        // A round trip at 1 % packet loss misses 2 %, at 5 % loss 10 %: those stay near the base.
         let losses = match self.missed_e3 {
             0..=150 => 1,
             151..=400 => 2,
@@ -66,7 +67,7 @@ impl Health {
     }
 }
 
-/// How long one bad moment counts.
+/// How long one such event counts.
 const DOUBT: Duration = Duration::from_secs(2);
 
 #[cfg(test)]
@@ -74,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn losses_and_lateness_make_patient() {
+    fn losses_and_lateness_stretch_the_time_to_refute() {
         let mut health = Health::default();
         let now = Instant(1);
         assert_eq!(health.patience(now), 1);

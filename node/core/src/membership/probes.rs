@@ -1,8 +1,8 @@
-//! Round trips of members, as their answers to probes measure them, and the probes of members that are too far away for foca.
+//! Round trips to members, measured by their answers to probes, and the probes of members that are too distant for foca.
 //!
-//! foca gives every probe the same time. The probe of a member whose answers take longer is taken over by this table: foca
-//! counts it as answered, and the table waits for the real answer, asks other members after twice the round trip, and
-//! reports a suspect after as long again. So a distant region is suspected as rarely as a machine in the same room.
+//! foca gives every probe the same time. This table takes over the probe of a member whose answers take longer: foca counts it
+//! as answered, and the table waits for the real answer, asks other members after twice the round trip, and suspects the member
+//! after the same time again. So a distant member is suspected as rarely as one in the same room.
 use super::swim::{EXCUSES_MAX, Life};
 use crate::id::NodeId;
 use crate::time::{Duration, Instant};
@@ -10,28 +10,27 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec::Vec;
 use core::ops::Bound;
 
-/// What is known of the paths to members: at most one entry a member that SWIM keeps.
+/// Known paths to members: at most one entry per member of SWIM's table.
 #[derive(Debug, Default)]
 pub(super) struct Probes {
     paths: BTreeMap<NodeId, Path>,
     late: BTreeMap<NodeId, LateProbe>,
-    /// Members that have not answered yet: each gets one ping of its own, so that its round trip is known before foca's turn
-    /// comes to it.
+    /// Members that have not answered yet: each gets one extra ping, so that its round trip is known before foca probes it.
     unmeasured: BTreeSet<NodeId>,
-    /// The one that was pinged last, and when the next one is.
+    /// The member pinged last, and when to ping the next.
     measured_last: Option<NodeId>,
     measure_at: Instant,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Path {
-    /// Of the last two answers the faster one counts: one that a stall held up makes no member distant.
+    /// The last two round trips, of which the faster one counts: one delayed answer makes no member distant.
     round_trips: [Option<Duration>; 2],
-    /// The ping that is not answered yet.
+    /// The unanswered ping that is being timed.
     ping: Option<(u8, Instant)>,
 }
 
-/// A probe under way that foca does not wait for.
+/// A probe in flight that foca does not wait for.
 #[derive(Clone, Debug)]
 pub(super) struct LateProbe {
     pub(super) life: Life,
@@ -39,23 +38,23 @@ pub(super) struct LateProbe {
     pub(super) number: u8,
     /// How long an answer may take.
     pub(super) patience: Duration,
-    /// Members that were asked to try.
+    /// Members asked for an indirect probe; `None` before that.
     asked: Option<Vec<NodeId>>,
     due: Instant,
-    /// How often it was put off because this thread was late.
+    /// How often it was postponed because this thread was late.
     excuses: u8,
 }
 
-/// What has to be done about a late probe.
+/// A late probe whose time is over.
 pub(super) enum Due {
-    /// Ask other members to try, and say which with `asked`.
+    /// Ask other members for an indirect probe, then call `asked`.
     Indirect(LateProbe),
-    /// No member reached it.
+    /// No member reached the target.
     Suspect(LateProbe),
 }
 
 impl Probes {
-    /// How long the answer of a member may take, where that is longer than foca waits.
+    /// How long a member's answer may take, if that is longer than foca waits.
     pub(super) fn patience(&self, node: NodeId) -> Option<Duration> {
         let round_trips = self.paths.get(&node).into_iter().flat_map(|path| path.round_trips).flatten();
         match round_trips.min() {
@@ -67,35 +66,35 @@ impl Probes {
         }
     }
 
-    /// A member is there.
+    /// A member is up.
     pub(super) fn joined(&mut self, node: NodeId) {
         if self.paths.get(&node).is_none_or(|path| path.round_trips[0].is_none()) {
             self.unmeasured.insert(node);
         }
     }
 
-    /// A member is down: nothing of it is waited for.
+    /// A member is down: drop its probes.
     pub(super) fn gone(&mut self, node: NodeId) {
         self.late.remove(&node);
         self.unmeasured.remove(&node);
     }
 
-    /// Nothing is known of the member any more.
+    /// Drops everything about a member.
     pub(super) fn forget(&mut self, node: NodeId) {
         self.gone(node);
         self.paths.remove(&node);
     }
 
-    /// A ping of this number was sent.
+    /// A ping with this number was sent.
     pub(super) fn sent(&mut self, now: Instant, node: NodeId, number: u8) {
         let path = self.paths.entry(node).or_default();
-        // Of several pings under way the first one is measured: its answer comes first.
+        // Of several pings in flight the first one is timed: its answer arrives first.
         if path.ping.is_none_or(|(_, at)| now.since(at) >= PATIENCE_MAX) {
             path.ping = Some((number, now));
         }
     }
 
-    /// foca does not wait for this probe.
+    /// Starts a probe that foca does not wait for.
     pub(super) fn begin(&mut self, now: Instant, life: Life, incarnation: u16, number: u8, patience: Duration) {
         let probe = LateProbe { life, incarnation, number, patience, asked: None, due: now + patience, excuses: 0 };
         let known = self.late.entry(life.node).or_insert_with(|| probe.clone());
@@ -104,7 +103,7 @@ impl Probes {
         }
     }
 
-    /// A member answered a ping; whether a late probe was waiting for it.
+    /// A member answered a ping. Returns whether a late probe was waiting for the answer.
     pub(super) fn answered(&mut self, now: Instant, node: NodeId, number: u8) -> bool {
         if let Some(path) = self.paths.get_mut(&node)
             && let Some((_, at)) = path.ping.take_if(|(sent, _)| *sent == number)
@@ -115,14 +114,14 @@ impl Probes {
         self.late.remove(&node).is_some()
     }
 
-    /// These members were asked to try.
+    /// These members were asked for an indirect probe.
     pub(super) fn asked(&mut self, node: NodeId, asked: Vec<NodeId>) {
         if let Some(probe) = self.late.get_mut(&node) {
             probe.asked = Some(asked);
         }
     }
 
-    /// Another member, which was asked, reached a member that this node did not.
+    /// A member asked for an indirect probe reached the target.
     pub(super) fn vouched(&mut self, by: NodeId, node: NodeId, number: u8) {
         let asked = |probe: &LateProbe| probe.number == number && probe.asked.as_ref().is_some_and(|a| a.contains(&by));
         if self.late.get(&node).is_some_and(asked) {
@@ -130,13 +129,13 @@ impl Probes {
         }
     }
 
-    /// The next member to ping only to measure the way to it.
+    /// The next member to ping only to measure its round trip.
     pub(super) fn next_unmeasured(&mut self, now: Instant) -> Option<NodeId> {
         if self.measure_at > now || self.unmeasured.is_empty() {
             return None;
         }
         self.measure_at = now + MEASURE_EVERY;
-        // In turn, each node from another place on: a member that joins is not pinged by all at once.
+        // In turn, starting at a different place on each node: a member that joins is not pinged by all nodes together.
         let after = self.measured_last.map_or(Bound::Unbounded, Bound::Excluded);
         let next = self.unmeasured.range((after, Bound::Unbounded)).next().or(self.unmeasured.first()).copied();
         self.unmeasured.remove(&next?);
@@ -144,12 +143,12 @@ impl Probes {
         next
     }
 
-    /// Where the turn of measuring pings begins.
+    /// Sets where this node's turn of measuring pings begins.
     pub(super) fn measure_from(&mut self, node: NodeId) {
         self.measured_last = Some(node);
     }
 
-    /// Probes whose time is over.
+    /// The probes whose time is over.
     pub(super) fn take_due(&mut self, now: Instant) -> Vec<Due> {
         let mut due = Vec::new();
         let over: Vec<NodeId> = self.late.iter().filter(|(_, probe)| probe.due <= now).map(|(&node, _)| node).collect();
@@ -166,7 +165,7 @@ impl Probes {
         due
     }
 
-    /// This thread was late: the answers may be there, unread.
+    /// This thread was late: the answers may have arrived and be unread.
     pub(super) fn delay(&mut self, late: Duration) {
         for probe in self.late.values_mut().filter(|probe| probe.excuses < EXCUSES_MAX) {
             probe.due = probe.due + late;
@@ -176,18 +175,19 @@ impl Probes {
 
     pub(super) fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
         let late = self.late.values().map(|probe| probe.due).min().map(|at| (at, "membership: a distant member"));
-        let measure = (!self.unmeasured.is_empty()).then_some((self.measure_at, "membership: a way to be measured"));
+        let measure = (!self.unmeasured.is_empty()).then_some((self.measure_at, "membership: a round trip to measure"));
         late.into_iter().chain(measure).min()
     }
 }
 
 /// How long foca waits for an answer before it asks other members.
 pub(super) const PROBE_RTT: Duration = Duration::from_millis(30);
-/// Twice the longest round trip on Earth without satellites. A member that delays its answers is missed later by no more.
+/// Twice the longest round trip on Earth without satellites. A member that delays its answers is suspected later by no more
+/// than this.
 pub(super) const PATIENCE_MAX: Duration = Duration::from_millis(800);
-/// What other members have at least for reaching a suspect: as long as foca gives them.
+/// Minimum time for an indirect probe: as long as foca gives it.
 const INDIRECT_MIN: Duration = Duration::from_millis(70);
-/// How often a member is pinged only to measure the way to it: 64 that join at once are measured in 1.3 s.
+/// Interval of measuring pings: 64 members that join together are measured in 1.3 s.
 const MEASURE_EVERY: Duration = Duration::from_millis(20);
 
 #[cfg(test)]
@@ -210,11 +210,11 @@ mod tests {
     #[test]
     fn a_member_in_the_same_room_is_left_to_foca() {
         let mut probes = Probes::default();
-        assert_eq!(probes.patience(A), Some(PATIENCE_MAX), "nothing is known of it");
+        assert_eq!(probes.patience(A), Some(PATIENCE_MAX), "not measured yet");
         answers_after(&mut probes, 1);
         assert_eq!(probes.patience(A), None);
         answers_after(&mut probes, 250);
-        assert_eq!(probes.patience(A), None, "one answer that was held up makes no member distant");
+        assert_eq!(probes.patience(A), None, "one delayed answer makes no member distant");
         answers_after(&mut probes, 240);
         assert_eq!(probes.patience(A), Some(Duration::from_millis(480)));
     }
@@ -237,7 +237,7 @@ mod tests {
         assert!(matches!(probes.take_due(at(400))[..], [Due::Indirect(_)]));
         probes.asked(A, alloc::vec![B]);
         probes.delay(Duration::from_millis(50));
-        assert!(probes.take_due(at(849)).is_empty(), "a stall of this node's own is not held against the member");
+        assert!(probes.take_due(at(849)).is_empty(), "this node's own stall does not count against the member");
         assert!(matches!(probes.take_due(at(850))[..], [Due::Suspect(LateProbe { incarnation: 3, .. })]));
         assert!(probes.next_wakeup().is_none());
     }
@@ -248,7 +248,7 @@ mod tests {
         let life = Life { node: A, generation: Generation(1), addr: None };
         probes.begin(at(0), life, 3, 7, Duration::from_millis(400));
         probes.vouched(B, A, 7);
-        assert_eq!(probes.take_due(at(400)).len(), 1, "it was not asked");
+        assert_eq!(probes.take_due(at(400)).len(), 1, "B was not asked");
         probes.asked(A, alloc::vec![B]);
         probes.vouched(B, A, 7);
         assert!(probes.next_wakeup().is_none());
@@ -265,6 +265,6 @@ mod tests {
         assert!(probes.next_wakeup().is_none());
         answers_after(&mut probes, 1);
         probes.joined(A);
-        assert!(probes.next_wakeup().is_none(), "known already");
+        assert!(probes.next_wakeup().is_none(), "already measured");
     }
 }

@@ -1,4 +1,4 @@
-//! How a node finds the members it knows of, and keeps connections to them.
+//! Contacts and connections: how a node finds the members it knows of, and keeps connections to them.
 use super::{ANNOUNCE_MAX, CONTACTS_MAX, FULL_MESH_MAX, Found, Life, Membership, MembershipOutput, STRANGER_DIALS_MAX};
 use crate::id::{Generation, NodeId};
 use crate::time::{Duration, Instant};
@@ -9,8 +9,8 @@ use rand::RngExt;
 impl Membership {
     // ---- finding the mesh
 
-    /// While alone: ask everyone known, ever more slowly. Otherwise: ask contacts that are not members, which heals a
-    /// mesh that came apart.
+    /// While alone: announces to several known contacts, ever more slowly. Otherwise: announces to one contact that is not a
+    /// member, which heals a partitioned mesh.
     pub(super) fn announce_tick(&mut self, now: Instant) {
         let alone = self.swim.alone();
         let due = self.contacts.iter().filter(|(node, found)| found.next <= now && !self.is_alive(**node));
@@ -25,8 +25,8 @@ impl Membership {
         self.redial(now);
     }
 
-    /// Announces to a contact that is no member, and dials it, unless it was tried lately. One that never answers is tried
-    /// ever more rarely: its address may be invented.
+    /// Announces to a contact that is not a member, and dials it, unless it was tried recently. A contact that never answers is
+    /// tried ever more rarely: its address may be invented.
     pub(super) fn try_contact(&mut self, now: Instant, node: NodeId, dial: bool) {
         let Some(found) = self.contacts.get_mut(&node).filter(|found| found.next <= now) else { return };
         if !found.answered && found.tries >= TRIES_MAX {
@@ -46,7 +46,7 @@ impl Membership {
         }
     }
 
-    /// Where a node was found. What is known of its answers so far stays.
+    /// Records where a node was found. What is known of its answers stays.
     pub(super) fn keep_contact(
         &mut self,
         at: Instant,
@@ -56,7 +56,7 @@ impl Membership {
         data: Vec<SocketAddr>,
     ) {
         if !self.contacts.contains_key(&node) && self.contacts.len() >= CONTACTS_MAX {
-            // Those that never answered go first, the most tried of them before the others: they are the likeliest inventions.
+            // Contacts that never answered are dropped first, the most tried first: those are most likely invented.
             let rank = |found: &Found| (found.answered, core::cmp::Reverse(found.tries), found.at);
             let worst = self.contacts.iter().min_by_key(|(_, found)| rank(found)).map(|(node, _)| *node);
             worst.into_iter().for_each(|node| self.drop_contact(node));
@@ -67,7 +67,7 @@ impl Membership {
         self.contacts.insert(node, Found { peer_id, gossip, data, at, tries, next, answered });
     }
 
-    /// A contact was heard or reached: it may be tried again at once.
+    /// A contact was heard or reached: it may be tried again immediately.
     pub(super) fn contact_answered(&mut self, now: Instant, node: NodeId) {
         self.reaching.remove(&node);
         if let Some(found) = self.contacts.get_mut(&node) {
@@ -84,7 +84,7 @@ impl Membership {
 
     // ---- connections
 
-    /// Open a connection to a peer if its key and address are known and none was tried lately.
+    /// Opens a connection to a peer if its key and address are known and none was tried recently.
     pub fn connect(&mut self, now: Instant, node: NodeId) {
         let recent = self.dialled.get(&node).is_some_and(|at| now.since(*at) < REDIAL);
         if recent || self.connected.contains_key(&node) {
@@ -99,7 +99,7 @@ impl Membership {
         }
     }
 
-    /// Takes one of the few dials to nodes that are no members; none may be left.
+    /// Takes one of the few dials to nodes that are not members; false if none is left.
     fn may_reach(&mut self, now: Instant, node: NodeId) -> bool {
         self.reaching.retain(|_, since| now.since(*since) < REACH_MAX);
         let room = self.reaching.len() < STRANGER_DIALS_MAX;
@@ -109,14 +109,13 @@ impl Membership {
         room
     }
 
-    /// The same for a peer that running work needs: it does not matter when it was tried.
+    /// Opens a connection to a peer that running work needs, even if one was tried recently.
     pub fn reconnect(&mut self, now: Instant, node: NodeId) {
         self.dialled.remove(&node);
         self.connect(now, node);
     }
 
-    /// In a small mesh everybody keeps a connection to everybody, so that a re-plan finds them warm; the smaller id
-    /// dials.
+    /// Keeps a small mesh fully connected, so that a new placement finds warm connections; the smaller id dials.
     pub(super) fn connect_small_mesh(&mut self, now: Instant, node: NodeId) {
         if self.node < node && self.peers.len() <= FULL_MESH_MAX {
             self.connect(now, node);
@@ -127,26 +126,26 @@ impl Membership {
         if self.peers.len() <= FULL_MESH_MAX {
             let alive: Vec<NodeId> = self.alive().collect();
             for node in alive {
-                // The larger id dials too when the smaller has not come through.
+                // The larger id dials too if the smaller one has not got through.
                 self.connect(now, node);
             }
         }
     }
 }
 
-/// Contacts asked at a time while alone.
+/// Contacts announced to in one round while alone.
 const ANNOUNCE_ALONE: usize = 8;
-/// Pause between two attempts to connect to one peer.
+/// Minimum pause between two attempts to connect to one peer.
 const REDIAL: Duration = Duration::from_secs(4);
-/// Pause after the first attempt to reach a contact; it doubles with each that follows…
+/// Pause after the first attempt to reach a contact; it doubles with each further attempt…
 const RETRY: Duration = Duration::from_millis(500);
-/// …this often at most…
+/// …at most this number of times…
 const RETRY_DOUBLINGS: u32 = 7;
-/// …and up to this long for one that never answered…
+/// …and up to this pause for a contact that never answered…
 const RETRY_MAX: Duration = Duration::from_secs(60);
-/// …which is forgotten after this many attempts, in four minutes, unless discovery finds it again…
+/// …which is dropped after this number of attempts (four minutes), unless discovery finds it again…
 const TRIES_MAX: u32 = 10;
-/// …or this long for one that did: a mesh that came apart heals as fast as it announces.
+/// …or up to this pause for a contact that answered before: a partitioned mesh heals as fast as it announces.
 const RETRY_ANSWERED_MAX: Duration = Duration::from_secs(4);
-/// A dial to a contact has ended by then, even if its end was not reported.
+/// Time after which a dial to a contact has ended, even if its end was not reported.
 const REACH_MAX: Duration = Duration::from_secs(15);

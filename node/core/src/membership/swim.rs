@@ -1,4 +1,5 @@
-//! foca behind four methods: its timers, its packets and its notices, with the LAN profile. `probes.rs` serves distant members.
+//! The SWIM protocol: wraps foca with its timers, packets and notifications, in a LAN profile. `probes.rs` handles distant
+//! members.
 use super::claims::{LEFT, Verdict, answer, is_news, weigh};
 use super::health::Health;
 use super::probes::{Due, PROBE_RTT, Probes};
@@ -16,8 +17,8 @@ use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
-/// One life of a node, as SWIM names it. Two are equal when node and generation are: the address is a hint on where to
-/// send, carried along so that a rumour about a node can be followed before its advert arrives.
+/// The SWIM identity of a node's lifetime. Two are equal if node and generation are: the address is a hint for sending to a
+/// node before its advert arrives.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(super) struct Life {
     pub(super) node: NodeId,
@@ -46,19 +47,19 @@ impl Identity for Life {
     }
 }
 
-/// What foca wants done or known after a call.
+/// An action or a report of SWIM.
 pub(super) enum SwimOutput {
     /// Send this packet.
     Send(Life, Vec<u8>),
-    /// Tell a member that it is suspected.
-    Tell(Life, u16),
-    /// A member is there. Its life may be new (a restart, or a return after having been taken for dead).
+    /// Tell a member that it is suspected, and in which incarnation.
+    NotifySuspect(Life, u16),
+    /// A member is up. Its life may be new (a restart, or a return after it was declared down).
     Up(Life),
-    /// A member is gone; `true` if it said so itself.
+    /// A member is down; `true` if the member itself announced that it leaves.
     Down(Life, bool),
-    /// It has been gone for so long that nothing is known of it any more.
+    /// A member has been down for so long that its entry was dropped.
     Forgotten(NodeId),
-    /// This node was taken for dead and goes on under a new generation.
+    /// This node was declared down and continues under a new generation.
     Renewed,
     /// The first member is known.
     Active,
@@ -67,20 +68,20 @@ pub(super) enum SwimOutput {
 /// The membership protocol of one node.
 pub(super) struct Swim {
     foca: Foca<Life, SwimCodec, ChaCha8Rng, NoCustomBroadcast>,
-    /// By due time, then in order of arming: foca relies on the order of its timers.
+    /// By due time, then in the order of arming: foca relies on the order of its timers.
     timers: BTreeMap<(Instant, u64), Armed>,
     armed: u64,
-    /// Members this node suspects, told again and again until they refute or are given up.
+    /// Members that this node suspects; each is notified repeatedly until it refutes or is declared down.
     suspicions: BTreeMap<NodeId, Suspicion>,
     health: Health,
     probes: Probes,
-    /// Number of the last ping that is not foca's.
+    /// Number of the last ping outside foca.
     pings: u8,
-    /// What foca's timers carry now.
+    /// The token of foca's present timers.
     token: Option<u8>,
-    /// Whose own words are being handled: only from itself is a goodbye believed to be one.
+    /// The sender of the packet being handled: a goodbye is accepted only from the leaving node itself.
     speaker: Option<NodeId>,
-    /// This node's own, as its last packet said it: foca keeps it to itself.
+    /// This node's incarnation, as in its last packet: foca does not expose it.
     incarnation: u16,
     /// Cluster size for which `max_transmissions` was last chosen.
     sized_for: usize,
@@ -90,14 +91,14 @@ pub(super) struct Swim {
 struct Suspicion {
     life: Life,
     incarnation: u16,
-    next_tell: Instant,
+    next_notice: Instant,
     until: Instant,
 }
 
 /// A timer of foca's.
 struct Armed {
     timer: Timer<Life>,
-    /// How often it was put off because this thread was late.
+    /// How often it was postponed because this thread was late.
     excuses: u8,
 }
 
@@ -134,14 +135,14 @@ impl Swim {
         self.suspicions.contains_key(&node)
     }
 
-    /// Everything known, for push-pull.
+    /// All known members, for push-pull.
     pub(super) fn state(&self) -> Vec<Member<Life>> {
         let mut state: Vec<_> = self.foca.iter_membership_state().cloned().collect();
         state.push(Member::new(self.life(), self.incarnation, State::Alive));
         state
     }
 
-    /// Returns whether the packet was sound and really from `from`.
+    /// Handles a packet. Returns the sender's life, or why the packet was rejected.
     pub(super) fn handle_packet(
         &mut self,
         now: Instant,
@@ -157,7 +158,7 @@ impl Swim {
             return Err("a membership packet in another node's name");
         }
         if header.src_incarnation == LEFT {
-            return Err("a membership packet of an incarnation that nobody has");
+            return Err("a membership packet with a reserved incarnation");
         }
         if let Message::Ack(number) = header.message {
             if self.probes.answered(now, from, number) {
@@ -170,7 +171,8 @@ impl Swim {
             self.probes.vouched(from, origin.node, probe_number);
         }
         if header.message == Message::TurnUndead {
-            // Says only that somebody thinks so, not of which incarnation: a hint, and ours never send it.
+            // The message does not name the incarnation that was declared down, so it is only a hint; this implementation
+            // sends `Suspected` instead.
             self.handle_suspected(now, Some(header.src), self.life().generation.0, self.incarnation, out);
             return Ok(header.src);
         }
@@ -181,14 +183,14 @@ impl Swim {
         self.settle(now, outbox, out);
         self.speaker = None;
         self.bound(now, out);
-        result.map(|()| header.src).map_err(|_| "a membership packet that does not make sense")
+        result.map(|()| header.src).map_err(|_| "a membership packet that foca rejected")
     }
 
-    /// A packet without the claims that are outranked by what is known, if it has any.
+    /// The packet without its outranked claims; `None` if foca can take it as it is.
     fn sift(&mut self, header: &Header<Life>, mut updates: &[u8]) -> Option<Vec<u8>> {
         let announce = header.message == Message::Announce;
         if header.dst != self.life() && !(announce && header.dst.node == self.life().node) {
-            return None; // of no interest to foca either
+            return None; // foca ignores it too
         }
         let known = self.known(header.src.node);
         let alive = Member::new(header.src, header.src_incarnation, State::Alive);
@@ -199,11 +201,11 @@ impl Swim {
         });
         self.admit_beside(known, alive);
         if outranked || updates.len() <= 2 {
-            return None; // foca reads nothing that such a sender says, or there is nothing to read
+            return None; // foca ignores such a sender's claims, or there are none
         }
         let mut claims = Vec::new();
         for _ in 0..updates.get_u16() {
-            claims.push(SwimCodec.decode_member(&mut updates).ok()?); // foca will say what is wrong with it
+            claims.push(SwimCodec.decode_member(&mut updates).ok()?); // foca reports the error
         }
         let admitted: Vec<Member<Life>> = claims.iter().filter_map(|claim| self.admit(claim.clone())).collect();
         if admitted == claims {
@@ -219,18 +221,18 @@ impl Swim {
         Some(packet)
     }
 
-    /// What foca knows of a node: one life at most.
+    /// foca's entry of a node: at most one life.
     fn known(&self, node: NodeId) -> Option<Member<Life>> {
         self.foca.iter_membership_state().find(|member| member.id().node == node).cloned()
     }
 
-    /// What foca may know of a claim.
+    /// The form in which foca may see a claim, or `None` to drop it.
     fn admit(&mut self, claim: Member<Life>) -> Option<Member<Life>> {
         let known = self.known(claim.id().node);
         self.admit_beside(known, claim)
     }
 
-    /// The same, where what is known of the node has been looked up.
+    /// As `admit`, with the known entry already looked up.
     fn admit_beside(&mut self, known: Option<Member<Life>>, claim: Member<Life>) -> Option<Member<Life>> {
         if *claim.id() == self.life() {
             return Some(answer(self.life(), self.incarnation, &claim));
@@ -242,14 +244,14 @@ impl Swim {
                 let life = *claim.id();
                 let of_it = |timer: &Timer<Life>| matches!(timer, Timer::RemoveDown(down) if *down == life);
                 self.timers.retain(|_, armed| !of_it(&armed.timer));
-                // Forgetting wants nothing done.
+                // Dropping an entry causes no output.
                 let _ = self.foca.handle_timer(Timer::RemoveDown(life), &mut Outbox::default());
                 Some(claim)
             }
         }
     }
 
-    /// Another member doubts that this node lives, or has given it up: claim it louder.
+    /// Another member suspects this node, or declared it down: refute with a higher incarnation.
     pub(super) fn handle_suspected(
         &mut self,
         now: Instant,
@@ -262,7 +264,8 @@ impl Swim {
         let own = self.life().generation.0;
         let mut outbox = Outbox::default();
         if generation > own && generation - own <= LEAP_MAX {
-            // They know a later life than this one, whose store was lost and whose clock went back: go beyond it.
+            // The peer knows a later generation than this one: the store was lost and the clock went back. Continue with a
+            // higher generation.
             let next = Life { generation: Generation(generation.saturating_add(1)), ..self.life() };
             if self.foca.change_identity(next, &mut outbox).is_ok() {
                 out.push(SwimOutput::Renewed);
@@ -272,7 +275,7 @@ impl Swim {
         }
         self.health.doubted(now);
         let doubt = answer(self.life(), self.incarnation, &Member::new(self.life(), incarnation, State::Suspect));
-        // Errors of foca here concern only the encoding of its own packets, which `profile` makes large enough.
+        // foca's errors here concern only the encoding of its own packets, for which `profile` leaves enough room.
         let _ = self.foca.apply_many(core::iter::once(doubt).filter(|_| generation == own), false, &mut outbox);
         if let Some(by) = by {
             let _ = self.foca.announce(by, &mut outbox);
@@ -283,7 +286,7 @@ impl Swim {
     pub(super) fn handle_state(&mut self, now: Instant, state: Vec<Member<Life>>, out: &mut Vec<SwimOutput>) {
         self.observe(now);
         let mut outbox = Outbox::default();
-        // Most of what a peer knows is known here too: one sorted look spares a search of the whole table for each claim.
+        // Most of a peer's table is known here too: one sorted index avoids searching the whole table for each claim.
         let known: BTreeMap<NodeId, &Member<Life>> =
             self.foca.iter_membership_state().map(|member| (member.id().node, member)).collect();
         let me = self.life().node;
@@ -298,7 +301,7 @@ impl Swim {
         self.bound(now, out);
     }
 
-    /// A member said goodbye on another way than by a packet.
+    /// A member announced its departure outside SWIM packets, or must be treated as if it had.
     pub(super) fn handle_departure(&mut self, now: Instant, life: Life, out: &mut Vec<SwimOutput>) {
         self.speaker = Some(life.node);
         self.handle_state(now, alloc::vec![Member::new(life, LEFT, State::Down)], out);
@@ -311,7 +314,7 @@ impl Swim {
         self.settle(now, outbox, out);
     }
 
-    /// A packet that tells a member of this node's own will to be gone.
+    /// A packet that announces this node's departure to a member.
     pub(super) fn goodbye(&self, to: Life) -> Vec<u8> {
         let me = self.life();
         let header = Header { src: me, src_incarnation: 0, dst: to, message: Message::Gossip };
@@ -332,7 +335,7 @@ impl Swim {
             match &timer {
                 Timer::ProbeRandomMember(_) => self.health.probed(),
                 Timer::SendIndirectProbe { .. } => self.health.judged(),
-                // foca checks too before it gives a member up, but tells it that it is dead in any case.
+                // foca checks this too before it declares a member down, but notifies the member in any case.
                 Timer::ChangeSuspectToDown { member_id, incarnation, .. } => {
                     if !self.is_suspect(*member_id, *incarnation) {
                         continue;
@@ -348,28 +351,28 @@ impl Swim {
                 self.take_over_late_probe(now, &mut outbox);
             }
             self.settle(now, outbox, out);
-            // It may have come back under another life since.
+            // The node may have returned under another life meanwhile.
             if let Some(node) = forgotten.filter(|node| self.known(*node).is_none()) {
                 self.probes.forget(node);
                 out.push(SwimOutput::Forgotten(node));
             }
         }
         self.probe_late(now, out);
-        self.tell_suspects(now, out);
+        self.notify_suspects(now, out);
     }
 
     pub(super) fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
-        // A round of gossip with nothing to say waits for the next timer, or for something to say: half of all wakeups.
+        // A gossip round without updates waits for the next timer or update: this saves half of all wakeups.
         let silent = self.foca.updates_backlog() == 0;
         let idle = |timer: &Timer<Life>| silent && matches!(timer, Timer::PeriodicGossip(_));
         let timer =
             self.timers.iter().find(|(_, armed)| !idle(&armed.timer)).map(|((at, _), _)| (*at, "membership timer"));
-        let tell = self.suspicions.values().map(|s| s.next_tell).min().map(|at| (at, "suspect to be told"));
-        timer.into_iter().chain(tell).chain(self.probes.next_wakeup()).min()
+        let notice = self.suspicions.values().map(|s| s.next_notice).min().map(|at| (at, "suspect to notify"));
+        timer.into_iter().chain(notice).chain(self.probes.next_wakeup()).min()
     }
 
-    /// foca has chosen a member to probe. One whose answer takes longer than foca waits for is probed on its own time, and
-    /// counts as answered to foca.
+    /// foca chose a member to probe. If its answer takes longer than foca waits, the table of late probes takes over, and foca
+    /// counts the probe as answered.
     fn take_over_late_probe(&mut self, now: Instant, outbox: &mut Outbox) {
         let ping = |(to, packet): &(Life, Vec<u8>)| {
             let header = <SwimCodec as Codec<Life>>::decode_header(&mut SwimCodec, packet.as_slice()).ok()?;
@@ -392,7 +395,7 @@ impl Swim {
         }
     }
 
-    /// Pings members to which the way is not measured, and goes on with probes that foca does not wait for.
+    /// Pings members whose round trip is not measured, and advances the probes that foca does not wait for.
     fn probe_late(&mut self, now: Instant, out: &mut Vec<SwimOutput>) {
         let unmeasured = self.probes.next_unmeasured(now).and_then(|node| self.known(node));
         if let Some(member) = unmeasured.filter(|member| member.state() != State::Down) {
@@ -416,7 +419,7 @@ impl Swim {
         }
     }
 
-    /// Members to try where this node got no answer, spread over the table.
+    /// Members for an indirect probe of `target`, spread over the table.
     fn helpers(&self, target: Life, from: u8) -> Vec<Life> {
         let others: Vec<Life> =
             self.foca.iter_members().map(|member| *member.id()).filter(|id| *id != target).collect();
@@ -425,7 +428,7 @@ impl Swim {
         places.map(|place| others[place]).collect()
     }
 
-    /// No member reached it: it has this long to refute.
+    /// Suspects a member that no indirect probe reached: it has `after` to refute.
     fn suspect(&mut self, now: Instant, life: Life, incarnation: u16, after: Duration, out: &mut Vec<SwimOutput>) {
         if !self.is_up(life) {
             return;
@@ -439,7 +442,7 @@ impl Swim {
         self.settle(now, outbox, out);
     }
 
-    /// A packet of this node's own, without any claims.
+    /// A packet of this node's own, without claims.
     fn packet(&self, to: Life, message: Message<Life>) -> Option<SwimOutput> {
         let header = Header { src: self.life(), src_incarnation: self.incarnation, dst: to, message };
         let mut packet = Vec::new();
@@ -448,8 +451,8 @@ impl Swim {
         Some(SwimOutput::Send(to, packet))
     }
 
-    /// A thread that was late (paused, starved) must not blame others for its own silence: what it has not read yet may
-    /// hold their answers. A thread that is late all the time judges after a few excuses, or it would notice no death.
+    /// A thread that was late (paused, starved of CPU) must not blame others for its own delay: their answers may be unread. A
+    /// thread that is always late judges after a few excuses, or it would never detect a crash.
     fn observe(&mut self, now: Instant) {
         let judging = |armed: &Armed| {
             matches!(
@@ -457,7 +460,7 @@ impl Swim {
                 Timer::ProbeRandomMember(_) | Timer::SendIndirectProbe { .. } | Timer::ChangeSuspectToDown { .. }
             )
         };
-        // Timers are few and sorted: the first judging one that is due says how late this thread is.
+        // Timers are few and sorted: the first due timer that judges others shows how late this thread is.
         let due = self.timers.range(..(now, u64::MAX)).find(|(_, armed)| judging(armed)).map(|((at, _), _)| *at);
         let Some(late) = due.map(|at| now.since(at)).filter(|late| *late > LATE) else { return };
         self.health.late(now);
@@ -477,7 +480,7 @@ impl Swim {
         }
     }
 
-    /// Carry foca's wishes out of a call.
+    /// Passes foca's output of one call on.
     fn settle(&mut self, now: Instant, outbox: Outbox, out: &mut Vec<SwimOutput>) {
         for (timer, after) in outbox.timers {
             let mut after = after;
@@ -489,14 +492,14 @@ impl Swim {
                 self.suspicions.entry(member_id.node).or_insert(Suspicion {
                     life: *member_id,
                     incarnation: *incarnation,
-                    next_tell: now,
+                    next_notice: now,
                     until: now + after,
                 });
             }
             self.armed += 1;
             self.timers.insert((now + after, self.armed), Armed { timer, excuses: 0 });
         }
-        // foca also greets the dead, and this node's former lives are among them.
+        // foca also announces to members that are down, and this node's earlier lives are among them.
         let me = self.life().node;
         for (to, packet) in outbox.sends.into_iter().filter(|(to, _)| to.node != me) {
             out.push(self.outgoing(to, packet));
@@ -520,12 +523,12 @@ impl Swim {
                 OwnedNotification::Idle | OwnedNotification::Defunct => {}
             }
         }
-        self.tell_suspects(now, out);
+        self.notify_suspects(now, out);
         self.resize();
     }
 
-    /// foca's own word to a member that was given up says nothing about which of its claims was, so that it could only
-    /// give up its identity: ours lets it refute.
+    /// foca's message to a member that it declared down does not name the incarnation, so the member could only change its
+    /// identity. `NotifySuspect` names the incarnation, so the member can refute.
     fn outgoing(&mut self, to: Life, packet: Vec<u8>) -> SwimOutput {
         let Ok(header) = <SwimCodec as Codec<Life>>::decode_header(&mut SwimCodec, packet.as_slice()) else {
             return SwimOutput::Send(to, packet);
@@ -535,13 +538,13 @@ impl Swim {
             return SwimOutput::Send(to, packet);
         }
         match self.known(to.node) {
-            Some(known) => SwimOutput::Tell(*known.id(), known.incarnation()),
+            Some(known) => SwimOutput::NotifySuspect(*known.id(), known.incarnation()),
             None => SwimOutput::Send(to, packet),
         }
     }
 
-    /// Say it to the suspect directly, more often than gossip would, so that one lost packet kills nobody.
-    fn tell_suspects(&mut self, now: Instant, out: &mut Vec<SwimOutput>) {
+    /// Notifies suspects directly, more often than gossip would, so that one lost packet causes no false `Down`.
+    fn notify_suspects(&mut self, now: Instant, out: &mut Vec<SwimOutput>) {
         if self.suspicions.is_empty() {
             return;
         }
@@ -554,23 +557,23 @@ impl Swim {
                         && member.state() == State::Suspect
                 })
         });
-        for suspicion in self.suspicions.values_mut().filter(|s| s.next_tell <= now) {
-            suspicion.next_tell = now + TELL;
-            out.push(SwimOutput::Tell(suspicion.life, suspicion.incarnation));
+        for suspicion in self.suspicions.values_mut().filter(|s| s.next_notice <= now) {
+            suspicion.next_notice = now + NOTICE_EVERY;
+            out.push(SwimOutput::NotifySuspect(suspicion.life, suspicion.incarnation));
         }
     }
 
-    /// Each update is passed on a number of times that grows with the logarithm of the mesh.
+    /// Adapts the number of transmissions per update, which grows with the logarithm of the mesh size.
     fn resize(&mut self) {
         let members = self.foca.num_members() + 1;
         if members.ilog2() != self.sized_for.ilog2() {
             self.sized_for = members;
-            // Cannot be refused: only the number of transmissions changes.
+            // Cannot fail: only the number of transmissions changes.
             let _ = self.foca.set_config(profile(members, SUSPECT));
         }
     }
 
-    /// Forget the dead before the table outgrows its bound.
+    /// Drops members that are down before the table exceeds its bound.
     fn bound(&mut self, now: Instant, out: &mut Vec<SwimOutput>) {
         let excess = self.foca.iter_membership_state().len().saturating_sub(MEMBERS_MAX);
         if excess == 0 {
@@ -592,7 +595,7 @@ impl Swim {
         }
     }
 
-    /// Whether this claim of a member is under suspicion: it was not refuted, and nobody gave the member up.
+    /// Whether this incarnation of a member is still suspected: neither refuted nor declared down.
     fn is_suspect(&self, life: Life, incarnation: u16) -> bool {
         self.foca.iter_members().any(|member| {
             *member.id() == life && member.incarnation() == incarnation && member.state() == State::Suspect
@@ -609,7 +612,7 @@ impl Swim {
     }
 }
 
-/// Collects what foca wants during one call.
+/// Collects foca's output of one call.
 #[derive(Default)]
 struct Outbox {
     sends: Vec<(Life, Vec<u8>)>,
@@ -629,13 +632,13 @@ impl foca::Runtime<Life> for Outbox {
     }
 }
 
-/// The aggressive LAN profile: of 64 nodes the first notices a death within 0.75 s in 99 of 100 cases. Members farther away than
-/// `PROBE_RTT` allows are `Probes`' business.
+/// An aggressive LAN profile: in a mesh of 64 nodes, the first node detects a crash within 0.75 s in 99 of 100 cases. Members
+/// farther away than `PROBE_RTT` allows are handled by `Probes`.
 fn profile(members: usize, suspect: Duration) -> foca::Config {
     let every = |frequency, members| {
         NonZeroUsize::new(members).map(|num_members| foca::PeriodicParams { frequency, num_members })
     };
-    // foca's own rule, ceil(4 log10(n + 1)), leaves one in a hundred rumours unheard by somebody of 64: half as many more.
+    // foca's own rule, ceil(4 log10(n + 1)), leaves one of 64 nodes without one in a hundred updates: use 50 % more.
     let transmissions = (members.ilog2() + 1).saturating_mul(2).clamp(6, 255);
     foca::Config {
         probe_period: PROBE_PERIOD,
@@ -647,26 +650,26 @@ fn profile(members: usize, suspect: Duration) -> foca::Config {
         remove_down_after: Some(FORGET),
         periodic_gossip: every(Duration::from_millis(50), 3),
         periodic_announce: every(Duration::from_secs(5), 1),
-        // What heals a partition: without it both halves are dead to each other for good.
+        // Heals a partition: without it both halves consider each other down for good.
         periodic_announce_to_down_members: every(Duration::from_secs(2), 2),
         ..foca::Config::simple()
     }
 }
 
-/// How long a dead member is remembered, shown to people and greeted in case only the path to it was cut. What is heard
-/// of the death of a node that nobody here knows is not remembered at all, so that the dead do not go round for ever.
+/// How long a member that is down stays listed, and is greeted in case only the path to it was cut. A `Down` of a node unknown
+/// here is not stored at all, so that such claims do not circulate forever.
 pub(super) const FORGET: Duration = Duration::from_secs(15 * 60);
 const PROBE_PERIOD: Duration = Duration::from_millis(100);
-/// With a probe's 100 ms before it, a stall or a cut of 250 ms ends while there is time for five answers.
+/// After a probe's 100 ms, a stall or an outage of 250 ms ends with time left for five answers.
 const SUSPECT: Duration = Duration::from_millis(250);
-/// Members that are asked to try where this node got no answer.
+/// Members asked for an indirect probe.
 const HELPERS: usize = 3;
-/// How often a suspect is told.
-const TELL: Duration = Duration::from_millis(20);
-/// By how many generations a node may be told that it is behind: they count seconds, so this is more than a century.
+/// Interval of the notifications to a suspect.
+const NOTICE_EVERY: Duration = Duration::from_millis(20);
+/// Generations that a node may be claimed to be behind: generations are unix seconds, so this is more than a century.
 const LEAP_MAX: u64 = 1 << 32;
 /// A wakeup later than this says more about this thread than about its peers.
 const LATE: Duration = Duration::from_millis(25);
-/// How often a probe or a suspicion is put off because this thread was late: on a machine without processor time that adds
-/// about a second to each.
+/// How often a probe or suspicion is postponed because this thread was late: on a machine starved of CPU this adds about a
+/// second to each.
 pub(super) const EXCUSES_MAX: u8 = 4;

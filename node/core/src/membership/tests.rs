@@ -1,4 +1,4 @@
-//! A few nodes on a perfect wire with a hand-turned clock: joining, silence, goodbyes, forgeries.
+//! Membership of a few nodes on a lossless network with a manual clock: joins, silence, goodbyes, forgeries.
 #![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many outputs")]
 use super::*;
 use crate::message::{Advert, SignedAdvert};
@@ -11,12 +11,12 @@ pub(super) fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// A few machines on a perfect wire with a hand-turned clock.
+/// A few nodes on a lossless network with a manual clock.
 pub(super) struct Bench {
     pub(super) nodes: Vec<Membership>,
     pub(super) ids: Vec<NodeId>,
     pub(super) now: Instant,
-    told: Vec<(usize, MembershipOutput)>,
+    seen: Vec<(usize, MembershipOutput)>,
     deaf: Vec<usize>,
 }
 
@@ -48,7 +48,7 @@ fn config(n: usize) -> Config {
     }
 }
 
-/// A signature that only fits its key and its bytes; nobody here forges it but by a byte.
+/// A signature that fits only its key and its bytes; no test forges a valid one.
 fn sign(peer_id: &[u8], bytes: &[u8]) -> Vec<u8> {
     blake3::hash(&[peer_id, bytes].concat()).as_bytes().to_vec()
 }
@@ -57,7 +57,7 @@ impl Bench {
     pub(super) fn new(n: usize) -> Self {
         let nodes: Vec<_> = (0..n).map(|i| Membership::new(&config(i), Instant(0), i as u64)).collect();
         let ids = (0..n).map(|i| config(i).node).collect();
-        let mut bench = Bench { nodes, ids, now: Instant(0), told: Vec::new(), deaf: Vec::new() };
+        let mut bench = Bench { nodes, ids, now: Instant(0), seen: Vec::new(), deaf: Vec::new() };
         for i in 1..n {
             bench.introduce(i, 0);
         }
@@ -117,7 +117,7 @@ impl Bench {
                         self.nodes[to].handle_push_pull(now, me, &members, &heard, adverts, reply);
                     }
                     Message::Leaving => self.nodes[to].handle_leaving(now, me),
-                    other => panic!("membership says {other:?}"),
+                    other => panic!("unexpected message {other:?}"),
                 }
             }
             MembershipOutput::Connect { node, .. } => self.nodes[i].handle_connected(now, node, 100_000),
@@ -128,7 +128,7 @@ impl Bench {
                 let valid = sign(&peer_id, &bytes) == signature;
                 self.nodes[i].handle_verified(now, token, valid);
             }
-            other => self.told.push((i, other)),
+            other => self.seen.push((i, other)),
         }
     }
 
@@ -153,7 +153,7 @@ impl Bench {
             MembershipOutput::Refused { what, .. } => Some(*what),
             _ => None,
         };
-        self.told.iter().filter_map(|(_, output)| refused(output)).collect()
+        self.seen.iter().filter_map(|(_, output)| refused(output)).collect()
     }
 }
 
@@ -164,7 +164,7 @@ fn strangers_become_members_with_adverts() {
     for i in 0..5 {
         assert_eq!(bench.alive(i), 4, "node {i}");
         let fleet = bench.nodes[i].fleet();
-        assert_eq!(fleet.devices.len(), 5, "node {i} knows what all five offer, itself too");
+        assert_eq!(fleet.devices.len(), 5, "node {i} has the capacities of all five, its own included");
         assert!(fleet.devices.is_sorted_by_key(|device| device.id));
         assert!(fleet.links.keys().all(|(a, b)| a != b));
     }
@@ -172,32 +172,32 @@ fn strangers_become_members_with_adverts() {
 }
 
 #[test]
-fn silence_is_death_within_a_second() {
+fn a_silent_node_is_down_within_a_second() {
     let mut bench = Bench::new(6);
     bench.pass(ms(5000));
-    bench.told.clear();
+    bench.seen.clear();
     bench.deaf.push(3);
     bench.pass(ms(1200));
     let dead = bench.ids[3];
     for i in [0, 1, 2, 4, 5] {
         let down = (i, MembershipOutput::PeerDown { node: dead, reason: DownReason::Failed });
-        assert!(bench.told.contains(&down), "node {i} told nobody");
+        assert!(bench.seen.contains(&down), "node {i} did not report it");
         assert_eq!(bench.nodes[i].member(dead).map(|m| m.state), Some(MemberState::Down(DownReason::Failed)));
         assert!(!bench.nodes[i].fleet().devices.iter().any(|device| device.id == dead.into()));
     }
-    // It was only deaf: told that it is dead, it refutes that too, and keeps its identity.
+    // It was only deaf: notified that it was declared down, it refutes that, and keeps its identity.
     bench.deaf.clear();
     bench.pass(ms(6000));
     assert!((0..6).all(|i| bench.alive(i) == 5), "{:?}", (0..6).map(|i| bench.alive(i)).collect::<Vec<_>>());
     assert!(bench.nodes[0].member(dead).is_some_and(|member| member.generation == Generation(1000)));
 }
 
-/// Its thread gets the processor every 60 ms, so each probe and each suspicion finds it late.
+/// Its thread gets the CPU every 60 ms, so each probe and each suspicion finds it late.
 #[test]
-fn a_node_that_is_always_late_notices_a_death() {
+fn a_node_that_is_always_late_detects_a_crash() {
     let mut bench = Bench::new(4);
     bench.pass(ms(3_000));
-    assert_eq!(bench.alive(0), 3, "the others");
+    assert_eq!(bench.alive(0), 3, "all others are up");
     bench.deaf.push(2);
     for _ in 0..200 {
         bench.now = bench.now + ms(60);
@@ -209,9 +209,9 @@ fn a_node_that_is_always_late_notices_a_death() {
     assert_eq!([0, 1, 3].map(|node| bench.alive(node)), [2; 3]);
 }
 
-/// Every node that died here is gone from every list after a while, and a node that joins meanwhile hears nothing of it.
+/// A crashed node is dropped from every table after a while, and a node that joins meanwhile never learns of it.
 #[test]
-fn the_long_dead_are_forgotten_everywhere_and_do_not_come_back() {
+fn nodes_down_for_long_are_forgotten_everywhere() {
     let mut bench = Bench::new(5);
     bench.pass(ms(5000));
     bench.deaf.push(4);
@@ -220,45 +220,45 @@ fn the_long_dead_are_forgotten_everywhere_and_do_not_come_back() {
     assert!(
         (0..4).all(|i| bench.nodes[i].member(dead).is_some_and(|m| m.state == MemberState::Down(DownReason::Failed)))
     );
-    // One that comes late, under a new life.
+    // A node that joins late, under a new generation.
     bench.pass(swim::FORGET - ms(60_000));
     let late = Config { generation: Generation(2000), ..config(3) };
     bench.nodes[3] = Membership::new(&late, bench.now, 77);
     bench.introduce(3, 0);
     bench.pass(ms(50_000));
-    assert!(bench.nodes[0].member(dead).is_some(), "still shown");
-    assert!(bench.nodes[3].member(dead).is_none(), "a newcomer is not told of the dead");
-    bench.told.clear();
+    assert!(bench.nodes[0].member(dead).is_some(), "still listed");
+    assert!(bench.nodes[3].member(dead).is_none(), "a new node does not learn of nodes that are down");
+    bench.seen.clear();
     bench.pass(ms(300_000));
     for i in 0..4 {
-        assert!(bench.nodes[i].member(dead).is_none(), "node {i} remembers it");
-        assert!(bench.nodes[i].adverts.get(dead).is_none(), "node {i} remembers what it said");
+        assert!(bench.nodes[i].member(dead).is_none(), "node {i} still lists it");
+        assert!(bench.nodes[i].adverts.get(dead).is_none(), "node {i} still has its advert");
         assert!(bench.nodes[i].swim.state().iter().all(|member| member.id().node != dead));
     }
     let up = MembershipOutput::PeerUp { node: dead };
-    assert!(bench.told.iter().all(|(_, told)| *told != up), "nobody takes it for alive");
-    // It was only deaf: they find each other again without an operator.
+    assert!(bench.seen.iter().all(|(_, seen)| *seen != up), "no node reports it up");
+    // It was only deaf: the nodes find each other again without an operator.
     bench.deaf.clear();
     bench.pass(ms(40_000));
     assert!((0..5).all(|i| bench.alive(i) == 4), "{:?}", (0..5).map(|i| bench.alive(i)).collect::<Vec<_>>());
 }
 
-/// Its datagrams still arrive for a while, and members that have not heard of the ban pass it on.
+/// Its datagrams still arrive for a while, and members that have not received the ban pass it on.
 #[test]
-fn whoever_is_banned_is_out_whatever_others_say() {
+fn a_banned_node_stays_out_whatever_others_claim() {
     let mut bench = Bench::new(5);
     bench.pass(ms(5000));
     let out = bench.ids[2];
-    bench.told.clear();
+    bench.seen.clear();
     for i in [0, 1] {
         bench.nodes[i].handle_banned(bench.now, vec![out]);
     }
     bench.settle();
     for i in [0, 1] {
-        assert!(bench.told.contains(&(i, MembershipOutput::PeerDown { node: out, reason: DownReason::Left })));
-        assert!(bench.told.contains(&(i, MembershipOutput::Disconnect { node: out })));
+        assert!(bench.seen.contains(&(i, MembershipOutput::PeerDown { node: out, reason: DownReason::Left })));
+        assert!(bench.seen.contains(&(i, MembershipOutput::Disconnect { node: out })));
     }
-    bench.told.clear();
+    bench.seen.clear();
     bench.pass(ms(3000));
     bench.introduce(0, 2);
     bench.introduce(2, 0);
@@ -267,25 +267,25 @@ fn whoever_is_banned_is_out_whatever_others_say() {
     bench.pass(ms(60_000));
     for i in [0, 1] {
         assert!(!bench.nodes[i].is_alive(out) && bench.alive(i) == 3, "node {i}");
-        assert!(!bench.told.contains(&(i, MembershipOutput::PeerUp { node: out })), "node {i}");
+        assert!(!bench.seen.contains(&(i, MembershipOutput::PeerUp { node: out })), "node {i}");
         assert!(!bench.nodes[i].fleet().devices.iter().any(|device| device.id == out.into()));
     }
 }
 
 #[test]
-fn what_is_stale_replaces_nothing() {
+fn a_stale_advert_replaces_nothing() {
     let mut bench = Bench::new(3);
     bench.pass(ms(5000));
     let id = bench.ids[1];
     let current = |bench: &Bench| bench.nodes[0].member(id).and_then(|m| m.advert).cloned().unwrap();
-    let kept = bench.nodes[0].adverts.beyond(Vec::new(), |node| node == id).pop().unwrap();
+    let kept = bench.nodes[0].adverts.newer_than(Vec::new(), |node| node == id).pop().unwrap();
     let mut capacity = config(1).capacity;
     capacity.memory_free /= 2;
     bench.nodes[1].handle_capacity(bench.now, capacity);
     bench.pass(ms(2000));
     let newer = current(&bench);
     assert!(newer.version > codec::decode_advert(&kept.bytes).unwrap().version);
-    // Signed by the right key, but said before: by a datagram, by push-pull, and while the newer one is being verified.
+    // Signed by the right key, but older: by datagram, by push-pull, and while a newer one is being verified.
     bench.nodes[0].handle_advert(bench.ids[2], kept.clone());
     bench.nodes[0].handle_push_pull(bench.now, bench.ids[2], &[], &[], vec![kept.clone()], false);
     let mut newest = bench.nodes[1].own().clone();
@@ -296,7 +296,7 @@ fn what_is_stale_replaces_nothing() {
     bench.nodes[0].handle_advert(bench.ids[2], kept.clone());
     bench.settle();
     assert_eq!(current(&bench), newest);
-    // An earlier life's high version is stale too.
+    // The high version of an earlier generation is stale too.
     let former = Advert { generation: Generation(999), version: 1_000_000, ..newest.clone() };
     let bytes = codec::encode_advert(&former).unwrap();
     let signature = sign(&former.peer_id, &bytes);
@@ -307,24 +307,24 @@ fn what_is_stale_replaces_nothing() {
 }
 
 #[test]
-fn a_goodbye_is_believed_at_once() {
+fn a_goodbye_takes_effect_immediately() {
     let mut bench = Bench::new(4);
     bench.pass(ms(5000));
-    bench.told.clear();
+    bench.seen.clear();
     bench.nodes[2].handle_leave(bench.now);
     bench.settle();
     let gone = bench.ids[2];
     for i in [0, 1, 3] {
-        assert!(bench.told.contains(&(i, MembershipOutput::PeerDown { node: gone, reason: DownReason::Left })));
-        assert!(bench.told.contains(&(i, MembershipOutput::Disconnect { node: gone })));
+        assert!(bench.seen.contains(&(i, MembershipOutput::PeerDown { node: gone, reason: DownReason::Left })));
+        assert!(bench.seen.contains(&(i, MembershipOutput::Disconnect { node: gone })));
     }
-    assert_eq!(bench.nodes[2].next_wakeup(), None, "nothing more to do");
+    assert_eq!(bench.nodes[2].next_wakeup(), None, "no timers left");
     bench.pass(ms(5000));
-    assert!([0, 1, 3].iter().all(|i| bench.alive(*i) == 2), "it does not come back by itself");
+    assert!([0, 1, 3].iter().all(|i| bench.alive(*i) == 2), "it does not return on its own");
 }
 
 #[test]
-fn own_changes_reach_everybody_and_small_ones_wait() {
+fn own_changes_reach_all_members_and_small_ones_wait() {
     let mut bench = Bench::new(4);
     bench.pass(ms(5000));
     let mut capacity = config(1).capacity;
@@ -345,26 +345,26 @@ fn own_changes_reach_everybody_and_small_ones_wait() {
 }
 
 #[test]
-fn what_is_forged_is_refused() {
+fn forgeries_are_rejected() {
     let mut bench = Bench::new(3);
     bench.pass(ms(5000));
     let version = |bench: &Bench| bench.nodes[0].member(bench.ids[1]).and_then(|m| m.advert).map(|a| a.version);
     let before = version(&bench);
-    // Node 2 sends a richer advert in node 1's name.
+    // Node 2 sends an advert with a higher version in node 1's name.
     let mut advert = bench.nodes[1].own().clone();
     advert.version += 10;
     let bytes = codec::encode_advert(&advert).unwrap();
     bench.nodes[0].handle_advert(bench.ids[2], SignedAdvert { bytes, signature: vec![0; 32] });
     bench.settle();
     assert_eq!(bench.refusals(), ["an advert with a wrong signature"]);
-    // …and one whose key it owns, for a node that it is not.
+    // …and one with its own key for another node.
     advert.peer_id = config(2).peer_id;
     let bytes = codec::encode_advert(&advert).unwrap();
     bench.nodes[0].handle_advert(bench.ids[2], SignedAdvert { bytes, signature: vec![0; 32] });
     bench.settle();
     assert_eq!(bench.refusals()[1], "an advert whose key does not belong to its node");
     let refused = |bench: &Bench, i: usize| bench.nodes[0].member(bench.ids[i]).map(|member| member.refused);
-    assert_eq!((refused(&bench, 2), refused(&bench, 1)), (Some(2), Some(0)), "counted against who sent it");
+    assert_eq!((refused(&bench, 2), refused(&bench, 1)), (Some(2), Some(0)), "counted against the sender");
     assert_eq!(version(&bench), before);
     // A packet in another's name, and garbage.
     let packet = bench.nodes[1].swim.goodbye(Life { node: bench.ids[0], generation: Generation(1000), addr: None });
@@ -385,29 +385,29 @@ fn what_is_forged_is_refused() {
 }
 
 #[test]
-fn a_forged_death_is_refuted_without_a_new_identity() {
+fn a_forged_down_is_refuted_without_a_new_identity() {
     use foca::{Codec, Header, Member as Claim, Message as Word, State};
     let mut bench = Bench::new(4);
     bench.pass(ms(5000));
     let victim = Life { node: bench.ids[1], generation: Generation(1000), addr: None };
-    let said = |incarnation| codec::encode_part(&[Claim::new(victim, incarnation, State::Down)].to_vec());
+    let claim = |incarnation| codec::encode_part(&[Claim::new(victim, incarnation, State::Down)].to_vec());
     let lose = |bench: &mut Bench, incarnation| {
-        bench.told.clear();
-        bench.nodes[0].handle_push_pull(bench.now, bench.ids[2], &said(incarnation), &[], Vec::new(), false);
+        bench.seen.clear();
+        bench.nodes[0].handle_push_pull(bench.now, bench.ids[2], &claim(incarnation), &[], Vec::new(), false);
         bench.settle();
-        let told = bench.told.iter().map(|(_, output)| output).find_map(|output| match output {
+        let reason = bench.seen.iter().map(|(_, output)| output).find_map(|output| match output {
             MembershipOutput::PeerDown { node, reason } if *node == victim.node => Some(*reason),
             _ => None,
         });
         bench.pass(ms(2000));
-        assert!((0..4).all(|i| bench.alive(i) == 3), "it healed");
-        told
+        assert!((0..4).all(|i| bench.alive(i) == 3), "all nodes are up again");
+        reason
     };
-    // Of the claim that stands: believed for a moment. Of an older one: not at all.
+    // A claim about the present incarnation takes effect for a moment; one about an earlier incarnation is ignored.
     assert_eq!(lose(&mut bench, 0), Some(DownReason::Failed));
     assert_eq!(bench.nodes[0].member(victim.node).map(|m| m.generation), Some(victim.generation));
     assert_eq!(lose(&mut bench, 0), None);
-    // It is told to give up its identity, by packet.
+    // A packet asks it to give up its identity.
     let (from, to) = (Life { node: bench.ids[2], ..victim }, victim);
     let header = Header { src: from, src_incarnation: 0, dst: to, message: Word::TurnUndead };
     let mut packet = Vec::new();
@@ -416,17 +416,17 @@ fn a_forged_death_is_refuted_without_a_new_identity() {
     bench.nodes[1].handle_swim(now, from.node, source, &packet);
     bench.pass(ms(2000));
     assert_eq!(bench.nodes[0].member(victim.node).map(|m| m.generation), Some(victim.generation));
-    // A goodbye in its name is not believed to be one, but nothing outranks it: only a new identity does.
+    // A goodbye in its name by another node counts as a failure, but only a new identity outranks it.
     assert_eq!(lose(&mut bench, u16::MAX), Some(DownReason::Failed));
     assert!(bench.nodes[0].member(victim.node).is_some_and(|m| m.generation > victim.generation));
     assert!(bench.refusals().is_empty(), "{:?}", bench.refusals());
 }
 
 #[test]
-fn a_node_whose_clock_went_back_finds_its_way_in() {
+fn a_node_whose_clock_went_back_can_rejoin() {
     let mut bench = Bench::new(3);
     bench.pass(ms(5000));
-    // It comes again without its store and believes that it is long ago.
+    // It restarts without its store, and its clock is far in the past.
     let mut again = Config { generation: Generation(3), ..config(2) };
     again.capacity.memory_free /= 4;
     bench.nodes[2] = Membership::new(&again, bench.now, 99);
@@ -436,7 +436,7 @@ fn a_node_whose_clock_went_back_finds_its_way_in() {
     let came_back = bench.nodes[0].member(bench.ids[2]);
     assert!(came_back.is_some_and(|member| member.generation > Generation(1000)));
     let offered = came_back.and_then(|member| member.advert).map(|advert| advert.capacity.memory_free);
-    assert_eq!(offered, Some(again.capacity.memory_free), "what it says now outranks what it said then");
+    assert_eq!(offered, Some(again.capacity.memory_free), "its new advert outranks the old one");
 }
 
 #[test]
@@ -446,7 +446,7 @@ fn an_address_that_moved_is_followed() {
     assert_eq!(bench.nodes[0].gossip_addr(bench.ids[1]), Some(config(1).gossip_addrs[0]));
     let moved = SocketAddr::from(([10, 9, 9, 9], 77));
     let packet = bench.nodes[1].swim.goodbye(Life { node: bench.ids[0], generation: Generation(1000), addr: None });
-    // Any packet with a proven sender will do; this one is not addressed to a life that node 0 still has.
+    // Any packet with an authenticated sender works; this one is addressed to a generation that node 0 no longer has.
     let stale = Life { node: bench.ids[0], generation: Generation(1), addr: None };
     let stale_packet = bench.nodes[1].swim.goodbye(stale);
     assert_ne!(packet, stale_packet);
@@ -455,7 +455,7 @@ fn an_address_that_moved_is_followed() {
 }
 
 #[test]
-fn alone_it_keeps_asking_ever_more_slowly() {
+fn a_node_that_is_alone_announces_ever_more_slowly() {
     let mut bench = Bench::new(2);
     bench.deaf.push(0);
     let mut lonely = Bench::new(1);
@@ -475,13 +475,13 @@ fn alone_it_keeps_asking_ever_more_slowly() {
     assert!((6..14).contains(&asked.len()), "{asked:?}");
 }
 
-/// Adverts of addresses where nobody is, as a stranger can invent them.
+/// An invented contact: a key and an address without a node, as a stranger can make them up.
 fn invented(n: u16) -> (NodeId, Vec<u8>, SocketAddr) {
     let peer_id = format!("stranger {n}").into_bytes();
     (NodeId::of_peer(&peer_id), peer_id, SocketAddr::from(([10, 99, (n >> 8) as u8, n as u8], 1)))
 }
 
-/// What a node sends towards strangers.
+/// What a node sends to strangers.
 #[derive(Default)]
 struct Sent {
     datagrams: usize,
@@ -524,7 +524,7 @@ fn an_address_that_never_answers_is_tried_ever_more_rarely() {
 }
 
 #[test]
-fn strangers_addresses_take_a_few_dials_and_a_bounded_table() {
+fn invented_addresses_cost_few_dials_and_a_bounded_table() {
     let mut bench = Bench::new(2);
     bench.pass(ms(3000));
     let member = bench.ids[1];
@@ -536,21 +536,21 @@ fn strangers_addresses_take_a_few_dials_and_a_bounded_table() {
         node.handle_peer_found(bench.now, stranger, peer_id, vec![addr], vec![addr]);
         send(node, &mut sent);
     }
-    assert_eq!(sent.dials, STRANGER_DIALS_MAX, "the others wait for these to end");
+    assert_eq!(sent.dials, STRANGER_DIALS_MAX, "further dials wait for these to end");
     for dialled in sent.dialled.drain(..) {
         node.handle_disconnected(bench.now, dialled);
     }
-    // Ends of dials of strangers that were dropped meanwhile.
+    // Ends of dials to strangers that were dropped meanwhile.
     for n in 0..2000 {
         node.handle_disconnected(bench.now, invented(n).0);
     }
     assert_eq!(node.contacts.len(), CONTACTS_MAX);
-    assert!(node.contacts.contains_key(&member), "a member is not pushed out by strangers");
+    assert!(node.contacts.contains_key(&member), "strangers do not displace a member");
     assert!(node.dialled.len() <= CONTACTS_MAX + 1 && node.reaching.is_empty(), "{}", node.dialled.len());
 }
 
 #[test]
-fn a_zone_is_told_cut_to_what_an_advert_has_room_for() {
+fn a_zone_name_is_truncated_to_fit_an_advert() {
     let mut config = config(0);
     config.capacity.zone = "ü".repeat(40);
     let node = Membership::new(&config, Instant(0), 0);

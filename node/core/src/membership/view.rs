@@ -1,4 +1,4 @@
-//! What membership knows, for status, routing and planning.
+//! Views of the membership table, for status, routing and planning.
 use super::{Membership, UNMEASURED};
 use crate::config::Capacity;
 use crate::id::{ContentId, Generation, NodeId};
@@ -12,44 +12,44 @@ use partitioner::{Device, Fleet, Link};
 /// One member, for status and for routing.
 #[derive(Clone, Copy, Debug)]
 pub struct Member<'a> {
-    /// Who.
+    /// The node.
     pub node: NodeId,
-    /// Which life.
+    /// Its generation.
     pub generation: Generation,
-    /// Alive (perhaps suspected), or gone and why.
+    /// Alive (perhaps suspected), or down and why.
     pub state: MemberState,
-    /// What it offers, once heard.
+    /// Its advert, once received.
     pub advert: Option<&'a Advert>,
-    /// Where gossip reaches it.
+    /// Its gossip address.
     pub gossip_addr: Option<SocketAddr>,
-    /// A data-plane connection stands.
+    /// A data-plane connection is open.
     pub connected: bool,
-    /// Round trip to it, once measured.
+    /// Round trip over the connection, once measured.
     pub rtt_ns: Option<u64>,
-    /// What the link to it carries, once measured.
+    /// Throughput of the connection, once measured.
     pub bytes_per_second: Option<u64>,
-    /// How often something that it sent was nonsense or forged.
+    /// Number of its messages that were malformed or forged.
     pub refused: u32,
 }
 
-/// Whether a member is there.
+/// Whether a member is alive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemberState {
     /// It answers.
     Alive,
-    /// It has not answered this node lately and is being asked to.
+    /// It has not answered this node's probe yet.
     Suspect,
-    /// It is gone.
+    /// It is down.
     Down(DownReason),
 }
 
 impl Membership {
-    /// What this node says about itself.
+    /// This node's own advert.
     pub fn own(&self) -> &Advert {
         self.adverts.own()
     }
 
-    /// All members but this node, alive or lately gone, by id.
+    /// All members but this node, alive or recently down, by id.
     pub fn members(&self) -> impl Iterator<Item = Member<'_>> {
         self.peers.keys().filter_map(|node| self.member(*node))
     }
@@ -84,12 +84,13 @@ impl Membership {
         })
     }
 
-    /// Whether a member is alive as far as SWIM knows.
+    /// Whether a member is alive according to SWIM.
     pub fn is_alive(&self, node: NodeId) -> bool {
         self.peers.get(&node).is_some_and(|peer| peer.down.is_none())
     }
 
-    /// Where a gossip datagram reaches a node: where it was last heard, else what it says, else what others say.
+    /// A node's gossip address: the source of its last datagram; else the addresses from gossip, its advert and discovery in
+    /// turn.
     pub fn gossip_addr(&self, node: NodeId) -> Option<SocketAddr> {
         let peer = self.peers.get(&node);
         if let Some(source) = peer.and_then(|peer| peer.source) {
@@ -115,13 +116,13 @@ impl Membership {
         self.contacts.get(&node).map(|found| (found.peer_id.clone(), found.data.clone()))
     }
 
-    /// Whether a data-plane connection stands.
+    /// Whether a data-plane connection is open.
     pub fn is_connected(&self, node: NodeId) -> bool {
         self.connected.contains_key(&node)
     }
 
-    /// The measured machines and links, this node among them. `Device::memory` is what is free now: bytes that a job of
-    /// this mesh already holds there are not in it.
+    /// The measured devices and links, this node's among them. `Device::memory` is what is free now, without the bytes that a
+    /// job of this mesh already holds there.
     pub fn fleet(&self) -> Fleet {
         let mut adverts: BTreeMap<NodeId, &Advert> =
             self.alive().filter_map(|node| Some((node, self.adverts.get(node)?))).collect();
@@ -131,19 +132,19 @@ impl Membership {
             links.insert((self.node.into(), (*peer).into()), *link);
             links.insert(((*peer).into(), self.node.into()), *link);
         }
-        // Links between others are not measured from here: as slow as the slowest of ours is a fair guess.
+        // Links between other nodes are not measured from here: the slowest of this node's links is a fair guess.
         let default_link = links.values().copied().reduce(slower).unwrap_or(UNMEASURED);
         let devices = adverts.values().map(|advert| self.device(advert)).collect();
         Fleet { devices, links, default_link }
     }
 
-    /// Members alive whose adverts name that content, at most `most`.
+    /// Live members whose adverts name this content, at most `most`.
     pub fn holders(&self, content: ContentId, most: usize) -> Vec<NodeId> {
         let holds = |node: &NodeId| self.adverts.get(*node).is_some_and(|advert| advert.holds.contains(&content));
         self.alive().filter(holds).take(most).collect()
     }
 
-    /// What a member, or this node, offers.
+    /// The capacity of a member, or of this node.
     pub fn capacity(&self, node: NodeId) -> Option<&Capacity> {
         let advert = if node == self.node { Some(self.adverts.own()) } else { self.adverts.get(node) };
         advert.map(|advert| &advert.capacity)

@@ -1,4 +1,4 @@
-//! The router's part for losses: reports of silent nodes, and what becomes of the jobs.
+//! Losses, in the router: reports of silent nodes, and failover decisions for the jobs.
 use super::Node;
 use crate::failover::FailoverOutput;
 use crate::id::{JobId, NodeId};
@@ -7,7 +7,8 @@ use crate::output::Event;
 use crate::time::Duration;
 
 impl Node {
-    /// Reports to the coordinator that a neighbour (or the coordinator itself) is silent, or (with no silence) heard again.
+    /// Reports to the coordinator that a neighbour (or the coordinator itself) is silent; with zero silence, that it is
+    /// heard again.
     pub(super) fn report(&mut self, job: JobId, node: NodeId, silent: Duration) {
         let coordinator = self.parts.coordinator_of(job).filter(|&(coordinator, _)| coordinator != self.me);
         if let Some((coordinator, epoch)) = coordinator {

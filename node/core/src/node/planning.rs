@@ -1,4 +1,5 @@
-//! The mesh as plans see it: what members say, corrected by what was measured, with what a job holds counted as free.
+//! The mesh as the planner sees it: what members advertise, corrected by measurements, with the memory that a job holds
+//! counted as free.
 use super::Node;
 use crate::id::{CallId, Epoch, JobId, NodeId};
 use crate::job::{Apart, Ask, Domains, Measured, What};
@@ -16,14 +17,14 @@ use partitioner::{
 };
 
 impl Node {
-    /// The mesh as it says it is, corrected by what was measured.
+    /// The mesh as it is advertised, corrected by measurements.
     pub(super) fn fleet(&self) -> Fleet {
         let mut fleet = self.membership.fleet();
         fleet.devices.iter_mut().for_each(|device| self.speeds.correct(device));
         fleet
     }
 
-    /// A job's question on the mesh as it is.
+    /// A job's question to the planner, with the present mesh.
     pub(super) fn question(&self, ask: Ask) -> Question {
         let Ask { job, resident, without, what } = ask;
         let mut fleet = job.map_or_else(|| self.fleet(), |job| self.fleet_for(job, &resident));
@@ -45,7 +46,7 @@ impl Node {
                 Question::Grid(Box::new(GridQuestion { work, fleet, paces: rates, depth, present }))
             }
             What::GridStandbys { work, owners, depth, step_ns, kept } => {
-                // Snapshots come so often that the halos kept since the last but one would do.
+                // Snapshots are frequent enough that the halos kept reach back to the last snapshot but one.
                 let halo_bytes = HALO_LOG_BYTES_MAX / 2;
                 let snapshot_ns_min = SNAPSHOT_EVERY_MIN.as_nanos() as u64;
                 Question::GridStandbys(Box::new(GridStandbysQuestion {
@@ -62,7 +63,7 @@ impl Node {
         }
     }
 
-    /// Where the members stand, seen from this node.
+    /// Failure domains of the members, seen from this node.
     pub(super) fn domains(&self) -> Domains {
         let own = &self.membership.own().capacity;
         let apart = |member: Member<'_>| {
@@ -73,14 +74,14 @@ impl Node {
         Domains::new(self.membership.members().filter_map(apart).collect())
     }
 
-    /// A local caller wants the mesh as plans see it.
+    /// A local caller asks for the mesh as the planner sees it.
     pub(super) fn survey(&mut self, call: CallId, job: Option<JobId>) {
         let fleet = job.map_or_else(|| self.fleet(), |job| self.fleet_for(job, &self.jobs.holdings(job)));
         self.notify(Event::Fleet { call, fleet: Box::new(fleet), options: self.plan_options(false) });
     }
 
-    /// A node answered challenges: what it took (the fastest of them, and whether no request ran meanwhile) is held against
-    /// what it says about itself.
+    /// A node answered challenges. Its time (the shortest of them, and whether no request ran meanwhile) is compared
+    /// with its advert.
     pub(super) fn measured(
         &mut self,
         job: JobId,
@@ -90,7 +91,7 @@ impl Node {
         Measured { took, quiet, nonce, digest }: Measured,
     ) {
         let fleet = self.membership.fleet();
-        // Challenges begin at position 0: their rows attend to next to nothing.
+        // Challenges begin at position 0, so their rows attend to almost nothing.
         let step_ns = |device| partitioner::cost::stage_ns_at(work, device, layers, 1, 0);
         let expected = fleet.device(node.into()).and_then(step_ns);
         let (Some(step_ns), Some(numerics)) = (expected, self.membership.capacity(node).map(|says| says.numerics))
@@ -110,8 +111,8 @@ impl Node {
         }
     }
 
-    /// The mesh as a job may use it: members alive, less those that this job lost, and with what the job holds already
-    /// counted as free, though never more than a node has in all.
+    /// The mesh as a job may use it: members that are alive, without those that the job lost. Memory that the job holds
+    /// counts as free, up to the total memory of a node.
     pub(super) fn fleet_for(&self, job: JobId, resident: &[(NodeId, u64)]) -> Fleet {
         let mut fleet = self.fleet();
         let excluded: Vec<DeviceId> = self.failover.excluded(self.now, job).map(DeviceId::from).collect();
@@ -128,8 +129,8 @@ impl Node {
         Options { goal: Goal::Latency, head: self.me.into(), losses }
     }
 
-    /// Nodes that may have the data of a part: the coordinator and the owners are asked first; then those that say that they
-    /// have some.
+    /// Nodes that may have the data of a part: the coordinator and the owners are asked first, then members that
+    /// advertise it.
     pub(super) fn sources(&mut self, epoch: Epoch, order: &Order) -> Vec<NodeId> {
         let mut sources: Vec<NodeId> = Vec::from([epoch.issuer]);
         let owners = order.owners.iter().copied().filter(|&node| node != self.me);

@@ -1,5 +1,5 @@
-//! Whole nodes side by side: instant disks, a network of one fixed delay, and stages that compute with hashes, so that a
-//! wrong position, token or cache is seen in the answer.
+//! Whole nodes side by side: instant disks, a network with one fixed delay, and stages that compute hashes, so that a
+//! wrong position, token or cache shows in the answer.
 #![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many events")]
 use super::*;
 use crate::config::Capacity;
@@ -21,14 +21,14 @@ const LAYERS: u32 = 6;
 const LAYER_BYTES: u64 = 100;
 const CONTEXT: u32 = 4096;
 
-/// Nodes, wires, executors, and a clock turned by hand.
+/// Nodes, wires, executors, and a manual clock.
 struct Mesh {
     now: Instant,
     nodes: BTreeMap<NodeId, Host>,
     queue: BTreeMap<(Instant, u64), (NodeId, Input)>,
     sequence: u64,
     events: Vec<(NodeId, Event)>,
-    /// Nothing arrives from the first at the second.
+    /// Nothing arrives from the first node at the second.
     cut: BTreeSet<(NodeId, NodeId)>,
     tensors_next: u64,
 }
@@ -39,7 +39,7 @@ struct Host {
     wakeup: Option<Instant>,
     memory: u64,
     stage: BTreeMap<(JobId, PartId), Executor>,
-    /// Who the last stage was to be fetched from.
+    /// Sources of the part that was loaded last.
     sources: Vec<NodeId>,
     tensors: BTreeMap<TensorId, Vec<u64>>,
 }
@@ -51,7 +51,7 @@ struct Executor {
     caches: BTreeMap<RequestId, Vec<u64>>,
 }
 
-/// One symbolic layer range: the state after each position hangs on everything before it.
+/// One symbolic layer: the state after each position depends on everything before it.
 fn step(cache: &[u64], layer: u64, position: u32, input: u64) -> u64 {
     let before = position.checked_sub(1).map_or(layer, |p| cache[p as usize]);
     let mut hasher = blake3::Hasher::new();
@@ -63,7 +63,7 @@ fn choose(hidden: u64, position: u32) -> u32 {
     (hidden ^ u64::from(position)) as u32 % 1000
 }
 
-/// What one machine alone would answer.
+/// The answer of a single machine.
 fn solo(prompt: &[u32], count: usize) -> Vec<u32> {
     let mut tokens = prompt.to_vec();
     let mut caches = vec![Vec::new(); LAYERS as usize];
@@ -342,7 +342,7 @@ impl Mesh {
         self.give(id(1), Input::Submit { call, job, request: Box::new(request(call, prompt, max_tokens)) });
     }
 
-    /// Tokens told to a call, checked to come once each and in order.
+    /// Tokens delivered to a call. Checks that each arrives once and in order.
     fn told(&self, call: CallId) -> Vec<u32> {
         let mut next = None;
         let tokens = self.events.iter().filter_map(|(_, event)| match event {
@@ -371,10 +371,10 @@ impl Mesh {
     fn finish(&mut self, call: CallId, within: Duration) -> DoneReason {
         let end = self.now + within;
         self.run_while(end, |mesh| mesh.done(call).is_none());
-        self.done(call).unwrap_or_else(|| panic!("call ends; told {} tokens; {:?}", self.told(call).len(), self.events))
+        self.done(call).unwrap_or_else(|| panic!("call ends; got {} tokens; {:?}", self.told(call).len(), self.events))
     }
 
-    /// After everything has come to rest nothing is left behind.
+    /// Checks that nothing is left behind once everything has come to rest.
     fn assert_clean(&mut self) {
         self.run_for(Duration::from_secs(1));
         for host in self.nodes.values().filter(|host| !host.down) {
@@ -388,7 +388,7 @@ impl Mesh {
     }
 }
 
-/// A request under a key of the call's.
+/// A request with a key derived from the call.
 fn request(call: CallId, prompt: Vec<u32>, max_tokens: u32) -> Request {
     let key = RequestKey(u128::from(call.0).to_be_bytes());
     Request { prompt, max_tokens, sampling: Sampling::GREEDY, ignore_eos: false, key }
@@ -462,7 +462,7 @@ fn three_nodes_answer_as_one_would() {
 }
 
 #[test]
-fn the_head_shows_what_stages_on_other_nodes_hold_and_how_fast_they_are() {
+fn the_coordinator_shows_what_stages_on_other_nodes_hold_and_how_fast_they_are() {
     let mut mesh = Mesh::new(&[250, 250, 250]);
     mesh.deploy();
     let job = mesh.nodes[&id(1)].node.jobs().next().expect("a job");
@@ -512,7 +512,7 @@ fn eight_requests_at_once_answer_as_each_alone() {
 }
 
 #[test]
-fn the_loss_of_a_stage_is_not_seen_in_the_answer() {
+fn the_loss_of_a_stage_does_not_change_the_answer() {
     for at_token in [0, 1, 7, 15] {
         let mut mesh = Mesh::new(&[225, 225, 225, 225]);
         let job = mesh.deploy();
@@ -528,9 +528,9 @@ fn the_loss_of_a_stage_is_not_seen_in_the_answer() {
     }
 }
 
-/// Weights are asked of the head, the other stages, and whoever says that it has some of them; once each.
+/// Weights are fetched from the coordinator, the other owners, and each node that advertises some of them; once each.
 #[test]
-fn a_stage_is_fetched_from_everybody_who_has_some_of_it() {
+fn a_stage_is_fetched_from_every_node_that_has_some_of_it() {
     let mut mesh = Mesh::new(&[360, 360, 9]);
     for n in [2, 3] {
         mesh.give(id(n), Input::Holdings(vec![ContentId([9; 32]), model().content]));
@@ -538,28 +538,28 @@ fn a_stage_is_fetched_from_everybody_who_has_some_of_it() {
     mesh.run_for(Duration::from_secs(3));
     mesh.deploy();
     let sources = |n: u8| mesh.nodes[&id(n)].sources.clone();
-    assert_eq!(sources(2), [id(1), id(3)], "the head, and a node without a stage; not itself");
+    assert_eq!(sources(2), [id(1), id(3)], "the coordinator, and a node without a stage; not itself");
     assert!(mesh.nodes[&id(3)].stage.is_empty());
 }
 
-/// A stage that does not hear the head any more, while the head hears it well.
+/// A stage that does not hear the coordinator any more, although the coordinator hears it.
 #[test]
-fn a_stage_that_went_deaf_is_replaced_before_the_watchdog_wakes() {
+fn a_stage_behind_a_one_way_cut_is_replaced_before_the_watchdog_fires() {
     let mut mesh = Mesh::new(&[225, 225, 225, 225]);
     let job = mesh.deploy();
     mesh.submit(CALL, job, vec![1, 2, 3], 20);
     let end = mesh.now + Duration::from_secs(5);
     mesh.run_while(end, |mesh| mesh.told(CALL).len() < 7);
-    let deaf = *mesh.stages().iter().find(|&&node| node != id(1)).unwrap(); // gets its rows from the head
+    let deaf = *mesh.stages().iter().find(|&&node| node != id(1)).unwrap(); // gets its rows from the coordinator
     mesh.cut.insert((id(1), deaf));
     assert_eq!(mesh.finish(CALL, crate::limits::WATCHDOG_MIN), DoneReason::Length);
     assert_eq!(mesh.told(CALL), solo(&[1, 2, 3], 20));
     assert!(!mesh.stages().contains(&deaf));
 }
 
-/// A head that stood still for a moment is not heard by anybody meanwhile, and loses nobody for it.
+/// A coordinator that stood still for a moment is heard by no node meanwhile, and loses none for it.
 #[test]
-fn a_head_that_stood_still_keeps_its_stages() {
+fn a_coordinator_that_stood_still_keeps_its_stages() {
     let mut mesh = Mesh::new(&[225, 225, 225, 225]);
     let job = mesh.deploy();
     mesh.submit(CALL, job, vec![1, 2, 3], 20);
@@ -567,7 +567,7 @@ fn a_head_that_stood_still_keeps_its_stages() {
     mesh.run_while(end, |mesh| mesh.told(CALL).len() < 7);
     let (stages, others) = (mesh.stages(), [2, 3, 4].map(id));
     mesh.cut.extend(others.map(|other| (id(1), other)));
-    // Leases run out, but SWIM, which takes 350 ms at least, has declared no node down.
+    // Leases expire, but SWIM, which takes 350 ms at least, has declared no node down.
     mesh.run_for(LEASE + Duration::from_millis(5));
     mesh.cut.clear();
     assert_eq!(mesh.finish(CALL, Duration::from_secs(20)), DoneReason::Length);
@@ -577,15 +577,15 @@ fn a_head_that_stood_still_keeps_its_stages() {
 }
 
 #[test]
-fn too_little_memory_is_told_with_the_bytes_that_are_missing() {
+fn too_little_memory_is_reported_with_the_bytes_that_are_missing() {
     let mut mesh = Mesh::new(&[225, 225]);
     mesh.give(id(1), Input::Start { call: CALL, job: Box::new(JobSpec::Serve(model())) });
     mesh.run_for(Duration::from_secs(1));
-    let told = mesh.events.iter().find_map(|(_, event)| match event {
+    let reason = mesh.events.iter().find_map(|(_, event)| match event {
         Event::JobDegraded { call: Some(CALL), reason, .. } => Some(reason.clone()),
         _ => None,
     });
-    assert!(told.is_some_and(|reason| reason.contains("150 B are missing")));
+    assert!(reason.is_some_and(|reason| reason.contains("150 B are missing")));
     assert!(mesh.ready().is_none());
     mesh.add(3, 225);
     mesh.run_for(Duration::from_secs(5));
@@ -607,12 +607,12 @@ fn a_cancelled_request_leaves_nothing_behind() {
 }
 
 #[test]
-fn a_prompt_longer_than_the_context_is_refused_with_both_numbers() {
+fn a_prompt_longer_than_the_context_is_rejected_with_both_numbers() {
     let mut mesh = Mesh::new(&[900]);
     let job = mesh.deploy();
     mesh.submit(CALL, job, vec![1; CONTEXT as usize], 1);
     match mesh.done(CALL) {
         Some(DoneReason::Invalid(why)) => assert!(why.contains("4096 tokens") && why.contains("4095"), "{why}"),
-        other => panic!("expected a refusal, found {other:?}"),
+        other => panic!("expected a rejection, found {other:?}"),
     }
 }

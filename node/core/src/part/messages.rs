@@ -1,4 +1,4 @@
-//! What a participant does on messages and frames of a job: the fence first, then the part.
+//! Messages and frames to a participant: the epoch fence first, then the part.
 use super::output::discard_payload;
 use super::program::Program;
 use super::{HeldJob, Load, PartOutput, Parts, leaps, tile};
@@ -10,14 +10,14 @@ use crate::work::Payload;
 use crate::work::steps::SaveKind;
 
 impl Parts {
-    /// A message to this node as participant of a job.
+    /// A message to this node as a participant of a job.
     pub fn handle_message(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch, say: ToParticipant) {
         match say {
             ToParticipant::Prepare(order) => return self.prepare(now, from, job, epoch, order),
             ToParticipant::Fetch(order) => return self.fetch(from, job, epoch, order),
             ToParticipant::End => {
                 self.fetches.retain(|(fetched, _), fetch| *fetched != job || fetch.epoch.issuer != from);
-                // From its coordinator, or from a successor of that which does without this node.
+                // From the coordinator, or from a successor that does not use this node.
                 let me = self.me;
                 let may_end = |held: &HeldJob| {
                     let obeys = held.obeys(from) && !held.hears_another(me, from);
@@ -40,7 +40,7 @@ impl Parts {
             | ToParticipant::Stage(_)
             | ToParticipant::Tile(_) => {}
         }
-        // What comes often and asks for nothing is not worth an answer where it is out of date.
+        // Frequent reports that ask for nothing are not answered if they are out of date.
         let quiet = matches!(say, ToParticipant::Held { again: false, .. });
         match self.jobs.get(&job).map(|held| held.epoch) {
             known if quiet && known != Some(epoch) => {}
@@ -50,7 +50,7 @@ impl Parts {
         }
     }
 
-    /// A message counts on a part of a job that this node does not know.
+    /// Reports a missing part that a message counts on, of a job that this node does not know.
     pub(super) fn report_missing_for(&mut self, job: JobId, epoch: Epoch, say: &ToParticipant) {
         let part = match say {
             ToParticipant::Go { part, .. } | ToParticipant::Challenge { part, .. } => *part,
@@ -72,7 +72,7 @@ impl Parts {
 
     pub(super) fn handle_admitted(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch, say: ToParticipant) {
         let coordinator = from == epoch.issuer;
-        // What its parts send is no sign that it still coordinates.
+        // What parts on its node send is no sign that it still coordinates the job.
         if coordinator
             && says_coordinator(&say)
             && let Some(held) = self.jobs.get_mut(&job)
@@ -110,7 +110,7 @@ impl Parts {
                     tile.handle_gap(now, &mut self.out);
                 }
             }
-            // The coordinator alone collects what is not a snapshot.
+            // Only the coordinator collects states that are not snapshots.
             ToParticipant::Tile(ToTile::Taken { kind, .. }) if kind != SaveKind::Snapshot && !coordinator => {}
             ToParticipant::Tile(say) => self.handle_tile_message(now, from, job, say),
             ToParticipant::Go { .. }
@@ -138,7 +138,7 @@ impl Parts {
         }
     }
 
-    /// The coordinator named the standby of a part, or says that it has none.
+    /// The coordinator named the standby of a part, or removed it.
     pub(super) fn handle_standby(&mut self, job: JobId, part: PartId, node: Option<NodeId>) {
         let Some(held) = self.jobs.get_mut(&job) else { return };
         for (_, known) in held.parts.iter_mut().filter(|(at, _)| **at != part) {
@@ -156,7 +156,7 @@ impl Parts {
         }
     }
 
-    /// A connection stands again after it had broken: what was on the way is lost.
+    /// A broken connection is up again: messages that were in flight are lost.
     pub fn handle_reconnected(&mut self, node: NodeId) {
         for known in self.jobs.values_mut().flat_map(|held| held.parts.values_mut()) {
             if known.load != Load::Resident {
@@ -167,7 +167,7 @@ impl Parts {
     }
 }
 
-/// Whether only the coordinator of a job says this.
+/// Whether only the coordinator of a job sends this.
 fn says_coordinator(say: &ToParticipant) -> bool {
     match say {
         ToParticipant::Prepare(_)

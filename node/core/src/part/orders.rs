@@ -1,4 +1,4 @@
-//! What a participant does on orders: it refuses a part, keeps it, loads it, gets its data, lets it go.
+//! Orders to a participant: it rejects, keeps, loads, fetches or drops parts.
 use super::program::{Program, continues, is_in, must_be_here};
 use super::{Fetch, Held, HeldJob, Load, PartOutput, Parts, leaps};
 use crate::id::{Epoch, JobId, NodeId, PartId};
@@ -13,19 +13,19 @@ use alloc::collections::BTreeSet;
 use alloc::{format, string::String, vec::Vec};
 
 impl Parts {
-    /// Refuses to hold a part. `stalled` says why the executor would not get to it, if it would not.
+    /// Why this node rejects an order, if it does.
     pub(super) fn refusal(&self, from: NodeId, job: JobId, epoch: Epoch, order: &Order) -> Option<String> {
         let known = self.jobs.get(&job);
         if from != epoch.issuer {
             Some(format!("epoch issued by {} but sent by {from}: only the coordinator places its job", epoch.issuer))
         } else if known.is_some_and(|held| !held.obeys(epoch.issuer)) {
-            Some(format!("{from} is not among those that may coordinate job {:016x}", job.0))
+            Some(format!("{from} is neither successor nor previous coordinator of job {:016x}", job.0))
         } else if known.is_some_and(|held| held.epoch.issuer != from && leaps(held.epoch, epoch)) {
-            Some(format!("epoch {} of job {:016x} cannot have been reached", epoch.counter, job.0))
+            Some(format!("epoch {} of job {:016x} is too high to have been issued", epoch.counter, job.0))
         } else if known.is_none() && self.jobs.len() >= JOBS_MAX {
-            Some(format!("already part of {JOBS_MAX} jobs"))
+            Some(format!("this node already takes part in {JOBS_MAX} jobs"))
         } else if known.is_some_and(|held| held.parts.len() >= PARTS_MAX && !held.parts.contains_key(&order.part)) {
-            Some(format!("already holds {PARTS_MAX} parts of the job"))
+            Some(format!("this node already holds {PARTS_MAX} parts of the job"))
         } else {
             order.unsound(self.me)
         }
@@ -40,14 +40,14 @@ impl Parts {
         if refusal.is_none()
             && let Some(held) = self.jobs.get_mut(&job).filter(|held| held.hears_another(self.me, from))
         {
-            // A coordinator that was away learns that it has a successor.
+            // A coordinator that was absent learns that it has a successor.
             let mine = held.epoch;
             held.succession.defer(now, from, epoch, order);
             return self.out.push_back(PartOutput::Stale { to: from, job, mine });
         }
         if let Some(what) = refusal {
             self.out.push_back(PartOutput::Refused { from, what: what.clone() });
-            // A coordinator that did not ask would take the answer for a refusal of this node's part.
+            // A coordinator that did not send this order would take the answer for a rejection of this node's part.
             if from == epoch.issuer {
                 self.report(job, epoch, ToCoordinator::Prepared { part, result: Err(what) });
             }
@@ -61,7 +61,7 @@ impl Parts {
             None
         } else {
             self.stalled(now).map(|elapsed| {
-                format!("the executor has been busy with one piece of work for {} ms", elapsed.as_millis())
+                format!("the executor is stalled: it has been busy with one run for {} ms", elapsed.as_millis())
             })
         };
         if let Some(what) = busy {
@@ -70,7 +70,7 @@ impl Parts {
         self.adopt(now, job, epoch, &order);
         let Some(held) = self.jobs.get_mut(&job) else { return };
         match held.parts.get_mut(&part) {
-            // Asked again: the answer was lost, or there is none yet.
+            // A repeated order: the answer was lost, or is still pending.
             Some(known) if asked_again => {
                 known.answer_due = true;
                 self.answer(now, job, part);
@@ -80,7 +80,7 @@ impl Parts {
         }
     }
 
-    /// The job has this epoch from now on. What runs under a lower one pauses.
+    /// The job has this epoch from now on. What runs under a lower epoch pauses.
     pub(super) fn adopt(&mut self, now: Instant, job: JobId, epoch: Epoch, order: &Order) {
         let held = self.jobs.entry(job).or_insert_with(|| HeldJob::new(now, epoch));
         held.heard(now);
@@ -90,7 +90,7 @@ impl Parts {
             if !planted::has(Planted::NoFence) {
                 held.parts.values_mut().for_each(|part| part.run.pause(&mut self.out));
             }
-            // All begin again: what was held under the cut before would take the room of what comes.
+            // All parts start again. Those of the old partition would take the memory of the new ones.
             if !continues(order) {
                 held.drop_parts(job, |_, _| true, &mut self.out);
             }
@@ -99,11 +99,12 @@ impl Parts {
         self.watch(job);
     }
 
-    /// A part that is here is ordered under another epoch, or in another role.
+    /// A part that is held is ordered under another epoch, or in another role.
     pub(super) fn keep(&mut self, now: Instant, job: JobId, epoch: Epoch, order: Box<Order>) {
         let part = order.part;
         let Some(held) = self.jobs.get_mut(&job) else { return };
-        // Stages of the placement before that the order does not name: a node that is a standby now gets no `Go` that drops them.
+        // Stages of the old placement that the order does not list. A node that is only a standby now gets no `Go` that
+        // drops them.
         let left = |known: PartId, held: &Held| {
             known != part && held.epoch < epoch && held.run.gives_way() && !order.beside.contains(&known)
         };
@@ -125,10 +126,10 @@ impl Parts {
         let Some(held) = self.jobs.get_mut(&job) else { return };
         if must_be_here(&order) {
             held.drop_parts(job, |known, _| known == part, &mut self.out);
-            let what = String::from("this node does not have the tile");
+            let what = String::from("this node does not hold the tile");
             return self.report(job, epoch, ToCoordinator::Prepared { part, result: Err(what) });
         }
-        // Of a model: parts of another cut give way at once, and what they have of the same layers is used again.
+        // Stages of another partition are dropped now, and their data for the same layers is reused.
         let replaced = |known: PartId, held: &Held| {
             known == part || held.run.gives_way() && !(order.beside.contains(&known) && is_in(&held.order, &order))
         };
@@ -136,7 +137,7 @@ impl Parts {
         for (known, mut gone) in held.parts.extract_if(.., |known, held| replaced(*known, held)) {
             gone.run.end(&mut self.out);
             if matches!(gone.load, Load::Failed(_)) {
-                // A device that failed keeps nothing worth using again.
+                // A device that failed has nothing worth reusing.
                 self.out.push_back(PartOutput::Shell(Output::Drop { job, part: known }));
             } else {
                 replaces.push(known);
@@ -171,7 +172,7 @@ impl Parts {
         }
     }
 
-    /// A standby begins to follow.
+    /// A standby starts to follow.
     pub(super) fn start_shadow(&mut self, job: JobId, part: PartId) {
         let Some(held) = self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&part)) else { return };
         held.run.start_shadow(&held.order, part, &mut self.out);
@@ -183,7 +184,7 @@ impl Parts {
         if !core::mem::replace(&mut held.gone, true) {
             held.begins_until = now + TILE_BEGINS;
         }
-        // What was not ordered again is not wanted.
+        // Parts that were not ordered again are not needed.
         held.drop_parts(job, |_, held| held.epoch != epoch, &mut self.out);
         if let Some(known) = held.parts.get_mut(&part).filter(|known| known.load == Load::Resident) {
             known.run.go(now, resume, &mut self.out);
@@ -192,8 +193,9 @@ impl Parts {
         self.start(now, job);
     }
 
-    /// Heartbeats: with the coordinator from the first order on, with the owners beside this node's from `Go` on, because before
-    /// that they may not have heard of the job. A node that is the coordinator itself watches all participants as such.
+    /// Sets the nodes to exchange heartbeats with: the coordinator from the first order on, the owners of neighbouring
+    /// parts from `Go` on, because they may not know of the job before that. A node that is the coordinator watches all
+    /// participants in that role.
     pub(super) fn watch(&mut self, job: JobId) {
         let Some(held) = self.jobs.get(&job).filter(|held| held.epoch.issuer != self.me) else { return };
         let epoch = held.epoch;
@@ -223,7 +225,7 @@ impl Parts {
         self.out.push_back(PartOutput::Shell(Output::Unload { job }));
     }
 
-    // ---- data that are wanted soon
+    // ---- data that is needed soon
 
     pub(super) fn fetch(&mut self, from: NodeId, job: JobId, epoch: Epoch, order: Box<Order>) {
         let part = order.part;
@@ -237,13 +239,13 @@ impl Parts {
         }
         let mut refusal = self.refusal(from, job, epoch, &order).or_else(|| {
             let stale = self.jobs.get(&job).is_some_and(|held| epoch < held.epoch);
-            stale.then(|| format!("epoch {} of the job is over", epoch.counter))
+            stale.then(|| format!("epoch {} of the job is out of date", epoch.counter))
         });
         if refusal.is_none() && self.draining {
             refusal = Some(format!("node {} takes no new work", self.me));
         }
         if refusal.is_none() && self.fetches.len() >= JOBS_MAX && !self.fetches.contains_key(&(job, part)) {
-            refusal = Some(format!("already asked for the data of {JOBS_MAX} parts"));
+            refusal = Some(format!("this node already fetches the data of {JOBS_MAX} parts"));
         }
         if let Some(what) = refusal {
             self.out.push_back(PartOutput::Refused { from, what: what.clone() });
@@ -253,7 +255,7 @@ impl Parts {
         self.out.push_back(PartOutput::Fetch { job, epoch, order });
     }
 
-    /// The data are there, or cannot be had.
+    /// The data has been fetched, or cannot be.
     pub fn handle_fetched(&mut self, job: JobId, epoch: Epoch, part: PartId, result: Result<u64, String>) {
         if let Some(fetch) = self.fetches.get_mut(&(job, part)).filter(|fetch| fetch.epoch == epoch) {
             fetch.result = Some(result.clone());

@@ -1,4 +1,4 @@
-//! What the parts of this node want done: for the shell as it is, or for the router to pass on.
+//! Outputs of the parts of this node: for the shell as they are, or for the router to pass on.
 use crate::id::{Epoch, JobId, LoadId, NodeId, PartId, TensorId, WorkId};
 use crate::message::{FrameHeader, ToCoordinator, ToParticipant};
 use crate::output::Output;
@@ -8,49 +8,49 @@ use alloc::boxed::Box;
 use alloc::collections::VecDeque;
 use alloc::{string::String, vec::Vec};
 
-/// Do this.
+/// An action for the router.
 #[expect(missing_docs, reason = "fields of variants are named after what they are")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PartOutput {
     /// For the shell.
     Shell(Output),
-    /// Load a part, with the nodes that may have its data added.
+    /// Load a part. The router adds the nodes that may have its data.
     Load { job: JobId, epoch: Epoch, load: LoadId, order: Box<Order>, replaces: Vec<PartId> },
-    /// Have the data of a part on disk, from the nodes that may have them.
+    /// Fetch the data of a part to disk. The router adds the nodes that may have it.
     Fetch { job: JobId, epoch: Epoch, order: Box<Order> },
     /// A message to another participant.
     Message { to: NodeId, job: JobId, epoch: Epoch, say: ToParticipant },
     /// A message to the coordinator, which is the epoch's issuer.
     Report { job: JobId, epoch: Epoch, say: ToCoordinator },
-    /// The job's epoch is higher than what the node sent.
+    /// The job's epoch is higher than the one that the node sent.
     Stale { to: NodeId, job: JobId, mine: Epoch },
     /// Rows or a halo for another part, or a copy for its standby. The payload stays with the shell until it is discarded.
     Frame { to: NodeId, header: FrameHeader, payload: Payload, copy: bool },
-    /// The executor has work that should take `budget`.
+    /// The executor has a run that should take `budget`.
     WorkStarted { job: JobId, budget: Duration },
-    /// Its oldest work came back.
+    /// The executor answered a run.
     WorkDone { job: JobId },
-    /// Have a connection to this node: it will be needed.
+    /// Connect to this node: the connection will be needed.
     Connect { node: NodeId },
     /// Exchange heartbeats about the job with these nodes, and no others.
     Watch { job: JobId, epoch: Epoch, nodes: Vec<NodeId> },
-    /// No heartbeats about the job any more.
+    /// Stop the heartbeats about the job.
     Unwatch { job: JobId },
-    /// The coordinator is silent, and this node's turn has come: take the job over.
+    /// The coordinator is silent, and it is this node's turn: take the job over.
     Succeed(Box<Inheritance>),
     /// For the log.
     Refused { from: NodeId, what: String },
 }
 
-/// The queue of what is to be done.
+/// Queue of outputs.
 pub(super) type Out = VecDeque<PartOutput>;
 
-/// Drop a payload.
+/// The output that discards a payload.
 pub(super) fn discard(tensor: TensorId) -> PartOutput {
     PartOutput::Shell(Output::Discard { tensor })
 }
 
-/// Gives up a payload that will not be used.
+/// Discards a payload.
 pub(super) fn discard_payload(payload: Payload, out: &mut Out) {
     match payload {
         Payload::Tensor(tensor) => out.push_back(discard(tensor)),
@@ -59,7 +59,7 @@ pub(super) fn discard_payload(payload: Payload, out: &mut Out) {
     }
 }
 
-/// Names of loads, runs and what they make, counted over all parts of this node.
+/// Ids of loads, runs and payloads, counted over all parts of this node.
 #[derive(Debug, Default)]
 pub(super) struct Names {
     loads: u64,
@@ -84,13 +84,13 @@ impl Names {
     }
 }
 
-/// Work that a part gives to the executor.
+/// A run that a part gives to the executor.
 #[derive(Debug)]
 pub(super) struct Started {
     pub(super) work: WorkId,
     pub(super) task: Task,
-    /// How long it should take.
+    /// Predicted duration.
     pub(super) budget: Duration,
-    /// What it makes: dropped when it comes back to a part that is gone.
+    /// Payloads that it creates. They are discarded if the part is gone when it returns.
     pub(super) makes: Vec<TensorId>,
 }

@@ -1,8 +1,8 @@
-//! How long batches take on this node's executor: what makes a stuck one known.
+//! Predicts how long batches take on this node's executor, so that a stalled executor is detected.
 use crate::limits::SEQUENCES_MAX;
 use crate::time::Duration;
 
-/// What batches took so far, to predict the next one.
+/// Durations of past batches, to predict the next one.
 #[derive(Debug, Default)]
 pub(super) struct Pace {
     /// Slowest recent batch of decode steps.
@@ -12,7 +12,7 @@ pub(super) struct Pace {
 }
 
 impl Pace {
-    /// Before anything has been measured: a first batch on a slow machine under load.
+    /// Before any measurement: a first batch on a slow machine under load.
     const UNKNOWN: Duration = Duration::from_secs(30);
 
     pub(super) fn predict(&self, rows: u64) -> Duration {
@@ -24,7 +24,7 @@ impl Pace {
         }
     }
 
-    /// Takes the slower at once and forgets by an eighth with each faster one.
+    /// Adopts a longer time immediately, and decays by an eighth with each shorter one.
     pub(super) fn learn(&mut self, rows: u64, took: Duration) {
         let took_ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
         if rows <= u64::from(SEQUENCES_MAX) {

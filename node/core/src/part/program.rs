@@ -1,5 +1,5 @@
-//! The program of a part, and the questions that the participant asks of it: how it is made, fed and run, what it has, and where it
-//! goes on. `job/workload.rs` is the coordinator's side of the same.
+//! The program of a part, behind the questions of the participant: how to create, feed and run it, what state it has,
+//! and where it resumes. `job/workload.rs` is the coordinator's counterpart.
 use super::output::{Names, Out, PartOutput, Started, discard, discard_payload};
 use super::stage::StageRun;
 use super::tile::TileRun;
@@ -27,7 +27,7 @@ impl Program {
 
     // ---- orders
 
-    /// Whether the part that is here, `resident` or still loading, is what is ordered now, whatever the neighbours.
+    /// Whether this part, `resident` or still loading, can stay under a new order, whatever its neighbours.
     pub(super) fn may_stay(&self, resident: bool, order: &Order) -> bool {
         match self {
             Program::Stage(_) => resident,
@@ -35,7 +35,7 @@ impl Program {
         }
     }
 
-    /// Whether it makes room for every part of the job that is ordered under another cut.
+    /// Whether it is dropped when a part of another partition of the job is ordered.
     pub(super) fn gives_way(&self) -> bool {
         match self {
             Program::Stage(_) => true,
@@ -43,16 +43,16 @@ impl Program {
         }
     }
 
-    /// It stays under another epoch. Returns the step of the snapshot to restore, if it goes on from one.
+    /// The part stays under another epoch. Returns the step of the snapshot to restore, if it resumes from one.
     pub(super) fn keep(&mut self, now: Instant, epoch: Epoch, order: &Order) -> Option<u32> {
         match (self, &order.work) {
             (Program::Tile(run), PartWork::Tile(tile)) => run.keep(now, epoch, order, tile),
-            // A stage takes its new route when it answers.
+            // A stage adopts its new route when it answers.
             (Program::Stage(_), _) | (Program::Tile(_), PartWork::Stage(_)) => None,
         }
     }
 
-    /// It is loaded; `step` is that of a tile's cells.
+    /// The part is loaded. `step` is the step of a tile's cells.
     pub(super) fn loaded(&mut self, now: Instant, step: Option<u32>, out: &mut Out) {
         match (self, step) {
             (Program::Stage(_), _) => {}
@@ -61,7 +61,7 @@ impl Program {
         }
     }
 
-    /// What it has, for the answer to an order. `reroute`: it stayed, and takes the order's route now.
+    /// Its state, for the answer to an order. `reroute`: the part stayed, and adopts the order's route now.
     pub(super) fn answer(
         &mut self,
         now: Instant,
@@ -85,11 +85,11 @@ impl Program {
         }
     }
 
-    /// A standby begins to follow.
+    /// A standby starts to follow.
     pub(super) fn start_shadow(&mut self, order: &Order, part: PartId, out: &mut Out) {
         match self {
             Program::Tile(tile) => tile.start_shadow(out),
-            // The connection should stand before it is needed.
+            // The connection should be up before it is needed.
             Program::Stage(_) => {
                 if let Some(node) = order.owner(part.after()) {
                     out.push_back(PartOutput::Connect { node });
@@ -107,7 +107,7 @@ impl Program {
         }
     }
 
-    /// Nothing is sent or started until it is ordered again.
+    /// Nothing is sent or started until the part is ordered again.
     pub(super) fn pause(&mut self, out: &mut Out) {
         match self {
             Program::Stage(stage) => stage.pause(out),
@@ -115,7 +115,7 @@ impl Program {
         }
     }
 
-    /// Gives up all that it holds.
+    /// Drops all its state.
     pub(super) fn end(&mut self, out: &mut Out) {
         match self {
             Program::Stage(stage) => stage.drop_everything(out),
@@ -125,7 +125,7 @@ impl Program {
 
     // ---- channels
 
-    /// A frame arrived. Returns whether a run may begin that does not wait for the end of the shell's batch.
+    /// A frame arrived. Returns whether a run may start that needs no batching.
     pub(super) fn handle_frame(
         &mut self,
         now: Instant,
@@ -153,7 +153,7 @@ impl Program {
         }
     }
 
-    /// A part that this one feeds says how far it is; `live` and `again` as in `ToParticipant::Held`.
+    /// A part that this one feeds reports its progress. `live` and `again` as in `ToParticipant::Held`.
     pub(super) fn handle_held(
         &mut self,
         from: NodeId,
@@ -168,7 +168,7 @@ impl Program {
         }
     }
 
-    /// A message about saved states. Returns whether a run may begin that waited for it.
+    /// A message about saved states. Returns whether a run may start that waited for it.
     pub(super) fn handle_tile_message(&mut self, me: NodeId, from: NodeId, say: ToTile, out: &mut Out) -> bool {
         match (self, say) {
             (Program::Stage(_), _) => {}
@@ -190,7 +190,7 @@ impl Program {
         }
     }
 
-    /// A connection stands again after it had broken: what was on the way is lost.
+    /// A broken connection is up again: messages that were in flight are lost.
     pub(super) fn handle_reconnected(&mut self, node: NodeId, out: &mut Out) {
         match self {
             Program::Stage(run) => run.handle_reconnected(node, out),
@@ -198,7 +198,8 @@ impl Program {
         }
     }
 
-    /// What it makes stays here until the coordinator is heard. Nothing of a tile goes to a caller before all other tiles agree.
+    /// Withholds output until the coordinator is heard. A tile need not: none of its results reaches a caller before
+    /// all tiles agree.
     pub(super) fn withhold(&mut self) {
         match self {
             Program::Stage(run) => run.withhold(),
@@ -230,7 +231,7 @@ impl Program {
         }
     }
 
-    /// The next run of a part whose work is gathered into batches: started when the shell has reported all that has happened.
+    /// The next batch of a part whose work is batched. Started when the shell has reported everything that happened.
     pub(super) fn start_batch(&mut self, now: Instant, names: &mut Names) -> Option<Started> {
         match self {
             Program::Stage(run) => run.start(now, names),
@@ -238,7 +239,8 @@ impl Program {
         }
     }
 
-    /// The next run of a part whose work begins as soon as it can. `paused`: the coordinator waits for its answer first.
+    /// The next run of a part whose runs start as soon as they can. `paused`: the coordinator waits for the part's
+    /// answer first.
     pub(super) fn start(&mut self, now: Instant, paused: bool, names: &mut Names, out: &mut Out) -> Option<Started> {
         match self {
             Program::Stage(_) => None,
@@ -246,16 +248,16 @@ impl Program {
         }
     }
 
-    /// A run is done, or failed. Returns whether progress is worth a report at once.
+    /// A run is done, or failed. Returns whether to report progress immediately.
     ///
     /// # Errors
-    /// The part cannot go on.
+    /// The part cannot continue.
     pub(super) fn ran(&mut self, now: Instant, result: Result<Made, String>, out: &mut Out) -> Result<bool, String> {
         match (self, result) {
             (Program::Stage(run), Ok(Made::Batch(results))) => run.ran(now, Ok(results), out).map(|()| false),
             (Program::Stage(run), Err(reason)) => run.ran(now, Err(reason), out).map(|()| false),
             (Program::Stage(run), Ok(Made::Steps(_))) => {
-                run.ran(now, Err("the executor made steps of a stage".into()), out).map(|()| false)
+                run.ran(now, Err("the executor ran steps of a stage".into()), out).map(|()| false)
             }
             (Program::Tile(run), Ok(Made::Steps(made))) => Ok(run.ran(now, made, out)),
             (Program::Tile(run), result) => {
@@ -267,7 +269,7 @@ impl Program {
 
     // ---- reports
 
-    /// When it reports next what it holds, if it has a time of its own for that.
+    /// When it next reports what it holds, if it has its own timer.
     pub(super) fn report_at(&self) -> Option<Instant> {
         match self {
             Program::Stage(run) => run.report_at(),
@@ -275,7 +277,7 @@ impl Program {
         }
     }
 
-    /// Reports what it holds, if it has a time of its own for that and it has come.
+    /// Reports what it holds, if it has its own timer and that is due.
     pub(super) fn report_due(&mut self, now: Instant, out: &mut Out) {
         match self {
             Program::Stage(run) => run.report_held(now, out),
@@ -283,7 +285,7 @@ impl Program {
         }
     }
 
-    /// Whether it reports with all others of its kind, at fixed intervals.
+    /// Whether it reports together with all parts of its kind, at fixed intervals.
     pub(super) fn is_periodic(&self) -> bool {
         match self {
             Program::Stage(_) => false,
@@ -291,7 +293,7 @@ impl Program {
         }
     }
 
-    /// Every `TILE_HELD`: what it holds.
+    /// Reports what it holds. Called every `TILE_HELD`.
     pub(super) fn report_held(&mut self, now: Instant, out: &mut Out) {
         match self {
             Program::Stage(_) => {}
@@ -299,7 +301,7 @@ impl Program {
         }
     }
 
-    /// Every `TILE_PROGRESS`, and at once where a run says so: how far it is.
+    /// Reports its progress. Called every `TILE_PROGRESS`, and immediately when a run asks for it.
     pub(super) fn report_progress(&self, out: &mut Out) {
         match self {
             Program::Stage(_) => {}
@@ -307,7 +309,7 @@ impl Program {
         }
     }
 
-    /// Every `TILE_PROGRESS`: for what it lacks.
+    /// Asks for what it lacks. Called every `TILE_PROGRESS`.
     pub(super) fn ask_again(&mut self, now: Instant, out: &mut Out) {
         match self {
             Program::Stage(_) => {}
@@ -334,7 +336,7 @@ impl Program {
     }
 }
 
-/// Whether a part may go on with what its node has: else all begin again under a new cut.
+/// Whether a part may continue with the state that its node has. Otherwise all parts start again under a new partition.
 pub(super) fn continues(order: &Order) -> bool {
     match &order.work {
         PartWork::Stage(_) => true,
@@ -342,7 +344,7 @@ pub(super) fn continues(order: &Order) -> bool {
     }
 }
 
-/// Whether only a node that has the part can follow the order: nothing could be loaded for it.
+/// Whether only a node that holds the part can follow the order: nothing could be loaded for it.
 pub(super) fn must_be_here(order: &Order) -> bool {
     match &order.work {
         PartWork::Stage(_) => false,
@@ -350,7 +352,7 @@ pub(super) fn must_be_here(order: &Order) -> bool {
     }
 }
 
-/// Whether a part has the same data in the cut of another order.
+/// Whether two orders have the same data and the same partition.
 pub(super) fn is_in(mine: &Order, theirs: &Order) -> bool {
     match (&mine.work, &theirs.work) {
         (PartWork::Stage(mine), PartWork::Stage(theirs)) => {

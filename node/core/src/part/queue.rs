@@ -1,4 +1,4 @@
-//! Frames that wait for the executor: which run next, and which of them are joined.
+//! The queue of frames for the executor: which frames run next, and which of them are joined.
 use crate::id::{RequestId, TensorId};
 use crate::limits::{CHUNK_POSITIONS_MAX, chunk_positions};
 use crate::message::FrameHeader;
@@ -6,14 +6,14 @@ use crate::work::Payload;
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::vec::Vec;
 
-/// A frame and what it carries.
+/// A frame and its payload.
 #[derive(Debug)]
 pub(super) struct Waiting {
     pub(super) header: FrameHeader,
     pub(super) payload: Payload,
 }
 
-/// Frames of one request that follow each other in the queue.
+/// Consecutive frames of one request in the queue.
 #[derive(Default)]
 struct Run {
     indices: Vec<usize>,
@@ -23,7 +23,7 @@ struct Run {
 }
 
 impl Run {
-    /// Adds a frame if it goes on where the last one ended and there is room in a chunk of `most` rows.
+    /// Adds a frame if it continues where the last one ended and fits into a chunk of `most` rows.
     fn take(&mut self, index: usize, header: &FrameHeader, most: u32) {
         let first = self.indices.is_empty();
         self.broken |= header.cursor != self.end || self.rows + header.count > most;
@@ -35,7 +35,7 @@ impl Run {
     }
 }
 
-/// Two frames that follow each other as one. Tokens chosen for the first one are known, or there would be no second.
+/// Joins two consecutive frames. The tokens sampled after the first one are known, or there would be no second.
 fn join(first: Option<Waiting>, second: Waiting) -> Waiting {
     let Some(Waiting { header, payload }) = first else { return second };
     let header = FrameHeader { count: header.count + second.header.count, last: second.header.last, ..header };
@@ -58,9 +58,9 @@ fn tensors(payload: Payload) -> impl Iterator<Item = TensorId> {
     tensors.into_iter()
 }
 
-/// Removes from the queue what runs next: each request's first frame, joined with those that follow it up to the rows of a
-/// chunk in a pipeline of `stages` stages (many wait only where something is sent again). Decode steps, or prefill chunks if it is
-/// their turn.
+/// Removes the next batch from the queue: each request's first frame, joined with those that continue it, up to the
+/// rows of a chunk in a pipeline of `stages` stages (many wait only after a resend). Takes decode steps, or prefill
+/// chunks if it is their turn.
 pub(super) fn choose(queue: &mut VecDeque<Waiting>, prefill_turn: bool, stages: u32) -> Vec<Waiting> {
     let most = chunk_positions(stages);
     let mut runs: BTreeMap<RequestId, Run> = BTreeMap::new();
@@ -77,7 +77,7 @@ pub(super) fn choose(queue: &mut VecDeque<Waiting>, prefill_turn: bool, stages: 
     let has_prefill = order.iter().any(|request| rows_of(request) > 1);
     let prefill = has_prefill && (prefill_turn || !has_decode);
     let mut rows = 0;
-    let mut chosen: BTreeMap<usize, usize> = BTreeMap::new(); // index in the queue → place in the batch
+    let mut chosen: BTreeMap<usize, usize> = BTreeMap::new(); // index in the queue → index in the batch
     let mut batch = 0;
     for request in &order {
         let count = rows_of(request);

@@ -1,19 +1,19 @@
-//! What a part has sent, kept so that it can be sent again by cursor: to a standby that joins or falls behind, and to the next
-//! owner of a part that was lost.
+//! The send log of a part: what it has sent, kept so that it can be resent by cursor: to a standby that joins or falls
+//! behind, and to the next owner of a lost part.
 //!
-//! One rule serves losses, standbys and broken connections: the receiver reports how far it is, and the sender goes on from
-//! there. A follower is sent each entry of its channels once, in order, until it says that some may be lost.
+//! One rule serves losses, standbys and broken connections: the receiver reports its cursor, and the sender continues
+//! from there. A follower is sent each entry of its channels once, in order, until it reports that some may be lost.
 use crate::id::{NodeId, PartId, TensorId};
 use crate::planted::{self, Planted};
 use crate::work::Cursors;
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::vec::Vec;
 
-/// Something sent, kept by the shell under `tensor`.
+/// An entry. The shell stores its payload under `tensor`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Entry {
     pub(super) cursor: u32,
-    /// The cursor of a receiver that has it.
+    /// The cursor of a receiver that holds it.
     pub(super) end: u32,
     /// Rows or elements.
     pub(super) count: u32,
@@ -22,43 +22,44 @@ pub(super) struct Entry {
     pub(super) bytes: u64,
 }
 
-/// How much is kept.
+/// Bounds of the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Bounds {
     pub(super) bytes: u64,
     pub(super) entries: usize,
-    /// Bytes sent to a standby beyond what it reports to have.
+    /// Bytes sent to a standby beyond what it reports to hold.
     pub(super) window: u64,
-    /// Rows of adjacent entries that travel together when they are sent again; 0 where each travels alone.
+    /// Rows of adjacent entries that are joined when they are resent; 0 if entries are not joined.
     pub(super) joined: u32,
 }
 
-/// What is kept within the bounds.
+/// Which entries are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Keep {
-    /// All that there is room for. Then what all followers have goes first, and the oldest next: a follower that still needs
-    /// that has to be fed from elsewhere.
+    /// All that fit. Over the bounds, those that all followers hold are dropped first, and the oldest next: a follower
+    /// that still needs these has to be fed from elsewhere.
     WhileRoom,
-    /// What a follower may need. Beyond the bounds only what owners need: a standby that is too far behind starts again.
+    /// Those that a follower may need. Over the bounds only those that owners need: a standby that is too far behind
+    /// starts again.
     WhileNeeded,
 }
 
-/// A node that is sent what goes to one part.
+/// A node that receives what is sent to one part.
 #[derive(Clone, Debug)]
 struct Follower {
     part: PartId,
     node: NodeId,
-    /// The part's owner, which is sent everything; else its standby, which is sent a window.
+    /// Whether it is the part's owner, which is sent everything. Otherwise it is the standby, which is sent a window.
     owner: bool,
-    /// It is sent what there is. Else it only holds back what it may ask for.
+    /// Whether entries are sent to it. Otherwise they are only kept for it.
     live: bool,
-    /// How far it reports to be.
+    /// Cursors that it reports.
     held: At,
-    /// How far it has been sent.
+    /// Cursors up to which entries were sent to it.
     next: At,
 }
 
-/// A cursor for each channel: `all`, where no other is named.
+/// A cursor per channel: `all`, if the channel is not in `each`.
 #[derive(Clone, Debug, Default)]
 struct At {
     all: u32,
@@ -83,7 +84,7 @@ impl At {
     }
 }
 
-/// Something to send. More than one tensor: adjacent entries to be read one after the other.
+/// A frame to send. Several tensors are adjacent entries, to be concatenated.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Sending {
     pub(super) to: NodeId,
@@ -96,10 +97,10 @@ pub(super) struct Sending {
     pub(super) copy: bool,
 }
 
-/// Entries of all channels of one part.
+/// The send log of one part, over all its channels.
 ///
-/// Invariant: a channel's entries are ordered by cursor. Rows, which may be joined, have no holes: each entry begins no later than
-/// the one before it ends. Halos come every few steps.
+/// Invariant: a channel's entries are ordered by cursor. Rows, which may be joined, have no gaps: each entry begins no
+/// later than the previous one ends. Cursors of halos have gaps, because tiles exchange every few steps.
 #[derive(Debug)]
 pub(super) struct Sent {
     bounds: Bounds,
@@ -117,12 +118,12 @@ impl Sent {
 
     // ---- entries
 
-    /// Keeps an entry that was just made, in the place of those that it overwrites. Returns what is not kept any more.
+    /// Adds an entry, in place of those that it overwrites. Returns the payloads that are dropped.
     pub(super) fn push(&mut self, channel: u64, entry: Entry) -> Vec<TensorId> {
         let mut gone = self.cut(channel, entry.cursor);
         let adjoins = self.channels.get(&channel).and_then(VecDeque::back).is_none_or(|last| last.end >= entry.cursor);
         if !adjoins && self.bounds.joined > 0 {
-            // A stage makes its rows in order. Rows with a hole between them are of no use.
+            // A stage computes its rows in order. Rows with a gap between them are useless.
             gone.extend(self.cut(channel, 0));
         }
         self.bytes += entry.bytes;
@@ -151,12 +152,12 @@ impl Sent {
         Some(entry.tensor)
     }
 
-    /// The cursor from which on a channel is kept without a gap; none if nothing of it is kept.
+    /// The cursor from which on a channel is kept without a gap. `None` if nothing of it is kept.
     pub(super) fn kept_from(&self, channel: u64) -> Option<u32> {
         Some(self.channels.get(&channel)?.front()?.cursor)
     }
 
-    /// A channel is over: what is kept of it goes, and what followers reported of it.
+    /// A channel is over. Drops its entries, and what followers reported of it.
     pub(super) fn forget(&mut self, channel: u64) -> Vec<TensorId> {
         for follower in &mut self.followers {
             follower.held.each.remove(&channel);
@@ -173,12 +174,12 @@ impl Sent {
 
     // ---- followers
 
-    /// No one follows: a new placement.
+    /// Removes all followers, for a new placement.
     pub(super) fn clear_followers(&mut self) {
         self.followers.clear();
     }
 
-    /// A node follows as a part's owner or standby, in the place of the one before. It is sent what comes from now on.
+    /// A node follows as a part's owner or standby, in place of the previous one. It is sent what is added from now on.
     pub(super) fn follow(&mut self, part: PartId, node: NodeId, owner: bool, live: bool) {
         let ends = self.channels.iter().filter_map(|(&channel, entries)| Some((channel, entries.back()?.end)));
         let next = At { all: 0, each: ends.collect() };
@@ -186,7 +187,7 @@ impl Sent {
         self.followers.push(Follower { part, node, owner, live, held: At::default(), next });
     }
 
-    /// A part has no standby any more.
+    /// Removes a part's standby.
     pub(super) fn unfollow(&mut self, part: PartId) {
         self.followers.retain(|known| known.part != part || known.owner);
     }
@@ -196,7 +197,7 @@ impl Sent {
         self.followers.iter().any(|known| known.part == part && known.node == node)
     }
 
-    /// A follower reports how far it is. `again`: what was sent after that may be lost, and goes once more.
+    /// A follower reports its progress. `again`: what was sent after that may be lost, and is resent.
     pub(super) fn held(&mut self, part: PartId, node: NodeId, cursors: &Cursors, live: bool, again: bool) {
         let open = |channel: &u64| self.channels.contains_key(channel);
         let named: Option<BTreeMap<u64, u32>> = match cursors {
@@ -230,7 +231,7 @@ impl Sent {
         }
     }
 
-    /// A follower has got so far on a channel, as its own frames show.
+    /// The owner of a part has reached this cursor, as its own frames show.
     pub(super) fn reached(&mut self, part: PartId, node: NodeId, at: u32) {
         let known = self.followers.iter_mut().find(|known| known.part == part && known.node == node && known.owner);
         if let Some(known) = known {
@@ -239,17 +240,17 @@ impl Sent {
         }
     }
 
-    /// A channel is computed once more from a cursor on, because something further on lost it: it is sent once more, too.
+    /// A channel is computed again from a cursor on, because a later part lost it. It is sent again, too.
     pub(super) fn rewind(&mut self, channel: u64, cursor: u32) {
         self.followers.iter_mut().for_each(|known| known.next.lower(channel, cursor));
     }
 
-    /// A channel is kept from its follower's cursor on, or the follower is not behind.
+    /// Whether the given channels are all kept from a cursor on. A channel without entries counts as kept.
     pub(super) fn reaches(&self, channels: impl IntoIterator<Item = u64>, cursor: u32) -> bool {
         channels.into_iter().all(|channel| self.kept_from(channel).is_none_or(|from| from <= cursor))
     }
 
-    /// Of each kept channel, how far a follower reports to be.
+    /// A follower's reported cursor on each kept channel.
     pub(super) fn reported(&self, part: PartId, node: NodeId) -> Vec<(u64, u32)> {
         let known = self.followers.iter().find(|known| known.part == part && known.node == node);
         let of = |channel: u64| known.map_or(0, |known| known.held.of(channel));
@@ -258,7 +259,7 @@ impl Sent {
 
     // ---- sending
 
-    /// What is to be sent now, owners first. `peer` names the part that a channel goes to.
+    /// Frames to send now, owners first. `peer` maps a channel to the part that receives it.
     pub(super) fn due(&mut self, peer: impl Fn(u64) -> PartId) -> Vec<Sending> {
         let mut due: Vec<Sending> = Vec::new();
         self.followers.sort_by_key(|known| !known.owner);
@@ -277,7 +278,7 @@ impl Sent {
 
     // ---- room
 
-    /// Drops what need not be kept. Entries from `now` on always stay.
+    /// Drops entries that need not be kept. Entries from cursor `now` on always stay.
     pub(super) fn trim(&mut self, now: u32, peer: impl Fn(u64) -> PartId) -> Vec<TensorId> {
         let mut gone = Vec::new();
         let channels: Vec<u64> = self.channels.keys().copied().collect();
@@ -311,7 +312,8 @@ impl Sent {
         self.bytes > self.bounds.bytes || self.count > self.bounds.entries
     }
 
-    /// The cursor up to which all followers of a channel are; none without followers.
+    /// The cursor that all followers of a channel (with `owners`, only owners) report to have reached. `None` without
+    /// followers.
     fn needed(&self, channel: u64, part: PartId, owners: bool) -> Option<u32> {
         let follow = self.followers.iter().filter(|known| known.part == part && (known.owner || !owners));
         follow.map(|known| known.held.of(channel)).min()
@@ -323,7 +325,7 @@ impl Sent {
     }
 }
 
-/// Adds what one follower is to be sent of one channel, adjacent entries joined.
+/// Adds the frames of one channel that are due to one follower, with adjacent entries joined.
 fn send(known: &mut Follower, channel: u64, entries: &VecDeque<Entry>, bounds: Bounds, due: &mut Vec<Sending>) {
     let (from, held) = (known.next.of(channel), known.held.of(channel));
     let (Some(first), Some(last)) = (entries.front(), entries.back()) else { return };
@@ -331,7 +333,7 @@ fn send(known: &mut Follower, channel: u64, entries: &VecDeque<Entry>, bounds: B
         return;
     }
     if first.cursor > from && bounds.joined > 0 {
-        // What it lacks first is not kept: it has to be fed from elsewhere, and is sent what comes from now on.
+        // The next entries that it needs are not kept. It has to be fed from elsewhere, and is sent new entries only.
         return known.next.raise(channel, last.end);
     }
     let start = covering(entries, from);
@@ -340,7 +342,7 @@ fn send(known: &mut Follower, channel: u64, entries: &VecDeque<Entry>, bounds: B
         ahead = entries.range(covering(entries, held).min(start)..start).map(|entry| entry.bytes).sum();
     }
     for entry in entries.range(start..) {
-        // One entry always, however large it is.
+        // Always at least one entry, however large it is.
         if !known.owner && ahead > 0 && ahead.saturating_add(entry.bytes) > bounds.window {
             return;
         }
@@ -371,7 +373,8 @@ fn send(known: &mut Follower, channel: u64, entries: &VecDeque<Entry>, bounds: B
     }
 }
 
-/// The entry with which to go on at a cursor: the last that begins no later, if that reaches beyond it; else the next one.
+/// The entry with which to continue at a cursor: the last one that begins no later, if it extends beyond the cursor;
+/// otherwise the next one.
 fn covering(entries: &VecDeque<Entry>, cursor: u32) -> usize {
     let after = entries.partition_point(|entry| entry.cursor <= cursor);
     let before = after.checked_sub(1).filter(|&at| entries[at].end > cursor);

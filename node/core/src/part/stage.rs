@@ -1,7 +1,8 @@
-//! One stage of a model at this node: what it holds of each request, what waits, what runs, what it sends.
+//! One stage of a model at this node: cached positions, queued frames, the running batch, and the rows that it sends.
 //!
-//! One rule serves replay, cancellation and resending: a frame names its positions. A stage that has more truncates to them, one
-//! that has less answers with a gap. Positions are counted when work is queued, because the executor runs in order.
+//! One rule serves replay, cancellation and resending: a frame names its positions. A stage that has more truncates to
+//! them; one that has fewer reports a gap. Positions are counted when work is queued, because the executor runs in
+//! order.
 use super::output::{Names, Out, PartOutput, Started, discard, discard_payload};
 use super::pace::Pace;
 use super::queue::{Waiting, choose};
@@ -20,58 +21,58 @@ use crate::work::{Cursors, Order, Payload, Task};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{format, string::String, vec::Vec};
 
-/// A stage at work, as its owner or as its standby. A standby is fed copies of the frames and sends nothing.
+/// A stage at its owner or at its standby. A standby receives copies of the frames, and sends no rows and no tokens.
 #[derive(Debug)]
 pub(super) struct StageRun {
     job: JobId,
     route: Route,
-    /// Requests that have (or will have, once what waits has run) a cache here; at most `route.sequences`.
+    /// Requests that have a cache here, or will have one once queued work has run; at most `route.sequences`.
     requests: BTreeMap<RequestId, Cache>,
-    /// How to sample, at the last stage, from `Open` to `Close`.
+    /// How to sample at the last stage, from `Open` to `Close`.
     opened: BTreeMap<RequestId, Opened>,
-    /// Frames of requests for which there is no cache until another's `Close` arrives, in order.
+    /// Frames, in order, of requests that get no cache until another request's `Close` arrives.
     outside: VecDeque<Waiting>,
     /// Requests closed under this epoch: their late frames must not open a cache again.
     closed: BTreeSet<RequestId>,
-    /// Accepted frames in the order in which the executor will run them.
+    /// Accepted frames, in the order in which the executor will run them.
     waiting: VecDeque<Waiting>,
     /// The batch at the executor.
     running: Option<Batch>,
-    /// The batch before was decode only: the next may be a prefill chunk.
+    /// The last batch was decode only, so the next one may be a prefill chunk.
     prefill_turn: bool,
     pace: Pace,
     touched: u64,
-    /// Rows sent to the next stage.
+    /// Send log of the rows for the next stage.
     sent: Sent,
-    /// The standby of the stage before. It learns what is held here, as that stage does.
+    /// The standby of the previous stage. Like that stage, it receives reports of what is held here.
     before: Option<NodeId>,
-    /// All parts are ready: work may run.
+    /// Work may run: all parts are ready, or this is a standby.
     started: bool,
-    /// This node was paused, and what it knows may be out of date: what it makes waits here until the coordinator is heard.
+    /// This node was paused and may be out of date. Its output waits here until the coordinator is heard.
     withheld: Option<Out>,
-    /// When a standby asked for rows of a request, so that it does not ask again at once.
+    /// When a standby last asked for rows of a request, so that it does not ask again immediately.
     asked: BTreeMap<RequestId, Instant>,
-    /// What was reported last, and when.
+    /// What was last reported, and when.
     reported: Vec<(u64, u32)>,
     reported_at: Instant,
 }
 
-/// What a stage needs to know of the route it is part of.
+/// What a stage needs to know of its route.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Route {
     epoch: Epoch,
     part: PartId,
-    /// The node that sends this stage its frames: the owner of the stage before, or the coordinator.
+    /// The node that sends frames to this stage: the owner of the previous stage, or the coordinator.
     previous: NodeId,
-    /// The node that gets its rows; none at the last stage.
+    /// The node that receives its rows. `None` at the last stage.
     next: Option<NodeId>,
     sequences: u32,
     context: u32,
-    /// Stages of the route: how many positions of one request are computed in one pass.
+    /// Stages of the route. They determine how many positions of a request are computed in one pass.
     stages: u32,
-    /// Bytes of a row.
+    /// Bytes per row.
     row_bytes: u64,
-    /// This is the stage's standby.
+    /// This node is the stage's standby.
     shadow: bool,
 }
 
@@ -92,25 +93,25 @@ impl Route {
     }
 }
 
-/// What is known of one request here.
+/// State of one request.
 #[derive(Debug, Default)]
 struct Cache {
-    /// Positions `0..have` are in the cache or will be once what waits has run.
+    /// Positions `0..have` are in the cache, or will be once queued work has run.
     have: u32,
     /// Positions `0..computed` are in the cache.
     computed: u32,
     /// Frames that wait for `Open`, in order.
     parked: VecDeque<Waiting>,
-    /// When it was last used, on a counter: the one unused for longest goes first.
+    /// Counter value of its last use. The least recently used cache is evicted first.
     touched: u64,
 }
 
 #[derive(Debug)]
 struct Opened {
     sampling: Sampling,
-    /// Tokens so far; kept only where the sampling looks back.
+    /// Tokens so far. Kept only if the sampling depends on them.
     history: Vec<u32>,
-    /// How many of them are the prompt's.
+    /// Number of prompt tokens among them.
     prompt: u32,
 }
 
@@ -200,7 +201,7 @@ impl StageRun {
         }
     }
 
-    /// Positions held of a request, counting what waits.
+    /// Positions of a request that this stage has, including queued ones.
     fn have(&self, request: RequestId) -> u32 {
         let outside = || self.outside.iter().rev().find(|waiting| waiting.header.request() == request);
         let inside = self.requests.get(&request).map(|held| held.have);
@@ -211,7 +212,7 @@ impl StageRun {
     fn misfit(&self, from: NodeId, header: &FrameHeader) -> Option<String> {
         let end = header.cursor.checked_add(header.count);
         if header.part != self.route.part {
-            return Some(format!("frame for part {}, this is stage {}", header.part, self.route.part));
+            return Some(format!("frame for part {}, expected part {}", header.part, self.route.part));
         }
         if from != self.route.previous {
             return Some(format!(
@@ -232,13 +233,13 @@ impl StageRun {
         let header = waiting.header;
         let parked: usize = self.requests.values().map(|held| held.parked.len()).sum();
         self.touched += 1;
-        // A shadow chooses no tokens, so it needs not know how.
+        // A standby samples no tokens, so it does not need `Open`.
         let unopened = self.route.next.is_none() && !self.route.shadow && !self.opened.contains_key(&header.request());
         let held = self.requests.entry(header.request()).or_default();
         held.touched = self.touched;
         let waits_for_open = unopened && (header.last || !held.parked.is_empty());
         if waits_for_open && parked >= PARKED_FRAMES_MAX {
-            // The head's watchdog sends it again, with `Open` first.
+            // The coordinator's watchdog resends it, with `Open` first.
             return discard_payload(waiting.payload, out);
         }
         if header.cursor < held.have {
@@ -253,9 +254,10 @@ impl StageRun {
         }
     }
 
-    /// All caches are taken. The head keeps at most `sequences` requests open, so the `Close` of one is on its way, on
-    /// another stream; the frame waits for it. Sent a second time it says that the `Close` was lost with a connection:
-    /// then the cache unused for longest goes. Were that one alive after all, a `Gap` brings it back.
+    /// All caches are taken. The coordinator keeps at most `sequences` requests open, so the `Close` of one is in
+    /// flight on another stream, and the frame waits for it. If the frame is sent a second time, that `Close` was lost
+    /// with a connection: then the least recently used cache is evicted. If its request is not over after all, a `Gap`
+    /// restores it.
     fn keep_outside(&mut self, waiting: Waiting, out: &mut Out) {
         let request = waiting.header.request();
         let again = |old: &Waiting| old.header.request() == request && old.header.cursor >= waiting.header.cursor;
@@ -266,13 +268,13 @@ impl StageRun {
             return self.outside.push_back(waiting);
         }
         let oldest = self.requests.iter().min_by_key(|(_, held)| held.touched).map(|(&request, _)| request);
-        // Its own frames first, so that the room made is not given to what they were.
+        // Its own older frames go first, so that they do not take the cache that is freed.
         self.drop_waiting(request, out);
         oldest.into_iter().for_each(|oldest| self.drop_request(oldest, out));
         self.accept(waiting, out);
     }
 
-    /// Lets frames in that waited for a cache.
+    /// Accepts frames that waited for a cache.
     fn admit_outside(&mut self, out: &mut Out) {
         while self.requests.len() < self.route.sequences as usize {
             let Some(request) = self.outside.front().map(|waiting| waiting.header.request()) else { return };
@@ -287,7 +289,7 @@ impl StageRun {
         if self.route.next.is_some() || self.closed.contains(&request) {
             return;
         }
-        // More than can be open: the `Close` of the oldest was lost.
+        // More than can be open: the `Close` of the oldest one was lost.
         while self.opened.len() >= 2 * self.route.sequences as usize {
             self.opened.pop_first();
         }
@@ -308,7 +310,7 @@ impl StageRun {
         self.admit_outside(out);
     }
 
-    /// Forgets a request: its cache is freed, what waits for it is discarded.
+    /// Drops a request: frees its cache and discards its frames.
     fn drop_request(&mut self, request: RequestId, out: &mut Out) {
         out.extend(self.sent.forget(request.0).into_iter().map(discard));
         self.asked.remove(&request);
@@ -344,9 +346,9 @@ impl StageRun {
 
     // ---- batches
 
-    /// Takes the next batch off the queue, if the executor is free: either the decode steps of all requests that have
-    /// one waiting, or prefill chunks up to one chunk's rows. They take turns, so neither starves, and a decode step
-    /// waits for one chunk at most.
+    /// Takes the next batch from the queue, if the executor is free: either the decode steps of all requests that have
+    /// one queued, or prefill chunks up to the rows of one chunk. The two take turns, so that neither starves, and a
+    /// decode step waits for one chunk at most.
     pub(super) fn start(&mut self, now: Instant, names: &mut Names) -> Option<Started> {
         if self.running.is_some() || self.waiting.is_empty() || !self.started || self.withheld.is_some() {
             return None;
@@ -379,15 +381,15 @@ impl StageRun {
         Item { request: header.request(), position: header.cursor, count: header.count, input: payload, output, sample }
     }
 
-    /// Whether this is the batch that runs.
+    /// Whether this is the running batch.
     pub(super) fn runs(&self, work: WorkId) -> bool {
         self.running.as_ref().is_some_and(|batch| batch.work == work)
     }
 
-    /// The batch that runs came back.
+    /// The running batch came back.
     ///
     /// # Errors
-    /// The executor failed: no cache is to be trusted, and all is dropped.
+    /// The executor failed. No cache can be trusted, so all state is dropped.
     pub(super) fn ran(
         &mut self,
         now: Instant,
@@ -397,7 +399,7 @@ impl StageRun {
         let Some(batch) = self.running.take() else { return Ok(()) };
         let results = results.and_then(|results| match results.len() == batch.items.len() {
             true => Ok(results),
-            false => Err(format!("the executor answered {} of {} items", results.len(), batch.items.len())),
+            false => Err(format!("the executor answered {} items, expected {}", results.len(), batch.items.len())),
         });
         let results = match results {
             Ok(results) => results,
@@ -422,8 +424,8 @@ impl StageRun {
         Ok(())
     }
 
-    /// Sends one item's result on its way: the one place where rows leave a stage, and where the standby's copy branches
-    /// off. The next stage is served first; nothing waits for either.
+    /// Forwards the result of one item. Only here do rows leave a stage, and does the standby's copy branch off. The
+    /// next stage is served first; nothing waits for either.
     fn deliver(&mut self, header: FrameHeader, output: TensorId, result: ItemResult, out: &mut Out) {
         let request = header.request();
         let position = header.end();
@@ -469,7 +471,7 @@ impl StageRun {
         }
     }
 
-    /// Adds a chosen token to the history that penalties look at.
+    /// Adds a sampled token to the history that penalties depend on.
     fn remember(&mut self, request: RequestId, position: u32, token: u32) {
         let opened = self.opened.get_mut(&request).filter(|opened| opened.sampling.looks_back());
         if let Some(opened) = opened.filter(|opened| opened.history.len() == position as usize) {
@@ -484,8 +486,8 @@ impl StageRun {
         self.withheld.get_or_insert_with(Out::new);
     }
 
-    /// The coordinator was heard under the same epoch: what was withheld may leave. Or it is out of date (not `valid`): only
-    /// what cleans up is done.
+    /// The coordinator was heard under the same epoch, so withheld output may leave. If the epoch is out of date (not
+    /// `valid`), only clean-up is done.
     pub(super) fn release(&mut self, valid: bool, out: &mut Out) {
         let outward = |output: &PartOutput| {
             matches!(output, PartOutput::Frame { .. } | PartOutput::Message { .. } | PartOutput::Report { .. })
@@ -494,7 +496,7 @@ impl StageRun {
         out.extend(withheld.into_iter().filter(|output| valid || !outward(output)));
     }
 
-    /// Nothing more runs or leaves; what was computed stays.
+    /// Nothing more is started or sent. Computed positions stay.
     pub(super) fn pause(&mut self, out: &mut Out) {
         self.started = false;
         self.release(false, out);
@@ -507,7 +509,8 @@ impl StageRun {
         }
     }
 
-    /// The same stage under another epoch, perhaps with other neighbours, perhaps as owner instead of standby. No batch runs.
+    /// The same stage under another epoch, perhaps with other neighbours, perhaps as owner instead of standby. No batch
+    /// runs.
     pub(super) fn keep(&mut self, epoch: Epoch, order: &Order, stage: &StageOrder, out: &mut Out) {
         self.pause(out);
         self.route = Route::new(epoch, order, stage);
@@ -522,7 +525,7 @@ impl StageRun {
         self.requests.values_mut().for_each(|held| held.have = held.computed);
     }
 
-    /// A standby computes along from now on, and holds its rows back for the stage after it.
+    /// A standby computes from now on, and keeps its rows for the next stage in the send log.
     pub(super) fn start_shadow(&mut self, now: Instant) {
         (self.started, self.reported_at) = (true, now);
         if let Some(next) = self.route.next {
@@ -530,7 +533,7 @@ impl StageRun {
         }
     }
 
-    /// All parts are ready: the next stage is sent what follows the positions it holds of these requests.
+    /// All parts are ready. For these requests, the next stage is sent what follows the positions that it holds.
     pub(super) fn go(&mut self, now: Instant, resume: &[(RequestId, u32)], out: &mut Out) {
         if self.route.shadow {
             return;
@@ -560,7 +563,7 @@ impl StageRun {
 
     // ---- neighbours and standbys
 
-    /// The coordinator named the standby of a stage beside this one, or says that it has none.
+    /// The coordinator named the standby of a neighbouring stage, or removed it.
     pub(super) fn handle_standby(&mut self, part: PartId, node: Option<NodeId>) {
         if part == self.route.part.after() {
             match node {
@@ -572,7 +575,7 @@ impl StageRun {
         }
     }
 
-    /// A node after this stage reports what it has, and with `again` asks for what follows.
+    /// A holder of the next stage reports its progress, and with `again` asks for what follows.
     pub(super) fn handle_held(&mut self, from: NodeId, part: PartId, cursors: &Cursors, again: bool, out: &mut Out) {
         let few = match cursors {
             Cursors::All(_) => false,
@@ -586,14 +589,14 @@ impl StageRun {
         }
     }
 
-    /// A connection to a peer broke and stands again: what was on it may be lost either way.
+    /// A broken connection to a peer is up again: messages may be lost in both directions.
     pub(super) fn handle_reconnected(&mut self, node: NodeId, out: &mut Out) {
         if self.route.shadow {
-            return; // what a standby misses it notices at the next frame
+            return; // a standby detects gaps at the next frame
         }
         let part = self.route.part.after();
         if self.route.next == Some(node) && self.started {
-            // It cannot ask for a request of which it never saw a row.
+            // The next stage cannot ask for a request of which it never received a row.
             let reported = self.sent.reported(part, node);
             self.sent.held(part, node, &Cursors::Each(reported), true, true);
             self.pump(out);
@@ -605,7 +608,7 @@ impl StageRun {
         }
     }
 
-    /// A standby misses rows, which the stage before may have.
+    /// A standby lacks rows, which the previous stage may have.
     fn ask(&mut self, now: Instant, request: RequestId, have: u32, out: &mut Out) {
         if self.asked.get(&request).is_some_and(|&at| now.since(at) < RESUME_QUIET) {
             return;
@@ -624,7 +627,8 @@ impl StageRun {
         }
     }
 
-    /// Reports what is held to those before, who keep rows for this stage, and of a standby to the coordinator, if it changed.
+    /// Reports progress if it changed: to the holders of the previous stage, which keep rows for this stage, and from a
+    /// standby also to the coordinator.
     pub(super) fn report_held(&mut self, now: Instant, out: &mut Out) {
         if self.report_at().is_none_or(|at| at > now) {
             return;
@@ -647,13 +651,13 @@ impl StageRun {
         }
     }
 
-    /// The owner and the standby of the stage before.
+    /// The owner and the standby of the previous stage.
     fn hearers(&self) -> impl Iterator<Item = NodeId> {
         let previous = self.route.part.before().map(|_| self.route.previous);
         previous.into_iter().chain(self.before)
     }
 
-    /// When to report next, if there is a node to report to.
+    /// When the next report is due, if there is a node to report to.
     pub(super) fn report_at(&self) -> Option<Instant> {
         let heard = self.started && self.withheld.is_none() && (self.route.shadow || self.hearers().next().is_some());
         heard.then(|| self.reported_at + HELD_EVERY)

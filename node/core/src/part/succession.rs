@@ -1,9 +1,11 @@
-//! When the coordinator of a job falls silent: who may take it over, in which order, and who has to agree.
+//! Succession at the participants: which nodes may take a job over when its coordinator falls silent, in which order,
+//! and how many participants must agree.
 //!
-//! Every participant that no longer hears the coordinator tells the successors, which are named in the order of each part. One
-//! of them acts only when more than half of the participants say the same, and leaves a turn to each that has a newer copy of the
-//! checkpoint or is named before it. It goes on under an epoch of its own; one that comes too late learns so (`Stale`). There is no
-//! consensus: two that are cut off from each other may both go on for a while, and make the same, since what jobs compute is
+//! Every participant that no longer hears the coordinator votes: it reports this to the successors, which the order of
+//! each part names. A successor acts only when more than half of the participants have voted. It leaves a turn to each
+//! successor that has a newer copy of the checkpoint or is named earlier. It continues the job under an epoch of its
+//! own; a coordinator or successor that comes too late is answered with `Stale`. There is no consensus: two
+//! coordinators that are cut off from each other may both continue for a while. They compute the same, because jobs are
 //! deterministic.
 use super::{Held, HeldJob, Load, PartOutput, Parts};
 use crate::id::{Epoch, JobId, NodeId, RequestId};
@@ -21,33 +23,33 @@ use crate::work::{Inheritance, Order, PartWork, ProgramRecord, Record};
 use alloc::collections::BTreeMap;
 use alloc::{boxed::Box, string::String, vec::Vec};
 
-/// What a participant knows for the case that the coordinator falls silent.
+/// A participant's state for succession.
 #[derive(Debug, Default)]
 pub(super) struct Succession {
     record: Option<Box<Record>>,
     /// This node's own lease on the coordinator ran out.
     silent: bool,
-    /// The coordinator said that it leaves: what it still sends is no sign that it coordinates.
+    /// The coordinator announced that it leaves. What it still sends is no sign that it coordinates.
     left: bool,
-    /// The participants that do not hear the coordinator either.
+    /// Votes of participants that do not hear the coordinator either.
     votes: BTreeMap<NodeId, Vote>,
     majority_since: Option<Instant>,
     mirror: Mirror,
-    /// The requests of a served model.
+    /// Token log of a served model.
     log: TokenLog,
-    /// Orders of a successor, which count once the coordinator is silent; at most [`PARTS_MAX`], of one epoch.
+    /// Orders of a successor. They count once the coordinator is silent. At most [`PARTS_MAX`], of one epoch.
     deferred: Vec<(Instant, NodeId, Epoch, Box<Order>)>,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Vote {
-    /// When it came last.
+    /// When it last arrived.
     at: Instant,
-    /// The step of the checkpoint that this participant has a copy of.
+    /// Step of the participant's copy of the checkpoint.
     checkpoint: Option<u32>,
 }
 
-/// The coordinator's checkpoint, at its first successors.
+/// The copy of the coordinator's checkpoint, at its first successors.
 #[derive(Debug, Default)]
 struct Mirror {
     have: Option<u32>,
@@ -56,7 +58,7 @@ struct Mirror {
 }
 
 impl Succession {
-    /// The coordinator gave a sign of life, or there is another one.
+    /// The coordinator gave a sign of life, or was replaced.
     pub(super) fn heard(&mut self) {
         if !self.left && (self.silent || !self.votes.is_empty()) {
             self.silent = false;
@@ -65,7 +67,7 @@ impl Succession {
         }
     }
 
-    /// A successor orders a part, and this node still hears the coordinator.
+    /// A successor orders a part while this node still hears the coordinator.
     pub(super) fn defer(&mut self, now: Instant, from: NodeId, epoch: Epoch, order: Box<Order>) {
         self.deferred.retain(|(at, ..)| now.since(*at) < DEFERRED_MAX);
         if self.deferred.iter().any(|(_, _, known, _)| *known > epoch) {
@@ -77,7 +79,7 @@ impl Succession {
         }
     }
 
-    /// A new placement: the record is out of date; the copy of the checkpoint is not.
+    /// A new placement. The record is out of date; the copy of the checkpoint is not.
     pub(super) fn replaced(&mut self) {
         self.left = false;
         self.heard();
@@ -90,15 +92,16 @@ impl Succession {
         self.silent
     }
 
-    /// How many successors go before this node: those that say they have a newer copy of the checkpoint, or one as new and are named
-    /// before. One that has said nothing yet may have the last checkpoint where this node does not, if it copies them and the
-    /// job needs them: some of the coordinator's parts are not guarded.
+    /// Number of successors that go before this node: those that claim a newer copy of the checkpoint, or an equal one
+    /// and are named earlier. A successor that has not voted goes first if it is named earlier. It also does if it may
+    /// have the last checkpoint and this node does not: it keeps copies, and the job needs them, because not all of the
+    /// coordinator's parts are guarded by standbys.
     fn ahead(&self, me: NodeId, successors: &[NodeId], record: &Record, guarded: bool) -> usize {
         let last = record.program.checkpoint();
         let mine = self.mirror.have;
         let turn = successors.iter().position(|node| *node == me).unwrap_or(successors.len());
         let ahead = |&(position, node): &(usize, &NodeId)| match self.votes.get(node) {
-            // No copy is newer than the last checkpoint, whatever is claimed.
+            // No copy is newer than the last checkpoint, whatever the vote claims.
             Some(vote) => {
                 let theirs = vote.checkpoint.min(last);
                 theirs > mine || (theirs == mine && position < turn)
@@ -110,17 +113,17 @@ impl Succession {
 }
 
 impl HeldJob {
-    /// Whether a successor may still come: there are some, and of a served model enough participants are left for a majority, as far as
-    /// this node knows them. What it holds may be needed elsewhere.
+    /// Whether a successor may still take over: there are some, and of a served model enough participants are left for
+    /// a majority, as far as this node knows. Otherwise the memory held here may be needed elsewhere.
     fn may_be_succeeded(&self, coordinator: NodeId) -> bool {
         let Some(order) = self.order().filter(|order| !order.successors.is_empty()) else { return false };
         let Some(record) = &self.succession.record else { return true };
-        let all = record.participants(&order.owners);
+        let all = record.voters(&order.owners);
         let left = all.iter().filter(|node| **node != coordinator).count();
         matches!(record.program, ProgramRecord::Steps(_)) || 2 * left > all.len()
     }
 
-    /// The order of a part under the present epoch. A part that this node could not hold is not its own.
+    /// The order of a part under the present epoch. A part that failed does not count.
     fn order(&self) -> Option<&Order> {
         let is_held = |held: &&Held| held.epoch == self.epoch && !matches!(held.load, Load::Failed(_));
         self.parts.values().find(is_held).map(|held| &*held.order)
@@ -139,7 +142,7 @@ impl Parts {
         self.obey_deferred(now, job);
     }
 
-    /// The coordinator is not heard any more: a successor may have sent its orders already.
+    /// The coordinator is not heard any more: obeys orders that a successor has sent already.
     pub(super) fn obey_deferred(&mut self, now: Instant, job: JobId) {
         let Some(held) = self.jobs.get_mut(&job) else { return };
         for (at, from, epoch, order) in core::mem::take(&mut held.succession.deferred) {
@@ -149,8 +152,8 @@ impl Parts {
         }
     }
 
-    /// A member of the mesh has left, or is gone as far as SWIM knows. Jobs that it coordinated are silent, and those that no
-    /// node can take over are dropped: the next coordinator needs the memory.
+    /// A member left, or SWIM declared it down. The jobs that it coordinated have no coordinator. Those that no node
+    /// can take over are dropped, because the next coordinator needs the memory.
     pub fn handle_coordinator_gone(&mut self, now: Instant, node: NodeId, left: bool) {
         if planted::has(Planted::OrphansStay) {
             return;
@@ -169,7 +172,7 @@ impl Parts {
         }
     }
 
-    /// Tells all successors that the coordinator is silent.
+    /// Reports to all successors that the coordinator is silent.
     fn vote(&mut self, now: Instant, job: JobId) {
         let me = self.me;
         let Some(held) = self.jobs.get_mut(&job).filter(|held| held.succession.silent) else { return };
@@ -184,7 +187,7 @@ impl Parts {
         self.succeed_if_due(now, job);
     }
 
-    /// Another participant does not hear the coordinator either.
+    /// The vote of another participant, which does not hear the coordinator either.
     pub(super) fn handle_vote(&mut self, now: Instant, from: NodeId, job: JobId, checkpoint: Option<u32>) {
         let Some(held) = self.jobs.get_mut(&job) else { return };
         let (Some(order), Some(record)) = (held.order(), &held.succession.record) else { return };
@@ -194,7 +197,7 @@ impl Parts {
         }
     }
 
-    /// What the coordinator leaves to its successors.
+    /// The coordinator publishes its succession record.
     pub(super) fn handle_record(&mut self, now: Instant, job: JobId, record: Box<Record>) {
         let Some(held) = self.jobs.get_mut(&job) else { return };
         if held.order().is_some_and(|order| order.owners.len() == record.parts.len()) {
@@ -203,14 +206,14 @@ impl Parts {
         }
     }
 
-    /// What happened to the requests of a served model.
+    /// The coordinator sends entries of the token log.
     pub(super) fn handle_log(&mut self, job: JobId, news: Vec<(RequestId, Logged)>) {
         if let Some(held) = self.jobs.get_mut(&job) {
             held.succession.log.add(news);
         }
     }
 
-    /// The first [`MIRRORS`] successors keep a copy of the coordinator's checkpoint.
+    /// The first [`MIRRORS`] successors copy the coordinator's checkpoint.
     fn mirror(&mut self, now: Instant, job: JobId) {
         let me = self.me;
         let Some(held) = self.jobs.get_mut(&job).filter(|held| held.epoch.issuer != me) else { return };
@@ -232,7 +235,7 @@ impl Parts {
         self.out.push_back(PartOutput::Shell(Output::Mirror { job, from, step, parts, simulation }));
     }
 
-    /// The checkpoint is here, or cannot be had.
+    /// The checkpoint was copied, or could not be.
     pub fn handle_mirrored(&mut self, now: Instant, job: JobId, step: u32, result: &Result<(), String>) {
         let Some(held) = self.jobs.get_mut(&job) else { return };
         let succession = &mut held.succession;
@@ -243,7 +246,7 @@ impl Parts {
         match result {
             Ok(()) => succession.mirror.have = Some(step),
             Err(_) => {
-                // A newer one has taken its place while it was copied: that one is there for as long again.
+                // A newer checkpoint replaced this one while it was copied. That one stays for as long again.
                 let newer = succession.record.as_ref().is_some_and(|record| record.program.checkpoint() > Some(step));
                 succession.mirror.again = now + if newer { MIRROR_NEWER } else { MIRROR_RETRY };
             }
@@ -251,7 +254,7 @@ impl Parts {
         self.mirror(now, job);
     }
 
-    /// The clock: votes are sent again, turns come.
+    /// Timers: votes are repeated, and turns come.
     pub(super) fn succession_wakeup(&mut self, now: Instant, job: JobId) {
         self.vote(now, job);
         self.mirror(now, job);
@@ -269,7 +272,7 @@ impl Parts {
             return;
         }
         succession.votes.retain(|_, vote| now.since(vote.at) < VOTE_MAX);
-        let all = record.participants(&order.owners);
+        let all = record.voters(&order.owners);
         let votes = succession.votes.keys().filter(|node| all.contains(node)).count();
         if 2 * votes <= all.len() && !planted::has(Planted::SuccessionWithoutMajority) {
             succession.majority_since = None;
@@ -287,14 +290,14 @@ impl Parts {
             return;
         }
         let (checkpoint, log) = (succession.mirror.have, succession.log.clone());
-        // Once: from now on it is for the job to see that it goes on.
+        // Only once: from now on this node's coordinator is responsible for the job.
         succession.heard();
         let inheritance = Inheritance { job, epoch, order: Box::new(order), record, checkpoint, log };
         self.out.push_back(PartOutput::Succeed(Box::new(inheritance)));
     }
 }
 
-/// Whether each part that a node has could go on at its standby.
+/// Whether each part that a node owns could continue at its standby.
 fn guarded(record: &Record, owners: &[NodeId], node: NodeId) -> bool {
     let mut own = owners.iter().zip(&record.parts).filter(|(owner, _)| **owner == node);
     own.all(|(_, part)| part.standby.is_some_and(|standby| standby.ready))

@@ -1,4 +1,4 @@
-//! Stages between frames and executor: positions, gaps, replays and bounds; the fence around them.
+//! Stages between frames and executor: positions, gaps, replays, bounds, and the epoch fence.
 #![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many outputs")]
 mod tile;
 
@@ -20,7 +20,7 @@ const EPOCH: Epoch = Epoch { counter: 4, issuer: COORDINATOR };
 const LATER: Epoch = Epoch { counter: 5, issuer: COORDINATOR };
 const NOW: Instant = Instant(0);
 
-/// A route of these owners, two layers each.
+/// A route with these owners, two layers each.
 fn order(owners: &[NodeId], part: u16, standby: Option<Tier>) -> Box<Order> {
     let layers = (0..owners.len() as u32).map(|at| 2 * at..2 * at + 2).collect();
     let stage = StageOrder { content: ContentId([7; 32]), layers, sequences: 2, context: 2048, width: 16, int8: false };
@@ -45,7 +45,7 @@ fn prepare(parts: &mut Parts, epoch: Epoch, order: Box<Order>) {
     say(parts, COORDINATOR, epoch, ToParticipant::Prepare(order));
 }
 
-/// Loads what is ordered. Returns whether anything was.
+/// Loads the ordered part. Returns whether there was one.
 fn load(parts: &mut Parts) -> bool {
     let mut loads = outputs(parts).into_iter().filter_map(|output| match output {
         PartOutput::Load { load, order, .. } => Some((load, order.part)),
@@ -61,7 +61,7 @@ fn go(parts: &mut Parts, epoch: Epoch, part: u16, resume: Vec<(RequestId, u32)>)
     say(parts, COORDINATOR, epoch, go);
 }
 
-/// This node's stage, which is part 0 of a route that goes on at `next`, with two caches.
+/// This node's stage: part 0 of a route that continues at `next`, with two caches.
 fn stage(next: Option<NodeId>) -> Parts {
     let owners: Vec<NodeId> = core::iter::once(ME).chain(next).collect();
     let mut parts = Parts::new(ME);
@@ -76,7 +76,7 @@ fn frame(request: u64, cursor: u32, count: u32, last: bool) -> FrameHeader {
     FrameHeader { job: JOB, epoch: EPOCH, part: PartId(0), channel: request, cursor, count, last }
 }
 
-/// Gives a frame whose tensor is named by request and position.
+/// Delivers a frame whose tensor is named by request and position.
 fn give(parts: &mut Parts, from: NodeId, header: FrameHeader) {
     let tensor = TensorId::Arrived(header.channel << 32 | u64::from(header.cursor));
     parts.handle_frame(NOW, from, header, Payload::Tensor(tensor));
@@ -94,7 +94,7 @@ fn discards(outputs: &[PartOutput]) -> usize {
     outputs.iter().filter(|output| matches!(output, PartOutput::Shell(Output::Discard { .. }))).count()
 }
 
-/// Starts what may start.
+/// Starts what can start.
 fn start_run(parts: &mut Parts) -> Option<Box<Run>> {
     let mut outputs: Vec<PartOutput> = parts.poll_runs(NOW).into_iter().collect();
     outputs.extend(self::outputs(parts));
@@ -111,7 +111,7 @@ fn items(run: &Run) -> Vec<crate::work::serve::Item> {
     }
 }
 
-/// The same: work, request and first position of each item.
+/// Starts what can start. Returns the work id, and request and first position of each item.
 fn start(parts: &mut Parts) -> Option<(WorkId, Vec<(u64, u32)>)> {
     let run = start_run(parts)?;
     Some((run.work, items(&run).iter().map(|item| (item.request.0, item.position)).collect()))
@@ -144,7 +144,7 @@ fn released(request: u64) -> PartOutput {
     PartOutput::Shell(Output::Release { job: JOB, part: PartId(0), request: RequestId(request) })
 }
 
-/// What stages reported to have when they were asked last.
+/// What a stage answered to its last order.
 fn prepared(outputs: &[PartOutput]) -> Option<Vec<Position>> {
     outputs.iter().rev().find_map(|output| match output {
         PartOutput::Report {
@@ -156,7 +156,7 @@ fn prepared(outputs: &[PartOutput]) -> Option<Vec<Position>> {
 }
 
 #[test]
-fn less_answers_a_gap_and_more_is_overwritten() {
+fn missing_positions_are_a_gap_and_extra_ones_are_overwritten() {
     let mut parts = stage(Some(NEXT));
     feed(&mut parts, frame(7, 5, 1, true));
     let done = outputs(&mut parts);
@@ -164,7 +164,7 @@ fn less_answers_a_gap_and_more_is_overwritten() {
     feed(&mut parts, frame(7, 0, 5, false));
     feed(&mut parts, frame(7, 2, 3, false));
     feed(&mut parts, frame(7, 6, 1, true));
-    assert!(outputs(&mut parts).contains(&gap(7, 5)), "what waits counts as held");
+    assert!(outputs(&mut parts).contains(&gap(7, 5)), "queued positions count as held");
     let (work, items) = start(&mut parts).unwrap();
     assert_eq!(items, vec![(7, 0)], "one item per request");
     finish(&mut parts, 0, work, vec![ItemResult::Hidden]);
@@ -207,7 +207,7 @@ fn a_sampled_frame_waits_for_open_at_the_last_stage() {
 }
 
 #[test]
-fn history_goes_with_a_sample_only_where_the_sampling_looks_back() {
+fn history_goes_with_a_sample_only_if_the_sampling_depends_on_it() {
     let mut parts = stage(None);
     let penalised = Sampling { repetition_penalty_e6: 1_100_000, ..Sampling::GREEDY };
     open(&mut parts, 1, penalised, vec![5, 6], 2);
@@ -233,15 +233,15 @@ fn late_frames_of_a_closed_request_open_no_cache() {
     feed(&mut parts, frame(1, 5, 1, true));
     let done = close(&mut parts, 1);
     assert!(done.contains(&released(1)));
-    assert_eq!(discards(&done), 1, "what waited");
-    assert_eq!(discards(&finish(&mut parts, 0, work, vec![ItemResult::Hidden])), 1, "what ran");
+    assert_eq!(discards(&done), 1, "the queued frame");
+    assert_eq!(discards(&finish(&mut parts, 0, work, vec![ItemResult::Hidden])), 1, "the running item");
     feed(&mut parts, frame(1, 0, 5, false));
-    assert_eq!(discards(&outputs(&mut parts)), 1, "what came late");
+    assert_eq!(discards(&outputs(&mut parts)), 1, "the late frame");
     assert_eq!(start(&mut parts), None);
 }
 
 #[test]
-fn a_third_request_waits_for_a_close_and_evicts_only_when_sent_again() {
+fn a_third_request_waits_for_a_close_and_evicts_only_when_resent() {
     let mut parts = stage(Some(NEXT));
     for request in [1, 2, 3] {
         feed(&mut parts, frame(request, 0, 5, true));
@@ -259,13 +259,13 @@ fn a_third_request_waits_for_a_close_and_evicts_only_when_sent_again() {
     assert_eq!(start(&mut parts), None);
     feed(&mut parts, frame(4, 0, 5, true));
     let done = outputs(&mut parts);
-    assert!(done.contains(&released(1)), "the one unused for longest");
-    assert_eq!(discards(&done), 2, "the first copy, and the rows kept of the one that went");
+    assert!(done.contains(&released(1)), "the least recently used one");
+    assert_eq!(discards(&done), 2, "the first copy, and the logged rows of the evicted request");
     assert_eq!(start(&mut parts).unwrap().1, vec![(4, 0)]);
 }
 
 #[test]
-fn another_cut_leaves_nothing_of_the_one_before() {
+fn another_partition_leaves_nothing_of_the_one_before() {
     let mut parts = stage(Some(NEXT));
     for request in [1, 2, 3] {
         feed(&mut parts, frame(request, 0, 5, false));
@@ -274,7 +274,7 @@ fn another_cut_leaves_nothing_of_the_one_before() {
     feed(&mut parts, frame(1, 5, 5, false));
     prepare(&mut parts, LATER, order(&[ME, NEXT, STANDBY], 0, None));
     let done = outputs(&mut parts);
-    assert_eq!(discards(&done), 2, "one waited, one had no cache");
+    assert_eq!(discards(&done), 2, "one was queued, one had no cache");
     let replaced =
         done.iter().any(|output| matches!(output, PartOutput::Load { replaces, .. } if replaces[..] == [PartId(0)]));
     assert!(replaced, "{done:?}");
@@ -287,7 +287,7 @@ fn another_cut_leaves_nothing_of_the_one_before() {
 }
 
 #[test]
-fn a_failed_batch_fails_the_stage_and_every_later_frame_says_so() {
+fn a_failed_batch_fails_the_stage_and_every_later_frame_reports_it() {
     let mut parts = stage(Some(NEXT));
     feed(&mut parts, frame(1, 0, 5, false));
     let (work, _) = start(&mut parts).unwrap();
@@ -301,7 +301,7 @@ fn a_failed_batch_fails_the_stage_and_every_later_frame_says_so() {
 }
 
 #[test]
-fn frames_that_do_not_fit_are_refused() {
+fn frames_that_do_not_fit_are_rejected() {
     let mut parts = stage(Some(NEXT));
     let misfits =
         [frame(1, 0, 0, false), frame(1, 0, 513, false), frame(1, 2048, 1, false), frame(1, u32::MAX, 2, false)];
@@ -322,7 +322,7 @@ fn frames_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn an_executor_that_never_answers_is_seen() {
+fn an_executor_that_never_answers_is_detected() {
     let mut parts = stage(Some(NEXT));
     feed(&mut parts, frame(1, 0, 5, false));
     start(&mut parts).unwrap();
@@ -330,7 +330,7 @@ fn an_executor_that_never_answers_is_seen() {
     assert!(parts.stalled(Instant(121_000_000_000)).is_some());
 }
 
-// ---- standbys, rows that are kept, another epoch
+// ---- standbys, the send log, another epoch
 
 /// (receiver, first position, count) of the frames among outputs.
 fn frames(outputs: &[PartOutput]) -> Vec<(NodeId, u32, u32)> {
@@ -341,7 +341,7 @@ fn frames(outputs: &[PartOutput]) -> Vec<(NodeId, u32, u32)> {
     frames.collect()
 }
 
-/// Gives a frame and computes it.
+/// Delivers a frame and computes it.
 fn run(parts: &mut Parts, header: FrameHeader) -> Vec<PartOutput> {
     feed(parts, header);
     let (work, _) = start(parts).unwrap();
@@ -367,9 +367,9 @@ fn a_standby_gets_a_copy_and_the_next_stage_is_served_first() {
         PartOutput::Frame { to, copy, .. } => *copy == (*to == STANDBY),
         _ => true,
     };
-    assert!(done.iter().all(marked), "the copy, and only that, may be left out on the way");
+    assert!(done.iter().all(marked), "only the copy may be dropped on the way");
     run(&mut parts, frame(1, 5, 1, true));
-    // It lost something, which is kept. No other node may ask.
+    // The standby lost something that is in the send log. No other node may ask for it.
     say(&mut parts, STANDBY, EPOCH, held(1, 0, vec![(1, 5)], true));
     say(&mut parts, COORDINATOR, EPOCH, held(1, 0, vec![(1, 0)], true));
     assert_eq!(frames(&outputs(&mut parts)), vec![(STANDBY, 5, 1)]);
@@ -393,9 +393,9 @@ fn a_standby_computes_and_sends_nothing_until_it_is_promoted() {
         give(&mut parts, previous, at_part_1(cursor, count, true));
     }
     let (work, items) = start(&mut parts).unwrap();
-    assert_eq!(items, vec![(1, 0)], "what waits is joined");
+    assert_eq!(items, vec![(1, 0)], "queued frames are joined");
     assert_eq!(frames(&finish(&mut parts, 1, work, vec![ItemResult::Hidden])), vec![]);
-    // Promoted: the next stage holds four positions, so it is sent the frame that the others came in, and what follows.
+    // Promoted. The next stage holds four positions, so it is sent the whole entry that has the next one.
     prepare(&mut parts, LATER, order(&[previous, ME, NEXT], 1, None));
     let has = Position { request: RequestId(1), have: 6, kept_from: 0 };
     assert_eq!(prepared(&outputs(&mut parts)), Some(vec![has]));
@@ -418,26 +418,26 @@ fn another_epoch_keeps_what_was_computed_and_drops_what_waited() {
     feed(&mut parts, frame(1, 6, 1, true));
     prepare(&mut parts, LATER, order(&[ME, STANDBY], 0, None));
     let done = outputs(&mut parts);
-    assert_eq!((discards(&done), prepared(&done)), (1, None), "what waited; what runs is waited for");
+    assert_eq!((discards(&done), prepared(&done)), (1, None), "the queued frame; the answer waits for the batch");
     let done = finish(&mut parts, 0, work, vec![ItemResult::Hidden]);
     assert_eq!(frames(&done), vec![], "nothing leaves under the old epoch");
     assert_eq!(prepared(&done), Some(vec![Position { request: RequestId(1), have: 6, kept_from: 0 }]));
-    // Frames of the new epoch wait for all parts to be ready.
+    // Frames of the new epoch wait until all parts are ready.
     let later = |cursor, count| FrameHeader { epoch: LATER, ..frame(1, cursor, count, true) };
     feed(&mut parts, later(6, 1));
     assert_eq!(start(&mut parts), None);
-    // The next stage holds more than this one made: nothing is sent until this one is beyond it.
+    // The next stage holds more than this one computed: nothing is sent until this one is past that.
     go(&mut parts, LATER, 0, vec![(RequestId(1), 7)]);
     let (work, items) = start(&mut parts).unwrap();
     assert_eq!(items, vec![(1, 6)]);
     assert_eq!(frames(&finish(&mut parts, 0, work, vec![ItemResult::Hidden])), vec![]);
     assert_eq!(frames(&run(&mut parts, later(7, 1))), vec![(STANDBY, 7, 1)]);
-    // Sent once more from further back: it is wanted now.
+    // Resent from an earlier position: now the next stage needs it.
     assert_eq!(frames(&run(&mut parts, later(3, 5))), vec![(STANDBY, 3, 5)]);
 }
 
 #[test]
-fn those_before_learn_what_is_held_when_it_is_news() {
+fn the_previous_stage_receives_progress_when_it_changes() {
     let previous = NodeId([5; 16]);
     let mut parts = Parts::new(ME);
     prepare(&mut parts, EPOCH, order(&[previous, ME], 1, None));

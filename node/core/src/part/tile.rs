@@ -1,8 +1,8 @@
-//! One tile of a simulation at this node: what it waits for, what runs, what it owes to others.
+//! One tile of a simulation at this node: received halos, the running cycle, the send log, saved states and reports.
 //!
-//! Steps are counted, and everything names the step it belongs to. Between two exchanges a tile computes a cycle. It begins when
-//! the halos of all neighbours for its present step are here, makes its own halos first, and keeps them for as long as another
-//! node can ask for them. Next: `tile/standby.rs`.
+//! Steps are counted, and everything names its step. Between two exchanges a tile computes a cycle of steps. A cycle
+//! starts when the halos of all neighbours for the present step are here. It computes its own halos first, and they are
+//! kept as long as another node can ask for them. Next: `tile/standby.rs`.
 mod standby;
 
 use super::output::{Names, Out, PartOutput, Started, discard};
@@ -24,39 +24,39 @@ use partitioner::Tier;
 use partitioner::tiles::TileLink;
 pub(super) use standby::Collected;
 
-/// A tile, as its owner or as its standby. A standby computes along (hot) or holds a snapshot (warm).
+/// A tile at its owner or at its standby. A standby computes as well (hot) or holds a snapshot (warm).
 #[derive(Debug)]
 pub(super) struct TileRun {
     job: JobId,
     place: Place,
     state: State,
-    /// Steps made.
+    /// Steps completed.
     step: u32,
     sent: Sent,
-    /// Halos here, by step and link.
+    /// Received halos, by step and link.
     received: BTreeMap<(u32, u16), TensorId>,
     busy: Option<Busy>,
-    /// States saved and not fetched yet, and their bytes.
+    /// Saved states that are not fetched yet, and their bytes.
     saves: BTreeMap<(u32, SaveKind), u64>,
     reports: VecDeque<(u32, Report)>,
-    /// Standbys that want a snapshot.
+    /// Standbys that asked for a snapshot.
     wanted_by: BTreeSet<NodeId>,
     figures: TileFigures,
-    /// When the halos of the present step were ready, and when the step was made.
+    /// When the halos of the present step were computed, and when the step was completed.
     halos_at: Instant,
     made_at: Instant,
-    /// Measured nanoseconds of a step, for budgets.
+    /// Measured nanoseconds per step, for budgets.
     step_ns: u64,
-    /// What was to be made at the step where it began has been.
+    /// The first run is done, which computes the halos of the first step and the actions due there.
     begun: bool,
-    /// It was a standby's.
+    /// This node was the tile's standby before.
     promoted: bool,
-    /// When halos that do not come are asked for again, and how long to wait after that.
+    /// When late halos are asked for again, and how long to wait after that.
     ask_at: Instant,
     patience: Duration,
 }
 
-/// What a tile has to know of its order.
+/// What a tile needs to know of its order.
 #[derive(Debug)]
 struct Place {
     epoch: Epoch,
@@ -71,26 +71,27 @@ struct Place {
     links: Vec<Link>,
 }
 
-/// A neighbour at one place.
+/// A link to a neighbour.
 #[derive(Clone, Copy, Debug)]
 struct Link {
     link: TileLink,
-    /// The number of the same link at the neighbour.
+    /// Number of the same link at the neighbour.
     mirror: u16,
 }
 
-/// What a tile has, and whether it computes.
+/// State of a tile.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum State {
-    /// A standby without cells: the owner's snapshot is wanted since then.
+    /// A standby without cells. It has waited for the owner's snapshot since then.
     Empty { since: Instant },
-    /// A standby: the snapshot of this step is on its way.
+    /// A standby that is fetching the snapshot of this step.
     Fetching { step: u32 },
-    /// A standby with the snapshot of this step; whether the next one was asked for, and when the one or the other.
+    /// A standby with the snapshot of this step. `asked`: the next one was asked for. `at`: when it was, or when this
+    /// one arrived.
     Snapshot { step: u32, at: Instant, asked: bool },
-    /// It has its cells; the others are waited for.
+    /// It has cells, and waits for all parts to be ready.
     Ready,
-    /// It computes, until all is computed.
+    /// It computes, or has computed all steps.
     Running,
 }
 
@@ -98,9 +99,9 @@ enum State {
 struct Busy {
     work: WorkId,
     to: u32,
-    /// Names of the halos that it makes, by link.
+    /// Ids of the halos that it computes, by link.
     halos: Vec<(u16, TensorId)>,
-    /// Steps of it.
+    /// Number of steps.
     steps: u32,
     since: Instant,
 }
@@ -132,18 +133,18 @@ impl Place {
         self.owners.get(part.index()).copied()
     }
 
-    /// The tile behind a link, which is a channel of this one's.
+    /// The neighbour behind a channel of this tile, which is a link.
     fn peer(&self, channel: u64) -> PartId {
         let link = usize::try_from(channel).ok().and_then(|link| self.links.get(link));
         PartId(link.map_or(u16::MAX, |link| link.link.peer))
     }
 
-    /// The tiles beside it.
+    /// Neighbouring tiles.
     fn peers(&self) -> BTreeSet<PartId> {
         self.links.iter().map(|link| PartId(link.link.peer)).collect()
     }
 
-    /// The owners of the tiles beside it.
+    /// Neighbouring tiles and their owners.
     fn neighbours(&self) -> Vec<(PartId, NodeId)> {
         self.peers().into_iter().filter_map(|peer| Some((peer, self.owner(peer)?))).collect()
     }
@@ -184,17 +185,17 @@ impl TileRun {
         self.busy.is_some()
     }
 
-    /// Whether it has cells that steps can be made of.
+    /// Whether it has cells to compute with.
     fn has_cells(&self) -> bool {
         matches!(self.state, State::Ready | State::Running)
     }
 
-    /// Steps made and steps in all.
+    /// Steps completed, and the total number of steps.
     pub(super) fn steps(&self) -> (u32, u32) {
         (self.step, self.place.schedule.steps)
     }
 
-    /// What it has, for the coordinator.
+    /// Its state, for the coordinator.
     pub(super) fn has(&self) -> Has {
         let from = |peer: PartId| {
             let links = (0..self.place.links.len() as u64).filter(|&link| self.place.peer(link) == peer);
@@ -215,13 +216,14 @@ impl TileRun {
 
     // ---- placement
 
-    /// It has the cells of that step, from wherever.
+    /// It has the cells of this step, from any source.
     pub(super) fn loaded(&mut self, step: u32, out: &mut Out) {
         self.forget_all(out);
         (self.step, self.state, self.begun) = (step, State::Ready, false);
     }
 
-    /// What ran under an earlier placement ends: nothing is begun, nothing is sent, until the coordinator says so.
+    /// Pauses what runs under an earlier placement: nothing is started or sent until the coordinator lets the tile run
+    /// again.
     pub(super) fn pause(&mut self, out: &mut Out) {
         if self.state == State::Running {
             self.state = State::Ready;
@@ -231,8 +233,8 @@ impl TileRun {
         self.wanted_by.clear();
     }
 
-    /// The same tile under another epoch, perhaps as owner instead of standby. Returns the step of the snapshot that it has to
-    /// be restored from first, if it has no other cells.
+    /// The same tile under another epoch, perhaps as owner instead of standby. Returns the step of the snapshot that it
+    /// must be restored from first, if it has no other cells.
     pub(super) fn keep(&mut self, now: Instant, epoch: Epoch, order: &Order, tile: &TileOrder) -> Option<u32> {
         let promoted = self.is_shadow() && order.standby.is_none();
         self.place = Place::new(epoch, order, tile);
@@ -248,17 +250,17 @@ impl TileRun {
         }
     }
 
-    /// Whether it may stay as it is under another order for the same part.
+    /// Whether it can stay as it is under another order for the same part.
     pub(super) fn may_stay(&self, order: &Order) -> bool {
         let same_role = self.is_shadow() == order.standby.is_some();
         let promoted = self.is_shadow() && order.standby.is_none();
         let has = self.has_cells() || matches!(self.state, State::Snapshot { .. });
-        // A standby of one tier does not become one of the other.
+        // A standby of one tier does not become a standby of the other.
         let tier = !same_role || self.place.standby == order.standby || order.standby.is_none();
         tier && (same_role || (promoted && has))
     }
 
-    /// Everything of it is given up. Halos that a run makes are dropped when it returns.
+    /// Drops all its state. Halos that a run computes are discarded when it returns.
     pub(super) fn end(&mut self, out: &mut Out) {
         self.forget_all(out);
         self.busy = None;
@@ -276,7 +278,7 @@ impl TileRun {
         out.extend(core::mem::take(&mut self.received).into_values().map(discard));
     }
 
-    /// All parts are ready: the neighbours have made so many steps.
+    /// All parts are ready. `at`: the steps completed by each tile.
     pub(super) fn go(&mut self, at: &[u32], out: &mut Out) {
         if self.state != State::Ready || self.is_shadow() {
             return;
@@ -293,7 +295,7 @@ impl TileRun {
 
     // ---- halos
 
-    /// A halo came. Whether it is wanted.
+    /// A halo arrived. Returns whether it is used.
     pub(super) fn handle_halo(&mut self, from: NodeId, header: &FrameHeader, tensor: TensorId) -> bool {
         let link = usize::try_from(header.channel).ok().and_then(|number| self.place.links.get(number));
         let Some(peer) = link.filter(|link| link.link.takes).map(|link| PartId(link.link.peer)) else { return false };
@@ -306,7 +308,7 @@ impl TileRun {
         if header.cursor < self.step || full || self.received.contains_key(&key) {
             return false;
         }
-        // What is being consumed has left `received` already.
+        // Halos that are being consumed have left `received` already.
         if self.busy.as_ref().is_some_and(|busy| busy.steps > 0 && header.cursor < busy.to) {
             return false;
         }
@@ -314,7 +316,7 @@ impl TileRun {
         true
     }
 
-    /// A node reports how far it is with the neighbouring tile `part`.
+    /// A holder of the neighbouring tile `part` reports its progress.
     pub(super) fn handle_held(
         &mut self,
         from: NodeId,
@@ -337,13 +339,13 @@ impl TileRun {
         self.pump(out);
     }
 
-    /// The coordinator named the standby of a neighbour, or says that it has none.
+    /// The coordinator named the standby of a neighbour, or removed it.
     pub(super) fn handle_standby(&mut self, part: PartId, node: Option<NodeId>) {
         if !self.place.peers().contains(&part) {
             return;
         }
         match node {
-            // Until it reports, what is made from now on is kept for it.
+            // Until it reports, halos from now on are kept for it.
             Some(node) if !self.sent.follows(part, node) => {
                 self.sent.follow(part, node, false, false);
                 self.sent.held(part, node, &Cursors::All(self.step), false, true);
@@ -353,7 +355,7 @@ impl TileRun {
         }
     }
 
-    /// Sends what is due to those who follow, and lets go of what no node needs.
+    /// Sends what is due to followers, and drops what no node needs.
     fn pump(&mut self, out: &mut Out) {
         let (job, epoch) = (self.job, self.place.epoch);
         for sending in self.sent.due(|channel| self.place.peer(channel)) {
@@ -369,16 +371,16 @@ impl TileRun {
             }
         }
         if matches!(self.state, State::Ready) {
-            // Before `Go` it is not known which node is going to ask for what: a standby that heard it earlier may be far ahead of an
-            // owner.
+            // Before `Go` it is not known what each node will ask for: a standby that learned of the placement earlier
+            // may be far ahead of an owner.
             return;
         }
-        // While a run still makes halos the last ones are those of the step before it.
+        // While a run still computes halos, the last ones in the log are those of the step before it.
         let gone = self.sent.trim(self.step, |channel| self.place.peer(channel));
         out.extend(gone.into_iter().map(discard));
     }
 
-    /// A connection to a node stands again after it had broken: what was on the way is lost.
+    /// A broken connection is up again: messages that were in flight are lost.
     pub(super) fn handle_reconnected(&mut self, node: NodeId, out: &mut Out) {
         if self.has_cells() {
             let (part, step) = (self.place.part, self.step);
@@ -389,13 +391,13 @@ impl TileRun {
                 }
             }
         }
-        // A tile waits at its next checkpoint until the coordinator has taken the one before.
+        // A tile waits at its next checkpoint until the coordinator has fetched the previous one.
         if node == self.place.epoch.issuer && !self.is_shadow() {
             self.report_all(out);
         }
     }
 
-    /// An owner that waits for halos for too long says what it has: the senders go on from there.
+    /// An owner that waits too long for halos reports its step, and the senders continue from there.
     pub(super) fn ask_again(&mut self, now: Instant, out: &mut Out) {
         let waits = self.state == State::Running && self.busy.is_none() && self.begun && !self.is_shadow();
         if !waits || self.step >= self.place.schedule.steps || now < self.ask_at || self.saves_wait() {
@@ -417,21 +419,21 @@ impl TileRun {
 
     // ---- runs
 
-    /// Where the cycle after `step` ends: at the next multiple of the depth.
+    /// Where the cycle after `step` ends: at the next multiple of the halo depth.
     fn next_exchange(&self, step: u32) -> u32 {
         let depth = self.place.depth;
         let next = (step / depth).saturating_add(1).saturating_mul(depth);
         next.min(self.place.schedule.steps)
     }
 
-    /// Begins what can begin. `paused`: the coordinator waits for an answer first.
+    /// Starts the next run, if it can. `paused`: the coordinator waits for an answer first.
     pub(super) fn start(&mut self, now: Instant, paused: bool, names: &mut Names, out: &mut Out) -> Option<Started> {
         let steps = self.place.schedule.steps;
         if self.state != State::Running || self.busy.is_some() || paused || self.saves_wait() {
             return None;
         }
         if !self.begun {
-            // Its halos are not made yet, nor what is to be made of the cells as they are.
+            // The first run computes the halos of the present step, and the actions due for the cells as they are.
             let stops = self.place.schedule.stops(self.step, self.step, true);
             return Some(self.run(now, self.step, stops, Vec::new(), names));
         }
@@ -446,7 +448,8 @@ impl TileRun {
         }
         let to = if self.place.links.is_empty() { self.piece(steps) } else { self.next_exchange(self.step) };
         let mut stops = self.place.schedule.stops(self.step, to, false);
-        // Of checkpoints closer to each other than exchanges the last: all tiles have the same exchanges, and leave out the same.
+        // If several checkpoints are due between two exchanges, only the last is saved. All tiles have the same
+        // exchanges, so they leave out the same checkpoints.
         let checkpoint = |stop: &&Stop| stop.what == StopKind::Save(SaveKind::Checkpoint);
         let last = stops.iter().rev().find(checkpoint).map(|stop| stop.step);
         stops.retain(|stop| !checkpoint(&stop) || last == Some(stop.step));
@@ -465,17 +468,18 @@ impl TileRun {
         Some(self.run(now, to, stops, halos, names))
     }
 
-    /// A tile without neighbours runs in pieces, of one checkpoint at most.
+    /// Where the next run of a tile without neighbours ends: after a bounded time, and at the next checkpoint at the
+    /// latest.
     fn piece(&self, steps: u32) -> u32 {
         let every = self.place.schedule.checkpoint_every.unwrap_or(u32::MAX).max(1);
         let checkpoint = (self.step / every).saturating_add(1).saturating_mul(every);
         let fit = (nanos(TILE_PIECE) / self.step_ns.max(1)).clamp(1, 4096) as u32;
-        // Whole passes of several steps, if one does not take too long.
+        // Whole passes of several steps, if a pass does not take too long.
         let pass = (nanos(TILE_PASS) / self.step_ns.max(1)).clamp(1, self.place.pass_steps.max(1).into()) as u32;
         self.step.saturating_add((fit / pass).max(1) * pass).min(checkpoint).min(steps)
     }
 
-    /// Whether too many frames wait to be fetched for another one to be computed. A standby leaves that to the tile's owner.
+    /// Whether too many frames wait to be fetched for another one to be computed. A standby leaves this to the owner.
     fn saves_wait(&self) -> bool {
         let waiting =
             |kind: SaveKind| self.saves.keys().filter(|(_, saved)| *saved == kind).count() >= SAVES_WAITING_MAX;
@@ -483,8 +487,9 @@ impl TileRun {
         !self.is_shadow() && kinds.into_iter().any(waiting)
     }
 
-    /// Of full states, each as large as the tile's cells, one of a kind is kept: whether another may be made now. A checkpoint
-    /// has to be fetched first; a snapshot, and what a standby keeps in case its owner is lost, give way to the newer one.
+    /// Makes room for a full state, which is as large as the tile's cells: one of each kind is kept. Returns whether it
+    /// may be saved now. An owner's checkpoint has to be fetched first. A snapshot, and what a standby keeps in case
+    /// its owner is lost, is replaced by the newer one.
     fn makes_room(&mut self, kind: SaveKind, out: &mut Out) -> bool {
         let older: Vec<u32> = self.saves.keys().filter(|(_, saved)| *saved == kind).map(|(step, _)| *step).collect();
         if kind == SaveKind::Checkpoint && !self.is_shadow() {
@@ -515,12 +520,12 @@ impl TileRun {
         Started { work, task, budget, makes }
     }
 
-    /// Whether this is what runs.
+    /// Whether this is the running work.
     pub(super) fn runs(&self, work: WorkId) -> bool {
         self.busy.as_ref().is_some_and(|busy| busy.work == work)
     }
 
-    /// The halos of what runs are made: so many elements and bytes each.
+    /// The running work has computed its halos. `sizes`: elements and bytes of each.
     pub(super) fn handle_halos(&mut self, now: Instant, sizes: &[(u32, u64)], out: &mut Out) {
         let Some(busy) = &mut self.busy else { return };
         let (halos, cursor) = (core::mem::take(&mut busy.halos), busy.to);
@@ -537,15 +542,15 @@ impl TileRun {
         self.pump(out);
     }
 
-    /// What ran is done. Reports for the coordinator and messages for standbys come with it. Returns whether it was the last
-    /// step.
+    /// The running work is done. Sends its reports to the coordinator, and announces its snapshot to standbys. Returns
+    /// whether the last step is completed.
     pub(super) fn ran(&mut self, now: Instant, made: TileMade, out: &mut Out) -> bool {
         let Some(busy) = self.busy.take() else { return false };
         out.extend(busy.halos.iter().map(|&(_, tensor)| discard(tensor)));
         (self.step, self.begun, self.made_at) = (busy.to, true, now);
         (self.ask_at, self.patience) = (now + HALOS_LATE, HALOS_LATE);
         if busy.steps > 0 {
-            // The slower of what was lately seen: a budget is what a step takes at most.
+            // The slower of recent measurements: a budget is an upper bound.
             let took = nanos(now.since(busy.since)) / u64::from(busy.steps);
             self.step_ns = took.max(self.step_ns - self.step_ns / 8);
         }
@@ -577,7 +582,7 @@ impl TileRun {
         self.step >= self.place.schedule.steps
     }
 
-    /// What ran failed.
+    /// The running work failed.
     pub(super) fn failed(&mut self, out: &mut Out) {
         if let Some(busy) = self.busy.take() {
             out.extend(busy.halos.iter().map(|&(_, tensor)| discard(tensor)));
@@ -586,14 +591,15 @@ impl TileRun {
 
     // ---- saved states and reports
 
-    /// The owner waits while too many frames are not fetched; its standby keeps as many, and a few more.
+    /// Drops old saved states of a standby. The owner waits while too many frames are not fetched; its standby keeps
+    /// twice that number.
     fn forget_old(&mut self, kind: SaveKind, out: &mut Out) {
         let kept: Vec<u32> = self.saves.keys().filter(|(_, saved)| *saved == kind).map(|(step, _)| *step).collect();
         let over = if self.is_shadow() { kept.len().saturating_sub(2 * SAVES_WAITING_MAX) } else { 0 };
         kept[..over].iter().for_each(|&step| self.handle_taken(step, kind, out));
     }
 
-    /// A saved state has been fetched.
+    /// A saved state has been fetched, or is not needed any more.
     pub(super) fn handle_taken(&mut self, step: u32, kind: SaveKind, out: &mut Out) {
         if self.saves.remove(&(step, kind)).is_some() {
             let (job, part) = (self.job, self.place.part);
@@ -601,7 +607,7 @@ impl TileRun {
         }
     }
 
-    /// Reports once more what the coordinator may not have heard: it may have come from the owner before, too late.
+    /// Reports again what the coordinator may lack: the previous owner may have reported it too late.
     fn report_all(&self, out: &mut Out) {
         let part = self.place.part;
         for (&(step, kind), &bytes) in self.saves.iter().filter(|((_, kind), _)| *kind != SaveKind::Snapshot) {
@@ -612,7 +618,7 @@ impl TileRun {
         }
     }
 
-    /// Reports how far it is, if it has anything.
+    /// Reports its progress, if it has cells or a snapshot.
     pub(super) fn report_progress(&self, out: &mut Out) {
         if self.has_cells() || matches!(self.state, State::Snapshot { .. }) {
             let (part, step, figures) = (self.place.part, self.step, self.figures);
@@ -625,8 +631,8 @@ fn nanos(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// What the first run may take: caches are cold, kernels may have to be compiled.
+/// Budget of the first run: caches are cold, kernels may have to be compiled.
 const FIRST: Duration = Duration::from_secs(30);
-/// How long halos may take before they are asked for again: frames are lost with a connection that breaks, or that does not
-/// stand yet.
+/// How long halos may take before they are asked for again. Frames are lost when a connection breaks, or before it is
+/// up.
 const HALOS_LATE: Duration = Duration::from_secs(1);

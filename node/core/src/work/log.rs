@@ -1,35 +1,35 @@
-//! The token log: what successors keep of the requests of a served model, so that one of them can go on with each.
+//! The token log: the successors' copy of a served model's requests, from which a successor can continue each of them.
 use super::serve::{Logged, Request};
 use crate::id::RequestId;
 use crate::limits::{CONTEXT_MAX, LOG_KEPT_MAX, QUEUE_MAX, SEQUENCES_MAX};
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 
-/// The requests of one job, as their coordinator reports them.
+/// Requests of one job, as their coordinator reports them.
 ///
-/// Invariants: at most [`REQUESTS_MAX`] requests; `kept` is the sum of their tokens, at most [`LOG_KEPT_MAX`]; the tokens of each
-/// have no gap.
+/// Invariants: at most [`REQUESTS_MAX`] requests; `kept` is the sum of their tokens, at most [`LOG_KEPT_MAX`]; the
+/// tokens of each request start at position 0 and have no gap.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TokenLog {
     requests: BTreeMap<RequestId, LoggedRequest>,
     kept: usize,
 }
 
-/// One of them.
+/// A logged request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoggedRequest {
-    /// What was asked. Its prompt is empty: it is at the beginning of `tokens`.
+    /// The request without its prompt, which is at the start of `tokens`.
     request: Request,
     prompt: u32,
     tokens: Vec<u32>,
 }
 
-/// Requests that run and that wait.
+/// Running and queued requests.
 const REQUESTS_MAX: usize = SEQUENCES_MAX as usize + QUEUE_MAX;
 
 impl TokenLog {
-    /// Adds what the coordinator reported. What does not adjoin what is there is left out: the coordinator sends all again where
-    /// something was lost.
+    /// Applies what the coordinator reported. Drops tokens that would leave a gap: after a loss the coordinator resends
+    /// everything.
     pub fn add(&mut self, news: Vec<(RequestId, Logged)>) {
         for (id, what) in news {
             match what {
@@ -60,7 +60,7 @@ impl TokenLog {
         }
     }
 
-    /// The requests of which the whole prompt is here, in order, each with the tokens of its answer so far.
+    /// Requests whose whole prompt is here, by id, each with the answer's tokens so far.
     pub fn into_requests(self) -> impl Iterator<Item = (RequestId, Request, Vec<u32>)> {
         let whole = |known: &LoggedRequest| known.prompt > 0 && known.tokens.len() >= known.prompt as usize;
         let all = self.requests.into_iter().filter(move |(_, known)| whole(known));
@@ -95,7 +95,7 @@ mod tests {
         let (a, b) = (RequestId(1), RequestId(2));
         let mut log = TokenLog::default();
         log.add(vec![(a, opened(3)), (a, tokens(0, &[7, 8]))]);
-        assert_eq!(requests(&log), [], "its prompt is not here yet");
+        assert_eq!(requests(&log), [], "its prompt is incomplete");
         log.add(vec![(a, tokens(2, &[9, 10])), (a, tokens(1, &[8, 9, 10, 11])), (a, tokens(6, &[1]))]);
         log.add(vec![(b, tokens(0, &[1])), (a, opened(1)), (b, opened(1)), (b, tokens(0, &[5]))]);
         assert_eq!(requests(&log), [(vec![7, 8, 9], vec![10, 11]), (vec![5], vec![])]);

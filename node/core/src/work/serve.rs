@@ -1,4 +1,4 @@
-//! The vocabulary of serving a model: the model, a stage's order, its work and results, requests and how they end.
+//! Vocabulary of serving a model: the model, orders of stages, batches and their results, requests and how they end.
 use super::Payload;
 use crate::id::{ContentId, NodeId, PartId, RequestId, TensorId};
 use crate::limits::{CONTEXT_MAX, SEQUENCES_MAX};
@@ -7,20 +7,20 @@ use core::ops::Range;
 use partitioner::{Plan, Work};
 use serde::{Deserialize, Serialize};
 
-/// A model as the coordinator's shell describes it.
+/// A model, as the coordinator's shell describes it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelSpec {
     /// Content id of its shard index.
     pub content: ContentId,
-    /// Name for people and the API.
+    /// Human-readable name, also used by the API.
     pub name: String,
-    /// Costs for the planner.
+    /// Costs, for the planner.
     pub work: Work,
-    /// Model width: elements of one boundary row.
+    /// Model width: elements per boundary row.
     pub width: u32,
-    /// Activation arithmetic of the CPU path: part of the numerics contract, so all stages share it.
+    /// Activation arithmetic: int8 if set, else f32. Part of the numerics contract, so all stages share it.
     pub int8: bool,
-    /// Tokens that end an answer.
+    /// Tokens that end an answer (EOS).
     pub eos: Vec<u32>,
 }
 
@@ -29,79 +29,80 @@ pub struct ModelSpec {
 pub struct Request {
     /// Prompt token ids, at least one.
     pub prompt: Vec<u32>,
-    /// Most tokens to generate.
+    /// Maximum number of tokens to generate.
     pub max_tokens: u32,
-    /// How to choose each token.
+    /// How to sample each token.
     pub sampling: Sampling,
-    /// Go on after an end-of-sequence token.
+    /// Whether to continue after an end-of-sequence token.
     pub ignore_eos: bool,
-    /// Its name, by which its caller finds it again at whatever node goes on with it.
+    /// Key by which the caller finds the request again, also at another node.
     pub key: RequestKey,
 }
 
-/// Names a request across nodes: a digest of the caller's secret and of the name that the caller gave the request, so that no
-/// other caller can attach to it.
+/// Identifies a request across nodes: a digest of the caller's secret and of the name that the caller gave the request,
+/// so that no other caller can attach to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct RequestKey(pub [u8; 16]);
 
-/// What successors learn of a request as it goes on.
+/// An entry of the token log, which successors receive as a request proceeds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Logged {
-    /// It was taken.
+    /// The request was accepted.
     Opened {
-        /// Its name.
+        /// Its key.
         key: RequestKey,
-        /// Tokens of its prompt, which follow as `Tokens`.
+        /// Number of prompt tokens, which follow as `Tokens`.
         prompt: u32,
-        /// Most tokens to generate.
+        /// Maximum number of tokens to generate.
         max_tokens: u32,
-        /// How to choose each token.
+        /// How to sample each token.
         sampling: Sampling,
-        /// Go on after an end-of-sequence token.
+        /// Whether to continue after an end-of-sequence token.
         ignore_eos: bool,
     },
     /// Tokens of the prompt and of the answer.
     Tokens {
-        /// The position of the first of them.
+        /// Position of the first of them.
         from: u32,
         /// At most [`LOG_TOKENS_MAX`](crate::limits::LOG_TOKENS_MAX).
         tokens: Vec<u32>,
     },
-    /// It is over.
+    /// The request is over.
     Over,
 }
 
-/// What the coordinator of a request tells a node that has its caller.
+/// From the coordinator of a request to the node that has its caller.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToCaller {
-    /// The token of a position.
+    /// The token at a position.
     Token {
-        /// Position in the sequence, prompt counted.
+        /// Position in the sequence, counting the prompt.
         position: u32,
         /// The token.
         token: u32,
     },
-    /// No more tokens.
+    /// The request is over.
     Done {
-        /// Why.
+        /// Reason.
         reason: DoneReason,
-        /// The position after the last token, 0 where there are none: tokens before it that did not come are asked for.
+        /// Position after the last token of a finished answer (`Stop`, `Length`): the receiver asks for tokens that did
+        /// not arrive. May be 0 otherwise.
         end: u32,
     },
-    /// Another node coordinates the job now: ask there.
+    /// Another node coordinates the job now. Ask that node.
     Moved(NodeId),
     /// The node does not coordinate the job.
     Unknown,
 }
 
-/// What a node that has a caller asks of the node that coordinates the job.
+/// From the node that has a caller to the coordinator of the job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FromCaller {
-    /// Run this request, or go on with it if it is known by its key.
+    /// Run this request, or continue it if its key is known.
     Ask {
         /// The request.
         request: Box<Request>,
-        /// Tokens are wanted from this position on.
+        /// First position whose token the caller needs.
         from: u32,
     },
     /// The caller went away.
@@ -125,14 +126,14 @@ pub struct Sampling {
     pub presence_penalty_e6: i32,
     /// 0 is off.
     pub frequency_penalty_e6: i32,
-    /// Tokens, and what is added to their logits; at most [`LOGIT_BIASES_MAX`].
+    /// Tokens and the values that are added to their logits; at most [`LOGIT_BIASES_MAX`].
     pub logit_bias_e6: Vec<(u32, i32)>,
-    /// Key of the random numbers.
+    /// Key of the random number generator.
     pub seed: u64,
 }
 
 impl Sampling {
-    /// Always the likeliest token.
+    /// Always the most likely token.
     pub const GREEDY: Sampling = Sampling {
         temperature_e6: 0,
         top_p_e6: 1_000_000,
@@ -145,7 +146,7 @@ impl Sampling {
         seed: 0,
     };
 
-    /// Whether choosing a token needs the tokens before it.
+    /// Whether sampling depends on the tokens so far.
     pub fn looks_back(&self) -> bool {
         self.repetition_penalty_e6 != Self::GREEDY.repetition_penalty_e6
             || self.presence_penalty_e6 != 0
@@ -153,7 +154,7 @@ impl Sampling {
     }
 }
 
-/// Tokens with a bias that a request may have. OpenAI allows some hundreds.
+/// Logit biases per request. OpenAI allows some hundreds.
 pub const LOGIT_BIASES_MAX: usize = 1024;
 
 /// Why a call ended.
@@ -167,26 +168,27 @@ pub enum DoneReason {
     Cancelled,
     /// The queue is full: try again later (HTTP 429).
     Busy,
-    /// The request cannot be served, and why (a prompt longer than the context, an unknown job).
+    /// The request cannot be served. The text says why (a prompt longer than the context, an unknown job).
     Invalid(String),
-    /// The mesh could not finish it.
+    /// The mesh could not finish it. The text says why.
     Failed(String),
 }
 
-/// A stage as the coordinator orders it: its part number names its layers.
+/// A stage, as the coordinator orders it. The part number selects its layers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageOrder {
     /// Content id of the model's shard index.
     pub content: ContentId,
-    /// Layers `start..end` of every stage, first to last. Layer 0 brings the embedding, the last layer the output head.
+    /// Layers `start..end` of every stage, first to last. Layer 0 includes the embedding, the last layer the output
+    /// head.
     pub layers: Vec<Range<u32>>,
-    /// Sequences held at once.
+    /// Sequences cached at once.
     pub sequences: u32,
-    /// Tokens of context per sequence.
+    /// Context length per sequence, in tokens.
     pub context: u32,
-    /// Elements of one boundary row.
+    /// Elements per boundary row.
     pub width: u32,
-    /// Activation arithmetic: part of the numerics contract, so all stages share it.
+    /// Activation arithmetic: int8 if set, else f32. Part of the numerics contract, so all stages share it.
     pub int8: bool,
 }
 
@@ -196,7 +198,7 @@ impl StageOrder {
         self.layers.get(part.index()).cloned().unwrap_or_default()
     }
 
-    /// Layers of the whole model.
+    /// Number of layers of the whole model.
     pub fn layers_total(&self) -> u32 {
         self.layers.last().map_or(0, |layers| layers.end)
     }
@@ -217,64 +219,65 @@ impl StageOrder {
         let follow =
             |end: u32, layers: &Range<u32>| (layers.start == end && layers.end > layers.start).then_some(layers.end);
         if self.layers.is_empty() || self.layers.iter().try_fold(0, follow).is_none() {
-            Some(String::from("a route whose stages do not cover the layers once, in order"))
+            Some(String::from("the stages of the order do not cover the layers once and in order"))
         } else if self.sequences == 0 || self.sequences > SEQUENCES_MAX {
             Some(format!("{} sequences, expected 1 to {SEQUENCES_MAX}", self.sequences))
         } else if self.context == 0 || self.context > CONTEXT_MAX {
-            Some(format!("a context of {}, expected 1 to {CONTEXT_MAX}", self.context))
+            Some(format!("a context of {} tokens, expected 1 to {CONTEXT_MAX}", self.context))
         } else {
             None
         }
     }
 }
 
-/// What a successor needs to go on serving a model.
+/// Succession record of a served model.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ServeRecord {
-    /// The model, with its costs.
+    /// The model and its costs.
     pub model: ModelSpec,
     /// The present placement.
     pub plan: Option<Box<Plan>>,
 }
 
-/// What a stage holds of one request.
+/// State of one request at a stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Position {
-    /// Which request.
+    /// Request id.
     pub request: RequestId,
     /// Positions `0..have` are in its cache.
     pub have: u32,
-    /// It keeps the hidden rows of positions `kept_from..have` for the next stage; `have` where it keeps none.
+    /// The send log has the hidden rows of positions `kept_from..have` for the next stage. Equal to `have` if it has
+    /// none.
     pub kept_from: u32,
 }
 
-/// One sequence's part of a batch.
+/// One sequence's share of a batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Item {
-    /// Whose cache.
+    /// The request whose cache is used.
     pub request: RequestId,
-    /// First position written; anything the cache holds from here on is overwritten.
+    /// First position written. Cached positions from here on are overwritten.
     pub position: u32,
-    /// Positions, one row each.
+    /// Number of positions, one row each.
     pub count: u32,
-    /// Rows in.
+    /// Input rows.
     pub input: Payload,
-    /// Name for the hidden rows out (ignored at the last stage).
+    /// Id of the hidden rows out (ignored at the last stage).
     pub output: TensorId,
-    /// At the last stage: choose a token from the last row.
+    /// At the last stage: sample a token from the last row.
     pub sample: Option<SampleSpec>,
 }
 
-/// How to choose one token: counter-based, so that a replay chooses the same.
+/// How to sample one token. The generator is counter-based, so that a replay samples the same token.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SampleSpec {
-    /// Settings of the request.
+    /// Sampling settings of the request.
     pub sampling: Sampling,
-    /// Position of the token being chosen: with the seed, the key of the random number.
+    /// Position of the sampled token: with the seed, the key of the random number.
     pub position: u32,
-    /// Tokens so far, for penalties; empty where the sampling needs none.
+    /// Tokens so far, for penalties. Empty if the sampling does not depend on them.
     pub history: Vec<u32>,
-    /// How many tokens of the history are the prompt's.
+    /// Number of prompt tokens in the history.
     pub prompt: u32,
 }
 
@@ -282,10 +285,10 @@ pub struct SampleSpec {
 #[allow(missing_docs)] // of fields: each variant says what they are
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ItemResult {
-    /// Hidden rows for the next stage, kept by the shell under the id the core named in `Item::output`.
+    /// Hidden rows for the next stage, stored by the shell under `Item::output`.
     Hidden,
-    /// Last stage, sampling asked for: the token.
+    /// Last stage, with sampling: the token.
     Token { token: u32 },
-    /// Last stage, no sampling asked for (a prefill chunk before the last).
+    /// Last stage, without sampling (a prefill chunk before the last).
     Nothing,
 }

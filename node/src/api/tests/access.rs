@@ -1,9 +1,9 @@
-//! Who may use which route: web pages, other addresses, other users of the machine, the one-time link.
+//! Tests of access control: web pages, other addresses, other users of the machine, the single-use link.
 use super::*;
 
 #[test]
 fn a_web_page_cannot_post() {
-    let server = start(Pretended::says("x"));
+    let server = start(FakeNode::generating("x"));
     let body = chat_body(json!({})).to_string();
     let page = "POST /v1/chat/completions\r\nOrigin: https://evil.example\r\n";
     let (status, _, text) = server.call(page, &body);
@@ -19,22 +19,22 @@ fn other_addresses_need_a_key() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let error = runtime.block_on(Api::bind("0.0.0.0:0".parse().unwrap(), Some(String::new()))).err().unwrap();
     assert!(error.to_string().contains("--api-key"), "{error}");
-    let server = start_with_key(Pretended::says("x"), Some("k"));
+    let server = start_with_key(FakeNode::generating("x"), Some("k"));
     let none = "Authorization: \r\n";
     assert_eq!(server.call(&format!("GET /v1/models\r\n{none}"), "").0, 401);
     assert_eq!(server.call("GET /v1/models\r\nAuthorization: Bearer k\r\n", "").0, 200);
-    // Pages have nothing in them before they have asked for it, with the key.
+    // Pages contain no data until they have fetched it with the key.
     for page in ["/", "/watch/12"] {
         let (status, _, text) = server.call(&format!("GET {page}\r\n{none}"), "");
         assert!(status == 200 && text.contains("<!doctype html>"), "{page}: {status}");
     }
     assert_eq!(server.call(&format!("GET /api/v1/state\r\n{none}"), "").0, 401);
-    assert_eq!(server.call("GET /api/v1/state", "").0, 200, "the node's own key opens everything");
+    assert_eq!(server.call("GET /api/v1/state", "").0, 200, "the node's own key grants full access");
     let taken = runtime.block_on(Api::bind(server.address, None)).err().unwrap();
     assert!(taken.to_string().contains("is a node running already"), "{taken}");
 }
 
-/// Every route and the access it requires: the author of a new route enters it here after deciding which.
+/// Every route and its required access, repeated here so that the access of a new route is a deliberate choice.
 const ROUTES: &[(&str, Access)] = &[
     ("GET /v1/models", Access::Open),
     ("GET /v1/models/{*name}", Access::Open),
@@ -71,14 +71,14 @@ const ROUTES: &[(&str, Access)] = &[
 ];
 
 #[test]
-fn another_user_of_the_machine_administers_nothing() {
-    let known: Vec<(String, Access)> = routes::<Pretended>()
+fn another_user_of_the_machine_cannot_administer_the_node() {
+    let known: Vec<(String, Access)> = routes::<FakeNode>()
         .into_iter()
         .map(|(method, path, access, _)| (format!("{method} {path}"), access))
         .collect();
     let listed: Vec<(String, Access)> = ROUTES.iter().map(|(route, access)| ((*route).to_owned(), *access)).collect();
     assert_eq!(known, listed);
-    let server = start(Pretended::says("x"));
+    let server = start(FakeNode::generating("x"));
     for (route, access) in ROUTES {
         let line = route.replace("{*name}", "tiny").replace("{job}", "0123456789abcdef");
         for key in ["", "Bearer ", "Bearer sk-anything", "Basic cm9vdDpyb290"] {
@@ -86,7 +86,7 @@ fn another_user_of_the_machine_administers_nothing() {
             match access {
                 Access::Administer => assert_eq!(status, 401, "{line} with `{key}`: {text}"),
                 Access::Open => assert_ne!(status, 401, "{line} with `{key}`: {text}"),
-                // Without a token in its body this is a mistake, not a refusal.
+                // A body without a token is a bad request, not unauthorised.
                 Access::Public => assert_ne!(status, 401, "{line} with `{key}`: {text}"),
             }
         }
@@ -95,7 +95,7 @@ fn another_user_of_the_machine_administers_nothing() {
             assert_ne!(status, 401, "{line} with the key: {text}");
         }
     }
-    assert_eq!(*server.engine.stopped.lock().unwrap(), ["tiny"], "what the key did, and nothing else");
+    assert_eq!(*server.engine.stopped.lock().unwrap(), ["tiny"], "only the requests with the key had an effect");
     let plan = "POST /api/v1/plan\r\nAuthorization: \r\n";
     let (status, _, text) = server.call(plan, &json!({"model": "/home/me/secret.gguf"}).to_string());
     assert!(status == 401 && text.contains("is a path"), "{text}");
@@ -103,7 +103,7 @@ fn another_user_of_the_machine_administers_nothing() {
 
 #[test]
 fn a_link_opens_the_page_once() {
-    let server = start(Pretended::says("x"));
+    let server = start(FakeNode::generating("x"));
     let (status, link) = server.post("/api/v1/open", json!({}));
     assert_eq!(status, 200, "{link}");
     let token = link["fragment"].as_str().and_then(|f| f.strip_prefix("token=")).unwrap();
@@ -124,7 +124,7 @@ fn a_link_opens_the_page_once() {
 }
 
 #[test]
-fn a_command_sends_a_key_that_it_found_only_to_the_node_that_knows_it() {
+fn a_command_sends_its_key_only_to_a_node_that_proves_to_know_it() {
     use crate::client::{Client, ClientError, Key};
     let dir = tempfile::tempdir().unwrap();
     let file = |name: &str, key: &str| {
@@ -136,7 +136,7 @@ fn a_command_sends_a_key_that_it_found_only_to_the_node_that_knows_it() {
     let api = runtime.block_on(Api::bind("127.0.0.1:0".parse().unwrap(), None)).unwrap();
     let address = api.address().unwrap().to_string();
     let api = api.administered_with(ApiKey::given("the-key-of-this-node"));
-    runtime.spawn(api.serve(Pretended::says(""), Metrics::default(), std::future::pending()));
+    runtime.spawn(api.serve(FakeNode::generating(""), Metrics::default(), std::future::pending()));
     let drain = |files: Vec<std::path::PathBuf>| {
         Client::new(Some(&address), Key::in_files(files)).post("/api/v1/drain", &json!({"on": true}))
     };

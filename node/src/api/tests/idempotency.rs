@@ -1,9 +1,9 @@
-//! Requests sent again under the same idempotency key.
+//! Tests of requests retried with the same idempotency key.
 use super::*;
 
 #[test]
-fn a_request_sent_again_with_its_key_gets_the_first_answer() {
-    let server = start(Pretended::says("naïve"));
+fn a_retry_with_the_same_key_gets_the_first_answer() {
+    let server = start(FakeNode::generating("naïve"));
     for (path, extra) in [
         ("/v1/chat/completions", json!({})),
         ("/v1/chat/completions", json!({"stream": true, "stream_options": {"include_usage": true}})),
@@ -28,7 +28,7 @@ fn a_request_sent_again_with_its_key_gets_the_first_answer() {
     }
 }
 
-/// Id, text, reasons and counts of an answer, whole or in chunks.
+/// Id, text, finish reasons and usage of an answer, whole or in chunks.
 fn gist(text: &str) -> (String, String, Vec<Value>) {
     let chunks: Vec<Value> =
         text.lines().filter_map(|l| serde_json::from_str(l.strip_prefix("data: ").unwrap_or(l)).ok()).collect();
@@ -61,20 +61,21 @@ fn resuming(path: &str, key: &str, last: &str) -> String {
     format!("{}Last-Event-ID: {last}\r\n", keyed(path, key))
 }
 
-/// Whichever node streams the answer, kept or made again: what a client has and what it still gets are the whole, once.
+/// On the same node (replayed) or on another (generated again), the events before and after the reconnection add up to
+/// the whole answer, once.
 #[test]
-fn a_stream_goes_on_after_the_event_that_the_client_names() {
+fn a_stream_resumes_after_the_last_event_id() {
     for path in ["/v1/chat/completions", "/v1/completions"] {
         let extra = match path {
             "/v1/completions" => json!({"messages": null, "prompt": "x"}),
             _ => json!({}),
         };
         let body = json!({"stream": true, "stop": ["zz"], "stream_options": {"include_usage": true}});
-        let mut wanted = chat_body(extra);
-        wanted.as_object_mut().unwrap().extend(body.as_object().unwrap().clone());
-        let wanted = wanted.to_string();
-        let here = start(Pretended::says("naïve answerz"));
-        let (status, head, text) = here.call(&keyed(path, "k"), &wanted);
+        let mut request = chat_body(extra);
+        request.as_object_mut().unwrap().extend(body.as_object().unwrap().clone());
+        let request = request.to_string();
+        let here = start(FakeNode::generating("naïve answerz"));
+        let (status, head, text) = here.call(&keyed(path, "k"), &request);
         assert_eq!(status, 200, "{text}");
         assert!(head.contains("x-request-id: k"), "{head}");
         let whole = events(&text);
@@ -82,8 +83,8 @@ fn a_stream_goes_on_after_the_event_that_the_client_names() {
         assert_eq!(whole.last().unwrap().1, "[DONE]");
         for at in 0..whole.len() {
             let last = whole[at].0;
-            for server in [&here, &start(Pretended::says("naïve answerz"))] {
-                let (status, _, rest) = server.call(&resuming(path, "k", &last.to_string()), &wanted);
+            for server in [&here, &start(FakeNode::generating("naïve answerz"))] {
+                let (status, _, rest) = server.call(&resuming(path, "k", &last.to_string()), &request);
                 assert_eq!(status, 200, "{rest}");
                 let rest = events(&rest);
                 assert!(rest.iter().all(|(id, _)| *id > last), "after {last}: {rest:?}");
@@ -96,21 +97,21 @@ fn a_stream_goes_on_after_the_event_that_the_client_names() {
                 assert_eq!(rest.last().map(|(_, data)| data.as_str()), (at + 1 < whole.len()).then_some("[DONE]"));
             }
         }
-        let (status, _, text) = here.call(&resuming(path, "k", "seven"), &wanted);
+        let (status, _, text) = here.call(&resuming(path, "k", "seven"), &request);
         assert!(status == 400 && text.contains("Last-Event-ID"), "{text}");
     }
 }
 
 #[test]
-fn a_request_without_a_key_is_given_one() {
-    let server = start(Pretended::says("x"));
+fn a_request_without_a_key_gets_one() {
+    let server = start(FakeNode::generating("x"));
     let (_, head, _) = server.call("POST /v1/chat/completions", &chat_body(json!({})).to_string());
     assert!(head.contains("x-request-id: req-"), "{head}");
 }
 
 #[test]
-fn a_key_is_taken_while_its_request_runs_and_free_when_its_client_is_gone() {
-    let server = start(Pretended { endless: true, ..Pretended::says("more ") });
+fn a_key_conflicts_while_its_request_runs_and_is_freed_when_its_client_disconnects() {
+    let server = start(FakeNode { endless: true, ..FakeNode::generating("more ") });
     let body = chat_body(json!({"stream": true})).to_string();
     let mut connection = server.send(&keyed("/v1/chat/completions", "k"), &body);
     connection.read_exact(&mut [0; 512]).unwrap();
@@ -128,8 +129,8 @@ fn a_key_is_taken_while_its_request_runs_and_free_when_its_client_is_gone() {
 }
 
 #[test]
-fn a_request_that_failed_may_be_sent_again() {
-    let server = start(Pretended { done: DoneReason::Failed("a stage died".into()), ..Pretended::says("abc") });
+fn a_failed_request_may_be_retried() {
+    let server = start(FakeNode { done: DoneReason::Failed("a stage died".into()), ..FakeNode::generating("abc") });
     for stream in [false, true, false] {
         let body = chat_body(json!({"stream": stream})).to_string();
         let (_, _, text) = server.call(&keyed("/v1/chat/completions", "k"), &body);
@@ -141,7 +142,7 @@ fn a_request_that_failed_may_be_sent_again() {
 #[test]
 fn the_key_is_the_seed_on_every_node_unless_the_client_chose_one() {
     let seed = |key: &str, extra: Value| {
-        let server = start(Pretended::says("x"));
+        let server = start(FakeNode::generating("x"));
         assert_eq!(server.call(&keyed("/v1/chat/completions", key), &chat_body(extra).to_string()).0, 200);
         let requests = server.engine.requests.lock().unwrap();
         requests[0].sampling.seed
@@ -152,8 +153,8 @@ fn the_key_is_the_seed_on_every_node_unless_the_client_chose_one() {
 }
 
 #[test]
-fn keys_that_are_none_are_refused() {
-    let server = start(Pretended::says("x"));
+fn invalid_keys_are_rejected() {
+    let server = start(FakeNode::generating("x"));
     let body = chat_body(json!({})).to_string();
     let long = "k".repeat(256);
     for key in ["", "two words", "schlüssel", long.as_str(), "a\r\nIdempotency-Key: b"] {

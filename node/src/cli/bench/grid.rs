@@ -1,13 +1,13 @@
-//! How fast this machine's processor advances grids: `bench lbm` and `bench life`.
+//! `bench lbm` and `bench life`: grid update speed of this machine's CPU.
 use crate::views::count;
 use kernels::grid::bench;
 use kernels::grid::lbm::{Fluid, Fluid3};
 use kernels::grid::life::Life;
 use serde_json::{Value, json};
 
-/// Rounds of a measurement; figures are medians over them.
+/// Rounds per measurement; results are medians.
 const ROUNDS: usize = 15;
-/// Cells along an axis at most: a typing error must not take all memory.
+/// Most cells along an axis, so that a typing error cannot exhaust the memory.
 const SIZE_MAX: u32 = 1 << 15;
 
 #[derive(Debug, clap::Args)]
@@ -15,8 +15,7 @@ pub(super) struct LbmArgs {
     /// Lattice
     #[arg(long, value_enum, default_value = "d2q9")]
     lattice: Lattice,
-    /// Cells along each axis; several measurements for several sizes [default: 1024,2048,4096, or 64,128,192 in three
-    /// dimensions]
+    /// Cells along each axis; one measurement per size [default: 1024,2048,4096, or 64,128,192 in three dimensions]
     #[arg(long, value_name = "N", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(16..=i64::from(SIZE_MAX)))]
     size: Vec<u32>,
     /// Compute threads
@@ -26,18 +25,18 @@ pub(super) struct LbmArgs {
 
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
 enum Lattice {
-    /// Two dimensions, 72 bytes a cell and step; up to 8 steps in one pass over the memory
+    /// Two dimensions, 72 bytes per cell and step; up to 8 steps in one pass over the memory
     D2q9,
-    /// Three dimensions, 152 bytes a cell and step
+    /// Three dimensions, 152 bytes per cell and step
     D3q19,
 }
 
 #[derive(Debug, clap::Args)]
 pub(super) struct LifeArgs {
-    /// Rule
+    /// Rule in B/S notation
     #[arg(long, value_name = "B/S", default_value = "B3/S23")]
     rule: String,
-    /// Cells along each axis; several measurements for several sizes
+    /// Cells along each axis; one measurement per size
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [1024, 8192], value_parser = clap::value_parser!(u32).range(16..=i64::from(SIZE_MAX)))]
     size: Vec<u32>,
     /// Compute threads
@@ -45,7 +44,7 @@ pub(super) struct LifeArgs {
     threads: usize,
 }
 
-/// All sizes' figures; those at the top are the lowest of them.
+/// Results by size; the top-level values are the lowest.
 pub(super) fn lbm(args: &LbmArgs) -> Result<Value, String> {
     let usual: &[u32] = match args.lattice {
         Lattice::D2q9 => &[1024, 2048, 4096],
@@ -70,12 +69,12 @@ pub(super) fn lbm(args: &LbmArgs) -> Result<Value, String> {
     }))
 }
 
-/// `lbm`'s figures for people.
+/// Human-readable results of `lbm`.
 pub(super) fn lbm_text(figures: &Value) -> String {
     let line = |run: &Value| {
         let number = |name: &str| run[name].as_f64().unwrap_or(0.0);
         format!(
-            "{} {}, {} ({}): {:.0} MLUPS, {:.0} % of what copying {:.1} GB/s allows if each step is a pass\n",
+            "{} {}, {} ({}): {:.0} MLUPS, {:.0} % of the copy bandwidth ({:.1} GB/s) at one pass per step\n",
             run["lattice"].as_str().unwrap_or("?"),
             size(run),
             count(run["threads"].as_u64().unwrap_or(0) as usize, "thread"),
@@ -88,7 +87,7 @@ pub(super) fn lbm_text(figures: &Value) -> String {
     runs(figures).map(line).collect()
 }
 
-/// All sizes' figures; that at the top is the highest of them: usually that of a grid which the caches hold.
+/// Results by size; the top-level value is the highest, usually that of a grid that fits the caches.
 pub(super) fn life(args: &LifeArgs) -> Result<Value, String> {
     let rule = Life::parse(&args.rule).map_err(|e| e.to_string())?;
     let mut runs = Vec::new();
@@ -99,7 +98,7 @@ pub(super) fn life(args: &LifeArgs) -> Result<Value, String> {
     Ok(json!({"threads": args.threads, "cells_per_s": highest, "runs": runs}))
 }
 
-/// `life`'s figures for people.
+/// Human-readable results of `life`.
 pub(super) fn life_text(figures: &Value) -> String {
     let line = |run: &Value| {
         format!(

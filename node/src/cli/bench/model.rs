@@ -1,4 +1,4 @@
-//! `bench decode` and `bench prefill`: a model, or random weights of a shape, on the processor or on a GPU.
+//! `bench decode` and `bench prefill`: a model file, or random weights in the shape of a model, on the CPU or a GPU.
 use super::super::model::{device, fetch, threads};
 use super::super::progress::Spinner;
 use super::super::{Failure, Global, answer, remark};
@@ -8,25 +8,25 @@ use kernels::quant::QuantType;
 use kernels_gpu::{SHAPES, Shape};
 use std::path::{Path, PathBuf};
 
-/// What to load, and on what.
+/// A model and a device.
 #[derive(Debug, clap::Args)]
 pub(in crate::cli) struct ModelArgs {
-    /// Which model
+    /// The model
     #[arg(default_value = "smollm2-135m")]
     model: String,
     /// Random weights in the shape of a known model instead of a file
     #[arg(long, value_name = "SHAPE", value_parser = shape, conflicts_with = "model")]
     shape: Option<&'static Shape>,
-    /// Format of random weights
+    /// Format of the random weights
     #[arg(long, value_name = "FORMAT", default_value = "q4_0", requires = "shape", value_parser = quant)]
     quant: QuantType,
-    /// Keep the random weights as a GGUF file, which servers can be tried with
+    /// Save the random weights as a GGUF file, as for load tests of a server
     #[arg(long, value_name = "FILE", requires = "shape")]
     write: Option<PathBuf>,
     /// cpu, cuda[:i], vulkan[:i] or auto
     #[arg(long, value_name = "DEVICE", default_value = "cpu", env = "MESHNODE_DEVICE", value_parser = device)]
     device: String,
-    /// Compute threads [default: on the processor one, then one per core]
+    /// Compute threads [default: on the CPU one measurement with one thread and one with one per core]
     #[arg(long, value_name = "N", env = "MESHNODE_THREADS", value_parser = threads)]
     threads: Option<usize>,
 }
@@ -35,16 +35,16 @@ pub(in crate::cli) struct ModelArgs {
 pub(in crate::cli) struct DecodeArgs {
     #[command(flatten)]
     model: ModelArgs,
-    /// Tokens of the prompt [default: 512 on a GPU, 128 on the processor]
+    /// Tokens of the prompt [default: 512 on a GPU, 128 on the CPU]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=131_072))]
     prompt: Option<u32>,
-    /// Tokens to decode in each measurement [default: 128 on a GPU, 64 on the processor]
+    /// Tokens to decode per measurement [default: 128 on a GPU, 64 on the CPU]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(8..=4096))]
     tokens: Option<u32>,
-    /// Requests that decode at once, on a GPU
+    /// Batch size: requests that decode concurrently, on a GPU
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     requests: u32,
-    /// Of the sampler, on a GPU; 0 takes the most likely token
+    /// Sampling temperature, on a GPU; 0 chooses the most likely token
     #[arg(long, value_name = "T", default_value_t = 0.0)]
     temperature: f32,
 }
@@ -53,7 +53,7 @@ pub(in crate::cli) struct DecodeArgs {
 pub(in crate::cli) struct PrefillArgs {
     #[command(flatten)]
     model: ModelArgs,
-    /// Tokens of the prompt [default: 512 on a GPU, 128 on the processor]
+    /// Tokens of the prompt [default: 512 on a GPU, 128 on the CPU]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=131_072))]
     prompt: Option<u32>,
 }
@@ -66,7 +66,7 @@ fn shape(text: &str) -> Result<&'static Shape, String> {
 fn quant(text: &str) -> Result<QuantType, String> {
     let all = kernels::quant::QUANT_TYPES;
     let names = || all.iter().map(|kind| kind.name().to_lowercase()).collect::<Vec<_>>().join(", ");
-    // "q4" means the format that most files of four bits share.
+    // "q4" means Q4_0, the most common 4-bit format.
     let name = if text.eq_ignore_ascii_case("q4") { "Q4_0" } else { text };
     all.into_iter()
         .find(|kind| kind.name().eq_ignore_ascii_case(name))
@@ -112,7 +112,7 @@ fn run(global: &Global, args: &ModelArgs, numbers: &Numbers) -> Result<(), Failu
     let threads = args.threads.or(global.file.threads);
     if let (Some(shape), Some(path)) = (args.shape, &args.write) {
         write(shape, args.quant, path)?;
-        remark(format!("{} holds random weights of {}", path.display(), shape.name));
+        remark(format!("wrote random weights in the shape of {} to {}", shape.name, path.display()));
     }
     if chosen == DeviceId::Cpu {
         let (path, _kept) = file(global, args)?;
@@ -147,14 +147,16 @@ fn run(global: &Global, args: &ModelArgs, numbers: &Numbers) -> Result<(), Failu
     Ok(())
 }
 
-/// The file to measure on the processor; random weights that are not kept lie in a folder that goes with the second value.
+/// The file to measure on the CPU. Random weights that are not saved are in a temporary folder, removed when the second
+/// value is dropped.
 fn file(global: &Global, args: &ModelArgs) -> Result<(PathBuf, Option<tempfile::TempDir>), Failure> {
     match (args.shape, &args.write) {
         (None, _) => Ok((fetch(global, &args.model)?, None)),
         (Some(_), Some(path)) => Ok((path.clone(), None)),
         (Some(shape), None) => {
-            let folder = tempfile::tempdir()
-                .map_err(|error| Failure::failed(format!("no folder for random weights: {error}; set TMPDIR")))?;
+            let folder = tempfile::tempdir().map_err(|error| {
+                Failure::failed(format!("cannot create a folder for random weights: {error}; set TMPDIR to another"))
+            })?;
             let path = folder.path().join(format!("{}.gguf", shape.name));
             write(shape, args.quant, &path)?;
             Ok((path, Some(folder)))
@@ -166,5 +168,5 @@ fn write(shape: &Shape, quant: QuantType, path: &Path) -> Result<(), Failure> {
     let spinner = Spinner::new(format!("writing {}", path.display()));
     let written = shape.write(path, quant);
     drop(spinner);
-    written.map_err(|error| Failure::failed(format!("{}: {error}", path.display())))
+    written.map_err(|error| Failure::failed(format!("cannot write {}: {error}", path.display())))
 }

@@ -1,4 +1,4 @@
-//! The data plane measured: two real endpoints (keys, certificates, QUIC, encryption) on loopback.
+//! `bench net`: measures the data plane between two real endpoints (keys, certificates, QUIC, encryption) on loopback.
 use super::super::{Failure, up};
 use serde_json::{Value, json};
 use std::net::{Ipv4Addr, SocketAddr};
@@ -6,11 +6,11 @@ use std::sync::mpsc;
 use std::time::Duration;
 use transport::{Endpoint, Event, Identity, Limits, MeshCredentials, Options, Roles};
 
-/// Measurements; the median counts.
+/// Number of measurements; the results are medians.
 const REPEATS: usize = 5;
-/// Longest wait for the two to connect.
+/// Timeout for the connection between the endpoints.
 const CONNECT_MAX: Duration = Duration::from_secs(10);
-/// Life of the certificates: longer than any measurement.
+/// Lifetime of the certificates: longer than any measurement.
 const MESH_SECONDS: u64 = 600;
 
 pub(super) fn measure() -> Result<Value, Failure> {
@@ -35,7 +35,7 @@ pub(super) fn measure() -> Result<Value, Failure> {
         connected.map_err(Failure::failed)??;
         let mut links = Vec::new();
         for _ in 0..REPEATS {
-            links.push(near.measure(far_node).await.map_err(|e| Failure::failed(format!("the measurement broke off: {e}")))?);
+            links.push(near.measure(far_node).await.map_err(|e| Failure::failed(format!("the measurement failed: {e}")))?);
         }
         let buffers = near.buffers();
         near.shutdown().await;

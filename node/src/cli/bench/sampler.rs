@@ -1,21 +1,22 @@
-//! How long this machine's processor takes to choose a token: `bench sampler`.
+//! `bench sampler`: time to sample a token on this machine's CPU.
 use kernels::bench::SamplerFigures;
 use kernels::sampler::SamplerSettings;
 use serde_json::{Value, json};
 
-/// Draws of a measurement; figures are medians over them.
+/// Draws per measurement; results are medians.
 const DRAWS: usize = 200;
 /// The sampler's own limit: 2^20 logits.
 const VOCABULARY_MAX: u32 = 1 << 20;
 
 #[derive(Debug, clap::Args)]
 pub(super) struct SamplerArgs {
-    /// Logits to choose from; several measurements for several sizes
+    /// Vocabulary size (number of logits); one measurement per size
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [49_152, 128_256, 152_064], value_parser = clap::value_parser!(u32).range(1..=i64::from(VOCABULARY_MAX)))]
     vocabulary: Vec<u32>,
 }
 
-/// Every vocabulary at temperature 0, at 1 without a cut-off, and at 1 with each and with all of them.
+/// Measures every vocabulary size at temperature 0, at 1 without truncation, and at 1 with each truncation and with
+/// all.
 pub(super) fn measure(args: &SamplerArgs) -> Result<Value, String> {
     let greedy = SamplerSettings::greedy();
     let plain = SamplerSettings { temperature: 1.0, seed: 1, ..greedy };
@@ -38,12 +39,12 @@ pub(super) fn measure(args: &SamplerArgs) -> Result<Value, String> {
     Ok(json!({"threads": 1, "ms_max": slowest, "runs": runs}))
 }
 
-/// `measure`'s figures, human-readable.
+/// Human-readable results of `measure`.
 pub(super) fn text(figures: &Value) -> String {
     let line = |run: &Value| {
         let number = |name: &str| run[name].as_f64().unwrap_or(0.0);
         format!(
-            "{:>7} logits, temperature {}, top_p {:<4.2}, top_k {:<2}, min_p {:<4.2} ({}): {:.3} ms, {:.0} % of what reading {:.1} GB/s allows\n",
+            "{:>7} logits, temperature {}, top_p {:<4.2}, top_k {:<2}, min_p {:<4.2} ({}): {:.3} ms, {:.0} % of the read bandwidth ({:.1} GB/s)\n",
             run["vocabulary"],
             number("temperature"),
             number("top_p"),

@@ -1,4 +1,4 @@
-//! A node whose model file is cut while it serves it, and one whose model computes what is no number.
+//! A model file that is truncated while it is served, and a model that computes NaN.
 use super::*;
 use kernels::quant::QuantType;
 
@@ -7,23 +7,23 @@ fn cut(path: &str, len: u64) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_model_whose_file_was_cut_is_served_on_and_not_loaded_again() {
+async fn a_truncated_model_file_does_not_stop_serving_and_is_not_reloaded() {
     let bench = bench().await;
     let first = bench.serve(options(128)).await.unwrap();
     assert_eq!(end(bench.ask(&first, 5).await).await, (5, DoneReason::Length));
     let whole = std::fs::metadata(&bench.model.0).unwrap().len();
     cut(&bench.model.0, whole / 2);
-    assert_eq!(end(bench.ask(&first, 20).await).await, (20, DoneReason::Length), "it is in memory");
+    assert_eq!(end(bench.ask(&first, 20).await).await, (20, DoneReason::Length), "the weights are in memory");
     let error = bench.serve(options(256)).await.err().expect("cut").to_string();
     assert!(error.contains("truncated") && error.contains("tiny.gguf"), "{error}");
-    let served = bench.node.served("tiny").expect("as before");
+    let served = bench.node.served("tiny").expect("still served");
     assert_eq!((served.job, served.context), (first.job, 128));
     assert_eq!(end(bench.ask(&served, 3).await).await, (3, DoneReason::Length));
 }
 
-/// A model that is sound for all tokens but one, whose embedding row is so large that norms of it overflow.
+/// The model is sound for all tokens but one, whose embedding row is so large that its norm overflows.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_request_whose_logits_are_no_numbers_ends_with_the_layers_and_the_position() {
+async fn a_request_with_nan_logits_fails_with_layers_and_position() {
     let bench = bench().await;
     let tiny = TinyModel { tied: false, ..TinyModel::default() };
     let prompt = tiny.open().tokenizer().unwrap().encode_prompt("hello world").unwrap();

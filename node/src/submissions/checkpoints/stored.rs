@@ -1,5 +1,5 @@
-//! A complete checkpoint as it is read again: checked, and given out in blocks, never as a whole.
-use super::{FOLDER, FORMAT, Layout, MANIFEST, Manifest, Part, file_name, hex, step_folder, told};
+//! Reads a complete checkpoint: verifies it, and returns its cells in blocks, never as a whole.
+use super::{FOLDER, FORMAT, Layout, MANIFEST, Manifest, Part, file_name, hex, io_error, step_folder};
 use crate::device_thread::tiles::common;
 use bytes::Bytes;
 use kernels::grid::Region;
@@ -11,13 +11,13 @@ use std::path::{Path, PathBuf};
 
 /// Largest manifest: one entry for each of 256 tiles.
 const MANIFEST_BYTES_MAX: u64 = 1 << 20;
-/// Bytes read at once, unless a row has more: of many owners that ask at the same time each takes a few of these.
+/// Bytes read at a time, unless a row is longer: each of many owners that read at the same time takes a few of these.
 const BLOCK_BYTES: usize = 256 << 10;
 
-/// A checkpoint that is complete.
+/// A complete checkpoint.
 #[derive(Debug)]
 pub struct Checkpoint {
-    /// Steps completed by then.
+    /// The step after which it was saved.
     pub step: u32,
     folder: PathBuf,
     parts: Vec<(Region, Part)>,
@@ -25,25 +25,25 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Reads its manifest.
+    /// Reads the manifest.
     ///
     /// # Errors
-    /// It is not there, of another simulation, or does not cover the grid.
+    /// It is missing, belongs to another simulation, or does not cover the grid.
     pub fn open(out: &Path, step: u32, simulation: &Simulation) -> Result<Self, String> {
         let folder = step_folder(&out.join(FOLDER), step);
         let path = folder.join(MANIFEST);
         let mut text = String::new();
-        let file = File::open(&path).map_err(|e| told(&path, &e))?;
-        file.take(MANIFEST_BYTES_MAX).read_to_string(&mut text).map_err(|e| told(&path, &e))?;
+        let file = File::open(&path).map_err(|e| io_error(&path, &e))?;
+        file.take(MANIFEST_BYTES_MAX).read_to_string(&mut text).map_err(|e| io_error(&path, &e))?;
         let manifest: Manifest = serde_json::from_str(&text)
-            .map_err(|e| format!("{} is no manifest of a checkpoint: {e}", path.display()))?;
+            .map_err(|e| format!("{} is not a manifest of a checkpoint: {e}", path.display()))?;
         if manifest.format != FORMAT || manifest.step != step {
-            return Err(format!("{} is of format {:?}, expected {FORMAT:?}", path.display(), manifest.format));
+            return Err(format!("{} has format {:?}, expected {FORMAT:?}", path.display(), manifest.format));
         }
         let size = simulation.grid().size();
         if manifest.identity != hex(&simulation.identity()) || manifest.size != size {
             return Err(format!(
-                "{} is of another simulation: grid, rule, parameters, masks and the initial state must be the same; --overwrite begins again",
+                "{} belongs to another simulation: grid, rule, parameters, masks and initial state must be equal; start over with --overwrite",
                 path.display()
             ));
         }
@@ -63,10 +63,10 @@ impl Checkpoint {
         Ok(Self { step, folder, parts, layout: Layout::of(simulation) })
     }
 
-    /// Whether all its bytes are what they were.
+    /// Checks all parts against their hashes.
     ///
     /// # Errors
-    /// A file that is missing, cut short or changed.
+    /// A file is missing, truncated or changed.
     pub fn verify(&self) -> Result<(), String> {
         for (region, part) in &self.parts {
             let mut file = self.part(*region, part)?;
@@ -74,7 +74,7 @@ impl Checkpoint {
             let mut hasher = blake3::Hasher::new();
             let mut buffer = vec![0; BLOCK_BYTES];
             loop {
-                match file.read(&mut buffer).map_err(|e| told(&path, &e))? {
+                match file.read(&mut buffer).map_err(|e| io_error(&path, &e))? {
                     0 => break,
                     count => hasher.update(&buffer[..count]),
                 };
@@ -86,21 +86,21 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// The file of a part, which has as many bytes as its cells.
+    /// Opens the file of a part and checks its size.
     fn part(&self, region: Region, part: &Part) -> Result<File, String> {
         let path = self.folder.join(&part.file);
-        let file = File::open(&path).map_err(|e| told(&path, &e))?;
-        let (expected, found) = (self.layout.bytes(region), file.metadata().map_err(|e| told(&path, &e))?.len());
+        let file = File::open(&path).map_err(|e| io_error(&path, &e))?;
+        let (expected, found) = (self.layout.bytes(region), file.metadata().map_err(|e| io_error(&path, &e))?.len());
         if expected != found {
-            return Err(format!("{} has {found} bytes, expected {expected}: it is cut short", path.display()));
+            return Err(format!("{} has {found} bytes, expected {expected}", path.display()));
         }
         Ok(file)
     }
 
-    /// Gives out the state of a box of cells, as a tile takes it, block by block, as long as they are wanted (`each` is true).
+    /// Reads the cells of a box, in the layout of a saved state, block by block until `each` returns false.
     ///
     /// # Errors
-    /// The disk; a box that is not in the grid.
+    /// A disk error, or a box outside the grid.
     pub fn read(&self, region: Region, mut each: impl FnMut(Bytes) -> bool) -> Result<(), String> {
         let shared: Vec<(Region, Region, &Part)> =
             self.parts.iter().filter_map(|(owned, part)| Some((*owned, common(owned, &region)?, part))).collect();
@@ -149,7 +149,7 @@ impl Checkpoint {
     }
 }
 
-/// A part's file, and the cells in it that are wanted.
+/// A part's file, and the requested cells in it.
 struct Source {
     layout: Layout,
     owned: Region,
@@ -159,7 +159,7 @@ struct Source {
 }
 
 impl Source {
-    /// Puts what it has of some rows of a region into their place.
+    /// Copies its share of some rows of a region into `rows`.
     fn read(
         &self,
         region: &Region,
@@ -173,23 +173,23 @@ impl Source {
             return Ok(());
         }
         let [width, height, depth] = self.owned.size();
-        let (own, wanted) = (self.layout.row(width), self.layout.row(region.size()[0]));
+        let (own, requested) = (self.layout.row(width), self.layout.row(region.size()[0]));
         let count = self.layout.row(both.size()[0]);
         let skipped = self.layout.row(both.start[0] - self.owned.start[0]);
         let place = |y: usize| {
             let row = (field * depth + z - self.owned.start[2]) * height + y - self.owned.start[1];
             (row as u64) * own as u64 + skipped as u64
         };
-        let told = |e: std::io::Error| told(&self.path, &e);
-        if count == own && count == wanted {
-            // Whole rows on both sides lie one after the other.
-            let into = &mut rows[(first - from) * wanted..(last - from) * wanted];
-            return self.file.read_exact_at(into, place(first)).map_err(told);
+        let io_error = |e: std::io::Error| io_error(&self.path, &e);
+        if count == own && count == requested {
+            // Both sides have whole rows, which are contiguous.
+            let into = &mut rows[(first - from) * requested..(last - from) * requested];
+            return self.file.read_exact_at(into, place(first)).map_err(io_error);
         }
         let shift = self.layout.row(both.start[0] - region.start[0]);
         for y in first..last {
-            let at = (y - from) * wanted + shift;
-            self.file.read_exact_at(&mut rows[at..at + count], place(y)).map_err(told)?;
+            let at = (y - from) * requested + shift;
+            self.file.read_exact_at(&mut rows[at..at + count], place(y)).map_err(io_error)?;
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Parts go to the disk as they come, are read under any other cut, and take nothing with them that is not theirs.
+//! Tests of checkpoints: parts are streamed to disk, read under any tiling, and files of others are not touched.
 use super::*;
 
 fn simulation() -> Simulation {
@@ -35,19 +35,19 @@ fn whole(out: &Path, simulation: &Simulation, step: u32) -> Checkpoints {
 }
 
 #[test]
-fn a_checkpoint_is_read_in_blocks_under_any_cut() {
+fn a_checkpoint_is_read_in_blocks_under_any_tiling() {
     let (out, simulation) = (tempfile::tempdir().unwrap(), simulation());
     let newest = whole(out.path(), &simulation, 3).newest(&simulation).unwrap();
     assert_eq!((newest.step, newest_step(out.path())), (3, Some(3)));
-    for wanted in [simulation.grid().region(), region([0, 192], [9, 31]), region([64, 128], [3, 4]), cut()[1]] {
+    for asked in [simulation.grid().region(), region([0, 192], [9, 31]), region([64, 128], [3, 4]), cut()[1]] {
         let mut cells = Vec::new();
         newest
-            .read(wanted, |block| {
+            .read(asked, |block| {
                 cells.extend_from_slice(&block);
                 true
             })
             .unwrap();
-        assert!(cells == simulation.initial(wanted, 1), "{wanted:?}");
+        assert!(cells == simulation.initial(asked, 1), "{asked:?}");
     }
     let mut blocks = 0;
     newest
@@ -56,9 +56,9 @@ fn a_checkpoint_is_read_in_blocks_under_any_cut() {
             false
         })
         .unwrap();
-    assert_eq!(blocks, 1, "nothing more is read when it is not wanted");
+    assert_eq!(blocks, 1, "reading stops when `each` returns false");
     assert!(newest.read(region([0, 193], [0, 4]), |_| true).is_err());
-    // A byte that is another is found before anything is gone on from.
+    // A changed byte is detected before the run resumes.
     let file = out.path().join("checkpoints/step-3").join(file_name(cut()[0]));
     let mut bytes = fs::read(&file).unwrap();
     bytes[77] ^= 1;
@@ -68,7 +68,7 @@ fn a_checkpoint_is_read_in_blocks_under_any_cut() {
 }
 
 #[test]
-fn an_owner_that_sends_more_or_less_leaves_nothing_on_the_disk() {
+fn a_part_of_the_wrong_size_leaves_nothing_on_disk() {
     let (out, simulation) = (tempfile::tempdir().unwrap(), simulation());
     let mut checkpoints = Checkpoints::open(out.path(), &simulation).unwrap();
     let mut part = checkpoints.begin(1, cut()[0]).unwrap();
@@ -83,11 +83,11 @@ fn an_owner_that_sends_more_or_less_leaves_nothing_on_the_disk() {
 }
 
 #[test]
-fn parts_of_other_cuts_and_older_checkpoints_go_and_files_of_others_stay() {
+fn parts_of_other_tilings_and_old_checkpoints_are_removed_and_foreign_files_stay() {
     let (out, simulation) = (tempfile::tempdir().unwrap(), simulation());
     let out = out.path();
     let mut checkpoints = Checkpoints::open(out, &simulation).unwrap();
-    // Under a cut that a loss put an end to.
+    // Under a tiling that a loss ended.
     put(&mut checkpoints, &simulation, 4, region([0, 192], [0, 20]));
     let folder = |step: u32| out.join(format!("checkpoints/step-{step}"));
     fs::write(folder(4).join("x0-192_y20-40_z0-1.cells.9.partial"), "half").unwrap();
@@ -99,7 +99,7 @@ fn parts_of_other_cuts_and_older_checkpoints_go_and_files_of_others_stay() {
     let named: BTreeSet<String> = cut().map(file_name).into_iter().chain([MANIFEST.to_owned()]).collect();
     assert_eq!(files(&folder(4)).into_iter().map(|(name, _)| name).collect::<BTreeSet<_>>(), named);
     assert!(folder(4).join("notes.txt").exists() && folder(7).join("deep/file").exists());
-    // Parts of the next one are on their way while this one is kept.
+    // Parts of the next checkpoint arrive while this one is completed.
     put(&mut checkpoints, &simulation, 8, cut()[0]);
     cut().into_iter().for_each(|region| put(&mut checkpoints, &simulation, 6, region));
     checkpoints.keep(6, &cut()).unwrap();
@@ -111,7 +111,7 @@ fn parts_of_other_cuts_and_older_checkpoints_go_and_files_of_others_stay() {
 }
 
 #[test]
-fn only_names_of_parts_and_manifests_are_ours() {
+fn only_parts_and_manifests_have_names_of_this_module() {
     for name in ["manifest.json", "manifest.partial", "x0-64_y0-8_z0-1.cells", "x0-64_y0-8_z0-1.partial"] {
         assert!(is_ours(name), "{name}");
     }

@@ -1,4 +1,4 @@
-//! Holders of different speed and honesty, and a clock turned by hand.
+//! Tests of the schedule with holders of different speed and honesty, on a manual clock.
 use super::*;
 
 const MIB: u64 = 1 << 20;
@@ -7,29 +7,29 @@ fn node(n: u8) -> NodeId {
     NodeId([n; 16])
 }
 
-/// A pretended holder: how long each of its chunks takes, one after the other.
+/// A fake holder that sends its chunks one after another, each in `chunk_time`.
 struct Link {
     chunk_time: Duration,
     free: Instant,
-    dies_after: Option<usize>,
+    fails_after: Option<usize>,
     given: usize,
 }
 
-/// Runs a schedule to its end against holders that answer one chunk after the other; returns who gave how many, the most
-/// that one holder was asked for at once, the time it took, and how many answers came in vain.
+/// The result of running a schedule to its end: chunks per holder, redundant responses, the time taken, and the chunk
+/// that no holder could provide.
 struct Run {
     given: BTreeMap<u8, usize>,
     in_vain: usize,
     took: Duration,
-    stuck: Option<usize>,
+    unavailable: Option<usize>,
 }
 
 fn run(schedule: &mut Schedule, links: &[(u8, u64, Option<usize>)]) -> Run {
     let start = Instant::now();
     let mut links: BTreeMap<NodeId, Link> = links
         .iter()
-        .map(|&(n, ms, dies_after)| {
-            (node(n), Link { chunk_time: Duration::from_millis(ms), free: start, dies_after, given: 0 })
+        .map(|&(n, ms, fails_after)| {
+            (node(n), Link { chunk_time: Duration::from_millis(ms), free: start, fails_after, given: 0 })
         })
         .collect();
     let mut events: BTreeMap<(Instant, Ask), bool> = BTreeMap::new();
@@ -37,18 +37,18 @@ fn run(schedule: &mut Schedule, links: &[(u8, u64, Option<usize>)]) -> Run {
     loop {
         while let Some(ask) = schedule.poll(now) {
             let link = links.get_mut(&ask.node).expect("a holder");
-            let dead = link.dies_after.is_some_and(|most| link.given >= most);
+            let fails = link.fails_after.is_some_and(|most| link.given >= most);
             link.given += 1;
             link.free = link.free.max(now) + link.chunk_time;
-            events.insert((if dead { now } else { link.free }, ask), !dead);
+            events.insert((if fails { now } else { link.free }, ask), !fails);
         }
-        if schedule.is_done() || schedule.stuck().is_some() {
-            let stuck = schedule.stuck();
-            return Run { given, in_vain, took: now - start, stuck };
+        if schedule.is_done() || schedule.unavailable().is_some() {
+            let unavailable = schedule.unavailable();
+            return Run { given, in_vain, took: now - start, unavailable };
         }
         let wakeup = schedule.next_wakeup(now);
         let event = events.first_key_value().map(|((at, _), _)| *at);
-        now = [event, wakeup].into_iter().flatten().min().expect("something will happen").max(now);
+        now = [event, wakeup].into_iter().flatten().min().expect("a next event").max(now);
         for ask in schedule.overdue(now) {
             schedule.handle_failed(now, ask);
         }
@@ -76,25 +76,25 @@ fn schedule(chunks: usize, holders: &[u8]) -> Schedule {
 }
 
 #[test]
-fn equal_holders_give_equal_parts_and_nothing_comes_twice() {
+fn equal_holders_send_equal_shares_and_nothing_twice() {
     let mut schedule = schedule(90, &[1, 2, 3]);
     let run = run(&mut schedule, &[(1, 20, None), (2, 20, None), (3, 20, None)]);
-    assert_eq!((run.given.values().sum::<usize>(), run.in_vain, run.stuck), (90, 0, None));
+    assert_eq!((run.given.values().sum::<usize>(), run.in_vain, run.unavailable), (90, 0, None));
     assert!(run.given.values().all(|given| (28..=32).contains(given)), "{:?}", run.given);
-    assert!(run.took < Duration::from_millis(33 * 20), "three at once: {:?}", run.took);
+    assert!(run.took < Duration::from_millis(33 * 20), "three in parallel: {:?}", run.took);
 }
 
 #[test]
-fn a_slow_holder_gives_less_and_its_last_chunk_is_asked_of_another() {
+fn a_slow_holder_sends_less_and_its_last_chunk_is_requested_elsewhere() {
     let mut schedule = schedule(100, &[1, 2]);
     let run = run(&mut schedule, &[(1, 20, None), (2, 4000, None)]);
     assert!(run.given[&1] >= 98, "{:?}", run.given);
-    assert!(run.in_vain >= 1, "its chunk came from the fast one");
-    assert!(run.took < Duration::from_secs(4), "nobody waited for the slow one: {:?}", run.took);
+    assert!(run.in_vain >= 1, "the fast holder sent its chunk");
+    assert!(run.took < Duration::from_secs(4), "the slow holder did not delay the end: {:?}", run.took);
 }
 
 #[test]
-fn the_rarest_chunk_is_asked_for_first() {
+fn the_rarest_chunk_is_requested_first() {
     let mut schedule = Schedule::new((0..10).map(|c| (c, MIB)));
     schedule.handle_holder(node(1), vec![true; 10], true);
     schedule.handle_holder(node(2), (0..10).map(|c| c != 7).collect(), true);
@@ -106,32 +106,32 @@ fn the_rarest_chunk_is_asked_for_first() {
 }
 
 #[test]
-fn what_a_holder_that_dies_did_not_give_the_others_give() {
+fn the_remaining_holders_send_the_chunks_of_a_lost_one() {
     let mut schedule = schedule(40, &[1, 2]);
     let run = run(&mut schedule, &[(1, 20, Some(5)), (2, 20, None)]);
-    assert_eq!((run.given[&1], run.given[&2], run.stuck), (5, 35, None));
+    assert_eq!((run.given[&1], run.given[&2], run.unavailable), (5, 35, None));
 }
 
 #[test]
-fn chunks_that_only_the_dead_had_are_told() {
+fn chunks_that_only_a_lost_holder_had_are_reported() {
     let mut schedule = Schedule::new((0..4).map(|c| (c, MIB)));
     schedule.handle_holder(node(1), vec![true; 4], true);
     schedule.handle_holder(node(2), vec![true, true, false, false], true);
     let run = run(&mut schedule, &[(1, 20, Some(0)), (2, 20, None)]);
-    assert_eq!(run.stuck, Some(2));
-    assert!(run.took < Duration::from_secs(3), "given up soon: {:?}", run.took);
+    assert_eq!(run.unavailable, Some(2));
+    assert!(run.took < Duration::from_secs(3), "given up early: {:?}", run.took);
 }
 
 #[test]
-fn who_lied_is_not_asked_again() {
+fn a_dropped_holder_is_not_asked_again() {
     let mut schedule = schedule(10, &[1, 2]);
     let now = Instant::now();
     let asked: Vec<Ask> = std::iter::from_fn(|| schedule.poll(now)).collect();
-    let of_liar: Vec<Ask> = asked.iter().copied().filter(|ask| ask.node == node(1)).collect();
-    assert_eq!(of_liar.len(), WINDOW_FIRST);
-    assert_eq!(schedule.handle_gone(node(1)), of_liar);
+    let of_first: Vec<Ask> = asked.iter().copied().filter(|ask| ask.node == node(1)).collect();
+    assert_eq!(of_first.len(), WINDOW_FIRST);
+    assert_eq!(schedule.handle_gone(node(1)), of_first);
     let run = run(&mut schedule, &[(2, 1, None)]);
-    assert_eq!(run.stuck, None);
+    assert_eq!(run.unavailable, None);
     assert!(!run.given.contains_key(&1));
 }
 
@@ -140,35 +140,35 @@ fn a_connection_that_breaks_is_one_failure() {
     let mut schedule = schedule(20, &[1]);
     let mut now = Instant::now();
     for _ in 0..6 {
-        let asked = schedule.poll(now).expect("more");
+        let asked = schedule.poll(now).expect("a request");
         now += Duration::from_millis(1);
         schedule.handle_arrived(now, asked);
     }
     let asked: Vec<Ask> = std::iter::from_fn(|| schedule.poll(now)).collect();
-    assert_eq!(asked.len(), WINDOW_MAX, "a fast holder is asked for more");
+    assert_eq!(asked.len(), WINDOW_MAX, "a fast holder gets more requests");
     now += Duration::from_millis(1);
     asked.into_iter().for_each(|ask| schedule.handle_failed(now, ask));
-    assert_eq!(schedule.poll(now), None, "it rests");
-    let again = schedule.next_wakeup(now).expect("a second try");
-    assert!(schedule.poll(again).is_some() && schedule.stuck().is_none());
+    assert_eq!(schedule.poll(now), None, "it pauses");
+    let again = schedule.next_wakeup(now).expect("a retry");
+    assert!(schedule.poll(again).is_some() && schedule.unavailable().is_none());
 }
 
 #[test]
-fn an_answer_that_never_comes_is_given_up() {
+fn a_response_that_never_arrives_times_out() {
     let mut schedule = schedule(1, &[1]);
     let mut now = Instant::now();
     for _ in 0..FAILURES_MAX {
-        let ask = schedule.poll(now).expect("another try");
+        let ask = schedule.poll(now).expect("a retry");
         now += ANSWER_MAX;
         assert_eq!(schedule.overdue(now), [ask]);
         schedule.handle_failed(now, ask);
         now += Duration::from_secs(10);
     }
-    assert_eq!(schedule.stuck(), Some(0));
+    assert_eq!(schedule.unavailable(), Some(0));
 }
 
 #[test]
-fn all_holders_together_keep_to_the_pace() {
+fn all_holders_together_keep_within_the_rate() {
     let mut schedule = Schedule::new((0..50).map(|c| (c, MIB)));
     schedule.handle_pace(Some(10 * MIB));
     for n in 1..=4 {
@@ -180,13 +180,13 @@ fn all_holders_together_keep_to_the_pace() {
 }
 
 #[test]
-fn a_chunk_that_a_holder_lacks_is_asked_of_the_other() {
+fn a_missing_chunk_is_requested_from_another_holder() {
     let mut schedule = schedule(1, &[1, 2]);
     let now = Instant::now();
-    let first = schedule.poll(now).expect("one");
+    let first = schedule.poll(now).expect("a request");
     schedule.handle_lacking(first);
-    let second = schedule.poll(now).expect("the other");
+    let second = schedule.poll(now).expect("a request to the other");
     assert_ne!(first.node, second.node);
     schedule.handle_lacking(second);
-    assert!(schedule.stuck() == Some(0) && schedule.wants(0));
+    assert!(schedule.unavailable() == Some(0) && schedule.is_missing(0));
 }

@@ -1,4 +1,4 @@
-//! The state of all jobs up to an event, and whether a loss at that time must be made up for within the limit.
+//! The state of all jobs up to an event, and whether a loss at the event must be recovered within the limit.
 use super::{Entry, LIMIT, Loss, Seen};
 use crate::host::HostId;
 use node_core::id::{CallId, JobId, NodeId};
@@ -8,11 +8,11 @@ use std::collections::{BTreeMap, BTreeSet};
 /// All jobs.
 pub(super) struct Stories<'a> {
     jobs: BTreeMap<JobId, Story>,
-    /// Steps of the jobs that are simulations.
+    /// Number of steps of the jobs that are simulations.
     simulations: &'a BTreeMap<JobId, u32>,
     /// Until when another fault is active.
     trouble: Option<Instant>,
-    /// When a request or simulation came or went.
+    /// When a request or simulation last arrived or was cancelled.
     changed: Option<Instant>,
 }
 
@@ -20,17 +20,17 @@ pub(super) struct Stories<'a> {
 #[derive(Default)]
 struct Story {
     /// The coordinator.
-    head: Option<HostId>,
+    coordinator: Option<HostId>,
     owners: Vec<NodeId>,
     ready: bool,
-    /// Who was asked to be a standby, and who of them holds what the owner holds.
+    /// Standbys by part, and those of them that are current.
     standbys: BTreeMap<u16, NodeId>,
     current: BTreeMap<u16, NodeId>,
-    /// When each running request had its last token, and the mean time between its last ones.
+    /// When each running request had its last token, and the mean time between its recent ones.
     tokens: BTreeMap<CallId, (Instant, Duration)>,
-    /// Of a simulation: when which steps were told, under the present placement and those that continued it.
+    /// Simulations: when each step was reported, under the present placement and those that continued it.
     steps: Vec<(Instant, u32)>,
-    /// Steps that owners and standbys of tiles reported last, under the present placement.
+    /// Steps that owners and standbys of tiles last reported, under the present placement.
     held: BTreeMap<(u16, NodeId), u32>,
 }
 
@@ -45,7 +45,9 @@ impl<'a> Stories<'a> {
                 self.trouble = self.trouble.max(Some(at));
                 let dead: BTreeSet<NodeId> = hosts.iter().map(|host| node(*host)).collect();
                 for (job, story) in &mut self.jobs {
-                    if story.head.is_some_and(|head| hosts.contains(&head)) && !self.simulations.contains_key(job) {
+                    if story.coordinator.is_some_and(|coordinator| hosts.contains(&coordinator))
+                        && !self.simulations.contains_key(job)
+                    {
                         *story = Story::default();
                     }
                     story.current.retain(|_, standby| !dead.contains(standby));
@@ -56,8 +58,8 @@ impl<'a> Stories<'a> {
             Seen::Trouble(until) => self.trouble = self.trouble.max(Some(*until)),
             Seen::Changed => self.changed = Some(at),
             Seen::Over(job) => {
-                // Where another host goes on, the one that stands down comes too late.
-                if self.jobs.get(job).is_some_and(|story| story.head == Some(host)) {
+                // If another host has taken over, the former coordinator's end comes too late.
+                if self.jobs.get(job).is_some_and(|story| story.coordinator == Some(host)) {
                     self.jobs.remove(job);
                 }
             }
@@ -74,7 +76,7 @@ impl<'a> Stories<'a> {
         }
     }
 
-    /// The losses of this moment that the limit applies to, one a job, together with second ones that may follow.
+    /// The losses at this time that the limit applies to, one per job, together with a second loss that may follow.
     pub(super) fn losses(
         &self,
         at: Instant,
@@ -100,7 +102,8 @@ impl<'a> Stories<'a> {
     }
 }
 
-/// All that die in this loss and a second one that may follow, and when the last one does; `None` where something else goes wrong.
+/// All nodes that die in this loss and in a second one that may follow, and when the last one does; `None` if there is
+/// another fault.
 fn together(
     at: Instant,
     dead: &[NodeId],
@@ -113,7 +116,7 @@ fn together(
             break;
         }
         match entry {
-            // After a broken connection that is something else.
+            // After a broken connection a loss is another fault.
             Seen::Loss(_) if dead.is_empty() => return None,
             Seen::Loss(hosts) => {
                 all.extend(hosts.iter().map(|host| node(*host)));
@@ -143,12 +146,12 @@ impl Story {
     fn apply(&mut self, at: Instant, node: NodeId, host: HostId, entry: &Seen) {
         match entry {
             Seen::Placed(_, owners) => {
-                (self.head, self.owners, self.ready) = (Some(host), owners.clone(), false);
+                (self.coordinator, self.owners, self.ready) = (Some(host), owners.clone(), false);
                 self.current.clear();
                 self.standbys.clear();
                 self.held.clear();
             }
-            Seen::Inherited(_) => self.head = Some(host),
+            Seen::Inherited(_) => self.coordinator = Some(host),
             Seen::Ready(_) => self.ready = true,
             Seen::Standby(_, stage, standby, current) => {
                 self.standbys.insert(*stage, *standby);
@@ -174,19 +177,19 @@ impl Story {
         }
     }
 
-    /// The longest mean time between tokens of a request: tiles on the same devices take their time as well.
+    /// The longest mean time between tokens of a request, including the time of tiles on the same devices.
     fn token_time(&self) -> Duration {
         self.tokens.values().map(|(_, gap)| *gap).max().unwrap_or_default()
     }
 
-    /// The mean time between the last times that steps of a simulation were told.
+    /// The mean time between the last progress reports of a simulation.
     fn cycle(&self) -> Duration {
         let last = &self.steps[self.steps.len().saturating_sub(CYCLES_SEEN)..];
         let (Some((first, _)), Some((end, _))) = (last.first(), last.last()) else { return Duration::ZERO };
         end.since(*first) / last.len() as u32
     }
 
-    /// The stages or tiles that are lost, if the job must go on without a pause.
+    /// The lost stages or tiles, if the job must continue without a pause.
     fn lost(
         &self,
         all: &[NodeId],
@@ -194,24 +197,25 @@ impl Story {
         broken: bool,
         node: &impl Fn(HostId) -> NodeId,
     ) -> Option<Vec<u16>> {
-        let head = self.head.map(node).filter(|_| self.ready)?;
+        let coordinator = self.coordinator.map(node).filter(|_| self.ready)?;
         let lost: Vec<u16> =
             (0..).zip(&self.owners).filter(|(_, owner)| all.contains(owner)).map(|(at, _)| at).collect();
         let covered = |stage: &u16| self.current.get(stage).is_some_and(|standby| !all.contains(standby));
-        let headless = all.contains(&head);
-        // The standbys of two tiles that are neighbours keep no strips for each other: both lost, all tiles may go back.
+        let coordinator_lost = all.contains(&coordinator);
+        // The standbys of two neighbouring tiles retain no halo strips for each other: if both are lost, all tiles may roll
+        // back.
         let few = !simulation || lost.len() <= 1;
-        let noticed = !lost.is_empty() || broken || simulation && headless;
-        let led = !headless || simulation && self.has_majority(all, head);
+        let noticed = !lost.is_empty() || broken || simulation && coordinator_lost;
+        let led = !coordinator_lost || simulation && self.has_majority(all, coordinator);
         (led && few && all.len() <= 2 && noticed && lost.iter().all(covered)).then_some(lost)
     }
 
     /// Whether more than half of a simulation's participants live, and one of them may succeed the coordinator.
-    fn has_majority(&self, dead: &[NodeId], head: NodeId) -> bool {
+    fn has_majority(&self, dead: &[NodeId], coordinator: NodeId) -> bool {
         let participants: BTreeSet<NodeId> = self.owners.iter().chain(self.standbys.values()).copied().collect();
         let live = participants.iter().filter(|node| !dead.contains(node)).count();
-        let successors = || self.owners.iter().filter(|owner| **owner != head);
-        // A successor that dies too is waited for: a turn of a second.
+        let successors = || self.owners.iter().filter(|owner| **owner != coordinator);
+        // A dead successor delays the takeover by its turn of a second.
         2 * live > participants.len() && successors().next().is_some() && !successors().any(|node| dead.contains(node))
     }
 
@@ -235,9 +239,9 @@ impl Story {
             .max()
     }
 
-    /// How long a simulation that was running waits for its next step, and, where something is lost, the step it goes back to and the one that all who
-    /// continue had reported. `None` if it was not running, or is cut again at that time.
-    #[expect(clippy::wildcard_enum_match_arm, reason = "one of many entries is looked for")]
+    /// How long a running simulation waits for its next step and, after a death, the step that it rolls back to and the one
+    /// that all remaining participants had reported. `None` if it was not running, or is rebalanced meanwhile.
+    #[expect(clippy::wildcard_enum_match_arm, reason = "the search is for one of many entries")]
     fn resumed(
         &self,
         (job, steps): (JobId, u32),
@@ -250,7 +254,7 @@ impl Story {
         let reported = |tile: &u16| self.held.get(&(*tile, *self.current.get(tile)?)).copied().or(Some(0));
         let kept = lost.iter().filter_map(reported).min().unwrap_or(*told).min(*told);
         let later = || after.iter().filter(|(then, ..)| *then > last);
-        // A simulation that is cut again to be faster makes steps once more, and that is not for the loss.
+        // A simulation that is rebalanced replays steps, but not because of the loss.
         if later()
             .take_while(|(then, ..)| *then <= last + LIMIT)
             .any(|(_, _, entry)| matches!(entry, Seen::Moves(of) if *of == job))
@@ -258,7 +262,7 @@ impl Story {
             return None;
         }
         let over = later().find(|(_, _, entry)| matches!(entry, Seen::Over(of) if *of == job)).map(|(then, ..)| *then);
-        // It may run again before the last loss, if that concerns another job; or several times, if each loss concerns it.
+        // It may resume before the last loss, if that concerns another job; or several times, if each loss concerns it.
         let runs: Vec<(Instant, u32)> = after
             .iter()
             .filter_map(|(then, _, entry)| match entry {
@@ -267,7 +271,7 @@ impl Story {
             })
             .collect();
         let runs = runs.iter().rfind(|(then, _)| *then <= last + LIMIT).or(runs.first()).copied();
-        // Where nothing died it goes on from where it is.
+        // If no process died, it continues from its step.
         let (from, back) = if died { runs.map(|(then, step)| (then.max(last), step))? } else { (last, *told) };
         let goes_on = later().find_map(|(then, _, entry)| match entry {
             Seen::Progress(of, step) if *of == job && *then > from && *step > back => Some(*then),
@@ -283,9 +287,9 @@ impl Story {
 const QUIET: Duration = Duration::from_secs(5);
 /// Time without a new or cancelled request before a loss: standbys follow a long prompt with some delay.
 const SETTLES: Duration = Duration::from_secs(1);
-/// What a simulation may take besides: its slowest tile makes the steps that it was behind, and its node has two tiles then.
+/// Additional time of a simulation: its slowest tile catches up while its node computes two tiles.
 const CYCLES: u32 = 3;
-/// How many of the last times count.
+/// Number of progress reports that the mean covers.
 const CYCLES_SEEN: usize = 8;
 /// A request counts as running if its last token is no older than this, a simulation if its last step was reported as lately.
 const RUNNING: Duration = Duration::from_secs(1);

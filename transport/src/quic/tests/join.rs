@@ -1,4 +1,4 @@
-//! Becoming a member, and the ways it fails.
+//! Joining a mesh, and the ways it fails.
 use super::*;
 use crate::certificate::CertificateError;
 use crate::join::{JoinRefusal, JoinRequest};
@@ -12,7 +12,7 @@ fn ticket(inviter: &Node) -> Ticket {
     Ticket { mesh, inviter: inviter.identity.peer_id(), addrs, secret: SECRET, expiry_unix: now_unix() + 1000 }
 }
 
-/// A node that is in no mesh.
+/// A node that is not in a mesh.
 fn stranger() -> Node {
     Node::start(Identity::generate(), None, Limits::default())
 }
@@ -68,7 +68,7 @@ async fn a_ticket_makes_a_member_that_can_invite() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_inviters_reasons_arrive_and_say_what_to_do() {
+async fn the_joiner_receives_the_reason_and_advice() {
     let mut nodes = mesh(1);
     let inviter = &mut nodes[0];
     let joiner = stranger();
@@ -115,7 +115,7 @@ async fn without_a_ticket_a_peer_waits_for_approval() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn tickets_that_cannot_work_fail_before_the_node_is_asked() {
+async fn unusable_tickets_fail_before_the_node_decides() {
     let mut nodes = mesh(2);
     let joiner = stranger();
     let other = nodes[1].identity.peer_id();
@@ -140,11 +140,11 @@ async fn tickets_that_cannot_work_fail_before_the_node_is_asked() {
     let nowhere = Ticket { addrs: vec![lonely.addr()], inviter: lonely.identity.peer_id(), ..good };
     let error = joiner.endpoint.join(&nowhere, "box").await.unwrap_err();
     assert!(matches!(error, JoinError::Refused { refusal: JoinRefusal::NotAMember, .. }), "{error}");
-    assert!(!inviter.told().iter().any(|e| matches!(e, Event::Join(_))));
+    assert!(!inviter.drain_events().iter().any(|e| matches!(e, Event::Join(_))));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_inviter_cannot_hand_out_somebody_elses_mesh() {
+async fn an_admission_to_another_mesh_is_rejected() {
     let mut nodes = mesh(1);
     let inviter = &mut nodes[0];
     let joiner = stranger();

@@ -1,4 +1,4 @@
-//! What members do with each other.
+//! Communication between members.
 use super::*;
 use std::collections::BTreeSet;
 
@@ -81,21 +81,21 @@ async fn dials_that_cross_leave_one_connection() {
         assert_eq!(b.message().await, b"again");
         for node in [&mut *a, &mut *b] {
             assert_eq!(node.endpoint.peers().len(), 1);
-            let told = node.told();
-            let ends = told.iter().filter(|e| matches!(e, Event::Disconnected { .. })).count();
-            let starts = told.iter().filter(|e| matches!(e, Event::Connected { .. })).count();
-            assert_eq!((starts, ends), (1, 0), "{told:?}");
+            let seen = node.drain_events();
+            let ends = seen.iter().filter(|e| matches!(e, Event::Disconnected { .. })).count();
+            let starts = seen.iter().filter(|e| matches!(e, Event::Connected { .. })).count();
+            assert_eq!((starts, ends), (1, 0), "{seen:?}");
         }
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_restarted_peer_replaces_its_former_self() {
+async fn a_restarted_peer_replaces_its_old_connection() {
     let mut nodes = connected_pair(Limits::default()).await;
     let b = nodes.pop().unwrap();
     let mut a = nodes.pop().unwrap();
     let (identity, credentials) = (b.identity.clone(), b.endpoint.0.credentials().map(|c| (*c).clone()));
-    // As after a crash: the old endpoint goes on existing, unheard, on another port.
+    // As after a crash: the old endpoint still exists, unreachable, on another port.
     let mut reborn = Node::start(identity, credentials, Limits::default());
     reborn.dial(&a);
     reborn.connected(&a.id()).await;
@@ -107,7 +107,7 @@ async fn a_restarted_peer_replaces_its_former_self() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_goodbye_loses_nothing() {
+async fn a_graceful_close_loses_nothing() {
     let mut nodes = connected_pair(Limits::default()).await;
     let (a, b) = pair(&mut nodes);
     for i in 0..500u32 {
@@ -126,7 +126,7 @@ async fn a_goodbye_loses_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_removed_peer_is_told() {
+async fn a_removed_peer_receives_the_close_code() {
     let mut nodes = connected_pair(Limits::default()).await;
     let (a, b) = pair(&mut nodes);
     a.endpoint.disconnect(b.id());
@@ -151,13 +151,13 @@ async fn a_connection_ends_with_its_certificate() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nobody_there_is_told_with_the_address() {
+async fn an_unreachable_address_is_reported() {
     let mut nodes = mesh(1);
     let a = &mut nodes[0];
     let stranger = Identity::generate().peer_id();
     a.endpoint.connect(stranger, Vec::new());
     assert_eq!(a.disconnected().await, Disconnect::Dial(DialError::NoAddress { peer: stranger.into() }));
-    // A port that was free a moment ago; nothing answers there.
+    // A bound socket that does not answer.
     let silent = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
     let addr = silent.local_addr().unwrap();
     a.endpoint.connect(stranger, vec![addr]);
@@ -166,7 +166,7 @@ async fn nobody_there_is_told_with_the_address() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_right_one_of_several_addresses_is_found() {
+async fn the_correct_address_among_several_is_found() {
     let mut nodes = mesh(3);
     let other = nodes[2].addr();
     let (a, b) = pair(&mut nodes);
@@ -204,34 +204,35 @@ async fn a_link_is_measured() {
     while learned().is_none() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
-    assert_eq!(learned(), Some(link.bytes_per_second), "the other side knows it too");
+    assert_eq!(learned(), Some(link.bytes_per_second), "the other side records it, too");
     assert_eq!(a.endpoint.measure([0; 16]).await, Err(RequestError::NotConnected));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_peer_that_does_not_read_is_reset_and_blocks_nobody() {
+async fn a_peer_that_does_not_read_is_reset() {
     let limits = Limits { frame_queue_bytes: 4 << 20, arrived_bytes: 4 << 20, ..Limits::default() };
     let mut nodes = connected_pair(limits).await;
     let (a, b) = pair(&mut nodes);
     b.endpoint.expect(route(1), Expectation::hidden(2048, 512));
-    // b keeps every frame (its event queue is not read), so its credit runs out, then the windows, then a's queue.
+    // b holds every frame (its event queue is not read), so its credit is exhausted, then the windows fill, then a's
+    // queue.
     let sent = (0..1000).find_map(|i| {
         let frame = head(route(1), i, 512, 2048);
         a.endpoint.send_frame(b.id(), frame, rows(512, 2048), Priority::Prefill).err()
     });
     assert_eq!(sent, Some(SendError::Slow));
     assert!(matches!(a.disconnected().await, Disconnect::Here { code: CloseCode::TooSlow, .. }));
-    // The close may drown in what is under way; then silence tells.
+    // The close may be lost in the data in flight; then b detects a timeout.
     let reason = b.disconnected().await;
-    let told = matches!(reason, Disconnect::ByPeer { code: CloseCode::TooSlow, .. } | Disconnect::Lost);
-    assert!(told, "{reason:?}");
+    let closed = matches!(reason, Disconnect::ByPeer { code: CloseCode::TooSlow, .. } | Disconnect::Lost);
+    assert!(closed, "{reason:?}");
     let held: usize = b.passed.iter().filter(|e| matches!(e, Event::Frame { .. })).count();
     assert!(held <= 1, "{held} frames of 4 MiB arrived, the credit is 4 MiB");
 }
 
-/// A standby that does not read: copies for it are left out, nothing is reset, and it is sent what it asks for later.
+/// For a standby that does not read, copies are dropped and nothing is reset. Later it receives what it requests again.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn copies_are_left_out_for_a_standby_that_does_not_read() {
+async fn copies_for_a_standby_that_does_not_read_are_dropped() {
     let limits = Limits { copy_queue_bytes: 4 << 20, arrived_bytes: 4 << 20, ..Limits::default() };
     let mut nodes = connected_pair(limits).await;
     let (a, b) = pair(&mut nodes);
@@ -239,16 +240,16 @@ async fn copies_are_left_out_for_a_standby_that_does_not_read() {
     let to = b.id();
     let send =
         |position, priority| a.endpoint.send_frame(to, head(route(1), position, 512, 2048), rows(512, 2048), priority);
-    // b keeps every frame: its credit runs out, then the windows, then a's queue of copies.
-    let (first, error) = (0..1000).find_map(|i| Some((i, send(i, Priority::Copy).err()?))).expect("one is left out");
+    // b holds every frame: its credit is exhausted, then the windows fill, then a's queue of copies.
+    let (first, error) = (0..1000).find_map(|i| Some((i, send(i, Priority::Copy).err()?))).expect("a copy is dropped");
     assert_eq!(error, SendError::LeftOut);
     assert!(a.endpoint.peers()[0].queued_bytes < (4 << 20) + rows(512, 2048).len() + 1024, "the queue is bounded");
-    assert_eq!(send(first, Priority::Prefill), Ok(()), "what is waited for is not left out");
+    assert_eq!(send(first, Priority::Prefill), Ok(()), "a frame on the critical path is not dropped");
     let mut arrived = BTreeSet::new();
     while arrived.len() <= first as usize {
         arrived.insert(b.frame().await.1.cursor);
     }
-    assert!(arrived.into_iter().eq(0..=first), "it reads again, over the same connection");
+    assert!(arrived.into_iter().eq(0..=first), "all arrive over the same connection");
     while let Err(error) = send(first + 1, Priority::Copy) {
         assert_eq!(error, SendError::LeftOut);
         tokio::time::sleep(Duration::from_millis(1)).await;
@@ -257,7 +258,7 @@ async fn copies_are_left_out_for_a_standby_that_does_not_read() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn frames_flow_again_when_the_node_lets_go() {
+async fn frames_resume_when_the_receiver_releases_credit() {
     let limits = Limits { arrived_bytes: 1 << 20, ..Limits::default() };
     let mut nodes = connected_pair(limits).await;
     let (a, b) = pair(&mut nodes);
@@ -271,7 +272,7 @@ async fn frames_flow_again_when_the_node_lets_go() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_taken_port_is_named_with_the_flag() {
+async fn a_port_in_use_is_reported_with_the_flag() {
     let nodes = mesh(1);
     let options = Options {
         listen: nodes[0].addr(),
@@ -292,7 +293,7 @@ async fn unexpected_frames_stop_their_stream_not_the_connection() {
     for unexpected in [route(2), other_epoch] {
         a.endpoint.send_frame(b.id(), head(unexpected, 0, 1, 8), rows(1, 8), Priority::Decode).unwrap();
         assert!(b.refused().await.contains("not expected"));
-        // The stop reaches a with its next frame.
+        // a sees the stop with its next frame.
         let stopped = async {
             loop {
                 match a.endpoint.send_frame(b.id(), head(unexpected, 1, 1, 8), rows(1, 8), Priority::Decode) {
@@ -308,17 +309,17 @@ async fn unexpected_frames_stop_their_stream_not_the_connection() {
         });
         assert_eq!(refused.await, unexpected);
     }
-    // The newer epoch ended the older stream to that part; the job goes on under a third.
+    // The newer epoch ended the older stream to that part; the job continues under a third epoch.
     let third = Route { epoch: Epoch { counter: 3, issuer: [1; 16] }, ..route(1) };
     b.endpoint.expect(third, Expectation::hidden(8, 1));
     a.endpoint.send_frame(b.id(), head(third, 0, 1, 8), rows(1, 8), Priority::Decode).unwrap();
     assert_eq!(b.frame().await.1.route, third);
     b.endpoint.forget(1);
-    assert!(!a.told().iter().any(|e| matches!(e, Event::Disconnected { .. })));
+    assert!(!a.drain_events().iter().any(|e| matches!(e, Event::Disconnected { .. })));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_cannot_be_right_is_not_sent() {
+async fn invalid_frames_and_messages_are_not_sent() {
     let mut nodes = connected_pair(Limits::default()).await;
     let (a, b) = pair(&mut nodes);
     let wrong = a.endpoint.send_frame(b.id(), head(route(1), 0, 2, 8), rows(1, 8), Priority::Decode);
@@ -332,10 +333,10 @@ async fn what_cannot_be_right_is_not_sent() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn weights_keep_to_their_share() {
+async fn weights_are_limited_to_their_share() {
     let mut nodes = connected_pair(Limits::default()).await;
     let (a, b) = pair(&mut nodes);
-    // a serves b: 1000 x 1000 bytes at 70 % of 2 MB/s take 0.7 s, less what may be owed.
+    // a serves b: 1000 x 1000 bytes at 70 % of 2 MB/s take 0.7 s, less the allowed debt.
     a.endpoint.0.peer(&b.id()).unwrap().throttle.set(Some(1_400_000));
     let start = std::time::Instant::now();
     let answer = b.endpoint.request(a.id(), vec![1; 1000].into()).await.unwrap().all(1 << 20).await.unwrap();
@@ -343,8 +344,8 @@ async fn weights_keep_to_their_share() {
     assert!(start.elapsed() > Duration::from_millis(600), "not paced: {:?}", start.elapsed());
 }
 
-/// Eight answers of 32 MiB each are under way; frames that are sent then overtake what is not on the wire yet. A busy
-/// machine may hand over any of them late, but behind the weights all of them would come last.
+/// While eight responses of 32 MiB each are in flight, later frames overtake the data that is not on the wire yet. A
+/// busy machine may deliver single frames late; but queued behind the weights, all of them would arrive last.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_decode_frame_does_not_wait_behind_weights() {
     const ANSWERS: usize = 8;
@@ -378,7 +379,7 @@ async fn a_decode_frame_does_not_wait_behind_weights() {
         assert_eq!(b.frame().await.1.cursor, position);
         passed.push((fetched() - before, ANSWERS * ANSWER_BYTES - before));
     }
-    assert!(passed.iter().any(|(bytes, left)| *bytes < left / 2), "bytes that came before each frame, of: {passed:?}");
+    assert!(passed.iter().any(|(bytes, left)| *bytes < left / 2), "bytes before each frame, of the rest: {passed:?}");
     for answer in answers {
         timeout(PATIENCE, answer).await.unwrap().unwrap();
     }

@@ -1,4 +1,4 @@
-//! Peers without the right to talk, and members that break the rules: each is refused with a reason, nothing else moves.
+//! Unauthorized peers, and members that violate the protocol: each is rejected with a reason, without other effects.
 use super::*;
 use crate::certificate::Chain;
 use crate::frame::{HEADER_BYTES, encode_header};
@@ -7,7 +7,7 @@ use crate::quic::hello::{Hello, PROTOCOL, Purpose};
 use crate::version::PROTOCOL_NAME;
 use quinn::{Connection, RecvStream, SendStream, crypto::rustls::QuicClientConfig};
 
-/// A peer that sends what it likes.
+/// A peer that sends arbitrary bytes.
 struct Outlaw {
     identity: Identity,
     endpoint: quinn::Endpoint,
@@ -23,7 +23,7 @@ impl Outlaw {
         tls.alpn_protocols = vec![name.as_bytes().to_vec()];
         let mut config = quinn::ClientConfig::new(Arc::new(QuicClientConfig::try_from(tls).unwrap()));
         let mut transport = quinn::TransportConfig::default();
-        // Before and after its certificate is checked, it is glad to let the node open streams.
+        // The outlaw always lets the node open streams.
         transport.max_concurrent_uni_streams(100u32.into());
         config.transport_config(Arc::new(transport));
         self.endpoint.connect_with(config, to.addr(), "l").unwrap().await
@@ -36,7 +36,7 @@ impl Outlaw {
         (connection, send, recv)
     }
 
-    /// Greets as a member should and reads the answer.
+    /// Sends a valid member's greeting and reads the answer.
     async fn greet_as(&self, to: &Node, chain: Chain) -> (Connection, SendStream, RecvStream) {
         let hello = Hello { instance: 1, purpose: Purpose::Member(Some(chain)) };
         let (connection, send, mut recv) = self.greet(to, &hello.encode()).await;
@@ -60,7 +60,7 @@ async fn closed(connection: &Connection) -> (CloseCode, String) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn strangers_are_refused_before_anything_else() {
+async fn strangers_are_rejected_before_anything_else() {
     let mut nodes = mesh(1);
     let node = &mut nodes[0];
     let mesh = (*node.endpoint.0.credentials().unwrap()).clone();
@@ -68,8 +68,8 @@ async fn strangers_are_refused_before_anything_else() {
     let me = outlaw.identity.clone();
 
     let own_mesh = MeshCredentials::found(&me, now_unix() + 100);
-    let somebody = Identity::generate();
-    let somebodys = mesh.issue(&node.identity, somebody.peer_id(), Roles::MEMBER, now_unix() + 100).unwrap();
+    let third_party = Identity::generate();
+    let third_party_chain = mesh.issue(&node.identity, third_party.peer_id(), Roles::MEMBER, now_unix() + 100).unwrap();
     let expired = mesh.issue(&node.identity, me.peer_id(), Roles::MEMBER, now_unix() - 3).unwrap();
     let mut forged = own_mesh.chain.encode();
     forged[3..35].copy_from_slice(&mesh.mesh.0);
@@ -79,8 +79,8 @@ async fn strangers_are_refused_before_anything_else() {
 
     let cases = [
         (greeting(None), CloseCode::NoCertificate, "no certificate"),
-        (greeting(Some(own_mesh.chain)), CloseCode::OtherMesh, "of mesh"),
-        (greeting(Some(somebodys)), CloseCode::BadCertificate, "belongs to"),
+        (greeting(Some(own_mesh.chain)), CloseCode::OtherMesh, "for mesh"),
+        (greeting(Some(third_party_chain)), CloseCode::BadCertificate, "belongs to"),
         (greeting(Some(expired)), CloseCode::CertificateExpired, "expired"),
         (greeting(Some(forged)), CloseCode::BadCertificate, "forged"),
         (other_version, CloseCode::OtherVersion, "this node meshnode/"),
@@ -88,8 +88,8 @@ async fn strangers_are_refused_before_anything_else() {
     ];
     for (greeting, code, words) in cases {
         let (connection, mut control, _recv) = outlaw.greet(node, &greeting).await;
-        // A message right behind the greeting, and a frame on a stream of its own: neither may get through. The stream
-        // cannot even be opened.
+        // A message right after the greeting, and a frame on its own stream: neither may get through. The stream cannot
+        // even be opened.
         let _ = control.write_all(&[4, 0, 0, 0, 1, 2, 3, 4]).await;
         let stream = tokio::spawn({
             let connection = connection.clone();
@@ -101,39 +101,40 @@ async fn strangers_are_refused_before_anything_else() {
         assert!(stream.await.unwrap().is_err(), "a stranger opened a stream");
         assert!(node.refused().await.contains(words));
     }
-    let told = node.told();
-    assert!(told.is_empty(), "{told:?}");
+    let seen = node.drain_events();
+    assert!(seen.is_empty(), "{seen:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_certificate_that_no_peer_vouches_for_fails_the_handshake() {
+async fn a_stolen_or_missing_certificate_fails_the_handshake() {
     let mut nodes = mesh(1);
     let node = &mut nodes[0];
     let outlaw = Outlaw::new(Identity::generate());
-    // Somebody else's certificate, copied off the wire, with a key of one's own: the handshake's signature does not fit.
+    // Another peer's certificate, copied off the wire, with this peer's own key: the handshake signature does not
+    // verify.
     let (stolen, _) = libp2p_tls::certificate::generate(Identity::generate().keypair()).unwrap();
     let (_, own_key) = libp2p_tls::certificate::generate(outlaw.identity.keypair()).unwrap();
     for (certificates, key) in [(vec![stolen], Some(own_key)), (Vec::new(), None)] {
         let (mut tls, _) = crate::quic::tls::configs(&outlaw.identity, &crate::version::offered()).unwrap();
-        tls.client_auth_cert_resolver = Arc::new(Shows(key.map(|key| {
+        tls.client_auth_cert_resolver = Arc::new(Presents(key.map(|key| {
             let key = rustls::crypto::aws_lc_rs::sign::any_ecdsa_type(&key).unwrap();
             Arc::new(rustls::sign::CertifiedKey::new(certificates, key))
         })));
         let config = quinn::ClientConfig::new(Arc::new(QuicClientConfig::try_from(tls).unwrap()));
         let connection = outlaw.endpoint.connect_with(config, node.addr(), "l").unwrap().await;
-        // The dialer's side of TLS ends before the other has checked: it may see the end a moment later.
+        // The dialer's side of TLS completes before the node has verified: the dialer may see the close a moment later.
         if let Ok(connection) = connection {
             assert!(timeout(PATIENCE, connection.closed()).await.is_ok());
         }
         assert!(node.refused().await.contains("handshake"));
     }
-    assert!(node.told().is_empty());
+    assert!(node.drain_events().is_empty());
 }
 
 #[derive(Debug)]
-struct Shows(Option<Arc<rustls::sign::CertifiedKey>>);
+struct Presents(Option<Arc<rustls::sign::CertifiedKey>>);
 
-impl rustls::client::ResolvesClientCert for Shows {
+impl rustls::client::ResolvesClientCert for Presents {
     fn resolve(&self, _: &[&[u8]], _: &[rustls::SignatureScheme]) -> Option<Arc<rustls::sign::CertifiedKey>> {
         self.0.clone()
     }
@@ -144,7 +145,7 @@ impl rustls::client::ResolvesClientCert for Shows {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_dialer_is_told_why() {
+async fn the_dialer_learns_the_reason() {
     let mut nodes = mesh(1);
     let node = nodes.pop().unwrap();
     let mesh = (*node.endpoint.0.credentials().unwrap()).clone();
@@ -173,10 +174,10 @@ async fn the_dialer_is_told_why() {
     foreign.dial(&node);
     let reason = foreign.disconnected().await;
     assert!(matches!(reason, Disconnect::Dial(DialError::Refused { code: CloseCode::OtherMesh, .. })), "{reason:?}");
-    let mut nobody = Node::start(Identity::generate(), None, Limits::default());
-    nobody.dial(&node);
-    assert_eq!(nobody.disconnected().await, Disconnect::Dial(DialError::NoCredentials));
-    // Members refuse those they dial as well.
+    let mut unjoined = Node::start(Identity::generate(), None, Limits::default());
+    unjoined.dial(&node);
+    assert_eq!(unjoined.disconnected().await, Disconnect::Dial(DialError::NoCredentials));
+    // Members also reject invalid peers that they dial.
     let mut member = node;
     member.dial(&foreign);
     let reason = member.disconnected().await;
@@ -194,7 +195,7 @@ async fn member_outlaw() -> (Node, Outlaw, Chain) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn frames_that_do_not_fit_cost_the_connection() {
+async fn invalid_frames_close_the_connection() {
     let (mut node, outlaw, chain) = member_outlaw().await;
     let good = || {
         let payload = rows(2, 8);
@@ -232,15 +233,15 @@ async fn frames_that_do_not_fit_cost_the_connection() {
         stream.write_all(&bytes).await.unwrap();
         let (code, text) = closed(&connection).await;
         assert_eq!(code, CloseCode::BadFrame, "{text}");
-        assert!(text.contains(words), "{text} should say {words}");
+        assert!(text.contains(words), "{text} should contain {words}");
         assert!(node.refused().await.contains(words));
         assert!(matches!(node.disconnected().await, Disconnect::Here { code: CloseCode::BadFrame, .. }));
     }
-    let frames = node.told().into_iter().filter(|e| matches!(e, Event::Frame { .. })).count();
-    assert_eq!(frames, 1, "only the good one before the one of another route");
+    let frames = node.drain_events().into_iter().filter(|e| matches!(e, Event::Frame { .. })).count();
+    assert_eq!(frames, 1, "only the valid frame before the one of another route");
 }
 
-/// A frame of 4 x 8 values whose payload is small enough for them and unpacks to 32 times as many.
+/// A frame of 4 x 8 values whose payload fits on the wire but decompresses to 32 times as many values.
 fn bomb() -> Vec<u8> {
     let payload = crate::compress::pack(Codec::ShuffledZstd, Dtype::F32, &[0; 4096]).unwrap();
     assert!(payload.len() < 128);
@@ -250,7 +251,7 @@ fn bomb() -> Vec<u8> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn oversized_messages_and_unknown_streams_cost_the_connection() {
+async fn oversized_messages_and_unknown_streams_close_the_connection() {
     let (mut node, outlaw, chain) = member_outlaw().await;
     let (connection, mut control, _recv) = outlaw.greet_as(&node, chain.clone()).await;
     control.write_all(&u32::MAX.to_le_bytes()).await.unwrap();
@@ -263,7 +264,7 @@ async fn oversized_messages_and_unknown_streams_cost_the_connection() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn noise_on_every_kind_of_stream_leaves_the_node_well() {
+async fn noise_on_every_kind_of_stream_does_not_harm_the_node() {
     let (mut node, outlaw, chain) = member_outlaw().await;
     let payload = rows(2, 8);
     let mut good = encode_header(&head(route(1), 0, 2, 8), Codec::Raw, &payload).to_vec();
@@ -290,9 +291,9 @@ async fn noise_on_every_kind_of_stream_leaves_the_node_well() {
         let hello = noise.mangle(&greeting(Some(chain.clone())));
         let (_stranger, _send, _recv) = outlaw.greet(&node, &hello).await;
         connection.close(0u32.into(), b"");
-        node.told();
+        node.drain_events();
     }
-    // It still serves others.
+    // The node still serves other peers.
     let mesh = (*node.endpoint.0.credentials().unwrap()).clone();
     let identity = Identity::generate();
     let member = member(&mesh, &node.identity, &identity, now_unix() + 100);

@@ -1,4 +1,4 @@
-//! Peers of other protocol versions: each side's user reads which side to update.
+//! Peers of other protocol versions: the error on each side says which side to update.
 use super::*;
 use crate::quic::hello::{Hello, PROTOCOL, Purpose};
 use crate::ticket::Ticket;
@@ -54,7 +54,7 @@ async fn closed(connection: &Connection) -> (u64, String) {
     }
 }
 
-/// What a joiner's user reads, with a ticket of this inviter.
+/// The error of a join with a ticket of this inviter.
 async fn joining(inviter: &Peer) -> String {
     let joiner = Node::start(Identity::generate(), None, Limits::default());
     let mesh = MeshCredentials::found(&inviter.identity, now_unix() + 100).mesh;
@@ -63,7 +63,7 @@ async fn joining(inviter: &Peer) -> String {
     joiner.endpoint.join(&ticket, "box").await.unwrap_err().to_string()
 }
 
-/// What a member's user reads that dials this peer.
+/// The error of a member that dials this peer.
 async fn dialling(peer: &Peer) -> String {
     let mut node = mesh(1).pop().unwrap();
     node.endpoint.connect(peer.identity.peer_id(), vec![peer.addr()]);
@@ -73,7 +73,7 @@ async fn dialling(peer: &Peer) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_older_caller_is_refused_by_name() {
+async fn an_older_caller_is_rejected_by_name() {
     let mut node = mesh(1).pop().unwrap();
     let connection = Peer::new(OLDER).dial(&node).await.unwrap();
     let there = "it speaks meshnode/2, this node meshnode/1: update meshnode here";
@@ -82,7 +82,7 @@ async fn an_older_caller_is_refused_by_name() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_older_node_that_is_dialled_is_named_and_refuses_the_greeting() {
+async fn a_dialed_older_node_is_reported_and_rejects_the_greeting() {
     let older = Peer::new(OLDER);
     let expected = format!("{} speaks meshnode/1, this node meshnode/2: update meshnode there", older.addr());
     // The greeting of `meshnode/1` had the number 2.
@@ -95,7 +95,7 @@ async fn an_older_node_that_is_dialled_is_named_and_refuses_the_greeting() {
     assert_eq!(said, expected);
     let (said, ()) = tokio::join!(joining(&older), refuse(&older));
     assert_eq!(said, expected);
-    // A node that never answers the greeting does not keep the caller waiting.
+    // A node that never answers the greeting does not delay the caller.
     let (said, connection) = tokio::join!(dialling(&older), older.greeted());
     assert_eq!(said, expected);
     let there = "it speaks meshnode/2, this node meshnode/1: update meshnode here";
@@ -103,7 +103,7 @@ async fn an_older_node_that_is_dialled_is_named_and_refuses_the_greeting() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_newer_caller_is_refused_by_the_number_of_its_greeting() {
+async fn a_newer_caller_is_rejected_by_the_number_of_its_greeting() {
     let mut node = mesh(1).pop().unwrap();
     let connection = Peer::new(NEWER).dial(&node).await.unwrap();
     let mut greeting = Hello { instance: 1, purpose: Purpose::Member(None) }.encode();
@@ -116,7 +116,7 @@ async fn a_newer_caller_is_refused_by_the_number_of_its_greeting() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_newer_node_that_is_dialled_says_which_side_to_update() {
+async fn a_dialed_newer_node_reports_which_side_to_update() {
     let newer = Peer::new(NEWER);
     let words = "it speaks meshnode/3, this node meshnode/2: update meshnode here";
     let expected = format!("{} refuses this node's protocol version: {words}", newer.addr());
@@ -131,19 +131,20 @@ async fn a_newer_node_that_is_dialled_says_which_side_to_update() {
     assert_eq!(said, expected);
 }
 
-/// A program that shares no protocol name: the handshake fails, and both sides say what that means.
+/// Without a common protocol name the handshake fails, and both sides report why.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_peer_without_a_common_name_fails_the_handshake() {
     let mut node = mesh(1).pop().unwrap();
     let other = Peer::new(&["meshnode/9"]);
     assert!(other.dial(&node).await.is_err());
     let here =
-        "it offers no protocol that this node knows (meshnode/2): if it is a newer meshnode, update meshnode here";
+        "it offers no protocol that this node supports (meshnode/2): if it is a newer meshnode, update meshnode here";
     assert_eq!(node.refused().await, here);
     let accept = async { drop(other.endpoint.accept().await.unwrap().await) };
     let (said, ()) = tokio::join!(joining(&other), accept);
-    let knows = "knows no protocol that this node offers (meshnode/2): if it is a newer meshnode, update meshnode here";
-    assert_eq!(said, format!("{} {knows}", other.addr()));
+    let unsupported =
+        "supports no protocol that this node offers (meshnode/2): if it is a newer meshnode, update meshnode here";
+    assert_eq!(said, format!("{} {unsupported}", other.addr()));
 }
 
 #[test]

@@ -1,14 +1,14 @@
-//! Machines as people have them, as folders of empty files.
+//! Finding the CUDA toolkit on typical machines, modelled as folders of empty files.
 use super::*;
 
-/// A machine whose files are below a temporary folder.
+/// A machine with its root in a temporary folder.
 struct Machine {
     folder: tempfile::TempDir,
     variables: Vec<(&'static str, PathBuf)>,
 }
 
 impl Machine {
-    /// `INCLUDE` is a folder of all headers.
+    /// `INCLUDE` stands for an `include` folder with all headers.
     fn with(files: &[&str]) -> Self {
         let machine = Self { folder: tempfile::tempdir().unwrap(), variables: Vec::new() };
         let headers = |file: &&str| HEADERS.map(|header| file.replace("INCLUDE", &format!("include/{header}")));
@@ -46,7 +46,7 @@ impl Machine {
 }
 
 #[test]
-fn nvidias_installer_and_its_versions_beside_each_other() {
+fn nvidias_installer_with_several_versions() {
     let machine = Machine::with(&[
         "usr/local/cuda-12.4/lib64/libnvrtc.so.12",
         "usr/local/cuda-12.4/lib64/libnvrtc-builtins.so.12.4",
@@ -64,9 +64,9 @@ fn nvidias_installer_and_its_versions_beside_each_other() {
         machine.toolkit("usr/local/cuda/lib64/libnvrtc.so.12", (12, 4), &["usr/local/cuda/include"]),
         machine.toolkit("usr/local/cuda-13.0/lib64/libnvrtc.so.13", (13, 0), &thirteen),
     ];
-    assert_eq!(machine.toolkits(), expected, "each once, the one that is linked first");
+    assert_eq!(machine.toolkits(), expected, "each once, the linked one first");
     let named = machine.set("CUDA_HOME", "usr/local/cuda-13.0");
-    assert_eq!(named.toolkits()[0].version, Some((13, 0)), "what was asked for is first");
+    assert_eq!(named.toolkits()[0].version, Some((13, 0)), "the one named by CUDA_HOME is first");
 }
 
 #[test]
@@ -137,7 +137,7 @@ fn conda_distributions_and_the_loaders_path() {
 }
 
 #[test]
-fn a_library_and_headers_that_are_named_apart() {
+fn a_library_and_headers_in_separate_folders() {
     let machine = Machine::with(&["wheel/lib/libnvrtc.so.12", "wheel/lib/libnvrtc-builtins.so.12.9", "merged/INCLUDE"]);
     let machine = machine.set("LD_LIBRARY_PATH", "wheel/lib").set("CUDA_PATH", "merged");
     assert_eq!(machine.toolkits(), [machine.toolkit("wheel/lib/libnvrtc.so.12", (12, 9), &["merged/include"])]);
@@ -148,7 +148,7 @@ fn of_version(library: &str, version: Option<Version>) -> Toolkit {
 }
 
 #[test]
-fn the_first_that_the_driver_can_run_is_chosen() {
+fn the_first_toolkit_that_the_driver_supports_is_chosen() {
     let (new, old) = (of_version("/13", Some((13, 5))), of_version("/12", Some((12, 9))));
     let bare = Toolkit { headers: Vec::new(), ..of_version("/bare", Some((12, 0))) };
     let found = [bare.clone(), new.clone(), old.clone()];
@@ -162,7 +162,7 @@ fn the_first_that_the_driver_can_run_is_chosen() {
 }
 
 #[test]
-fn messages_name_what_is_missing_where_it_was_looked_for_and_what_fits_the_driver() {
+fn messages_name_the_missing_part_the_search_path_and_a_fitting_version() {
     let own = Path::new("/home/a/.cache/meshnode/cuda");
     let text = explain(&Unusable::None, (12, 4), own).to_string();
     for part in [
@@ -175,7 +175,7 @@ fn messages_name_what_is_missing_where_it_was_looked_for_and_what_fits_the_drive
         assert!(text.contains(part), "{part} in {text}");
     }
     let text = explain(&Unusable::TooNew("/13".into(), (13, 5)), (13, 0), own).to_string();
-    for part in ["(/13) makes code of 13.5", "CUDA 13.0", "'nvidia-cuda-nvrtc<13.1'", "'nvidia-cuda-crt<13.1'"] {
+    for part in ["(/13) generates code for 13.5", "CUDA 13.0", "'nvidia-cuda-nvrtc<13.1'", "'nvidia-cuda-crt<13.1'"] {
         assert!(text.contains(part), "{part} in {text}");
     }
     assert!(explain(&Unusable::NoHeaders("/12".into()), (12, 4), own).seen.contains("cuda_runtime.h"));
@@ -186,7 +186,7 @@ fn messages_name_what_is_missing_where_it_was_looked_for_and_what_fits_the_drive
 }
 
 #[test]
-fn what_the_loader_finds_is_first_with_headers_of_its_version() {
+fn the_loaders_nvrtc_is_first_with_headers_of_its_version() {
     let machine = Machine::with(&[
         "a/lib64/libnvrtc.so.12",
         "a/lib64/libnvrtc-builtins.so.12.4",
@@ -208,14 +208,14 @@ fn what_the_loader_finds_is_first_with_headers_of_its_version() {
     let older = Toolkit { version: Some((12, 0)), ..bare };
     found.remove(0);
     prefer(&mut found, &older, &[]);
-    assert!(found[0].headers.is_empty(), "headers of another version do not belong to it");
+    assert!(found[0].headers.is_empty(), "headers of another version are not used");
     found.remove(0);
     prefer(&mut found, &older, &[machine.path("named")]);
-    assert_eq!(found[0].headers, [machine.path("named")], "somebody says that they do");
+    assert_eq!(found[0].headers, [machine.path("named")], "headers named by the environment are used");
 }
 
 #[test]
-fn headers_of_several_folders_become_one_and_follow_the_choice() {
+fn headers_of_several_folders_are_merged_and_follow_the_chosen_toolkit() {
     let machine =
         Machine::with(&["one/cuda_runtime.h", "one/same.h", "two/nv/target", "two/same.h", "three/cuda_runtime.h"]);
     let links = machine.path("kernels/headers/include");

@@ -1,4 +1,4 @@
-//! The initial state of many cells at once: by rows, on all threads, as the bytes of a saved state.
+//! The initial state in bulk: evaluated by rows on several threads, in the format of a saved state.
 use super::super::evaluate::{NOISE_UNITS, NoiseRow};
 use super::{Flow, Initial, Living, Source, wrong_density, wrong_velocity};
 use crate::grid::frame::Format;
@@ -7,10 +7,10 @@ use crate::grid::number::{Half, Number};
 use crate::grid::rule::Rule;
 use crate::grid::{AXES, Grid, Region};
 
-/// Bytes that are made at once: enough for all threads, and little enough that one part waits while another is made.
+/// Bytes per part: enough work for all threads, and small enough to load one part while the next is computed.
 const PART_BYTES: usize = 4 << 20;
 
-/// Boxes of a region that together are it, whole along x.
+/// Splits a region into boxes that span it along x.
 pub(in super::super) fn parts(region: Region, rule: &Rule) -> Vec<Region> {
     let [width, height, depth] = region.size();
     let rows = (PART_BYTES / (rule.fields() * row_bytes(rule.format(), width)).max(1)).max(1);
@@ -26,7 +26,7 @@ pub(in super::super) fn parts(region: Region, rule: &Rule) -> Vec<Region> {
     parts
 }
 
-/// Bytes of a row of a saved field.
+/// Bytes of one row of a saved field.
 fn row_bytes(format: Format, width: usize) -> usize {
     match format {
         Format::Float | Format::Half => format.bytes() * width,
@@ -34,7 +34,7 @@ fn row_bytes(format: Format, width: usize) -> usize {
     }
 }
 
-/// The bytes that a number is saved as, one place after the other.
+/// Writes values in the saved format, one after the other.
 fn save(format: Format, values: impl Iterator<Item = f32>, places: &mut [u8]) {
     if format == Format::Half {
         let places = places.chunks_exact_mut(2);
@@ -45,7 +45,7 @@ fn save(format: Format, values: impl Iterator<Item = f32>, places: &mut [u8]) {
 }
 
 impl Initial {
-    /// The cells of a box as they are saved: field by field, rows along x.
+    /// The cells of a box in the saved format: field by field, rows along x.
     pub(in super::super) fn cells(&self, region: Region, rule: &Rule, threads: usize) -> Vec<u8> {
         let [width, height, depth] = region.size();
         let (rows, bytes) = (height * depth, row_bytes(rule.format(), width));
@@ -53,7 +53,7 @@ impl Initial {
         if cells.is_empty() {
             return cells;
         }
-        // A share of the rows of each field for each thread.
+        // Each thread gets a contiguous share of the rows of every field.
         let each = rows.div_ceil(threads.max(1));
         let mut shares: Vec<Vec<&mut [u8]>> = (0..rows.div_ceil(each)).map(|_| Vec::new()).collect();
         for field in cells.chunks_mut(rows * bytes) {
@@ -85,7 +85,7 @@ impl Initial {
         cells
     }
 
-    /// A row of each field.
+    /// Writes one row of each field.
     fn row(&self, format: Format, at: [usize; 3], width: usize, fields: &mut [&mut [u8]]) {
         match self {
             Self::Life(living) => living.row(at, width, fields[0]),
@@ -116,7 +116,7 @@ impl Initial {
         }
     }
 
-    /// Each cell of the row as its first one.
+    /// Fills the row with its first cell, for uniform fluids.
     fn same(&self, format: Format, at: [usize; 3], fields: &mut [&mut [u8]]) {
         let mut cell = vec![0.0; fields.len()];
         self.set(at, &mut cell);
@@ -126,19 +126,19 @@ impl Initial {
     }
 }
 
-/// A cell from which no step can be made, and the key that says so.
+/// A cell with an invalid initial state, and the key that sets it.
 pub(in super::super) struct Impossible {
     pub(in super::super) key: String,
     pub(in super::super) what: String,
 }
 
 impl Initial {
-    /// The first impossible cell: of all where they are few, else of rows evenly spread, so that a job is read in a moment.
-    /// `names` are those of the fields.
+    /// The first invalid cell: among all cells of small grids, else among evenly spread rows, so that parsing stays
+    /// fast. `names` are the field names.
     pub(in super::super) fn first_impossible(&self, grid: &Grid, names: &[String]) -> Option<Impossible> {
         let [width, height, depth] = grid.size();
-        let width = width.min(LOOKED_AT);
-        let stride = (height * depth).div_ceil(LOOKED_AT / width);
+        let width = width.min(CHECKED_MAX);
+        let stride = (height * depth).div_ceil(CHECKED_MAX / width);
         let found = |x: usize, [y, z]: [usize; 2], key: &str, what: String| {
             let cell = if grid.dimensions() == 2 { format!("{x}, {y}") } else { format!("{x}, {y}, {z}") };
             Some(Impossible { key: key.into(), what: format!("at the cell {cell}: {what}") })
@@ -160,7 +160,7 @@ impl Initial {
                         expression.row(0, at, &mut values[0]);
                         let place = values[0].iter().position(|value| !(*value as f32).is_finite());
                         if let Some(x) = place.filter(|x| first.as_ref().is_none_or(|(first, ..)| x < first)) {
-                            first = Some((x, name, format!("expected a number of 32 bits, found {}", values[0][x])));
+                            first = Some((x, name, format!("expected a finite 32-bit number, found {}", values[0][x])));
                         }
                     }
                     first
@@ -174,11 +174,11 @@ impl Initial {
     }
 }
 
-/// Cells that are looked at before a job begins.
-const LOOKED_AT: usize = 1 << 18;
+/// Maximum cells to check before a job begins.
+const CHECKED_MAX: usize = 1 << 18;
 
 impl<const D: usize> Flow<D> {
-    /// The first impossible cell of a row, the key that says so, and what is wrong. `values` is room for the row's.
+    /// The first invalid cell of a row, the key that sets it, and the error. `values` is scratch for the row.
     fn impossible(&self, at: [usize; 2], values: &mut [Vec<f64>]) -> Option<(usize, &'static str, String)> {
         let [y, z] = at;
         let (density, velocity) = values.split_first_mut()?;
@@ -196,7 +196,7 @@ impl<const D: usize> Flow<D> {
         })
     }
 
-    /// Whether all cells are the same.
+    /// Whether all cells have the same populations.
     fn is_even(&self) -> bool {
         let moving = self.velocity.iter().any(|part| part.constant().is_none());
         self.omega.is_none() && self.density.constant().is_some() && !moving
@@ -204,9 +204,9 @@ impl<const D: usize> Flow<D> {
 }
 
 impl Living {
-    /// A row of bits, which begin a byte.
+    /// Writes a row of bits, beginning at a byte boundary.
     fn row(&self, [x, y, z]: [usize; 3], width: usize, bits: &mut [u8]) {
-        // Exactly those below the share: noise is a whole number of units.
+        // Exact comparison with the share: noise is an integer number of units.
         let share = (self.share * NOISE_UNITS).ceil() as u64;
         let noise = NoiseRow::new(self.seed, 0, [y, z]);
         let mut values = [0.0; 64];

@@ -1,4 +1,4 @@
-//! Expressions: what they are worth, how they change from place to place, and what is no expression.
+//! Expressions: values, gradients, noise and parse errors.
 use crate::grid::simulation::evaluate::{Slope, noise};
 use crate::grid::simulation::expression::{Expression, Names};
 
@@ -33,13 +33,13 @@ fn values() {
     ] {
         assert_eq!(parsed(text).at([1, 2, 3]), expected, "{text}");
     }
-    // Pinned: every machine must find these bits.
+    // Pinned: results are bit-identical on every machine.
     let bits = parsed("exp(sin(x) * tanh(y)) ^ 1.3").at([1, 2, 3]).to_bits();
     assert_eq!(bits, 4615276357513664454, "{bits}");
 }
 
 #[test]
-fn slopes_are_those_of_differences() {
+fn gradients_match_finite_differences() {
     for text in [
         "sin(x) * cos(y) + z",
         "exp(-x*x/9) / (1 + y^2)",
@@ -68,7 +68,7 @@ fn slopes_are_those_of_differences() {
 }
 
 #[test]
-fn noise_is_even_and_depends_on_the_cell_alone() {
+fn noise_is_uniform_and_uncorrelated_between_cells() {
     let expression = parsed("noise(3)");
     let values: Vec<f64> = (0..64).flat_map(|y| (0..64).map(move |x| [x, y, 0])).map(|at| expression.at(at)).collect();
     let mean = values.iter().sum::<f64>() / values.len() as f64;
@@ -78,12 +78,12 @@ fn noise_is_even_and_depends_on_the_cell_alone() {
     assert_ne!(noise(5, 3, [1, 2, 0]), noise(6, 3, [1, 2, 0]));
     assert_ne!(noise(5, 3, [1, 2, 0]), noise(5, 4, [1, 2, 0]));
     assert_ne!(noise(5, 3, [1, 2, 0]), noise(5, 3, [2, 1, 0]));
-    // Pinned: a job's seed means the same in all versions.
+    // Pinned: a job's seed gives the same noise in all versions.
     assert_eq!(noise(5, 3, [1, 2, 0]).to_bits(), 4602679760368455620, "{}", noise(5, 3, [1, 2, 0]).to_bits());
 }
 
 #[test]
-fn what_is_no_expression_is_told_with_its_place() {
+fn parse_errors_name_their_column() {
     let deep = format!("{}1{}", "(".repeat(65), ")".repeat(65));
     let powers = "2^".repeat(70) + "2";
     let long = "1+".repeat(1001) + "1";
@@ -93,21 +93,21 @@ fn what_is_no_expression_is_told_with_its_place() {
         ("1 +", 4, "found the end of the expression"),
         ("1 2", 3, "expected an operator or the end, found the number 2"),
         ("(1", 3, "expected `)`"),
-        ("x + zz", 5, "nothing is named `zz`: expected one of x, y, z, pi, nx, a"),
-        ("sine(x)", 1, "there is no function `sine`"),
+        ("x + zz", 5, "unknown name `zz`: expected one of x, y, z, pi, nx, a"),
+        ("sine(x)", 1, "unknown function `sine`"),
         ("min(1)", 6, "expected `,`"),
         ("1 / 0", 3, "division by zero"),
         ("1..2", 1, "expected a number such as 0.16"),
-        ("1e999", 1, "larger than 64 bits"),
+        ("1e999", 1, "range of 64-bit floats"),
         ("a = 3", 3, "expected an operator or the end, found `=`"),
         ("ü", 1, "found `ü`"),
         ("1 $ 2", 3, "found `$`"),
-        ("noise(x)", 7, "the number of a stream"),
-        ("noise(1.5)", 7, "the number of a stream"),
-        (&deep, 65, "more than 64 parentheses"),
-        (&powers, 130, "more than 64 powers"),
+        ("noise(x)", 7, "a stream number"),
+        ("noise(1.5)", 7, "a stream number"),
+        (&deep, 65, "more than 64 nested parentheses"),
+        (&powers, 130, "more than 64 nested powers"),
         (&long, 1000, "at most 1000 operations"),
-        (&waiting, 161, "64 values wait"),
+        (&waiting, 161, "64 pending operands"),
     ] {
         let wrong = Expression::parse(text, &names()).unwrap_err();
         assert!(wrong.what.contains(what), "{text}: {wrong:?}");

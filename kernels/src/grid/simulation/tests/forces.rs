@@ -1,4 +1,4 @@
-//! Drag and lift as a job asks for them: what drives the flow, whatever the cuts.
+//! Drag and lift as a job reports them: momentum balance, and independence of the partition.
 use super::*;
 
 /// A channel between solid rows, driven by a body force.
@@ -17,8 +17,8 @@ const CHANNEL: &str = r#"
     length = 5
 "#;
 
-/// What all tiles together say after some steps.
-fn told(simulation: &Simulation, regions: &[Region], steps: usize) -> Force {
+/// The force summed over all tiles after some steps.
+fn force_after(simulation: &Simulation, regions: &[Region], steps: usize) -> Force {
     let mut mesh =
         crate::grid::tests::Mesh::new(simulation.grid(), simulation.rule(), regions, (2, 1, crate::cpu::Isa::detect()));
     mesh.tiles.iter_mut().for_each(|tile| simulation.load(tile).unwrap());
@@ -31,7 +31,7 @@ fn told(simulation: &Simulation, regions: &[Region], steps: usize) -> Force {
 }
 
 #[test]
-fn the_walls_of_a_channel_take_what_drives_the_flow() {
+fn channel_walls_balance_the_body_force() {
     for storage in ["f32", "f16"] {
         let text = CHANNEL.replace("tau = 1.2", &format!("tau = 1.2\nstorage = {storage:?}"));
         let simulation = job(&text, &[]);
@@ -41,11 +41,11 @@ fn the_walls_of_a_channel_take_what_drives_the_flow() {
             end: [cuts[0][x + 1], cuts[1][y + 1], 1],
         };
         let four = [quarter(0, 0), quarter(1, 0), quarter(0, 1), quarter(1, 1)];
-        assert_eq!(told(&simulation, &[whole], 100), told(&simulation, &four, 100));
+        assert_eq!(force_after(&simulation, &[whole], 100), force_after(&simulation, &four, 100));
         if storage == "f16" {
             continue;
         }
-        let Force { force, coefficients } = told(&simulation, &[whole], 30_000);
+        let Force { force, coefficients } = force_after(&simulation, &[whole], 30_000);
         let given = 1e-5 * (128 * 22) as f64;
         assert!((force[0] / given - 1.0).abs() < 1e-5 && force[1].abs() < 1e-7 * given, "{force:?}, {given} given");
         let unit = 0.5 * 0.1 * 0.1 * 5.0;
@@ -54,7 +54,7 @@ fn the_walls_of_a_channel_take_what_drives_the_flow() {
 }
 
 #[test]
-fn a_part_of_what_is_solid_can_be_meant() {
+fn the_force_can_cover_a_part_of_the_solid_cells() {
     let with = |rest: &str| CHANNEL.split("velocity").next().map(|text| format!("{text}{rest}")).unwrap();
     let simulation =
         |rest: &str| job(&with(rest), &[("m.png", &png(128, 26, &[[0; 128 * 13], [255; 128 * 13]].concat()))]);
@@ -63,13 +63,13 @@ fn a_part_of_what_is_solid_can_be_meant() {
         ["", "of = \"y < ny/2\"", "of = \"y > ny/2\"", "of = { image = \"m.png\" }"].map(|rest| {
             let simulation = simulation(rest);
             assert!(simulation.force().is_some());
-            told(&simulation, &[whole], 50)
+            force_after(&simulation, &[whole], 50)
         });
     assert_eq!(all.coefficients, None);
     assert!(low.force[0] > 0.0 && high.force[0] > 0.0, "{low:?} {high:?}");
     assert_eq!([low.force[0] + high.force[0], low.force[1] + high.force[1]], all.force[..]);
     assert_eq!(drawn, high);
-    // What is told changes no checkpoint.
+    // Reporting does not change the checkpoint identity.
     assert_eq!(simulation("").identity(), simulation("of = 1").identity());
     assert_eq!(job(&with("").replace("[force]", ""), &[]).identity(), simulation("").identity());
     let silent = job(&with("").replace("[force]", ""), &[]);

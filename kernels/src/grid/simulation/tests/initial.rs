@@ -1,8 +1,8 @@
-//! Initial states made by rows are those made cell by cell.
+//! The row-wise initial state equals the cell-wise one, and its parts cover a region.
 use super::*;
 
 #[test]
-fn rows_are_the_cells_one_by_one() {
+fn rows_equal_cell_by_cell_evaluation() {
     let picture = png(130, 12, &(0..130 * 12).map(|i| (i * 7 % 256) as u8).collect::<Vec<_>>());
     let grid = "name = \"t\"\nsteps = 1\n[grid]\nsize = [130, 12]\n";
     let life = "[rule]\nname = \"life\"\n[initial]\n";
@@ -55,7 +55,7 @@ fn parts_cover_a_region_once() {
 }
 
 #[test]
-fn in_solid_cells_anything_may_be_said_to_be() {
+fn solid_cells_may_have_any_initial_values() {
     let text = "name = \"t\"\nsteps = 1\n[grid]\nsize = [64, 16]\n[rule]\nname = \"d2q9\"\ntau = 0.8\nsolid = \"x < 3\"\n\
                 [initial]\ndensity = \"select(x < 3, sqrt(0 - 1), 1)\"\nvelocity = [\"0.01 / (x - 2.5)\", 0]";
     let simulation = job(text, &[]);
@@ -63,5 +63,5 @@ fn in_solid_cells_anything_may_be_said_to_be() {
     tile.advance(&mut Threads::new(1).unwrap(), 20).unwrap();
     assert_eq!(tile.first_not_finite().unwrap(), None);
     let mass = Tile::total_value((0..9).map(|field| tile.total(field).unwrap()).sum());
-    assert!(mass.abs() < 1e-3, "{mass}: nothing comes out of them");
+    assert!(mass.abs() < 1e-3, "{mass}: no mass leaves the solid cells");
 }

@@ -1,4 +1,4 @@
-//! The placements of one job: asked of the planner, adopted, ordered; standbys take over where they can.
+//! Placement of one job: ask the planner, adopt a plan, order the parts. Standbys take over lost parts if they can.
 use super::{Degraded, Job, NoPlan, Phase, Role, found};
 use crate::id::{Epoch, NodeId, PartId};
 use crate::job::output::{Ask, JobOutput, Out, What};
@@ -15,17 +15,18 @@ use alloc::{format, string::String, vec::Vec};
 use partitioner::Answer;
 
 impl Job {
-    /// A question of this job's. An answer counts only while the question is remembered.
+    /// Asks the planner. The job must remember the number returned: an answer to any other question is ignored.
     pub(in crate::job) fn ask(&mut self, without: BTreeSet<NodeId>, what: What, out: &mut Out) -> u32 {
         self.questions = self.questions.wrapping_add(1);
         let (job, question) = (self.id, self.questions);
-        // The planner counts what the parts and standbys of the placement take.
+        // Memory held for the job is passed as free: the planner itself subtracts what the parts and standbys of the
+        // placement take.
         let ask = Box::new(Ask { job: Some(job), resident: self.holdings(), without, what });
         out.push_back(JobOutput::Ask { asked: Asked::Job { job, question }, ask });
         question
     }
 
-    /// Looks for a placement.
+    /// Asks for a placement.
     pub(in crate::job) fn plan(&mut self, out: &mut Out) {
         self.outdated = false;
         let what = self.workload.ask(false);
@@ -33,7 +34,7 @@ impl Job {
         self.phase = Phase::Planning { question };
     }
 
-    /// Something is lost: standbys take over, or the parts are placed from scratch.
+    /// Parts are lost. Standbys take over, or all parts are placed from scratch.
     pub(in crate::job) fn replan(&mut self, now: Instant, lost: &BTreeSet<NodeId>, out: &mut Out) {
         self.workload.stop();
         self.forget_move(now, out);
@@ -46,15 +47,15 @@ impl Job {
             self.attempts += 1;
             if self.attempts > PLACE_ATTEMPTS_MAX {
                 self.attempts = 0;
-                let reason = format!("{PLACE_ATTEMPTS_MAX} placements in a row came to nothing");
+                let reason = format!("{PLACE_ATTEMPTS_MAX} placements in a row failed");
                 return self.degrade(now, reason, out);
             }
         }
         self.place_from_scratch(out);
     }
 
-    /// Leases run out one after the other, and each loss may lead to another placement: what counts is how many of those that took
-    /// part at first are lost within [`LOST_TOGETHER`].
+    /// Leases expire one after the other, and each loss may lead to another placement. So this counts how many of the
+    /// nodes that took part at first are lost within [`LOST_TOGETHER`].
     fn note_lost(&mut self, now: Instant, lost: &BTreeSet<NodeId>) {
         let participants = self.participants();
         let (since, all, gone) = &mut self.lost_lately;
@@ -66,14 +67,14 @@ impl Job {
         self.was_absent |= 2 * gone.len() >= (*all).max(2);
     }
 
-    /// The placement as it is cannot go on.
+    /// The present placement cannot continue.
     pub(in crate::job) fn place_from_scratch(&mut self, out: &mut Out) {
         self.workload.roll_back();
         self.plan(out);
     }
 
-    /// Standbys become the owners of all lost parts, if each has one that can. All or none: a standby that is taken is none any
-    /// more.
+    /// Standbys become the owners of all lost parts, if each lost part has a standby that can. All or none: a promoted
+    /// standby is no longer a standby.
     pub(in crate::job) fn promote(&mut self, now: Instant, lost: &BTreeSet<NodeId>, out: &mut Out) -> bool {
         let placed = matches!(self.phase, Phase::Preparing { .. } | Phase::Running);
         let gone = |part: &Part| lost.contains(&part.owner);
@@ -133,7 +134,7 @@ impl Job {
             Ok(found) => self.adopt(now, found, out),
             Err(NoPlan::Never(reason)) => self.ending = Some(Ending::Failed(reason)),
             Err(NoPlan::Grid(error)) if self.epoch.counter == 0 => {
-                // Nothing has been made that would be worth waiting for.
+                // Nothing has been computed yet, so there is nothing to wait for.
                 self.ending = Some(Ending::Failed(format!("{error}")));
             }
             Err(NoPlan::Grid(error)) => self.degrade(now, format!("{error}"), out),
@@ -141,7 +142,7 @@ impl Job {
         }
     }
 
-    /// Takes a placement that was found.
+    /// Adopts a placement.
     pub(in crate::job) fn adopt(&mut self, now: Instant, found: Found, out: &mut Out) {
         let kept: Vec<bool> =
             (0..self.parts.len()).map(|at| self.workload.is_same_part(&found, PartId::of(at))).collect();
@@ -149,11 +150,11 @@ impl Job {
         let old_owners: Vec<NodeId> = before.iter().map(|part| part.owner).collect();
         self.cut = self.cut.wrapping_add(1);
         self.parts = self.workload.adopt(found);
-        // Owners that get something else need the room.
+        // Nodes that own another part than before need their memory for it, so they do not stay standbys.
         let stays = |(at, owner): (usize, NodeId)| kept.get(at) == Some(&true) && old_owners.get(at) == Some(&owner);
         let owners = self.owners().into_iter().enumerate();
         let moved: BTreeSet<NodeId> = owners.filter(|owned| !stays(*owned)).map(|(_, owner)| owner).collect();
-        // Standbys of parts that stay the same stay.
+        // Standbys of unchanged parts stay.
         for ((part, old), _) in self.parts.iter_mut().zip(before).zip(&kept).filter(|(_, kept)| **kept) {
             let owner = part.owner;
             let stays = |standby: &Standby| standby.node != owner && !moved.contains(&standby.node);
@@ -168,7 +169,7 @@ impl Job {
         self.place(now, out);
     }
 
-    /// Issues the next epoch, and orders every part.
+    /// Issues the next epoch and orders every part.
     pub(in crate::job) fn place(&mut self, now: Instant, out: &mut Out) {
         let Some(next) = self.epoch.counter.checked_add(1) else {
             return self.degrade(now, "all epochs of this job are used up: start it again".into(), out);
@@ -198,7 +199,7 @@ impl Job {
         self.publish_record(out);
     }
 
-    /// Leases with all that take part.
+    /// Takes leases with all participants.
     pub(in crate::job) fn watch(&self, out: &mut Out) {
         let nodes: BTreeSet<NodeId> = self.owners().into_iter().collect();
         let standbys: BTreeSet<NodeId> = self.standby_nodes().difference(&nodes).copied().collect();
@@ -230,7 +231,7 @@ impl Job {
         }))
     }
 
-    /// Parts that a node has, as owner or standby.
+    /// Parts that a node holds, as owner or standby.
     pub(in crate::job) fn parts_of(&self, node: NodeId) -> impl Iterator<Item = PartId> + '_ {
         let has = move |part: &Part| part.owner == node || part.standby.as_ref().is_some_and(|s| s.node == node);
         self.parts.iter().enumerate().filter(move |(_, part)| has(part)).map(|(at, _)| PartId::of(at))
@@ -240,7 +241,7 @@ impl Job {
         out.push_back(JobOutput::Message { to, job: self.id, epoch: self.epoch, say });
     }
 
-    /// Orders their parts from the owners that have not answered.
+    /// Sends orders to the owners that have not answered.
     pub(in crate::job) fn send_orders(&self, out: &mut Out) {
         for (at, part) in self.parts.iter().enumerate().filter(|(_, part)| part.ready.is_none()) {
             if let Some(order) = self.order(PartId::of(at), Role::Owner) {
@@ -249,7 +250,7 @@ impl Job {
         }
     }
 
-    /// There is no plan: callers of `Start` hear why, and requests wait for a while.
+    /// There is no plan. Callers of `Start` receive the reason, and requests wait for a while.
     pub(in crate::job) fn degrade(&mut self, now: Instant, reason: String, out: &mut Out) {
         self.workload.stop();
         self.phase = Phase::Degraded { retry_at: now + DEGRADED_RETRY };
@@ -264,9 +265,9 @@ impl Job {
         self.degraded = Some(Degraded { since, reason });
     }
 
-    /// A participant that was lost is heard again. Returns whether the job waits for the others that are `lost` before it looks
-    /// for a plan: where this node itself stood still, they are heard within the next heartbeats, and what they hold need not
-    /// be loaded elsewhere.
+    /// A lost participant is heard again. Returns whether the job waits for the other `lost` nodes before it asks for a
+    /// plan. If this node itself stood still, they are heard within the next heartbeats, and the parts that they hold
+    /// need not be loaded again.
     pub(in crate::job) fn awaits_others(&mut self, now: Instant, lost: &BTreeSet<NodeId>) -> bool {
         let awaited = self.resident.keys().any(|node| lost.contains(node));
         let Phase::Degraded { retry_at } = &mut self.phase else { return false };
@@ -276,11 +277,11 @@ impl Job {
         awaited
     }
 
-    /// A peer knows a higher epoch than was issued here: never issue at or below it.
+    /// A peer reports a higher epoch than was issued here. Later epochs are issued above it.
     pub(in crate::job) fn skip_epochs(&mut self, theirs: Epoch) {
         self.epoch.counter = self.epoch.counter.max(theirs.counter);
     }
 }
 
-/// A node that is cut off loses the others within some leases of each other.
+/// A node that is cut off loses the other participants within a few leases of each other.
 const LOST_TOGETHER: Duration = Duration::from_secs(2);

@@ -1,8 +1,9 @@
-//! The timed challenges of one served model: whether its nodes compute as fast as they say.
+//! Calibration: timed challenges of one served model that measure whether its nodes compute as fast as they report.
 //!
-//! The coordinator asks for a few steps of the very stage that a node holds, itself included, and takes the time itself. The fastest
-//! of a few answers counts, because one may wait behind a busy executor. What the steps made is compared between a stage and
-//! its standby, and no node gets the same question twice: one that answers without computing is found there.
+//! The coordinator asks every node, itself included, to run a few steps of the stage that the node holds, and takes the
+//! time. The shortest of a few answers counts, because one may wait behind a busy executor. The results of a stage and
+//! its standby are compared, and no node gets the same question twice: a node that answers without computing is
+//! detected.
 use crate::id::{JobId, NodeId};
 use crate::limits::{CHALLENGE_EVERY, CHALLENGE_MAX, CHALLENGE_SOON, CHALLENGES};
 use crate::time::{Duration, Instant};
@@ -18,24 +19,24 @@ pub(super) struct Calibration {
 
 #[derive(Debug, Default)]
 struct Probe {
-    /// What the last ones took, as long as the node holds these layers.
+    /// The layers that the node holds. The answers are dropped when it holds others.
     layers: Range<u32>,
-    /// And whether no request ran meanwhile.
+    /// Times of the last answers, and whether no request ran meanwhile.
     took: VecDeque<(Duration, bool)>,
     due: Instant,
-    /// The period of [`CHALLENGE_EVERY`] in which it was challenged last, and how often in that.
+    /// The period of [`CHALLENGE_EVERY`] of the last challenge, and the number of that challenge in the period.
     asked: (u64, u32),
 }
 
-/// What is known of a node's speed once enough challenges were answered.
+/// Measured speed of a node, once enough challenges were answered.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Found {
     pub(super) layers: Range<u32>,
-    /// The fastest of the last answers.
+    /// The shortest time of the last answers.
     pub(super) took: Duration,
-    /// No request of the job ran while it was computed.
+    /// Whether no request of the job ran meanwhile.
     pub(super) quiet: bool,
-    /// The question of the last answer.
+    /// Nonce of the last answer.
     pub(super) nonce: u64,
 }
 
@@ -44,12 +45,13 @@ struct Running {
     node: NodeId,
     nonce: u64,
     sent: Instant,
-    /// What `Requests::quiet` said then.
+    /// Result of `Requests::quiet` at that time.
     quiet: Option<u64>,
 }
 
 impl Calibration {
-    /// Who is to be challenged now, if anybody is. `holders`: nodes and the layers that they hold in memory.
+    /// The next challenge, if one is due: the node and the nonce. `holders`: nodes and the layers that they hold in
+    /// memory.
     pub(super) fn next(
         &mut self,
         now: Instant,
@@ -85,7 +87,7 @@ impl Calibration {
         Some((node, nonce))
     }
 
-    /// A node answered. Returns its layers and what they took, once enough is known.
+    /// A node answered. Returns its layers and the time that they took, once enough answers are known.
     pub(super) fn handle_answer(
         &mut self,
         now: Instant,
@@ -97,7 +99,7 @@ impl Calibration {
         let running = self.running.take_if(|running| running.node == node && running.nonce == nonce)?;
         let probe = self.by_node.get_mut(&node)?;
         if !done {
-            probe.due = now + CHALLENGE_MAX; // it had no room for it: no answer
+            probe.due = now + CHALLENGE_MAX; // it had no memory for the challenge
             return None;
         }
         if probe.took.len() >= CHALLENGES {
@@ -110,7 +112,7 @@ impl Calibration {
         enough.then(|| Found { layers: probe.layers.clone(), took, quiet, nonce })
     }
 
-    /// When the next of them is due.
+    /// When the next challenge or timeout is due.
     pub(super) fn next_wakeup(&self) -> Option<Instant> {
         match &self.running {
             Some(running) => Some(running.sent + CHALLENGE_MAX),
@@ -119,8 +121,8 @@ impl Calibration {
     }
 }
 
-/// Equal for the nth challenge of a period of all nodes that hold these layers of the job, so that their rows can be compared;
-/// different for every challenge of one node.
+/// Nonce of a challenge. Equal for the nth challenge of a period of all nodes that hold these layers of the job, so
+/// that their rows can be compared. Different for every challenge of one node.
 fn nonce_of(job: JobId, layers: &Range<u32>, (period, nth): (u64, u32)) -> u64 {
     let asked = (period.wrapping_mul(64) + u64::from(nth)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     job.0.rotate_left(17) ^ (u64::from(layers.start) << 32 | u64::from(layers.end)) ^ asked
@@ -166,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_that_does_not_come_blocks_nobody() {
+    fn a_missing_answer_blocks_no_other_node() {
         let mut calibration = Calibration::default();
         let holders = [(A, 0..4), (B, 4..8)];
         calibration.next(Instant(0), JobId(1), &holders, None);

@@ -1,4 +1,5 @@
-//! The requests of one served model at its coordinator: a bounded queue, the slots, and what goes to the first and the last stage.
+//! Requests of one served model at its coordinator: a bounded queue, the slots, and the traffic to the first and the
+//! last stage.
 use super::stream::{Caller, Stream, Taken};
 use crate::id::{CallId, Epoch, JobId, NodeId, PartId, RequestId};
 use crate::job::output::{JobOutput, Out};
@@ -14,7 +15,7 @@ use crate::work::serve::{DoneReason, Logged, Position, Request, ToCaller};
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::{format, string::String, vec::Vec};
 
-/// Where frames go while the job is ready.
+/// Route of the frames while the job runs.
 #[derive(Clone, Debug)]
 pub(in crate::job) struct Track {
     pub(in crate::job) epoch: Epoch,
@@ -22,7 +23,7 @@ pub(in crate::job) struct Track {
     pub(in crate::job) stages: Vec<NodeId>,
     /// Predicted nanoseconds per token, for the watchdog.
     pub(in crate::job) token_ns: u64,
-    /// Standbys that are fed, and for which stage.
+    /// Standbys that receive copies, with their stages.
     pub(in crate::job) standbys: Vec<(PartId, NodeId)>,
 }
 
@@ -44,8 +45,8 @@ impl Track {
 
 /// Queue and slots.
 ///
-/// Invariants: at most `slots` streams and `QUEUE_MAX` waiting; every submitted call gets exactly one `Done`, the last
-/// thing told about it; ids of requests grow.
+/// Invariants: at most `slots` streams run and `QUEUE_MAX` wait; every submitted call gets exactly one `Done`, as its
+/// last event; request ids grow.
 #[derive(Debug)]
 pub(in crate::job) struct Requests {
     job: JobId,
@@ -55,15 +56,15 @@ pub(in crate::job) struct Requests {
     next: u64,
     waiting: VecDeque<Stream>,
     running: BTreeMap<RequestId, Stream>,
-    /// Requests that ended whose caller is at another node or gone, and may ask for them; at most [`SEQUENCES_MAX`].
+    /// Ended requests whose caller is at another node or gone, and may ask for them; at most [`SEQUENCES_MAX`].
     ended: VecDeque<(Instant, Stream, DoneReason)>,
-    /// Requests that are over, and successors do not know it yet.
+    /// Ended requests that successors do not know of yet.
     over: Vec<RequestId>,
-    /// When successors are sent what they lack.
+    /// When successors are sent the log entries that they lack.
     log_at: Option<Instant>,
-    /// The last requests closed: a `Close` lost with a connection is repeated when it stands again.
+    /// The requests closed last: a `Close` that was lost with a connection is repeated when the connection is up again.
     closed: VecDeque<RequestId>,
-    /// None while the job is being placed.
+    /// `None` while the job is being placed.
     track: Option<Track>,
 }
 
@@ -89,7 +90,7 @@ impl Requests {
         (self.running.len(), self.waiting.len())
     }
 
-    /// While no request runs: a number that changes when one begins.
+    /// While no request runs: a number that changes with each new request. `None` otherwise.
     pub(in crate::job) fn quiet(&self) -> Option<u64> {
         self.running.is_empty().then_some(self.next)
     }
@@ -98,8 +99,8 @@ impl Requests {
         self.running.is_empty() && self.waiting.is_empty()
     }
 
-    /// The requests of a coordinator that is gone, which keep their ids: stages hold caches by them. `first` is above all ids that
-    /// the coordinator can have issued.
+    /// Takes over the requests of a silent coordinator. They keep their ids, because the stages' caches are named by
+    /// them. `first` is above all ids that the old coordinator can have issued.
     pub(in crate::job) fn inherit(&mut self, now: Instant, first: u64, log: TokenLog) {
         for (id, request, answer) in log.into_requests() {
             self.next = id.0.saturating_add(1);
@@ -119,7 +120,8 @@ impl Requests {
         id
     }
 
-    /// Takes a request, goes on with it if it is known by its key, or says why not. Its caller gets the tokens from position `from` on.
+    /// Accepts a request, attaches its caller if the same request is known, or rejects it with a reason. The caller
+    /// gets the tokens from position `from` on.
     pub(in crate::job) fn submit(
         &mut self,
         now: Instant,
@@ -154,8 +156,8 @@ impl Requests {
         Submitted::Refused
     }
 
-    /// A caller that asks again for what runs, waits or has just ended gets what it lacks. A request that is not known comes
-    /// back.
+    /// Attaches a caller to the same request (key included) that runs, waits or has just ended: it gets the tokens that
+    /// it lacks. Returns a request that is not known.
     fn attach(&mut self, caller: Caller, request: Request, from: u32, out: &mut Out) -> Option<Request> {
         let known = |stream: &Stream| stream.request == request;
         if let Some(stream) = self.running.values_mut().chain(&mut self.waiting).find(|stream| known(stream)) {
@@ -175,7 +177,7 @@ impl Requests {
         None
     }
 
-    /// The caller has enough.
+    /// A caller cancelled its request.
     pub(in crate::job) fn cancel(&mut self, now: Instant, caller: Caller, out: &mut Out) {
         if let Some(at) = self.waiting.iter().position(|waiting| waiting.caller == caller) {
             if let Some(stream) = self.waiting.remove(at) {
@@ -189,7 +191,7 @@ impl Requests {
         }
     }
 
-    /// A node that has callers is gone. They may ask again elsewhere, and their requests go on.
+    /// A node that has callers is down. Their requests continue, because the callers may ask again at another node.
     pub(in crate::job) fn handle_gone(&mut self, now: Instant, node: NodeId) {
         for stream in self.running.values_mut().chain(&mut self.waiting) {
             if matches!(stream.caller, Caller::Away(at, _) if at == node) {
@@ -198,30 +200,31 @@ impl Requests {
         }
     }
 
-    /// Whether anyone has asked for a request, or may still do so.
+    /// Whether any running or waiting request has a caller.
     pub(in crate::job) fn has_callers(&self) -> bool {
         let mut all = self.running.values().chain(&self.waiting);
         all.any(|stream| !matches!(stream.caller, Caller::Gone(_)))
     }
 
-    /// Another node coordinates the job: the calls of this node's callers, with their requests and the position that each gets next.
+    /// Another node coordinates the job. Returns the calls of this node's callers, each with its request and the
+    /// position of its next token.
     pub(in crate::job) fn hand_over(&mut self) -> Vec<(CallId, Request, u32)> {
         let all = core::mem::take(&mut self.running).into_values().chain(core::mem::take(&mut self.waiting));
         let here = |stream: Stream| match stream.caller {
             Caller::Here(call) => Some((call, stream.told_to(), stream.request)),
             Caller::Away(..) | Caller::Gone(_) => None,
         };
-        all.filter_map(here).map(|(call, told, request)| (call, request, told)).collect()
+        all.filter_map(here).map(|(call, next, request)| (call, request, next)).collect()
     }
 
-    /// Ends a running request: its caches are freed on every stage, the next in the queue gets its slot.
+    /// Ends a running request. Its caches are freed on every stage, and the next request in the queue gets its slot.
     fn finish(&mut self, now: Instant, id: RequestId, reason: DoneReason, out: &mut Out) {
         let Some(stream) = self.running.remove(&id) else { return };
         self.close(id, out);
         self.log_over(&stream);
         self.log_soon(now);
         done(stream.caller, reason.clone(), stream.told_to(), out);
-        // What another node is sent may be lost: it asks again.
+        // Messages to another node may be lost, and its caller may ask again.
         if !matches!(stream.caller, Caller::Here(_)) {
             self.ended.push_back((now, stream, reason));
             if self.ended.len() > SEQUENCES_MAX as usize {
@@ -242,9 +245,9 @@ impl Requests {
         }
     }
 
-    // ---- the log of successors
+    // ---- the token log
 
-    /// Successors lack everything: there are others, or something sent to them is lost.
+    /// Successors lack the whole log: they are new, or messages to them may be lost.
     pub(in crate::job) fn log_again(&mut self, now: Instant) {
         self.running.values_mut().chain(&mut self.waiting).for_each(Stream::forget_logged);
         self.log_at = Some(now);
@@ -254,14 +257,14 @@ impl Requests {
         self.log_at = self.log_at.or(Some(now + LOG_EVERY));
     }
 
-    /// A request is over. While the job is being placed that goes without saying: successors begin a new log with each epoch.
+    /// A request ended. While the job is being placed this is not logged: successors begin a new log with each epoch.
     fn log_over(&mut self, stream: &Stream) {
         if self.track.is_some() {
             self.over.push(stream.id);
         }
     }
 
-    /// What successors are sent now, if that is due.
+    /// The log entries that successors are sent now, if they are due.
     pub(in crate::job) fn take_log(&mut self, now: Instant) -> Vec<(RequestId, Logged)> {
         if self.log_at.is_none_or(|at| at > now) {
             return Vec::new();
@@ -283,14 +286,15 @@ impl Requests {
         news
     }
 
-    /// No node could succeed this one.
+    /// There are no successors.
     pub(in crate::job) fn drop_log(&mut self) {
         self.over.clear();
         self.log_at = None;
     }
 
-    /// The job is ready under a new epoch, and `held` is what the stages' caches hold still. Returns for each stage, and for
-    /// each request of which anything is held, how much of it the next stage holds.
+    /// The job is ready under a new epoch. `held` is what the stages' caches still hold. Returns, for each stage and
+    /// each request of which the stage or the next one holds something, the number of positions that the next stage
+    /// holds.
     pub(in crate::job) fn resume(
         &mut self,
         now: Instant,
@@ -314,7 +318,7 @@ impl Requests {
         resume
     }
 
-    /// Every running request goes on from its token log, and what stages hold of requests that are over is freed.
+    /// Every running request continues from its token log. Frees what stages hold of ended requests.
     pub(in crate::job) fn start(&mut self, now: Instant, held: &[(NodeId, &[Position])], out: &mut Out) {
         held.iter().for_each(|&(node, positions)| self.close_ended(node, positions, out));
         let ids: Vec<RequestId> = self.running.keys().copied().collect();
@@ -325,7 +329,7 @@ impl Requests {
         self.fill_slots(now, out);
     }
 
-    /// Frees what a node holds of requests that are over: their `Close` went to those who took part then.
+    /// Frees what a node holds of ended requests. Their `Close` went to the participants of that time.
     pub(in crate::job) fn close_ended(&self, to: NodeId, positions: &[Position], out: &mut Out) {
         let Some(track) = &self.track else { return };
         let (job, epoch) = (self.job, track.epoch);
@@ -334,38 +338,38 @@ impl Requests {
         out.extend(over.map(close));
     }
 
-    /// These standbys are fed from now on.
+    /// Sets the standbys that receive copies.
     pub(in crate::job) fn set_standbys(&mut self, standbys: Vec<(PartId, NodeId)>) {
         if let Some(track) = &mut self.track {
             track.standbys = standbys;
         }
     }
 
-    /// Whether a node is the standby of the first stage.
+    /// Whether a node is the first stage's standby, which the coordinator feeds.
     pub(in crate::job) fn feeds(&self, from: NodeId, epoch: Epoch) -> bool {
         self.track.as_ref().is_some_and(|track| track.epoch == epoch && track.first_standby() == Some(from))
     }
 
-    /// The first stage's standby holds `have` positions: it is sent what follows, up to what the first stage was sent.
+    /// The first stage's standby holds `have` positions. It is sent what follows, up to what the first stage was sent.
     pub(in crate::job) fn handle_resume(&mut self, to: NodeId, id: RequestId, have: u32, out: &mut Out) {
         let (Some(track), Some(stream)) = (&self.track, self.running.get(&id)) else { return };
         let frames = stream.sent_since(have, self.job, track.epoch);
         out.extend(frames.into_iter().map(|(header, tokens)| JobOutput::Frame { to, header, tokens, copy: true }));
     }
 
-    /// Up to which position every stage is known to be, of each running request.
+    /// For each running request, the position up to which every stage is known to be.
     pub(in crate::job) fn acked(&self) -> BTreeMap<RequestId, u32> {
         self.running.iter().map(|(&id, stream)| (id, stream.acked())).collect()
     }
 
-    /// The job is placed once more: nothing is sent until `start`.
+    /// The job is placed again. Nothing is sent until `start`.
     pub(in crate::job) fn stop(&mut self) {
         self.over.clear();
         self.track = None;
     }
 
-    /// The executor failed under the running requests; one that was there too often is given up, since it may be what
-    /// breaks it.
+    /// The executor failed under the running requests. A request that was there too often is given up, because it may
+    /// be the cause.
     pub(in crate::job) fn strike(&mut self, now: Instant, reason: &str, out: &mut Out) {
         let mut out_of_patience = Vec::new();
         for stream in self.running.values_mut() {
@@ -380,7 +384,7 @@ impl Requests {
         }
     }
 
-    /// Ends everything; returns the calls that were ended.
+    /// Ends all requests with this reason.
     pub(in crate::job) fn fail_all(&mut self, reason: &DoneReason, out: &mut Out) {
         for (id, stream) in core::mem::take(&mut self.running) {
             self.close(id, out);
@@ -425,16 +429,16 @@ impl Requests {
             let copy =
                 track.first_standby().map(|to| JobOutput::Frame { to, header, tokens: tokens.clone(), copy: true });
             out.push_back(JobOutput::Frame { to: track.first(), header, tokens, copy: false });
-            out.extend(copy); // after the stage that is waited for
+            out.extend(copy); // after the owner, which the answer depends on
         }
     }
 
-    /// Whether a report under this epoch, from this node, comes from the last stage of the present track.
+    /// Whether a node is the last stage of the present track, under its epoch.
     pub(in crate::job) fn is_last_stage(&self, from: NodeId, epoch: Epoch) -> bool {
         self.track.as_ref().is_some_and(|track| track.epoch == epoch && track.last() == from)
     }
 
-    /// Whether it comes from any stage of the present track.
+    /// Whether a node is any stage of the present track, under its epoch.
     pub(in crate::job) fn is_stage(&self, from: NodeId, epoch: Epoch) -> bool {
         self.track.as_ref().is_some_and(|track| track.epoch == epoch && track.stages.contains(&from))
     }
@@ -460,9 +464,9 @@ impl Requests {
                 self.finish(now, id, reason, out);
             }
             Taken::Known | Taken::Unasked => {}
-            Taken::Differs { told } => {
+            Taken::Differs { sent } => {
                 let what = format!(
-                    "job {:x} request {} position {position}: the caller has token {told}, a replay made {token}; the \
+                    "job {:x} request {} position {position}: the caller has token {sent}, a replay sampled {token}; the \
                      stages do not compute the same bits",
                     self.job.0, id.0
                 );
@@ -480,14 +484,14 @@ impl Requests {
         }
     }
 
-    /// A stage holds only `have` positions of what was sent: send again from there.
+    /// A stage holds only `have` positions of what was sent. Resends from there.
     pub(in crate::job) fn handle_gap(&mut self, now: Instant, id: RequestId, have: u32, out: &mut Out) {
         if self.running.get_mut(&id).is_some_and(|stream| stream.takes_gap(now, have)) {
             self.resend(now, id, have, out);
         }
     }
 
-    /// A connection to a stage broke and stands again: what was on it may be lost either way.
+    /// A broken connection to a stage is up again: messages may be lost in both directions.
     pub(in crate::job) fn handle_reconnected(&mut self, now: Instant, node: NodeId, out: &mut Out) {
         let Some(track) = &self.track else { return };
         let owns = track.stages.contains(&node);
@@ -514,7 +518,8 @@ impl Requests {
         self.pump(id, out);
     }
 
-    /// Sends again what has been silent for too long. Returns a reason to place the job anew when that did not help.
+    /// Resends requests that made no progress for too long. Returns a reason to place the job again if that did not
+    /// help.
     pub(in crate::job) fn handle_wakeup(&mut self, now: Instant, out: &mut Out) -> Option<String> {
         self.give_up_detached(now, out);
         let token_ns = self.track.as_ref()?.token_ns;
@@ -534,7 +539,7 @@ impl Requests {
         None
     }
 
-    /// Requests that no caller has asked for again.
+    /// Drops requests that no caller has asked for again within [`DETACHED_MAX`].
     fn give_up_detached(&mut self, now: Instant, out: &mut Out) {
         self.ended.retain(|(since, ..)| now.since(*since) < DETACHED_MAX);
         let late = |stream: &Stream| matches!(stream.caller, Caller::Gone(at) if now.since(at) >= DETACHED_MAX);
@@ -569,16 +574,16 @@ fn message(to: NodeId, job: JobId, epoch: Epoch, say: ToStage) -> JobOutput {
     JobOutput::Message { to, job, epoch, say: ToParticipant::Stage(say) }
 }
 
-/// What became of a request that was submitted.
+/// Outcome of a submission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::job) enum Submitted {
-    /// It runs, waits, or its caller got its answer.
+    /// The request runs, waits, or was answered.
     Taken,
-    /// Its caller got the reason.
+    /// The request was rejected, and its caller was sent the reason.
     Refused,
 }
 
-/// A caller gets the token of a position.
+/// Sends a caller the token of a position.
 fn tell(caller: Caller, position: u32, token: u32, out: &mut Out) {
     match caller {
         Caller::Here(call) => out.push_back(JobOutput::Notify(Event::Token { call, position, token })),
@@ -589,7 +594,7 @@ fn tell(caller: Caller, position: u32, token: u32, out: &mut Out) {
     }
 }
 
-/// A caller gets the end of its request, after the token before position `end`.
+/// Sends a caller the end of its request. The last token is before position `end`.
 fn done(caller: Caller, reason: DoneReason, end: u32, out: &mut Out) {
     match caller {
         Caller::Here(call) => out.push_back(JobOutput::Notify(Event::Done { call, reason })),

@@ -1,4 +1,4 @@
-//! One request at the head: its token log, what of it is on the way, and when to send it again.
+//! One request at the coordinator: its token log, what is in flight, and when to resend.
 use crate::id::{CallId, Epoch, JobId, NodeId, PartId, RequestId};
 use crate::limits::{CHUNK_POSITIONS_MAX, LOG_TOKENS_MAX, WATCHDOG_MIN, chunk_positions, chunks_in_flight};
 use crate::message::FrameHeader;
@@ -8,16 +8,16 @@ use crate::work::serve::{DoneReason, Logged, Request};
 use alloc::collections::VecDeque;
 use alloc::vec::Vec;
 
-/// A request in a slot.
+/// A request, queued or in a slot.
 ///
-/// Invariants: `acked <= sent <= tokens.len()`; every token after the prompt was told to the caller once, when it was
+/// Invariants: `acked <= sent <= tokens.len()`; every token after the prompt was sent to the caller once, when it was
 /// pushed.
 #[derive(Debug)]
 pub(super) struct Stream {
     pub(super) id: RequestId,
     pub(super) caller: Caller,
     pub(super) request: Request,
-    /// Prompt, then what was generated: all that is needed to go on anywhere.
+    /// The prompt, then the generated tokens: all that is needed to continue anywhere.
     tokens: Vec<u32>,
     /// Positions `0..sent` are in the pipeline under the present epoch.
     sent: u32,
@@ -25,40 +25,40 @@ pub(super) struct Stream {
     acked: u32,
     /// Ends of unsampled chunks that were sent and not acknowledged.
     chunks: VecDeque<u32>,
-    /// The last gap that was answered: when, and what was held.
+    /// The last gap that was answered: when, and the positions that the stage held.
     gap: Option<(Instant, u32)>,
-    /// When it last got further.
+    /// When it last made progress.
     progress_at: Instant,
-    /// Times it was sent again since.
+    /// Number of resends since then.
     pub(super) resends: u32,
-    /// Placements that failed since it last got further.
+    /// Number of failed placements since its last token.
     pub(super) strikes: u32,
-    /// Tokens that successors were sent; none if they have not heard of the request.
+    /// Number of tokens that successors were sent. `None` if they do not know of the request.
     logged: Option<u32>,
 }
 
-/// Who waits for the tokens of a request.
+/// Receiver of a request's tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::job) enum Caller {
     /// A caller of this node.
     Here(CallId),
     /// A caller of another node.
     Away(NodeId, CallId),
-    /// None since then: it may ask again.
+    /// None since then. The caller may ask again.
     Gone(Instant),
 }
 
-/// What a token from the last stage means.
+/// Meaning of a token from the last stage.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Taken {
-    /// New: tell the caller, go on.
+    /// New: send it to the caller, and continue.
     Next,
-    /// New, and the last one: tell the caller, then this.
+    /// New, and the last one: send it to the caller, then this.
     Last(DoneReason),
-    /// Told before (an answer to something sent twice).
+    /// Sent before (an answer to something that was sent twice).
     Known,
-    /// Told before, and different: the numerics contract is broken somewhere.
-    Differs { told: u32 },
+    /// Sent before, and different: the numerics contract is broken somewhere.
+    Differs { sent: u32 },
     /// For a position that was not asked for.
     Unasked,
 }
@@ -81,12 +81,12 @@ impl Stream {
         }
     }
 
-    /// A request that another coordinator ran, as far as its successors know it.
+    /// A request that another coordinator ran, as far as the token log has it.
     pub(super) fn inherited(now: Instant, id: RequestId, request: Request, answer: &[u32], eos: &[u32]) -> Self {
         let mut stream = Stream::new(now, id, Caller::Gone(now), request);
         let ends = |token: &u32| eos.contains(token) && !stream.request.ignore_eos;
         let whole = answer.len() >= stream.request.max_tokens as usize || answer.last().is_some_and(ends);
-        // Its last token is computed once more, so that it ends as every other.
+        // The last token of a whole answer is computed again, so that the request ends like any other.
         let known = answer.len().saturating_sub(usize::from(whole));
         stream.tokens.extend_from_slice(&answer[..known]);
         stream
@@ -97,27 +97,27 @@ impl Stream {
         self.progress_at = now;
     }
 
-    /// The tokens from `from` on for a caller, with their positions; never the prompt's.
+    /// Tokens with their positions, for a caller: from `from` on, without the prompt.
     pub(super) fn told_from(&self, from: u32) -> impl Iterator<Item = (u32, u32)> + '_ {
         (0..).zip(self.tokens.iter().copied()).skip(from.max(self.prompt_len()) as usize)
     }
 
-    /// The position of the token that its caller gets next.
+    /// Position of the caller's next token.
     pub(super) fn told_to(&self) -> u32 {
         self.len()
     }
 
-    /// Successors have to be sent everything once more.
+    /// Successors need the whole request again.
     pub(super) fn forget_logged(&mut self) {
         self.logged = None;
     }
 
-    /// Whether successors lack anything of it.
+    /// Whether successors lack any of it.
     pub(super) fn has_news(&self) -> bool {
         self.logged != Some(self.len())
     }
 
-    /// The next that successors are sent of it.
+    /// The next log entry for successors.
     pub(super) fn news(&mut self) -> Option<Logged> {
         let Some(from) = self.logged else {
             self.logged = Some(0);
@@ -136,7 +136,7 @@ impl Stream {
         Some(Logged::Tokens { from, tokens })
     }
 
-    /// Everything so far, for `Open`.
+    /// All tokens so far, for `Open`.
     pub(super) fn tokens(&self) -> &[u32] {
         &self.tokens
     }
@@ -145,9 +145,9 @@ impl Stream {
         u32::try_from(self.tokens.len()).unwrap_or(u32::MAX)
     }
 
-    /// Forgets what was sent at or after `position`: it will be sent again.
+    /// Marks what was sent at or after `position` as not sent, so that it is sent again.
     pub(super) fn rewind(&mut self, now: Instant, position: u32) {
-        // Every cache may hold every position, and still a token is awaited: the last position is computed once more.
+        // Every cache may hold every position while a token is still awaited: then the last position is computed again.
         let position = position.min(self.len().saturating_sub(1));
         self.sent = self.sent.min(position);
         self.acked = self.acked.min(position);
@@ -157,27 +157,28 @@ impl Stream {
         self.progress_at = now;
     }
 
-    /// A new placement, whose stages hold so many positions each and can send their rows again from another on (first to
-    /// last: held, kept from). Returns for each stage but the last how much the next one holds.
+    /// Plans the replay for a new placement. `stages[i]` is (positions cached, first position whose rows are still in
+    /// the stage's send log), first to last. Returns, for each stage but the last, the number of positions that the
+    /// next stage holds.
     ///
-    /// From the last stage backwards: a stage whose ring reaches back sends again what the next one misses and needs nothing
-    /// itself that it holds; one whose ring does not reach back has to compute it again. Whatever the first stage needs
-    /// comes from the log.
+    /// From the last stage backwards: a stage whose send log reaches back far enough resends what the next stage lacks,
+    /// and needs no position again that it holds. A stage whose log does not reach back must compute those positions
+    /// again. What the first stage needs comes from the token log.
     pub(super) fn resume(&mut self, now: Instant, stages: &[(u32, u32)]) -> Vec<u32> {
         let len = self.len();
         let Some(((last, _), before)) = stages.split_last() else { return Vec::new() };
-        // The token after the last position is awaited: that position is computed once more by the last stage at least.
+        // The token after the last position is awaited, so at least the last stage computes that position again.
         let mut need = (*last).min(len.saturating_sub(1));
         let mut least = need;
         let mut next_holds = Vec::from_iter(before.iter().map(|_| 0));
-        for (told, &(have, kept_from)) in next_holds.iter_mut().zip(before).rev() {
+        for (holds, &(have, kept_from)) in next_holds.iter_mut().zip(before).rev() {
             let have = have.min(len);
-            *told = need + u32::from(planted::has(Planted::ResumeOneAhead));
+            *holds = need + u32::from(planted::has(Planted::ResumeOneAhead));
             need = if have > need && kept_from <= need { have } else { have.min(need) };
             least = least.min(have);
         }
         self.rewind(now, need);
-        self.sent = need; // all of them, where a ring serves
+        self.sent = need; // all positions, if a send log serves
         self.acked = least;
         while self.chunks.front().is_some_and(|&end| end <= least) {
             self.chunks.pop_front();
@@ -187,12 +188,12 @@ impl Stream {
         next_holds
     }
 
-    /// What was sent from `position` on, once more, for a standby of the first stage.
+    /// Frames with what was sent from `position` on, for a standby of the first stage.
     pub(super) fn sent_since(&self, position: u32, job: JobId, epoch: Epoch) -> Vec<(FrameHeader, Vec<u32>)> {
         let starts = (position..self.sent).step_by(CHUNK_POSITIONS_MAX as usize);
         let frame = |position: u32| {
             let count = (self.sent - position).min(CHUNK_POSITIONS_MAX);
-            // The standby chooses no token, but what it makes of this may be sent again when it is no standby any more.
+            // A standby samples no token, but its rows may be resent once it is promoted.
             let sample = position + count >= self.prompt_len();
             let header =
                 FrameHeader { job, epoch, part: PartId(0), channel: self.id.0, cursor: position, count, last: sample };
@@ -201,15 +202,15 @@ impl Stream {
         starts.map(frame).collect()
     }
 
-    /// Up to which position every stage is known to be.
+    /// Position up to which every stage is known to be.
     pub(super) fn acked(&self) -> u32 {
         self.acked
     }
 
-    /// Whether to send again to a stage that holds `have` positions: something sent is missing there, and it is not just
-    /// one more frame, sent before, that met the same gap.
+    /// Whether to resend to a stage that holds `have` positions: it lacks something that was sent, and this is not a
+    /// report of the same gap by another frame in flight.
     pub(super) fn takes_gap(&mut self, now: Instant, have: u32) -> bool {
-        let known = self.gap.is_some_and(|(at, told)| told == have && now.since(at) < GAP_QUIET);
+        let known = self.gap.is_some_and(|(at, held)| held == have && now.since(at) < GAP_QUIET);
         if have >= self.sent || known {
             return false;
         }
@@ -217,7 +218,7 @@ impl Stream {
         true
     }
 
-    /// The next frame into the first of `stages` stages, if one may be sent now.
+    /// The next frame for the first stage of a pipeline of `stages` stages, if one may be sent now.
     pub(super) fn next_frame(&mut self, job: JobId, epoch: Epoch, stages: u32) -> Option<(FrameHeader, Vec<u32>)> {
         let (position, len) = (self.sent, self.len());
         if position >= len || self.chunks.len() >= chunks_in_flight(stages) as usize {
@@ -235,8 +236,8 @@ impl Stream {
         Some((header, self.tokens[position as usize..end as usize].to_vec()))
     }
 
-    /// Positions before `position` are in every cache. True if those are all, and no token was chosen for the next one: it
-    /// was not asked for, and has to be.
+    /// Positions before `position` are in every cache. Returns true if these are all positions and no token was sampled
+    /// for the next one: the frame did not ask for a token, so one has to.
     pub(super) fn handle_progress(&mut self, now: Instant, position: u32) -> bool {
         if position > self.sent || position <= self.acked {
             return false;
@@ -245,10 +246,10 @@ impl Stream {
         position == self.len()
     }
 
-    /// The last stage chose `token` for `position`.
+    /// The last stage sampled `token` for `position`.
     pub(super) fn handle_token(&mut self, now: Instant, position: u32, token: u32, eos: &[u32], context: u32) -> Taken {
-        if let Some(&told) = self.tokens.get(position as usize) {
-            return if told == token || position < self.prompt_len() { Taken::Known } else { Taken::Differs { told } };
+        if let Some(&sent) = self.tokens.get(position as usize) {
+            return if sent == token || position < self.prompt_len() { Taken::Known } else { Taken::Differs { sent } };
         }
         if position != self.len() || self.sent != position {
             return Taken::Unasked;
@@ -279,10 +280,12 @@ impl Stream {
         self.resends = 0;
     }
 
-    /// When to send again if nothing comes back: `token_ns` is the predicted time of one decode step, `sharers` the
-    /// requests that share the stages. Doubles with each attempt, so that slowness does not feed itself.
+    /// When to resend if nothing comes back. `token_ns` is the predicted time of one decode step, `sharers` the number
+    /// of requests that share the stages. Doubles with each attempt, so that resends do not slow a slow mesh down
+    /// further.
     pub(super) fn resend_at(&self, token_ns: u64, sharers: u32) -> Instant {
-        // Progress is told for each chunk; its rows share a pass over the weights, so each costs far less than a decode step.
+        // Progress is reported per chunk. Its rows share a pass over the weights, so each costs far less than a decode
+        // step.
         let rows = u64::from((self.sent - self.acked).clamp(1, CHUNK_POSITIONS_MAX));
         let steps = if rows == 1 { 8 } else { 8 + rows / 2 };
         let predicted = token_ns.saturating_mul(steps).saturating_mul(u64::from(sharers.max(1)));
@@ -291,7 +294,7 @@ impl Stream {
     }
 }
 
-/// How long the same gap is not answered twice: all chunks in flight meet it, one after the other.
+/// Least time between two answers to the same gap: all chunks in flight meet it, one after the other.
 const GAP_QUIET: Duration = Duration::from_millis(200);
 
 #[cfg(test)]
@@ -340,7 +343,7 @@ mod tests {
             (sent.len(), sent[0].1)
         };
         assert_eq!([1, 2, 4, 5, 12, 24].map(first), [(3, 512), (4, 512), (6, 512), (7, 256), (14, 170), (26, 85)]);
-        assert_eq!(first(1000), (64, 16), "however deep");
+        assert_eq!(first(1000), (64, 16), "at any depth");
     }
 
     #[test]
@@ -350,7 +353,7 @@ mod tests {
         assert_eq!(stream.handle_token(Instant(1), 4, 9, &[], 100), Taken::Unasked);
         assert_eq!(stream.handle_token(Instant(1), 3, 9, &[], 100), Taken::Next);
         assert_eq!(stream.handle_token(Instant(1), 3, 9, &[], 100), Taken::Known);
-        assert_eq!(stream.handle_token(Instant(1), 3, 8, &[], 100), Taken::Differs { told: 9 });
+        assert_eq!(stream.handle_token(Instant(1), 3, 8, &[], 100), Taken::Differs { sent: 9 });
         assert_eq!(stream.handle_token(Instant(1), 4, 9, &[], 100), Taken::Unasked, "position 3 was not sent yet");
         assert_eq!(frames(&mut stream), vec![(3, 1, true)]);
         assert_eq!(stream.handle_token(Instant(1), 4, 7, &[], 100), Taken::Next);
@@ -377,17 +380,18 @@ mod tests {
             frames(&mut stream);
             (stream.resume(Instant(2), stages), frames(&mut stream))
         };
-        // 101 positions. All hold all of them, and the token was lost with the last stage: the ring before it serves.
+        // 101 positions. All stages hold all of them, and the token was lost with the last stage: the send log before
+        // it serves.
         assert_eq!(resumed(&[(101, 0), (101, 0), (101, 0)]), (vec![101, 100], vec![]));
-        // A standby that is two behind: the ring of the stage before it serves.
+        // A standby that is two positions behind: the send log of the stage before it serves.
         assert_eq!(resumed(&[(101, 0), (99, 0), (100, 0)]), (vec![99, 100], vec![]));
-        // A new stage in the middle of a full ring: nothing of the first stage is computed again.
+        // A new stage in the middle, after a send log that has everything: the first stage computes nothing again.
         assert_eq!(resumed(&[(101, 0), (0, 0), (100, 0)]), (vec![0, 100], vec![]));
-        // The ring does not reach back: from the log.
+        // The send log does not reach back: the token log serves.
         assert_eq!(resumed(&[(101, 50), (0, 0), (100, 0)]), (vec![0, 100], vec![(0, 101, true)]));
-        // The first stage is new: it computes everything, the others what they miss.
+        // The first stage is new: it computes everything, the other stages what they lack.
         assert_eq!(resumed(&[(0, 0), (101, 0), (100, 0)]), (vec![101, 100], vec![(0, 101, true)]));
-        // The last one is new, and the log is the only one to know the whole.
+        // The last stage is new, and only the token log has everything.
         assert_eq!(resumed(&[(100, 90), (100, 90), (0, 0)]), (vec![0, 0], vec![(0, 101, true)]));
     }
 
@@ -395,7 +399,7 @@ mod tests {
     fn when_all_is_held_and_no_token_comes_the_last_position_is_asked_for() {
         let mut stream = stream(3, 9);
         frames(&mut stream);
-        assert!(stream.handle_progress(Instant(1), 3), "a ring sent it again without asking for a token");
+        assert!(stream.handle_progress(Instant(1), 3), "a send log resent it without asking for a token");
         stream.rewind(Instant(1), 3);
         assert_eq!(frames(&mut stream), vec![(2, 1, true)]);
     }
@@ -419,9 +423,9 @@ mod tests {
         assert_eq!((&request, &answer), (&before.request, &vec![9]));
         let mut after = Stream::inherited(Instant(2), RequestId(5), request.clone(), &answer, &[]);
         assert_eq!(after.told_from(0).collect::<Vec<_>>(), [(3, 9)]);
-        // The stages are ahead of the log: they compute what it lacks once more.
+        // The stages are ahead of the token log: they compute again what it lacks.
         assert_eq!(after.resume(Instant(2), &[(5, 0), (5, 0)]), vec![3]);
         let whole = Stream::inherited(Instant(2), RequestId(5), request, &[9, 8], &[8]);
-        assert_eq!(whole.told_from(4).count(), 0, "its last token ends it once more");
+        assert_eq!(whole.told_from(4).count(), 0, "its last token is computed again");
     }
 }

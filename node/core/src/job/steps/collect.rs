@@ -1,26 +1,27 @@
-//! Results of a simulation: checkpoints and outputs as they are fetched from owners, and reports as they are added up.
+//! Results of a simulation, assembled from tiles: saved states as they are fetched from owners, and reports as they are
+//! added up.
 use crate::id::PartId;
 use crate::planted::{self, Planted};
 use crate::work::steps::{Report, SaveKind};
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec::Vec;
 
-/// Parts of what is to be whole, from each tile one.
+/// States and reports that need a part from each tile.
 #[derive(Debug, Default)]
 pub(super) struct Collected {
-    /// Parts that are here, by what they are parts of.
+    /// Parts that are here, by state.
     parts: BTreeMap<(u32, SaveKind), BTreeSet<PartId>>,
-    /// The last that is whole, of each kind: earlier ones are not wanted any more, unless they are `open`.
+    /// The last complete state of each kind. Earlier ones are not needed any more, unless they are `open`.
     whole: BTreeMap<SaveKind, u32>,
-    /// What was announced and is not whole. Parts overtake each other on their way here; of outputs each one counts.
+    /// States that are announced and not complete. Parts may overtake each other, and every frame of an output counts.
     open: BTreeSet<(SaveKind, u32)>,
     reports: BTreeMap<u32, BTreeMap<PartId, Report>>,
-    /// The last report told.
+    /// The last step whose report was complete.
     reported: Option<u32>,
 }
 
 impl Collected {
-    /// A part is announced. Whether it is still wanted.
+    /// A part is announced. Returns whether it is still needed.
     pub(super) fn wants(&mut self, tile: PartId, step: u32, kind: SaveKind) -> bool {
         let late = self.whole.get(&kind).is_some_and(|whole| step <= *whole) && !self.open.contains(&(kind, step));
         if late || self.parts.get(&(step, kind)).is_some_and(|tiles| tiles.contains(&tile)) {
@@ -30,14 +31,14 @@ impl Collected {
         true
     }
 
-    /// A part is here; whether it was the last one.
+    /// A part is here. Returns whether its state is complete.
     pub(super) fn part(&mut self, tiles: usize, tile: PartId, step: u32, kind: SaveKind) -> bool {
         let parts = self.parts.entry((step, kind)).or_default();
         parts.insert(tile);
         parts.len() + lacking(kind) == tiles
     }
 
-    /// All of it is here and dealt with; but for outputs, earlier ones of the kind are given up.
+    /// A state is complete and handled. Except for outputs, earlier states of its kind are dropped.
     pub(super) fn whole(&mut self, step: u32, kind: SaveKind) {
         let whole = self.whole.entry(kind).or_insert(step);
         *whole = step.max(*whole);
@@ -49,28 +50,28 @@ impl Collected {
         self.open.retain(|(of, at)| !dealt_with(*at, *of));
     }
 
-    /// Checkpoints that are here whole and not dealt with yet.
+    /// Complete states of a kind that are not handled yet.
     pub(super) fn complete(&self, tiles: usize, kind: SaveKind) -> Vec<u32> {
         let parts = self.parts.iter().filter(|((_, of), parts)| *of == kind && parts.len() + lacking(kind) >= tiles);
         parts.map(|((step, _), _)| *step).collect()
     }
 
-    /// Whether the last of each kind that there is to be is here.
+    /// Whether no part waits for the rest of its state.
     pub(super) fn is_idle(&self) -> bool {
         self.parts.is_empty()
     }
 
-    /// The last step that all tiles have reported, under the present cut or the one before it.
+    /// The last step that all tiles have reported under the present partition.
     pub(super) fn reported(&self) -> Option<u32> {
         self.reported
     }
 
-    /// Whether an output of an earlier step is announced and not whole.
+    /// Whether an output of an earlier step is announced and not complete.
     pub(super) fn waits_for_outputs(&self, before: u32) -> bool {
         self.open.iter().any(|(kind, step)| matches!(kind, SaveKind::Output(_)) && *step < before)
     }
 
-    /// All begins anew from a step: what comes again is the same, but under another cut.
+    /// The job starts again under another partition. Its results will be the same, in other parts.
     pub(super) fn restart(&mut self) {
         self.parts.clear();
         if planted::has(Planted::ReportsOfTwoCuts) {
@@ -80,7 +81,7 @@ impl Collected {
         self.reported = None;
     }
 
-    /// A tile's report; the whole one, once all tiles have said theirs.
+    /// A tile's report. Returns the sum once all tiles have reported.
     pub(super) fn report(&mut self, tiles: usize, tile: PartId, step: u32, report: &Report) -> Option<Report> {
         if self.reported.is_some_and(|reported| step <= reported) {
             return None;
@@ -97,7 +98,7 @@ impl Collected {
     }
 }
 
-/// Parts that a state may lack and still count as whole.
+/// Number of parts that a state may lack and still count as complete.
 fn lacking(kind: SaveKind) -> usize {
     usize::from(kind == SaveKind::Checkpoint && planted::has(Planted::CheckpointIncomplete))
 }
@@ -113,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn frames_that_are_overtaken_stay_wanted() {
+    fn overtaken_frames_are_still_needed() {
         let (mut collected, frame) = (Collected::default(), SaveKind::Output(0));
         for step in [10, 20] {
             assert!(collected.wants(PartId(0), step, frame) && collected.wants(PartId(1), step, frame));
@@ -121,7 +122,7 @@ mod tests {
         assert!(!collected.part(2, PartId(0), 10, frame) && !collected.part(2, PartId(1), 20, frame));
         assert!(collected.part(2, PartId(0), 20, frame));
         collected.whole(20, frame);
-        assert!(!collected.is_idle(), "half of the first frame is still to come");
+        assert!(!collected.is_idle(), "half of the first frame is missing");
         assert!(
             collected.wants(PartId(1), 10, frame)
                 && !collected.wants(PartId(0), 10, frame)
@@ -130,7 +131,8 @@ mod tests {
         assert!(collected.part(2, PartId(1), 10, frame));
         collected.whole(10, frame);
         assert!(collected.is_idle() && !collected.wants(PartId(1), 10, frame));
-        // Made again after going back: the same, and not wanted; what was on its way is.
+        // Recomputed after a rollback: a frame that was complete is the same and not needed, one that was on its way
+        // is.
         assert!(
             collected.wants(PartId(0), 30, frame)
                 && collected.wants(PartId(0), 40, frame)
@@ -147,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn earlier_checkpoints_are_given_up() {
+    fn earlier_checkpoints_are_dropped() {
         let (mut collected, kind) = (Collected::default(), SaveKind::Checkpoint);
         assert!(collected.wants(PartId(0), 10, kind) && collected.wants(PartId(0), 20, kind));
         assert!(!collected.part(2, PartId(0), 10, kind));

@@ -1,4 +1,4 @@
-//! Results of a simulation on their way to the coordinator's disk: an owner that has saved something is asked for it.
+//! Results of a simulation on their way to the coordinator's disk: fetched from the owners that saved them.
 use super::{Fetch, FetchState, Steps};
 use crate::id::{Epoch, NodeId, PartId};
 use crate::job::output::{JobOutput, Out};
@@ -12,10 +12,10 @@ use alloc::format;
 use alloc::string::String;
 
 impl Steps {
-    /// An owner announces a saved state. What it says of the size is bounded by what a tile's state can have.
+    /// An owner announces a saved state. The tile's cells bound the size of a checkpoint.
     ///
     /// # Errors
-    /// The owner claims more: it is not to be trusted with the tile.
+    /// The owner announces more: it must not be trusted with the tile.
     pub(super) fn handle_saved(
         &mut self,
         from: NodeId,
@@ -42,7 +42,8 @@ impl Steps {
         Ok(())
     }
 
-    /// Fetches what waits: of checkpoints a few parts at once, so that they take a bounded share of the memory and of the links.
+    /// Fetches waiting states. Of checkpoints only a few parts at a time, so that they take a bounded share of memory
+    /// and links.
     pub(super) fn fetch_next(&mut self, out: &mut Out) {
         let busy = |(key, fetch): &(&(PartId, u32, SaveKind), &Fetch)| {
             key.2 == SaveKind::Checkpoint && fetch.state == FetchState::UnderWay
@@ -71,7 +72,7 @@ impl Steps {
         self.fetch_next(out);
     }
 
-    /// What was to be fetched has been, or why not.
+    /// A saved state has been fetched, or could not be.
     pub(in crate::job) fn handle_collected(
         &mut self,
         (now, epoch): (Instant, Epoch),
@@ -102,7 +103,7 @@ impl Steps {
         self.end_if_over();
     }
 
-    /// Something holds the job up.
+    /// The job is delayed.
     pub(in crate::job) fn wait(&mut self, reason: String, out: &mut Out) {
         if !core::mem::replace(&mut self.waiting, true) {
             self.notify(StepsEvent::Waiting { reason }, out);
@@ -118,7 +119,7 @@ impl Steps {
         }
     }
 
-    /// The checkpoint is the one to roll back to now, or could not be made that. Returns whether it is.
+    /// The checkpoint is now the one to roll back to, or could not be made that. Returns whether it is.
     pub(in crate::job) fn handle_kept(&mut self, step: u32, result: Result<(), String>, out: &mut Out) -> bool {
         if self.keeping != Some(step) {
             return false;
@@ -133,14 +134,14 @@ impl Steps {
                 self.notify(StepsEvent::Checkpoint { step }, out);
                 self.keep_checkpoint(out);
             }
-            // It is tried again with the next wakeup.
+            // The next wakeup tries again.
             Err(reason) => self.wait(reason, out),
         }
         self.end_if_over();
         kept
     }
 
-    /// Over when all steps are made and everything that was saved is on the coordinator's disk.
+    /// The job is over when all steps are computed and everything that was saved is on the coordinator's disk.
     pub(super) fn end_if_over(&mut self) {
         if self.computed && self.fetching.is_empty() && self.keeping.is_none() && self.collected.is_idle() {
             self.ending = Some(Ok(()));

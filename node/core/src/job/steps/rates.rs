@@ -1,8 +1,8 @@
-//! How fast a job's nodes turn out to be with its rule, and a better cut where that pays.
+//! Rebalancing of a grid: measured rates of the job's nodes with its rule, and a better partition where it pays off.
 //!
-//! Plans count with what nodes are measured at when they start. Once tiles run it is known what they make of it and what else
-//! goes on there; links change, and nodes join. A better cut is taken where rolling back to the last checkpoint (early on: to
-//! the beginning) is soon made up for.
+//! Plans assume what nodes measured when they started. Running tiles show how fast the rule is on each node beside
+//! other work. Links change, and nodes join. The coordinator adopts a better partition if the gain soon makes up for
+//! rolling back to the last checkpoint (early on: to the initial state).
 use super::Steps;
 use crate::id::NodeId;
 use crate::job::output::What;
@@ -14,42 +14,42 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec::Vec;
 use partitioner::tiles::{GridPlan, Paces};
 
-/// What is known of the rates of a job's nodes.
+/// Measured rates of a job's nodes.
 #[derive(Debug, Default)]
 pub(super) struct Rates {
     paces: BTreeMap<NodeId, u32>,
-    /// Steps made and nanoseconds spent by each tile when it began to be measured.
+    /// Steps completed and nanoseconds computed by each tile when the measurement began.
     marks: Vec<(u32, u64)>,
     marked_at: Instant,
     at: Option<Instant>,
     placed_at: Instant,
     loading: Duration,
-    /// The present cut stays until then.
+    /// The present partition stays until then.
     not_before: Instant,
-    /// How often it was changed.
+    /// Number of rebalances so far.
     times: u32,
-    /// The mesh has changed since the present cut was made.
+    /// The mesh changed after the present partition was planned.
     changed: bool,
-    /// Nodes that were lost under this job: it does not move back to them of its own accord.
+    /// Nodes that the job lost. Rebalancing does not move it back to them.
     lost: BTreeSet<NodeId>,
 }
 
 impl Rates {
-    /// A new placement is asked for.
+    /// A new placement begins.
     pub(super) fn placed(&mut self, now: Instant) {
         self.marks.clear();
         (self.at, self.placed_at) = (None, now);
     }
 
-    /// A plan is made of the mesh as it is now.
+    /// A plan is asked for on the present mesh.
     pub(super) fn planned(&mut self) {
         self.changed = false;
     }
 
-    /// A node joined, left, or can do more or less than before.
+    /// A node joined or left, or its capacity changed.
     pub(super) fn fleet_changed(&mut self, now: Instant) {
         self.changed = true;
-        // Links are measured first, and several may come at once.
+        // Links are measured first, and several nodes may join together.
         self.at = self.at.or(Some(now + RATES_SETTLES));
     }
 
@@ -57,7 +57,8 @@ impl Rates {
         self.lost.extend(nodes);
     }
 
-    /// It runs, with tiles that were `loaded` for it or were there: first steps are slower than others.
+    /// The tiles run. `loaded`: they were loaded for this placement. The first steps are slower than later ones, so the
+    /// measurement waits.
     pub(super) fn running(&mut self, now: Instant, loaded: bool) {
         if loaded {
             self.loading = now.since(self.placed_at);
@@ -66,10 +67,10 @@ impl Rates {
     }
 
     pub(super) fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
-        self.at.map(|at| (at, "job: is there a better cut"))
+        self.at.map(|at| (at, "job: a better partition may exist"))
     }
 
-    /// What plans are to count with. Nodes of which nothing is known yet are taken for what the others are on average.
+    /// Rates for the planner. Nodes without a measurement get the mean of the others.
     pub(super) fn paces(&self) -> Paces {
         let sum: u64 = self.paces.values().map(|&pace| u64::from(pace)).sum();
         let others = sum.checked_div(self.paces.len() as u64).map_or(Paces::AS_PREDICTED, |mean| mean as u32);
@@ -78,12 +79,12 @@ impl Rates {
 }
 
 impl Steps {
-    /// The mesh has changed.
+    /// The mesh changed.
     pub(in crate::job) fn fleet_changed(&mut self, now: Instant) {
         self.rates.fleet_changed(now);
     }
 
-    /// The question for a better cut, if it is time to ask it.
+    /// The question for a better partition, if it is due.
     pub(in crate::job) fn ask_better(&mut self, now: Instant, running: bool, parts: &[Part]) -> Option<What> {
         if self.rates.at.is_none_or(|at| now < at) {
             return None;
@@ -103,7 +104,7 @@ impl Steps {
             return None;
         }
         if !self.measure(parts) {
-            // Large tiles make few steps.
+            // Large tiles complete few steps.
             self.rates.at = Some(now + RATES_WINDOW);
             return None;
         }
@@ -111,7 +112,7 @@ impl Steps {
         measured.then(|| self.what(Some((self.owners(parts), self.depth))))
     }
 
-    /// The same, when a checkpoint is on disk: rolling back to it costs least now.
+    /// The same right after a checkpoint, when rolling back costs least.
     pub(in crate::job) fn ask_better_now(&mut self, now: Instant, running: bool, parts: &[Part]) -> Option<What> {
         let measured = !self.rates.marks.is_empty() && now.since(self.rates.marked_at) >= RATES_WINDOW;
         if !measured || self.rates.at.is_some_and(|at| now >= at) || now < self.rates.not_before {
@@ -125,7 +126,7 @@ impl Steps {
         asks
     }
 
-    /// Nodes that a better cut must not use: the job does not move back to those it lost of its own accord.
+    /// Nodes that a better partition must not use, because the job lost them.
     pub(in crate::job) fn distrusted(&self) -> BTreeSet<NodeId> {
         self.rates.lost.clone()
     }
@@ -135,7 +136,7 @@ impl Steps {
         self.rates.marked_at = now;
     }
 
-    /// The rate of each tile's node since the marks, if all have made enough steps.
+    /// Measures the rate of each tile's node since the marks. Returns false if a tile has completed too few steps.
     fn measure(&mut self, parts: &[Part]) -> bool {
         let mut paces = Vec::new();
         for ((tile, part), &(step, spent)) in self.tiles.iter().zip(parts).zip(&self.rates.marks) {
@@ -145,7 +146,7 @@ impl Steps {
                 return false;
             }
             if tile.rate == 0 {
-                // A standby that took the tile over: it was not planned for that node.
+                // A promoted standby: the tile was not planned for this node.
                 continue;
             }
             let pace = u128::from(tile.rate) * u128::from(part.step_ns) / u128::from(took);
@@ -155,7 +156,7 @@ impl Steps {
         true
     }
 
-    /// What the best cut there is now gains, if it is worth rolling back for.
+    /// Predicted effect of a better partition, if it is worth a rollback.
     pub(in crate::job) fn gains(&mut self, now: Instant, plan: &GridPlan, parts: &[Part]) -> Option<Change> {
         let before = plan.before_ns().filter(|_| !self.computed)?;
         let after = plan.step_ns();
@@ -173,7 +174,7 @@ impl Steps {
         }
         let back = self.checkpoint.unwrap_or(0);
         if now < self.rates.not_before || self.collected.waits_for_outputs(back) {
-            // Frames that are on their way would not come again.
+            // Frames from before the checkpoint that are still being fetched would not be computed again.
             self.rates.at = Some(self.rates.not_before.max(now + RATES_WINDOW));
             return None;
         }
@@ -184,13 +185,13 @@ impl Steps {
     }
 }
 
-/// Percent that a step has to get shorter: measurements are not better than that.
+/// Least gain in percent of the step time. Measurements are no more accurate than that.
 const GAIN_PERCENT: u64 = 8;
-/// And where nodes take part that did not: what they can do is not measured with this rule.
+/// Least gain in percent if new nodes take part: their rates with this rule are not measured.
 const GAIN_JOINS_PERCENT: u64 = 20;
-/// How many times what is replayed and loaded has to be gained until the end.
+/// The gain until the end must be this many times the time to replay and to load.
 const GAIN_TIMES: u128 = 3;
-/// Thousandths of the predicted speed that are believed.
+/// Bounds of a measured rate, in thousandths of the predicted one.
 const PACE_LEAST: u32 = 10;
 /// See `PACE_LEAST`.
 const PACE_MOST: u32 = 100_000;

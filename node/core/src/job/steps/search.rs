@@ -1,7 +1,7 @@
-//! At which step a field stopped being finite: steps are made once more, and each is checked.
+//! Finds the first step after which a field is not finite: steps are replayed, and each one is checked.
 //!
-//! A check costs a pass over the memory, so it is done with each report. What it finds began somewhere since the last one; since
-//! steps are deterministic, it comes again when they are replayed from the last checkpoint.
+//! A check for NaN costs a pass over the memory, so it is done with each report only. A value that is not finite
+//! appeared after the last check. Steps are deterministic, so it appears again in a replay from the last checkpoint.
 use super::{Steps, Then};
 use crate::job::output::{JobOutput, Out};
 use crate::job::part::Part;
@@ -11,30 +11,30 @@ use crate::time::Instant;
 use crate::work::steps::{Schedule, StepsEvent};
 use alloc::{format, string::String};
 
-/// A search for the step.
+/// The range of a search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Search {
-    /// All was finite after this one.
+    /// All values were finite after this step.
     after: u32,
-    /// Something was not after this one.
+    /// A value was not finite after this step.
     until: u32,
 }
 
 impl Search {
-    /// Whether all is known to have been finite after a step.
+    /// Whether all values are known to be finite after a step.
     pub(super) fn has(&self, step: u32) -> bool {
         step <= self.after
     }
 }
 
 impl Steps {
-    /// What tiles are to make when: while a step is searched for, each of those in question is checked.
+    /// The schedule of the tiles. During a search, every step in its range is checked.
     pub(super) fn schedule(&self) -> Schedule {
         Schedule { looks: self.search.map(|search| (search.after, search.until)), ..self.spec.schedule.clone() }
     }
 
-    /// A cell is infinite or no number, as all tiles together say after `step`, and none was after the one checked `before`
-    /// it. The job ends, once it is known since when.
+    /// After `step` a cell is NaN or infinite in some tile, and none was after the step checked `before` it. The job
+    /// ends once the first such step is known.
     pub(super) fn handle_not_finite(
         &mut self,
         (now, running): (Instant, bool),
@@ -44,15 +44,14 @@ impl Steps {
         out: &mut Out,
     ) -> Then {
         if !running {
-            // Another cut is looked for already: it comes again.
+            // Another placement is being prepared. The value appears again under it.
             return Then::GoOn;
         }
         let [x, y, z] = cell;
         let has = |at: &[u64; 3], to: &[u64; 3]| (0..3).all(|axis| at[axis] <= cell[axis] && cell[axis] < to[axis]);
         let tile = self.tiles.iter().position(|tile| has(&tile.block.from, &tile.block.to)).unwrap_or(0);
         let owner = parts.get(tile).map_or(self.me, |part| part.owner);
-        let what =
-            format!("field {field} of the cell {x}, {y}, {z} (tile {tile}, on {owner}) is infinite or no number");
+        let what = format!("field {field} of the cell {x}, {y}, {z} (tile {tile}, on {owner}) is NaN or infinite");
         let back = self.checkpoint.unwrap_or(0);
         let end = |how: String| Some(Err(format!("after step {step}{how}: {UNSTABLE}")));
         if before.is_some_and(|before| before + 1 == step) {
@@ -60,7 +59,7 @@ impl Steps {
             return Then::GoOn;
         }
         if before.is_none() && step == back {
-            self.ending = end(format!(", where this run begins, {what}"));
+            self.ending = end(format!(", where this run starts, {what}"));
             return Then::GoOn;
         }
         let after = before.unwrap_or(back);
@@ -69,27 +68,27 @@ impl Steps {
         let takes = now.since(self.begun_at.0).as_nanos() * again / made;
         if self.search.is_some() || back > after || takes > SEARCH_MOST.as_nanos() {
             let why = if takes > SEARCH_MOST.as_nanos() {
-                format!("to replay {again} steps to see when would take too long")
+                format!("a replay of {again} steps to find it would take too long")
             } else {
-                "a replay did not show when".into()
+                "a replay did not find it".into()
             };
             self.ending = end(format!(
-                " {what} (it began after step {after}; {why}: with check_every = 1 the job says it at once)"
+                " {what} (the first such step is after step {after}; {why}: check_every = 1 reports it immediately)"
             ));
             return Then::GoOn;
         }
         self.search = Some(Search { after, until: step });
-        let reason = format!("{what}: steps are replayed from step {back}, to see after which one it began");
+        let reason = format!("{what}: steps are replayed from step {back} to find the first such step");
         self.notify(StepsEvent::Waiting { reason: format!("after step {step} {reason}") }, out);
         Then::RollBack
     }
 
-    /// The search ended without finding anything: steps were not deterministic.
+    /// The search found nothing, so the steps were not deterministic.
     pub(super) fn end_search_if_over(&mut self, step: u32, out: &mut Out) {
         let Some(search) = self.search.take_if(|search| step >= search.until) else { return };
         let what = format!(
-            "job {:016x}: after step {} a field was infinite or no number, and in a replay it is not: a machine's memory or \
-             processor is faulty; the run goes on from what the replay made",
+            "job {:016x}: after step {} a field was NaN or infinite, and in a replay it is not: a machine's memory or \
+             processor is faulty; the run continues from the replay",
             self.job.0, search.until
         );
         out.push_back(JobOutput::Notify(Event::Refused { from: None, what }));

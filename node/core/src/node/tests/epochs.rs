@@ -1,7 +1,8 @@
-//! Members that speak of epochs that were never issued, or in the name of a coordinator.
+//! Members that report epochs that were never issued, or that act in the name of a coordinator.
 use super::*;
 
-/// A member that holds no part of a job speaks about it: as its new head, and of epochs that nobody minted.
+/// A member that holds no part of a job sends messages about it: as its new coordinator, and about epochs that were
+/// never issued.
 #[test]
 fn a_stranger_to_a_job_moves_neither_its_stages_nor_its_epoch() {
     let mut mesh = Mesh::new(&[225, 225, 225, 225]);
@@ -45,7 +46,7 @@ fn a_stranger_to_a_job_moves_neither_its_stages_nor_its_epoch() {
         mesh.give(to, Input::Message { from: stranger, bytes });
         mesh.run_for(Duration::from_millis(20));
     }
-    // A stage of the job that lies can cost the job its placement, but not its epochs.
+    // A misreporting stage of the job can cost the job its placement, but not its epochs.
     let bytes = codec::encode_message(&Message::Stale { job, mine: last }).unwrap();
     assert_eq!(mesh.nodes[&id(1)].node.jobs().next().unwrap().epoch, before);
     mesh.give(id(1), Input::Message { from: stage, bytes });
@@ -55,9 +56,9 @@ fn a_stranger_to_a_job_moves_neither_its_stages_nor_its_epoch() {
     mesh.assert_clean();
 }
 
-/// A stage that lies to its neighbour delays it by a heartbeat of the coordinator, which knows the epochs.
+/// A stage that misreports epochs to its neighbour delays it by a heartbeat of the coordinator, which knows the epochs.
 #[test]
-fn a_neighbour_that_lies_about_epochs_stops_no_stage() {
+fn a_neighbour_that_misreports_epochs_stops_no_stage() {
     let mut mesh = Mesh::new(&[225, 225, 225, 225]);
     let job = mesh.deploy();
     let others: Vec<NodeId> = mesh.stages().into_iter().filter(|&node| node != id(1)).collect();
@@ -76,9 +77,9 @@ fn a_neighbour_that_lies_about_epochs_stops_no_stage() {
     mesh.assert_clean();
 }
 
-/// While a job runs no stage can know a higher epoch than its coordinator, which alone issues them.
+/// While a job runs, no stage can know a higher epoch than the coordinator, which alone issues them.
 #[test]
-fn a_stage_that_lies_about_epochs_moves_no_job_that_runs() {
+fn a_stage_that_misreports_epochs_moves_no_job_that_runs() {
     let mut mesh = Mesh::new(&[225, 225, 225, 225]);
     let job = mesh.deploy();
     let stage = mesh.stages().into_iter().find(|&node| node != id(1)).unwrap();
@@ -90,9 +91,9 @@ fn a_stage_that_lies_about_epochs_moves_no_job_that_runs() {
     assert_eq!(mesh.nodes[&id(1)].node.jobs().next().unwrap().epoch, before);
 }
 
-/// A successor says that it coordinates a job whose coordinator was never away: that one says its epoch, and goes on.
+/// A successor claims a job whose coordinator was never absent. The coordinator sends its epoch, and continues.
 #[test]
-fn a_successor_that_claims_a_job_moves_no_coordinator_that_was_not_away() {
+fn a_successor_that_claims_a_job_displaces_no_coordinator_that_was_not_absent() {
     let mut mesh = Mesh::new(&[225, 225, 225, 225]);
     let job = mesh.deploy();
     let successor = mesh.stages().into_iter().find(|&node| node != id(1)).unwrap();
@@ -111,9 +112,9 @@ fn a_successor_that_claims_a_job_moves_no_coordinator_that_was_not_away() {
     mesh.assert_clean();
 }
 
-/// Its predecessor was not away as far as it knows, and coordinates the job still.
+/// The previous coordinator was not absent as far as it knows, and still coordinates the job.
 #[test]
-fn a_successor_ends_its_job_when_it_hears_that_its_predecessor_coordinates_it() {
+fn a_successor_ends_its_job_when_the_previous_coordinator_still_coordinates_it() {
     for ahead in [false, true] {
         let mut mesh = Mesh::new(&[225; 6]);
         let job = mesh.deploy();
@@ -129,7 +130,7 @@ fn a_successor_ends_its_job_when_it_hears_that_its_predecessor_coordinates_it() 
         let mine = mesh.nodes[&successor].node.jobs().next().unwrap().epoch;
         let counter = if ahead { mine.counter + 1 } else { mine.counter - 1 };
         let say = |issuer| codec::encode_message(&Message::Stale { job, mine: Epoch { counter, issuer } }).unwrap();
-        // In its name, from another: no.
+        // In the name of the previous coordinator, from another node: ignored.
         let other = (2..=6).map(id).find(|node| *node != successor).unwrap();
         mesh.give(successor, Input::Message { from: other, bytes: say(id(1)) });
         mesh.run_for(Duration::from_millis(20));

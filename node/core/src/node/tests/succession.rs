@@ -1,14 +1,15 @@
-//! A served model whose coordinator is lost: a successor goes on with it and its requests, and callers find them by their keys.
+//! A served model whose coordinator is lost: a successor continues it and its requests, and callers find them by their
+//! keys.
 use super::*;
 
 const AGAIN: CallId = CallId(2);
 
-fn started(mesh: &mut Mesh, prompt: &[u32], max_tokens: u32, told: usize) -> JobId {
+fn started(mesh: &mut Mesh, prompt: &[u32], max_tokens: u32, after: usize) -> JobId {
     let job = mesh.deploy();
     mesh.run_for(Duration::from_secs(3)); // standbys follow
     mesh.submit(CALL, job, prompt.to_vec(), max_tokens);
     let end = mesh.now + Duration::from_secs(5);
-    mesh.run_while(end, |mesh| mesh.told(CALL).len() < told);
+    mesh.run_while(end, |mesh| mesh.told(CALL).len() < after);
     job
 }
 
@@ -23,19 +24,19 @@ fn await_successor(mesh: &mut Mesh) -> NodeId {
 }
 
 #[test]
-fn a_request_goes_on_at_the_successor_and_its_caller_finds_it_by_its_key() {
-    for told in [0, 1, 30] {
+fn a_request_continues_at_the_successor_and_its_caller_finds_it_by_its_key() {
+    for after in [0, 1, 30] {
         let mut mesh = Mesh::new(&[225; 6]);
         let prompt: Vec<u32> = (0..700).collect();
-        let job = started(&mut mesh, &prompt, 60, told);
+        let job = started(&mut mesh, &prompt, 60, after);
         mesh.nodes.get_mut(&id(1)).unwrap().down = true;
         let successor = await_successor(&mut mesh);
-        // Its caller needs a while to get there; the request goes on meanwhile.
+        // Its caller needs a while to get there. The request continues meanwhile.
         mesh.run_for(Duration::from_secs(1));
         mesh.events.clear();
         let again = Request { key: request(CALL, Vec::new(), 0).key, ..request(AGAIN, prompt.clone(), 60) };
         mesh.give(successor, Input::Submit { call: AGAIN, job, request: Box::new(again) });
-        assert_eq!(mesh.finish(AGAIN, Duration::from_secs(20)), DoneReason::Length, "killed after {told}");
+        assert_eq!(mesh.finish(AGAIN, Duration::from_secs(20)), DoneReason::Length, "killed after {after}");
         assert_eq!(mesh.told(AGAIN), solo(&prompt, 60));
         mesh.assert_clean();
     }
@@ -71,7 +72,7 @@ fn another_member_asks_for_its_callers_token_by_token() {
     mesh.assert_clean();
 }
 
-/// A coordinator that only stood still hands its callers to its successor: each gets every token once.
+/// A coordinator that only stood still hands its callers over to its successor. Each receives every token once.
 #[test]
 fn callers_of_a_coordinator_that_comes_back_are_answered_by_its_successor() {
     let mut mesh = Mesh::new(&[225; 6]);
@@ -85,7 +86,7 @@ fn callers_of_a_coordinator_that_comes_back_are_answered_by_its_successor() {
     assert_eq!(mesh.finish(CALL, Duration::from_secs(60)), DoneReason::Length);
     assert_eq!(mesh.told(CALL), solo(&[1, 2, 3], 600));
     assert_eq!(mesh.nodes[&id(1)].node.jobs().count(), 0, "it has stood down");
-    // What it is asked from now on goes there, too.
+    // Later requests go there, too.
     mesh.submit(AGAIN, job, vec![5], 9);
     assert_eq!(mesh.finish(AGAIN, Duration::from_secs(5)), DoneReason::Length);
     assert_eq!(mesh.told(AGAIN), solo(&[5], 9));
@@ -99,20 +100,38 @@ fn a_job_that_was_taken_over_and_is_not_used_ends() {
     mesh.nodes.get_mut(&id(1)).unwrap().down = true;
     await_successor(&mut mesh);
     mesh.run_for(crate::limits::DETACHED_MAX - Duration::from_secs(5));
-    assert!(mesh.nodes.values().any(|host| host.stage.values().any(|stage| !stage.caches.is_empty())), "it goes on");
+    assert!(mesh.nodes.values().any(|host| host.stage.values().any(|stage| !stage.caches.is_empty())), "it continues");
     mesh.run_for(Duration::from_secs(10));
     assert!(mesh.nodes.values().filter(|host| !host.down).all(|host| host.stage.values().all(|s| s.caches.is_empty())));
     mesh.run_for(crate::limits::UNUSED_MAX);
     assert!(mesh.nodes.values().filter(|host| !host.down).all(|host| host.stage.is_empty()));
 }
 
-/// A node without a majority holds nothing for long: the memory is wanted where the model is served next.
+/// A node without a majority holds nothing for long: the memory is needed where the model is served next.
 #[test]
-fn the_stage_of_a_dead_coordinator_of_two_is_let_go_when_the_mesh_knows_that_it_is_dead() {
+fn the_stage_of_a_lost_coordinator_of_two_is_dropped_when_the_node_is_declared_down() {
     let mut mesh = Mesh::new(&[325, 325]);
     mesh.deploy();
     assert_eq!(mesh.stages().len(), 2);
     mesh.nodes.get_mut(&id(1)).unwrap().down = true;
     mesh.run_for(crate::limits::ORPHAN_MAX / 3);
     assert!(mesh.nodes.values().filter(|host| !host.down).all(|host| host.stage.is_empty()));
+}
+
+/// A standby that was ordered but never received the order does not count for the majority that elects a successor.
+#[test]
+fn a_standby_that_never_answered_prevents_no_successor() {
+    let mut calm = Mesh::new(&[225; 4]);
+    calm.deploy();
+    let stages = calm.stages();
+    let spare = (1..=4).map(id).find(|node| !stages.contains(node)).expect("a spare node");
+    let mut mesh = Mesh::new(&[225; 4]);
+    mesh.cut.insert((id(1), spare));
+    mesh.deploy();
+    assert_eq!((stages.len(), mesh.stages()), (3, stages));
+    mesh.run_for(Duration::from_secs(1));
+    mesh.nodes.get_mut(&id(1)).unwrap().down = true;
+    let end = mesh.now + Duration::from_secs(15);
+    mesh.run_while(end, |mesh| successor(mesh).is_none());
+    assert!(successor(&mesh).is_some());
 }

@@ -1,4 +1,4 @@
-//! What is sent when, and what is kept for whom.
+//! When entries are sent, and how long they are kept.
 use super::*;
 use alloc::vec;
 
@@ -20,7 +20,7 @@ fn entry(cursor: u32, count: u32, tensor: u64) -> Entry {
     Entry { cursor, end: cursor + count, count, last: false, tensor, bytes: count.into() }
 }
 
-/// Pushes ten rows, and returns what is not kept any more.
+/// Adds an entry of ten rows. Returns the payloads that are dropped.
 fn push(sent: &mut Sent, channel: u64, cursor: u32, tensor: u64) -> Vec<u64> {
     let mut gone = sent.push(channel, entry(cursor, 10, tensor));
     gone.extend(sent.trim(u32::MAX, |_| NEXT));
@@ -38,13 +38,13 @@ fn each(channel: u64, at: u32) -> Cursors {
     Cursors::Each(vec![(channel, at)])
 }
 
-/// What a node is sent now: cursors and counts.
+/// Cursors and counts that are due to a node now.
 fn due(sent: &mut Sent, node: NodeId) -> Vec<(u32, u32)> {
     sent.due(|_| NEXT).iter().filter(|sending| sending.to == node).map(|s| (s.cursor, s.count)).collect()
 }
 
 #[test]
-fn rows_are_sent_again_by_cursor_and_overwritten_ones_are_gone() {
+fn rows_are_resent_by_cursor_and_overwritten_ones_are_dropped() {
     let mut sent = rows(100);
     for at in 0..4 {
         assert_eq!(push(&mut sent, REQUEST, at * 10, at.into()), []);
@@ -61,7 +61,7 @@ fn rows_are_sent_again_by_cursor_and_overwritten_ones_are_gone() {
 }
 
 #[test]
-fn an_owner_is_sent_what_it_lacks_and_what_is_computed_once_more() {
+fn an_owner_is_sent_what_it_lacks_and_what_is_computed_again() {
     let mut sent = rows(1000);
     sent.held(NEXT, OWNER, &each(REQUEST, 10), true, true);
     push(&mut sent, REQUEST, 0, 0);
@@ -74,7 +74,7 @@ fn an_owner_is_sent_what_it_lacks_and_what_is_computed_once_more() {
 }
 
 #[test]
-fn what_all_have_goes_first_and_what_one_still_needs_last() {
+fn entries_that_all_followers_hold_are_dropped_first() {
     let mut sent = rows(30);
     for at in 0..3 {
         push(&mut sent, REQUEST, at * 10, at.into());
@@ -83,7 +83,7 @@ fn what_all_have_goes_first_and_what_one_still_needs_last() {
     sent.held(NEXT, STANDBY, &each(REQUEST, 10), true, false);
     assert_eq!(push(&mut sent, REQUEST, 30, 3), [0]);
     assert_eq!(sent.kept_from(REQUEST), Some(10));
-    // The standby did not get further: it falls off, but the bound holds.
+    // The standby made no progress: it falls off the log, but the bound holds.
     assert_eq!(push(&mut sent, REQUEST, 40, 4), [1]);
     sent.held(NEXT, STANDBY, &each(REQUEST, 10), true, true);
     assert_eq!(due(&mut sent, STANDBY), [], "what it lacks is not kept");
@@ -92,7 +92,7 @@ fn what_all_have_goes_first_and_what_one_still_needs_last() {
 }
 
 #[test]
-fn what_only_one_has_stays_while_another_channel_has_what_all_have() {
+fn entries_that_a_follower_lacks_stay_while_other_channels_have_droppable_ones() {
     let mut sent = rows(20);
     push(&mut sent, 1, 0, 1);
     push(&mut sent, 2, 0, 2);
@@ -116,7 +116,7 @@ fn steps(sent: &mut Sent) -> Vec<u32> {
 }
 
 #[test]
-fn an_owner_is_sent_all_halos_from_where_it_is_once() {
+fn an_owner_is_sent_all_halos_from_its_step_once() {
     let mut sent = halos(5, 8, 1000);
     sent.follow(NEXT, OWNER, true, true);
     sent.held(NEXT, OWNER, &Cursors::All(2), true, true);
@@ -138,7 +138,7 @@ fn a_standby_is_sent_a_window_and_more_when_it_reports() {
 }
 
 #[test]
-fn what_a_standby_needs_stays_until_there_is_too_much_of_it() {
+fn entries_that_a_standby_needs_stay_until_they_exceed_the_bounds() {
     let mut kept = halos(6, 8, 1000);
     kept.follow(NEXT, OWNER, true, true);
     kept.held(NEXT, OWNER, &Cursors::All(5), true, false);
@@ -152,10 +152,10 @@ fn what_a_standby_needs_stays_until_there_is_too_much_of_it() {
     large.held(NEXT, OWNER, &Cursors::All(5), true, false);
     large.follow(NEXT, STANDBY, false, true);
     large.trim(6, |_| NEXT);
-    assert_eq!(large.kept_from(0), Some(2), "four of them are as many as are kept");
+    assert_eq!(large.kept_from(0), Some(2), "the bound leaves room for four");
 }
 
-/// A tile exchanges halos every few steps: their cursors leap, and no hole is one.
+/// A tile exchanges halos every few steps. Their cursors have gaps, and no entry is missing.
 #[test]
 fn halos_of_every_eighth_step_are_all_kept_for_a_standby() {
     let bounds = Bounds { bytes: u64::MAX, entries: 1000, window: u64::MAX, joined: 0 };

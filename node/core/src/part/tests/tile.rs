@@ -1,4 +1,4 @@
-//! What a node that holds tiles does, as its coordinator and neighbours see it.
+//! A node that holds tiles, as its coordinator and neighbours see it.
 use super::*;
 use crate::limits::SUCCESSION_TURN;
 use crate::work::steps::{Schedule, SimulationId, StepsRecord, TileMade, TileOrder, TileStart};
@@ -12,7 +12,7 @@ fn owner(tile: u16) -> NodeId {
     NodeId([2 + tile as u8; 16])
 }
 
-/// One of three slabs, of which this node owns the first.
+/// The order of one of three slabs. This node owns the first.
 fn tile_order(part: u16, standby: Option<Tier>) -> Box<Order> {
     let block = |tile: u64| Block { from: [0, 8 * tile, 0], to: [8, 8 * tile + 8, 1] };
     let tile = TileOrder {
@@ -49,7 +49,7 @@ fn tile_order(part: u16, standby: Option<Tier>) -> Box<Order> {
     })
 }
 
-/// This node owns the first tile, and computes.
+/// A node that owns the first tile, which is loaded.
 fn running() -> Parts {
     let mut parts = Parts::new(ME);
     prepare(&mut parts, EPOCH, tile_order(0, None));
@@ -65,7 +65,7 @@ fn go_at(parts: &mut Parts, epoch: Epoch, at: [u32; 3]) {
     say(parts, COORDINATOR, epoch, ToParticipant::Go { part: PartId(0), resume: Resume::Tile(at.into()) });
 }
 
-/// Which nodes this one exchanges heartbeats with, as it said last.
+/// The nodes that this one exchanges heartbeats with, as last set.
 fn watched(parts: &mut Parts) -> Option<Vec<NodeId>> {
     let mut watched = outputs(parts).into_iter().filter_map(|output| match output {
         PartOutput::Watch { nodes, .. } => Some(nodes),
@@ -83,7 +83,7 @@ fn an_owner_that_becomes_a_standby_too_still_sends_heartbeats_to_its_neighbours(
     assert_eq!(watched(&mut parts), Some(vec![COORDINATOR, owner(1)]));
 }
 
-/// The steps whose halos are sent to a node, and how many halos are dropped.
+/// Steps whose halos are sent to a node, and the number of payloads that are discarded.
 fn sent_and_dropped(parts: &mut Parts, to: NodeId) -> (Vec<u32>, usize) {
     let (mut sent, mut dropped) = (Vec::new(), 0);
     for output in outputs(parts) {
@@ -96,7 +96,7 @@ fn sent_and_dropped(parts: &mut Parts, to: NodeId) -> (Vec<u32>, usize) {
     (sent, dropped)
 }
 
-/// This node's tile makes what can be made with its neighbour's halo of the present step.
+/// Runs a cycle of this node's tile, with its neighbour's halo of the present step.
 fn make_cycle(parts: &mut Parts, halo: Option<u32>) {
     if let Some(cursor) = halo {
         let header = FrameHeader { job: JOB, epoch: EPOCH, part: PartId(0), channel: 0, cursor, count: 1, last: false };
@@ -107,17 +107,18 @@ fn make_cycle(parts: &mut Parts, halo: Option<u32>) {
         _ => None,
     });
     let run = run.expect("it computes");
-    let Task::Steps(work) = run.task else { panic!("a tile makes steps") };
+    let Task::Steps(work) = run.task else { panic!("a tile runs steps") };
     parts.handle_halos(NOW, JOB, PartId(0), run.work, &vec![(1, 8); work.halos_out.len()]);
     parts.handle_ran(NOW, PartId(0), run.work, Ok(Made::Steps(TileMade::default())));
 }
 
-/// A neighbour's standby took its place four steps behind; the next standby hears of the new placement before this node does.
+/// A neighbour's standby is promoted four steps behind. The next standby learns of the new placement before this node
+/// does.
 #[test]
 fn halos_are_kept_until_it_is_known_which_node_needs_them() {
     let mut parts = running();
     go_at(&mut parts, EPOCH, [0; 3]);
-    // A standby of the neighbour that holds one step is why halos are kept.
+    // Halos are kept because a standby of the neighbour may need them.
     let held = |step| ToParticipant::Held {
         part: PartId(1),
         to: PartId(0),
@@ -144,9 +145,10 @@ fn halos_are_kept_until_it_is_known_which_node_needs_them() {
     assert_eq!(sent_and_dropped(&mut parts, STANDBY).0, [1, 2, 3, 4, 5]);
 }
 
-/// A coordinator that did not ask would take the answer for a refusal of this node's tile, and leave this node out.
+/// A coordinator that did not send the order would take the answer for a rejection of this node's tile, and leave this
+/// node out.
 #[test]
-fn an_order_in_the_coordinators_name_is_refused_without_a_word_to_the_coordinator() {
+fn a_forged_order_is_rejected_without_a_report_to_the_coordinator() {
     let mut parts = running();
     let _ = outputs(&mut parts);
     say(&mut parts, NodeId([30; 16]), EPOCH, ToParticipant::Prepare(tile_order(0, None)));
@@ -156,9 +158,9 @@ fn an_order_in_the_coordinators_name_is_refused_without_a_word_to_the_coordinato
     assert_eq!(parts.coordinator_of(JOB), Some((COORDINATOR, EPOCH)));
 }
 
-/// Its own epochs name no coordinator that could fall silent.
+/// This node issued its epochs itself, so there is no coordinator that could fall silent.
 #[test]
-fn what_a_coordinator_held_that_stood_down_is_dropped_unless_the_next_one_asks_for_it() {
+fn parts_of_a_coordinator_that_stood_down_are_dropped_unless_the_next_one_orders_them() {
     let mine = Epoch { counter: 4, issuer: ME };
     let unloads = |outputs: &[PartOutput]| {
         outputs.iter().any(|output| matches!(output, PartOutput::Shell(Output::Unload { job: JOB })))
@@ -183,7 +185,7 @@ fn what_a_coordinator_held_that_stood_down_is_dropped_unless_the_next_one_asks_f
     }
 }
 
-/// This node, the first successor, copied no checkpoint of the coordinator's; the second did.
+/// Copies of the checkpoint at this node, the first successor, and at the second one.
 #[test]
 fn the_successor_that_has_the_last_checkpoint_goes_first() {
     let succeeds = |parts: &mut Parts| outputs(parts).iter().any(|output| matches!(output, PartOutput::Succeed(_)));
@@ -197,7 +199,8 @@ fn the_successor_that_has_the_last_checkpoint_goes_first() {
         rates: vec![1000; 3],
     };
     let record = Record { parts: vec![part; 3], program: ProgramRecord::Steps(steps) };
-    // Its copy, the second successor's if it says anything in time, and how many turns it leaves to the second.
+    // This node's copy, the vote of the second successor (if it arrives in time), and how many turns this node leaves
+    // to it.
     for (mine, second, turns) in [
         (None, Some(Some(40)), 1),
         (None, Some(Some(u32::MAX)), 1),
@@ -221,7 +224,8 @@ fn the_successor_that_has_the_last_checkpoint_goes_first() {
         let vote = |parts: &mut Parts, now, from, checkpoint| {
             parts.handle_message(now, from, JOB, LATER, ToParticipant::CoordinatorSilent { checkpoint });
         };
-        // Of two in three, one is this node; where the second says nothing, the majority comes with a third.
+        // Two of three votes are a majority, and one is this node's. If the second successor has not voted, a third
+        // node has.
         let from = if second.is_some() { owner(1) } else { COORDINATOR };
         parts.handle_coordinator_silent(NOW, JOB, COORDINATOR);
         vote(&mut parts, NOW, from, second.flatten());

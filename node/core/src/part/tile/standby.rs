@@ -1,4 +1,4 @@
-//! A tile's standby: it takes a snapshot of the owner's, computes along or keeps the snapshot, and reports what it has.
+//! A tile's standby: fetches a snapshot of the owner, computes as well or keeps the snapshot, and reports what it has.
 use super::{Out, State, TileRun};
 use crate::id::NodeId;
 use crate::limits::{SNAPSHOT_EVERY_MIN, SNAPSHOT_RETRY};
@@ -10,22 +10,23 @@ use crate::work::Cursors;
 use crate::work::steps::SaveKind;
 use partitioner::Tier;
 
-/// What becomes of a snapshot that was collected.
+/// What follows from a snapshot that was fetched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::part) enum Collected {
-    /// Nothing more.
+    /// Nothing.
     Done,
-    /// The tile is to have its cells.
+    /// The tile is restored from it.
     Restore,
 }
 
 impl TileRun {
-    /// It was made without cells.
+    /// The tile was loaded without cells.
     pub(in crate::part) fn wait_for_snapshot(&mut self, now: Instant) {
         self.state = State::Empty { since: now };
     }
 
-    /// A standby that has something reports it to those who feed it; one that has nothing asks for a snapshot.
+    /// The standby starts to follow. It reports its step to the nodes that feed it, and asks for a snapshot if it has
+    /// none.
     pub(in crate::part) fn start_shadow(&mut self, out: &mut Out) {
         let live = self.has_cells();
         if self.state == State::Ready {
@@ -63,7 +64,7 @@ impl TileRun {
         }
     }
 
-    /// A standby wants this tile's state.
+    /// A standby asks for a snapshot of this tile.
     pub(in crate::part) fn handle_want_snapshot(&mut self, from: NodeId) {
         if !self.is_shadow() && self.wanted_by.len() < STANDBYS_MAX {
             self.wanted_by.insert(from);
@@ -84,7 +85,7 @@ impl TileRun {
         }
     }
 
-    /// A snapshot is here, or cannot be had.
+    /// A snapshot is here, or could not be fetched.
     pub(in crate::part) fn handle_collected(
         &mut self,
         now: Instant,
@@ -96,7 +97,7 @@ impl TileRun {
         let warm = self.place.standby == Some(Tier::Warm);
         let forget = |step: u32| PartOutput::Shell(Output::Forget { job, part, step, kind });
         let mut then = Collected::Done;
-        // One that became the owner is restored from what it had then.
+        // A standby that was promoted meanwhile is restored from the snapshot that it had then.
         let follows = self.place.standby.is_some();
         match (&mut self.state, result) {
             (State::Fetching { step: wanted }, Ok(())) if *wanted == step => {
@@ -127,7 +128,7 @@ impl TileRun {
         then
     }
 
-    /// What the standby is at is not kept any more: it takes a new snapshot.
+    /// The neighbours no longer keep the halos that this standby needs: it takes a new snapshot.
     pub(in crate::part) fn handle_gap(&mut self, now: Instant, out: &mut Out) {
         if self.is_shadow() && self.has_cells() && !self.is_busy() {
             self.forget_all(out);
@@ -136,7 +137,7 @@ impl TileRun {
         }
     }
 
-    /// A standby reports what it has to those who feed it, and asks for what it lacks.
+    /// A standby reports its progress to the nodes that feed it, and asks for snapshots.
     pub(in crate::part) fn report_held(&mut self, now: Instant, out: &mut Out) {
         if !self.is_shadow() {
             return;
@@ -153,7 +154,8 @@ impl TileRun {
                 *since = now;
                 self.ask_for_snapshot(out);
             }
-            // The owner keeps the last one only: another is asked for when that is here, or does not come.
+            // The owner keeps its last snapshot only: the next one is asked for when this one is here, or does not
+            // arrive.
             State::Snapshot { at, asked, .. }
                 if now.since(*at) >= if *asked { every.max(SNAPSHOT_RETRY) } else { every } =>
             {
@@ -165,5 +167,5 @@ impl TileRun {
     }
 }
 
-/// Standbys of one tile that may want a snapshot at once: the present one and those before it.
+/// Standbys of one tile that may ask for a snapshot together: the present one and previous ones.
 const STANDBYS_MAX: usize = 4;
