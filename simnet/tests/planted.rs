@@ -11,13 +11,13 @@ use std::sync::Mutex;
 
 /// Each bug, a seed that finds it, and a part of the violation's text.
 const BUGS: [(Planted, u64, &str); 20] = [
-    (Planted::EpochCheckLeftOut, 75, "a frame of"),
+    (Planted::EpochCheckLeftOut, 146, "a frame of"),
     (Planted::RingTrimmedEarly, 3, "keeps request"),
     (Planted::StandbyPromotedTwice, 2, "as standby of part"),
     (Planted::ResumeOneAhead, 3, "and a request waits"),
     (Planted::CancelDropped, 0, "after its caller went away"),
     (Planted::SeedByFirstPosition, 0, "the solo chain has"),
-    (Planted::StandbyNeverFed, 3, "and a request waits"),
+    (Planted::StandbyNeverFed, 224, "and a request waits"),
     (Planted::NoFence, 25, "sends a frame of"),
     (Planted::CloseNotToStandby, 0, "caches"),
     (Planted::LostNotExcluded, 1, "reported lost and not heard since"),

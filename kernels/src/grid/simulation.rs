@@ -61,8 +61,8 @@ pub const SIMULATION_MAX: usize = 64 << 20;
 pub const JOB_TEXT_MAX: usize = 2 << 20;
 /// Maximum cells of a grid: keeps cell and byte counts far from overflowing 64 bits.
 const CELLS_MAX: u64 = 1 << 40;
-/// Maximum steps: JSON readers that use f64 represent integers exactly up to here.
-const STEPS_MAX: u64 = 1 << 53;
+/// Maximum steps: on the wire, the step of a halo plus its number of elements must fit in 32 bits.
+const STEPS_MAX: u64 = 1 << 31;
 /// Maximum characters of a job's name.
 const NAME_MAX: usize = 64;
 /// Maximum constants of a job.

@@ -142,11 +142,12 @@ fn each_error_names_line_column_and_key() {
         (also("[[output]]\nkind = \"png\"\nevery = 1\nlayer = 1"), "(output[0].layer)", "unknown key"),
         (also("[[output]]\nkind = \"png\"\nevery = 1\n[[output]]\nkind = \"png\"\nevery = 2"), "(output[1])", "folder"),
         (
-            with("steps = 10", "steps = 9007199254740992") + "[[output]]\nkind = \"gif\"\nevery = 1",
+            with("steps = 10", "steps = 2147483648") + "[[output]]\nkind = \"gif\"\nevery = 1",
             "(output[0].every)",
             "at most 2000",
         ),
         (with("steps = 10", "steps = 10\nstandby = \"cold\""), "(standby)", "\"warm\" or \"hot\""),
+        (with("steps = 10", "steps = 2147483649"), "(steps)", "to 2147483648"),
         (with("steps = 10", "steps = 10\ndepth = 0"), "(depth)", "from 1 to 64"),
         (with("steps = 10", "steps = 10\nconstants = { x = 1 }"), "(constants.x)", "taken"),
         (with("steps = 10", "steps = 10\nconstants = { a = \"b\", b = \"a\" }"), "(constants.a)", "unknown name `b`"),
