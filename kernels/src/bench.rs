@@ -215,8 +215,8 @@ const HAND_OVERS_TIMED: usize = 64;
 
 /// Nanoseconds of a round trip to a sleeping thread and back, as in each step of a stage.
 fn hand_over_ns() -> u64 {
-    let (ask, asked) = mpsc::channel::<()>();
-    let (answer, answered) = mpsc::channel();
+    let (ask, asked) = mpsc::sync_channel::<()>(1);
+    let (answer, answered) = mpsc::sync_channel(1);
     std::thread::scope(|scope| {
         let answers = move || asked.iter().all(|()| answer.send(()).is_ok());
         if std::thread::Builder::new().spawn_scoped(scope, answers).is_err() {

@@ -289,10 +289,10 @@ fn read_json(answer: Result<ureq::http::Response<ureq::Body>, ureq::Error>) -> s
 /// dropped, so that the child never blocks on a full pipe.
 fn first_line(child: &mut Child) -> Option<String> {
     let stdout = child.stdout.take()?;
-    let (sender, line) = std::sync::mpsc::channel();
+    let (sender, line) = std::sync::mpsc::sync_channel(1);
     std::thread::spawn(move || {
         for text in BufReader::new(stdout).lines().map_while(Result::ok) {
-            let _ = sender.send(text);
+            let _ = sender.try_send(text);
         }
     });
     line.recv_timeout(START_MAX).ok()

@@ -170,7 +170,7 @@ fn panic_text(panic: &(dyn Any + Send)) -> String {
 /// Runs all seeds on `jobs` threads, and calls `report` with each outcome as it completes (not in order).
 pub fn soak(seeds: Range<u64>, size: Size, jobs: usize, mut report: impl FnMut(Outcome)) {
     let next = AtomicU64::new(seeds.start);
-    let (sender, outcomes) = mpsc::channel();
+    let (sender, outcomes) = mpsc::sync_channel(jobs.max(1));
     std::thread::scope(|scope| {
         for _ in 0..jobs.max(1) {
             let (sender, next, end) = (sender.clone(), &next, seeds.end);

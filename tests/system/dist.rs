@@ -51,9 +51,16 @@ fn a_release_is_stripped_and_its_checksums_verify() {
 
     let list = ran(Command::new("tar").arg("tzf").arg(one.join(names[1])));
     let list = String::from_utf8_lossy(&list.stdout);
-    for file in
-        ["meshnode", "README.md", "LICENSE-MIT", "meshnode.service", "meshnode.toml", "completions/meshnode.bash"]
-    {
+    for file in [
+        "meshnode",
+        "README.md",
+        "docs/job-files.md",
+        "node/examples/cavity.toml",
+        "LICENSE-MIT",
+        "meshnode.service",
+        "meshnode.toml",
+        "completions/meshnode.bash",
+    ] {
         assert!(list.lines().any(|line| line.ends_with(&format!("/{file}"))), "{file} is not in the archive: {list}");
     }
 

@@ -17,5 +17,6 @@ mod openai;
 mod reshape;
 mod serving;
 mod standby;
+mod tidy;
 mod two_losses;
 mod weights;

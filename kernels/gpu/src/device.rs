@@ -158,7 +158,7 @@ fn ask(command: &mut Command, limit: Duration) -> Result<Probe, String> {
     let command = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     let mut child = command.spawn().map_err(|error| format!("cannot start the probe process: {error}"))?;
     let stdout = child.stdout.take().ok_or("no pipe")?;
-    let (sender, receiver) = mpsc::channel();
+    let (sender, receiver) = mpsc::sync_channel(1);
     std::thread::spawn(move || {
         let lines = BufReader::new(stdout.take(ANSWER_BYTES_MAX)).split(b'\n').map_while(Result::ok);
         let answer = lines.filter_map(|line| line.strip_prefix(ANSWER).map(<[u8]>::to_vec)).next();

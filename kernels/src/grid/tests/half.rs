@@ -32,7 +32,7 @@ fn half_precision_storage_preserves_the_flow() {
     }
 }
 
-/// Relative loss of velocity per step, by rounding, in a force-driven flow; documented in node/examples/README.md.
+/// Relative loss of velocity per step, by rounding, in a force-driven flow; documented in docs/job-files.md.
 const LOST: f64 = 1.2e-4;
 
 #[test]
