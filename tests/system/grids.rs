@@ -443,7 +443,7 @@ fn a_finished_run_is_replaced_only_on_request_and_restored_if_the_replacement_is
     let (code, said) = answer(node, &file, &out, &[]);
     assert!(code == Some(2) && said.contains("the run that it was to replace: a finished run of 200 steps"), "{said}");
     let (code, said) = answer(node, &file, &out, &["--resume"]);
-    assert!(code == Some(2) && said.contains("the checkpoint is of step 200, and 200 steps are wanted"), "{said}");
+    assert!(code == Some(2) && said.contains("the checkpoint is of step 200, and the job has 200 steps"), "{said}");
     assert_eq!(pictures(&out), before, "all pictures are restored");
     // The restored run can be resumed.
     let more = folder.job(&job(300, "checkpoint_every = 100"));
