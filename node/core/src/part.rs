@@ -145,6 +145,15 @@ impl HeldJob {
         self.epoch.issuer == node || self.parts.values().any(|held| held.order.may_coordinate(node))
     }
 
+    /// Pauses all parts until their order from this coordinator comes, whatever its epoch.
+    fn obey(&mut self, issuer: NodeId, out: &mut Out) {
+        for part in self.parts.values_mut() {
+            part.run.pause(out);
+            part.epoch.counter = 0;
+        }
+        self.epoch = Epoch { counter: 0, issuer };
+    }
+
     /// Drops parts.
     fn drop_parts(&mut self, job: JobId, gone: impl Fn(PartId, &Held) -> bool, out: &mut Out) {
         for (part, mut held) in self.parts.extract_if(.., |part, held| gone(*part, held)) {
@@ -444,8 +453,8 @@ impl Parts {
             if let Some(issuer) = successor {
                 // This node may have issued higher epochs while it was absent. Its parts obey any epoch of the
                 // successor.
-                held.parts.values_mut().for_each(|part| part.run.pause(&mut self.out));
-                (held.epoch, held.left) = (Epoch { counter: 0, issuer }, false);
+                held.obey(issuer, &mut self.out);
+                held.left = false;
                 self.watch(job);
             }
         }

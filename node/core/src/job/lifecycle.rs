@@ -544,6 +544,11 @@ impl Job {
         }
         if !matches!(ending, Ending::Moved(_)) {
             self.dismiss_all(out);
+        } else if self.successor.is_some() {
+            // Those that obey the successor ignore it. The others would elect a second one.
+            let all: BTreeSet<NodeId> = self.asked.iter().copied().chain(self.participants()).collect();
+            let others = all.into_iter().filter(|node| *node != self.me && Some(*node) != self.successor);
+            others.for_each(|node| self.send(node, ToParticipant::End, out));
         }
         let job = self.id;
         out.push_back(JobOutput::Unwatch { job, successor: self.successor });

@@ -194,7 +194,11 @@ impl Job {
         }
         if coordinates && !stays && !self.doubts(now) {
             self.claims.stays = Some((theirs, now + STAYS));
-            return self.say_epoch(from, out);
+            self.say_epoch(from, out);
+            if !participants.contains(&from) {
+                self.send(from, ToParticipant::End, out); // it may hold parts that no placement needs
+            }
+            return;
         }
         if self.claims.asked.is_none_or(|at| now.since(at) >= CLAIMS_QUIET) {
             self.claims.asked = Some(now);

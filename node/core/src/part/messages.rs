@@ -23,7 +23,7 @@ impl Parts {
                     let obeys = held.obeys(from) && !held.hears_another(me, from);
                     epoch >= held.epoch && epoch.issuer == from && obeys && !leaps(held.epoch, epoch)
                 };
-                if self.jobs.get(&job).is_some_and(may_end) {
+                if self.jobs.get(&job).is_some_and(may_end) && !self.follow_deferred(now, job) {
                     self.drop_job(job);
                 }
                 return;

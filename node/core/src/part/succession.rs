@@ -152,6 +152,17 @@ impl Parts {
         }
     }
 
+    /// The coordinator dismisses this node. Follows the successor whose order was deferred, whatever its epoch. Returns false if there
+    /// is none.
+    pub(super) fn follow_deferred(&mut self, now: Instant, job: JobId) -> bool {
+        let Some(held) = self.jobs.get_mut(&job) else { return false };
+        let Some(issuer) = held.succession.deferred.last().map(|(_, from, ..)| *from) else { return false };
+        held.obey(issuer, &mut self.out);
+        self.watch(job);
+        self.obey_deferred(now, job);
+        true
+    }
+
     /// A member left, or SWIM declared it down. The jobs that it coordinated have no coordinator. Those that no node
     /// can take over are dropped, because the next coordinator needs the memory.
     pub fn handle_coordinator_gone(&mut self, now: Instant, node: NodeId, left: bool) {
