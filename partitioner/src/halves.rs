@@ -86,10 +86,8 @@ fn middle(plan: &Plan, at: usize, (chosen, head): (&[Standby], DeviceId), work: 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fleet::Link;
     use crate::plan::Goal;
-    use crate::work::Layer;
-    use alloc::{collections::BTreeMap, string::String, vec};
+    use crate::standby::tests;
     use core::ops::Range;
 
     const A: DeviceId = DeviceId([1; 16]);
@@ -100,40 +98,12 @@ mod tests {
     const F: DeviceId = DeviceId([6; 16]);
 
     fn work() -> Work {
-        let layer = Layer { flops_per_token: 200, weight_bytes: 1 << 20, kv_bytes_per_token: 1 << 10, window: None };
-        Work {
-            layers: vec![layer; 8],
-            embed_bytes: 1 << 20,
-            head_bytes: 1 << 20,
-            tied: false,
-            head_flops: 2_000,
-            activation_bytes: 2_304,
-            context: 1024,
-            sequences: 1,
-            scratch_bytes: 1 << 10,
-        }
+        Work { scratch_bytes: 1 << 10, ..tests::work() }
     }
 
     /// Each device on its own machine.
     fn fleet(devices: &[(DeviceId, u64)]) -> Fleet {
-        let device = |&(id, memory): &(DeviceId, u64)| Device {
-            id,
-            name: String::new(),
-            machine: u64::from(id.0[0]),
-            zone: String::new(),
-            memory,
-            bytes_per_second: 10_000_000_000,
-            flops_per_second: 0,
-            copy_bytes_per_second: 10_000_000_000,
-            step_ns: 10_000,
-            layer_ns: 0,
-            cache_bytes_per_second: 0,
-            numerics: 1,
-            pass_steps: 1,
-            excluded: false,
-        };
-        let default_link = Link { rtt_ns: 200_000, bytes_per_second: 1_000_000_000 };
-        Fleet { devices: devices.iter().map(device).collect(), links: BTreeMap::new(), default_link }
+        tests::fleet(devices.iter().map(|&(id, memory)| tests::device(id, id.0[0].into(), memory)))
     }
 
     /// The coordinator A has layers 0..2 and B has 2..8; the other devices are spare.

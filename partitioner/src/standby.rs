@@ -227,7 +227,7 @@ pub(crate) fn placed_ns(
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::fleet::Link;
     use crate::plan::Goal;
@@ -239,7 +239,7 @@ mod tests {
     const C: DeviceId = DeviceId([3; 16]);
     const D: DeviceId = DeviceId([4; 16]);
 
-    fn work() -> Work {
+    pub(crate) fn work() -> Work {
         Work {
             layers: vec![
                 Layer {
@@ -261,8 +261,8 @@ mod tests {
         }
     }
 
-    fn fleet(devices: &[(DeviceId, u64, u64)]) -> Fleet {
-        let device = |&(id, machine, memory): &(DeviceId, u64, u64)| Device {
+    pub(crate) fn device(id: DeviceId, machine: u64, memory: u64) -> Device {
+        Device {
             id,
             name: String::new(),
             machine,
@@ -277,9 +277,17 @@ mod tests {
             numerics: 1,
             pass_steps: 1,
             excluded: false,
-        };
+        }
+    }
+
+    /// Devices by id, machine and memory, on one fast network.
+    pub(crate) fn fleet(devices: impl IntoIterator<Item = Device>) -> Fleet {
         let default_link = Link { rtt_ns: 200_000, bytes_per_second: 1_000_000_000 };
-        Fleet { devices: devices.iter().map(device).collect(), links: BTreeMap::new(), default_link }
+        Fleet { devices: devices.into_iter().collect(), links: BTreeMap::new(), default_link }
+    }
+
+    fn of(devices: &[(DeviceId, u64, u64)]) -> Fleet {
+        fleet(devices.iter().map(|&(id, machine, memory)| device(id, machine, memory)))
     }
 
     fn options() -> Options {
@@ -293,7 +301,7 @@ mod tests {
     #[test]
     fn another_machine_comes_first_and_the_coordinators_own_stage_last() {
         let own = cost::stage_bytes(&work(), &(0..4));
-        let fleet = fleet(&[(A, 1, own), (B, 2, 1 << 30), (C, 2, 1 << 30), (D, 3, 1 << 30)]);
+        let fleet = of(&[(A, 1, own), (B, 2, 1 << 30), (C, 2, 1 << 30), (D, 3, 1 << 30)]);
         let found = standbys(&split(&fleet), &work(), &fleet, &options(), &[]);
         assert_eq!(found.iter().map(|standby| standby.stage).collect::<Vec<_>>(), [0, 1]);
         assert_eq!(found[0].place.as_ref().unwrap().device, C, "the remaining device");
@@ -311,7 +319,7 @@ mod tests {
     #[test]
     fn another_zone_is_preferred_to_a_faster_node_and_unknown_zones_differ() {
         let own = cost::stage_bytes(&work(), &(0..4));
-        let mut fleet = fleet(&[(A, 1, own), (B, 2, 1 << 30), (C, 3, 1 << 30), (D, 4, 1 << 30)]);
+        let mut fleet = of(&[(A, 1, own), (B, 2, 1 << 30), (C, 3, 1 << 30), (D, 4, 1 << 30)]);
         let chosen = |fleet: &Fleet| {
             let standby = standbys(&split(fleet), &work(), fleet, &options(), &[]).remove(1);
             (standby.place.unwrap().device, standby.same_zone)
@@ -331,7 +339,7 @@ mod tests {
 
     #[test]
     fn a_link_that_cannot_carry_the_copy_makes_it_warm_and_no_memory_cold() {
-        let mut fleet = fleet(&[(A, 1, 1 << 30), (B, 2, 1 << 30), (C, 3, 1 << 30)]);
+        let mut fleet = of(&[(A, 1, 1 << 30), (B, 2, 1 << 30), (C, 3, 1 << 30)]);
         let hot = standbys(&split(&fleet), &work(), &fleet, &options(), &[])[1].clone();
         fleet.links.insert((A, C), Link { rtt_ns: 200_000, bytes_per_second: 1_000_000 });
         let warm = standbys(&split(&fleet), &work(), &fleet, &options(), &[])[1].clone();
@@ -352,7 +360,7 @@ mod tests {
         let bytes = |layers| cost::stage_bytes(&work(), &layers);
         let full = bytes(4..8);
         let found = |a: u64, d: u64, kept: &[(u16, DeviceId)]| {
-            let fleet = fleet(&[(A, 1, a), (B, 2, bytes(2..4)), (C, 3, full), (D, 4, d)]);
+            let fleet = of(&[(A, 1, a), (B, 2, bytes(2..4)), (C, 3, full), (D, 4, d)]);
             let plan = Plan::new(&stages, &work(), &fleet, &options()).unwrap();
             let found = standbys(&plan, &work(), &fleet, &options(), kept);
             let place = |standby: &Standby| standby.place.as_ref().map(|place| place.device);
@@ -370,7 +378,7 @@ mod tests {
         assert_eq!(found(both - 1, large - 1, &[]), [(1, Tier::Cold, None), (2, Tier::Hot, Some(D))]);
         assert_eq!(found(both, large - 1, &[(2, D)]), [(1, Tier::Hot, Some(A))]);
         assert_eq!(found(both, large - 1, &[(1, D)]), [(2, Tier::Cold, None)]);
-        let mut fleet = fleet(&[(A, 1, bytes(0..2)), (B, 2, bytes(2..4)), (C, 3, full)]);
+        let mut fleet = of(&[(A, 1, bytes(0..2)), (B, 2, bytes(2..4)), (C, 3, full)]);
         let plan = Plan::new(&stages, &work(), &fleet, &options()).unwrap();
         let cold = standbys(&plan, &work(), &fleet, &options(), &[]);
         assert!(cold.iter().all(|standby| standby.place.is_none()), "{cold:?}");

@@ -155,35 +155,16 @@ impl Zone<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fleet::Link;
     use crate::plan::Goal;
-    use crate::standby::standbys;
+    use crate::standby::{
+        standbys,
+        tests::{self, fleet},
+    };
     use crate::work::Layer;
-    use alloc::collections::BTreeMap;
     use alloc::vec;
 
     fn device(id: u8, zone: &str, memory: u64) -> Device {
-        Device {
-            id: DeviceId([id; 16]),
-            name: String::new(),
-            machine: id.into(),
-            zone: zone.into(),
-            memory,
-            bytes_per_second: 10_000_000_000,
-            flops_per_second: 0,
-            copy_bytes_per_second: 10_000_000_000,
-            step_ns: 10_000,
-            layer_ns: 0,
-            cache_bytes_per_second: 0,
-            numerics: 1,
-            pass_steps: 1,
-            excluded: false,
-        }
-    }
-
-    fn fleet(devices: Vec<Device>) -> Fleet {
-        let default_link = Link { rtt_ns: 200_000, bytes_per_second: 1_000_000_000 };
-        Fleet { devices, links: BTreeMap::new(), default_link }
+        Device { zone: zone.into(), ..tests::device(DeviceId([id; 16]), id.into(), memory) }
     }
 
     fn work() -> Work {
