@@ -13,7 +13,7 @@ use crate::message::ToParticipant;
 use crate::output::Event;
 use crate::time::{Duration, Instant};
 use crate::work::{Ending, Inheritance, Inherited, PartRecord, PartWork, ProgramRecord, Record, StandbyRecord};
-use alloc::collections::BTreeSet;
+use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::{boxed::Box, format, vec::Vec};
 
 impl Job {
@@ -182,18 +182,21 @@ impl Job {
             }
             return;
         }
-        self.claims.note(now, from, theirs);
-        let by = self.claims.by.intersection(&participants).count();
+        let (_, by) = self.claims.of.entry(theirs.issuer).or_insert_with(|| (now, BTreeSet::new()));
+        by.insert(from);
+        let by = by.clone();
+        let votes = by.intersection(&participants).count();
         let coordinates = from == theirs.issuer;
         // Even if this node was absent since.
         let stays = self.claims.stays.is_some_and(|(claim, until)| theirs <= claim && now < until);
         // A coordinator without a placement has nothing to lose.
-        let believed = self.was_absent && self.claims.claimants.len() >= 2 || coordinates && self.is_degraded();
-        if (believed || 2 * by > participants.len()) && !stays {
+        let believed = self.was_absent && by.len() >= 2 || coordinates && self.is_degraded();
+        if (believed || 2 * votes > participants.len()) && !stays {
             return self.stand_down(theirs.issuer);
         }
         if coordinates && !stays && !self.doubts(now) {
             self.claims.stays = Some((theirs, now + STAYS));
+            self.claims.of.remove(&from);
             self.say_epoch(from, out);
             if !participants.contains(&from) {
                 self.send(from, ToParticipant::End, out); // it may hold parts that no placement needs
@@ -207,7 +210,7 @@ impl Job {
             let record = self.record();
             let before = self.known.iter().filter(|_| self.was_absent);
             let asked: BTreeSet<NodeId> = participants.iter().chain(before).copied().collect();
-            for to in asked.into_iter().filter(|node| *node != self.me && !self.claims.by.contains(node)) {
+            for to in asked.into_iter().filter(|node| *node != self.me && !by.contains(node)) {
                 self.send(to, ToParticipant::Record(Box::new(record.clone())), out);
             }
         }
@@ -215,7 +218,8 @@ impl Job {
 
     /// Whether this node was away, and one node, but no second one, has said lately that another coordinates the job.
     pub(super) fn doubts(&self, now: Instant) -> bool {
-        self.was_absent && self.claims.claimants.len() == 1 && now.since(self.claims.since) < CONFIRMED
+        let unconfirmed = |(since, by): &(Instant, BTreeSet<NodeId>)| by.len() == 1 && now.since(*since) < CONFIRMED;
+        self.was_absent && self.claims.of.values().any(unconfirmed)
     }
 
     /// Sends this node's epoch to another coordinator of the job.
@@ -242,33 +246,14 @@ impl Job {
 /// Claims of other nodes that another coordinator has the job.
 #[derive(Debug, Default)]
 pub(super) struct Claims {
-    /// The highest epoch claimed.
-    epoch: Option<Epoch>,
-    /// Nodes that claim this epoch.
-    by: BTreeSet<NodeId>,
-    /// Nodes that claimed any epoch of the same issuer, and since when.
-    claimants: BTreeSet<NodeId>,
-    since: Instant,
+    /// Claims by the coordinator they name: since when, and by which nodes. Only previous coordinators and named successors
+    /// are counted, so there are few.
+    of: BTreeMap<NodeId, (Instant, BTreeSet<NodeId>)>,
     /// When the participants, or the previous coordinator, were last queried.
     asked: Option<Instant>,
     /// Until this time the node does not stand down for claims up to this epoch: the successor was sent this node's
     /// epoch and stands down.
     stays: Option<(Epoch, Instant)>,
-}
-
-impl Claims {
-    fn note(&mut self, now: Instant, from: NodeId, theirs: Epoch) {
-        if self.epoch.is_none_or(|epoch| epoch.issuer != theirs.issuer) {
-            self.claimants.clear();
-            self.since = now;
-        }
-        if self.epoch < Some(theirs) {
-            (self.epoch, self.asked) = (Some(theirs), None);
-            self.by.clear();
-        }
-        self.by.insert(from);
-        self.claimants.insert(from);
-    }
 }
 
 /// How long a coordinator that sent a successor its epoch does not stand down. The epoch may be lost; it is sent again
