@@ -244,6 +244,13 @@ impl Parts {
         }
     }
 
+    /// Whether the parts here wait for an order of the node that issued this epoch. That node sends other messages first
+    /// if it never noticed that this node coordinated the job in between.
+    fn awaits_order(&self, job: JobId, epoch: Epoch) -> bool {
+        let held = self.jobs.get(&job).map(|held| held.epoch);
+        held.is_some_and(|mine| mine.counter == 0 && mine.issuer == epoch.issuer && mine < epoch)
+    }
+
     /// Reports that a part is not held here, so that the coordinator need not wait to find out.
     fn report_missing(&mut self, job: JobId, epoch: Epoch, part: PartId) {
         let reason = String::from("this node holds no such part of the job");
@@ -253,7 +260,7 @@ impl Parts {
     /// Whether a frame or message may act on a part: its epoch is admitted, and the part is resident. Reports a missing
     /// or failed part.
     fn is_resident(&mut self, from: NodeId, job: JobId, epoch: Epoch, part: PartId) -> bool {
-        if !self.jobs.contains_key(&job) {
+        if !self.jobs.contains_key(&job) || self.awaits_order(job, epoch) {
             self.report_missing(job, epoch, part);
             return false;
         }

@@ -45,6 +45,10 @@ impl Parts {
         match self.jobs.get(&job).map(|held| held.epoch) {
             known if quiet && known != Some(epoch) => {}
             None => self.report_missing_for(job, epoch, &say),
+            Some(_) if self.awaits_order(job, epoch) => match say {
+                ToParticipant::Release { part } if from == epoch.issuer => self.release_unordered(job, part),
+                say => self.report_missing_for(job, epoch, &say),
+            },
             Some(_) if self.admits(from, job, epoch) => self.handle_admitted(now, from, job, epoch, say),
             Some(_) => {}
         }

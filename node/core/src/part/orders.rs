@@ -209,8 +209,17 @@ impl Parts {
     }
 
     pub(super) fn release(&mut self, job: JobId, part: PartId) {
+        self.drop_part(job, |known, held| known == part && held.order.standby.is_some());
+    }
+
+    /// The coordinator does not use a part that waited for its order.
+    pub(super) fn release_unordered(&mut self, job: JobId, part: PartId) {
+        self.drop_part(job, |known, _| known == part);
+    }
+
+    fn drop_part(&mut self, job: JobId, gone: impl Fn(PartId, &Held) -> bool) {
         let Some(held) = self.jobs.get_mut(&job) else { return };
-        held.drop_parts(job, |known, held| known == part && held.order.standby.is_some(), &mut self.out);
+        held.drop_parts(job, gone, &mut self.out);
         if held.parts.is_empty() {
             self.drop_job(job);
         }

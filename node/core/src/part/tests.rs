@@ -454,3 +454,30 @@ fn the_previous_stage_receives_progress_when_it_changes() {
     parts.handle_wakeup(due);
     assert_eq!(outputs(&mut parts), vec![], "no news");
 }
+
+/// The coordinator never noticed that this node coordinated the job for a while, and counts on the part it ordered.
+#[test]
+fn a_part_that_waits_for_its_order_is_reported_and_released() {
+    let ordered = Box::new(Order { successors: vec![ME], ..*order(&[NEXT, COORDINATOR], 1, Some(Tier::Hot)) });
+    let mut parts = Parts::new(ME);
+    prepare(&mut parts, EPOCH, ordered.clone());
+    assert!(load(&mut parts));
+    let mine = Epoch { counter: 6, issuer: ME };
+    let promoted = Box::new(Order { owners: vec![NEXT, ME], standby: None, ..*ordered });
+    parts.handle_message(NOW, ME, JOB, mine, ToParticipant::Prepare(promoted));
+    parts.handle_left(NOW, JOB, Some(COORDINATOR));
+    outputs(&mut parts);
+    let header = FrameHeader { part: PartId(1), ..frame(1, 0, 5, false) };
+    give(&mut parts, NEXT, header);
+    let reported = outputs(&mut parts);
+    let missing = |output: &PartOutput| match output {
+        PartOutput::Report { epoch, say: ToCoordinator::Failed { held, .. }, .. } => *epoch == EPOCH && !held,
+        _ => false,
+    };
+    assert!(reported.iter().any(missing), "{reported:?}");
+    assert_eq!(parts.held().count(), 1, "it may be ordered yet");
+    say(&mut parts, NEXT, EPOCH, ToParticipant::Release { part: PartId(1) });
+    assert_eq!(parts.held().count(), 1, "only the coordinator releases it");
+    say(&mut parts, COORDINATOR, EPOCH, ToParticipant::Release { part: PartId(1) });
+    assert_eq!(parts.held().count(), 0);
+}
