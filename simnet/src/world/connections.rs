@@ -24,7 +24,8 @@ impl World {
             }
             self.break_connection(pair);
         }
-        let open = self.network.reaches(from, to) && self.network.reaches(to, from) && self.hosts[to.index()].runs();
+        let reach = self.network.reaches(from, to) && self.network.reaches(to, from);
+        let open = reach && self.hosts[to.index()].runs() && !self.is_banned(pair);
         let id = self.network.dial(pair, lives);
         let after = if open { self.network.rtt(from, to) * 3 / 2 } else { self.options.connect_timeout };
         self.queue.push(self.now + after, Happening::Handshake { pair, id });
@@ -56,6 +57,12 @@ impl World {
             && moves(b)
             && self.network.reaches(pair.0, pair.1)
             && self.network.reaches(pair.1, pair.0)
+            && !self.is_banned(pair)
+    }
+
+    /// Whether one end is banned: the other end's endpoint rejects its connections.
+    fn is_banned(&self, pair: Pair) -> bool {
+        [pair.0, pair.1].iter().any(|host| self.banned.contains(&self.hosts[host.index()].node_id))
     }
 
     /// Both ends learn of it now, but after their current outputs: a node that dials a peer's new life is still carrying

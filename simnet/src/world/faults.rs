@@ -138,6 +138,7 @@ impl World {
             Fault::Ban { host, lasts } => {
                 self.banned.insert(self.hosts[host.index()].node_id);
                 self.send_ban_list();
+                self.network.pairs_of(host).into_iter().for_each(|pair| self.break_connection(pair));
                 self.ends(lasts, End::Ban(host));
             }
             Fault::Lies { host, messages, lasts } => self.plan_lies(host, messages, lasts),
