@@ -275,9 +275,9 @@ impl Jobs {
                 let reason = "the node that serves the model is leaving the mesh: retry".into();
                 ToCaller::Done { reason: DoneReason::Failed(reason), end: 0 }
             }
-            (Some(serve), FromCaller::Ask { request, from }) => {
-                serve.requests.submit(now, caller, *request, from, &mut self.out);
-                return;
+            (Some(serve), FromCaller::Ask { request, from: position }) => {
+                serve.requests.submit(now, caller, *request, position, &mut self.out);
+                ToCaller::Successors(self.jobs.get(&job).map(Job::successors).unwrap_or_default())
             }
             (Some(serve), FromCaller::Cancel) => return serve.requests.cancel(now, caller, &mut self.out),
             (None, FromCaller::Cancel) => return,

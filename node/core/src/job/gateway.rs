@@ -41,10 +41,12 @@ struct Away {
     heard: Instant,
     /// When a gap was last reported.
     gap: Option<Instant>,
-    /// Candidates that may continue it, and since when they are asked in turn: the node asked before is down, or does
-    /// not know the job.
+    /// Candidates that may continue it, as the coordinator named them, and since when they are asked in turn: the node
+    /// asked before is down, or does not know the job.
     others: VecDeque<NodeId>,
     lost: Option<Instant>,
+    /// The question was sent to this candidate.
+    asked: bool,
 }
 
 impl Gateway {
@@ -78,7 +80,7 @@ impl Gateway {
         }
         let next = from.max(u32::try_from(request.prompt.len()).unwrap_or(u32::MAX));
         let others = self.moved.get(&job).map(|moved| moved.others.clone()).unwrap_or_default();
-        let away = Away { to, job, request, next, heard: now, gap: None, others, lost: None };
+        let away = Away { to, job, request, next, heard: now, gap: None, others, lost: None, asked: true };
         away.send(call, out);
         self.calls.insert(call, away);
     }
@@ -117,6 +119,10 @@ impl Gateway {
                     moved.to = to;
                 }
             }
+            ToCaller::Successors(nodes) => {
+                let known = |node: &NodeId| *node != away.to;
+                away.others = nodes.into_iter().filter(known).take(CANDIDATES_MAX).collect();
+            }
             ToCaller::Unknown => {
                 if !away.turn(now) {
                     self.give_up(call, out);
@@ -152,12 +158,19 @@ impl Gateway {
         over.into_iter().for_each(|call| self.give_up(call, out));
     }
 
-    /// Repeats questions that were not answered.
+    /// Repeats questions that were not answered. A candidate that does not answer is not asked twice in a row: it may be
+    /// down, too.
     pub(super) fn handle_wakeup(&mut self, now: Instant, out: &mut Out) {
+        let mut over = Vec::new();
         for (&call, away) in self.calls.iter_mut().filter(|(_, away)| now.since(away.heard) >= ASK_AGAIN) {
-            away.heard = now;
-            away.send(call, out);
+            if away.lost.is_none() || !core::mem::replace(&mut away.asked, true) {
+                away.heard = now;
+                away.send(call, out);
+            } else if !away.turn(now) {
+                over.push(call);
+            }
         }
+        over.into_iter().for_each(|call| self.give_up(call, out));
     }
 
     pub(super) fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
@@ -172,6 +185,7 @@ impl Away {
         let since = *self.lost.get_or_insert(now);
         let Some(next) = self.others.pop_front().filter(|_| now.since(since) < LOST_MAX) else { return false };
         self.others.push_back(core::mem::replace(&mut self.to, next));
+        self.asked = false;
         // Makes the next wakeup of this call due after `TURN`.
         self.heard = now + TURN - ASK_AGAIN;
         true
@@ -271,6 +285,18 @@ mod tests {
         assert_eq!(seen(&mut out), (vec![], vec![(OTHER, 3), (OTHER, 3)]));
         gateway.handle_gone(Instant(0), OTHER, &mut out);
         assert_eq!((seen(&mut out), gateway.next_wakeup()), ((vec![u32::MAX], vec![]), None));
+    }
+
+    #[test]
+    fn successors_that_the_coordinator_named_are_asked_once_it_is_down() {
+        let (mut gateway, mut out) = asked();
+        let now = Instant(0) + ASK_AGAIN;
+        gateway.handle_said(now, OTHER, CALL, ToCaller::Successors(vec![OTHER, THIRD]), &mut out);
+        gateway.handle_said(now, THIRD, CALL, ToCaller::Successors(vec![]), &mut out);
+        gateway.handle_said(now, OTHER, CALL, token(3), &mut out);
+        gateway.handle_gone(now, OTHER, &mut out);
+        gateway.handle_wakeup(now + TURN, &mut out);
+        assert_eq!(seen(&mut out), (vec![3], vec![(OTHER, 3), (THIRD, 4)]));
     }
 
     #[test]

@@ -12,6 +12,7 @@ use crate::limits::{PREVIOUS_COORDINATORS_MAX, SUCCESSORS_MAX, UNUSED_MAX};
 use crate::message::ToParticipant;
 use crate::output::Event;
 use crate::time::{Duration, Instant};
+use crate::work::serve::ToCaller;
 use crate::work::{Ending, Inheritance, Inherited, PartRecord, PartWork, ProgramRecord, Record, StandbyRecord};
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::{boxed::Box, format, vec::Vec};
@@ -36,6 +37,15 @@ impl Job {
         successors.truncate(SUCCESSORS_MAX);
         self.named.extend(successors.iter().copied());
         self.successors = successors;
+    }
+
+    /// Sends the successors to nodes that have callers of this job, which ask them if they lose this node.
+    pub(super) fn announce_successors(&self, out: &mut Out) {
+        let Workload::Serve(serve) = &self.workload else { return };
+        for (to, call) in serve.requests.calls_of_others() {
+            let say = ToCaller::Successors(self.successors());
+            out.push_back(JobOutput::Tell { to, call, say });
+        }
     }
 
     /// Nodes that may coordinate the job at some time after this one.

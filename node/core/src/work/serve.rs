@@ -93,6 +93,8 @@ pub enum ToCaller {
     Moved(NodeId),
     /// The node does not coordinate the job.
     Unknown,
+    /// Nodes that may coordinate the job after the sender, in order: the receiver asks them if it loses the sender.
+    Successors(Vec<NodeId>),
 }
 
 /// From the node that has a caller to the coordinator of the job.

@@ -183,6 +183,7 @@ impl Job {
         self.waiting.extend(participants.iter().copied());
         self.known.extend(participants);
         self.choose_successors();
+        self.announce_successors(out);
         let (job, epoch, step_ns) = (self.id, self.epoch, self.workload.step_ns());
         let placement = Box::new(self.workload.placement(&self.parts));
         out.push_back(JobOutput::Notify(Event::JobPlaced { job, epoch, step_ns, placement }));

@@ -206,6 +206,14 @@ impl Requests {
         all.any(|stream| !matches!(stream.caller, Caller::Gone(_)))
     }
 
+    /// Calls of other nodes' callers.
+    pub(in crate::job) fn calls_of_others(&self) -> impl Iterator<Item = (NodeId, CallId)> + '_ {
+        self.running.values().chain(&self.waiting).filter_map(|stream| match stream.caller {
+            Caller::Away(node, call) => Some((node, call)),
+            Caller::Here(_) | Caller::Gone(_) => None,
+        })
+    }
+
     /// Another node coordinates the job. Returns the calls of this node's callers, each with its request and the
     /// position of its next token.
     pub(in crate::job) fn hand_over(&mut self) -> Vec<(CallId, Request, u32)> {

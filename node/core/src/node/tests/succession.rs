@@ -72,6 +72,28 @@ fn another_member_asks_for_its_callers_token_by_token() {
     mesh.assert_clean();
 }
 
+/// A member that only has the caller learns the successors from the coordinator.
+#[test]
+fn a_caller_at_another_member_is_served_from_the_successor() {
+    for after in [0, 10] {
+        let mut mesh = Mesh::new(&[225; 6]);
+        let job = mesh.deploy();
+        mesh.run_for(Duration::from_secs(3));
+        let stages = mesh.stages();
+        let member = (2..=6).map(id).find(|node| !stages.contains(node)).expect("a node without a stage");
+        let ask = Input::Ask { call: CALL, to: id(1), job, request: Box::new(request(CALL, vec![1, 2, 3], 60)) };
+        mesh.give(member, ask);
+        mesh.run_for(Duration::from_millis(100));
+        let end = mesh.now + Duration::from_secs(5);
+        mesh.run_while(end, |mesh| mesh.told(CALL).len() < after);
+        mesh.nodes.get_mut(&id(1)).unwrap().down = true;
+
+        assert_eq!(mesh.finish(CALL, Duration::from_secs(20)), DoneReason::Length, "killed after {after}");
+        assert_eq!(mesh.told(CALL), solo(&[1, 2, 3], 60));
+        mesh.assert_clean();
+    }
+}
+
 /// A coordinator that only stood still hands its callers over to its successor. Each receives every token once.
 #[test]
 fn callers_of_a_coordinator_that_comes_back_are_answered_by_its_successor() {
