@@ -33,6 +33,8 @@ pub enum End {
 pub struct Reported {
     /// When it was reported.
     pub at: Instant,
+    /// The job, a new one after each resumption from a checkpoint.
+    pub job: JobId,
     /// The coordinator.
     pub host: HostId,
     /// The life of the coordinator's host.
@@ -253,7 +255,7 @@ impl Submission {
             StepsEvent::Report { step, report } => {
                 let epoch = self.runs.get(&host).copied();
                 let (life, step, report) = (world.host(host).life, *step, report.clone());
-                self.reports.push(Reported { at, host, life, epoch, step, report });
+                self.reports.push(Reported { at, job: self.job(), host, life, epoch, step, report });
             }
             StepsEvent::Checkpoint { step } => self.checkpoints.push((self.job(), *step)),
             StepsEvent::Runs { .. } | StepsEvent::Waiting { .. } => {}

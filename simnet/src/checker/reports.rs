@@ -69,7 +69,7 @@ fn wrong_reports(submission: &Submission, expected: &[(i128, u128)]) -> Vec<Stri
         if report.hash.is_some() != due || report.hash.is_some_and(|reported| reported != *hash) {
             wrong.push(format!("the hash of step {step} is {:?}, expected {hash}, at the last step only", report.hash));
         }
-        let before = last.insert((reported.host, reported.life, reported.epoch), step);
+        let before = last.insert((reported.job, reported.host, reported.life, reported.epoch), step);
         if let Some(before) = before.filter(|before| *before >= step) {
             let epoch = reported.epoch.map_or(0, |epoch| epoch.counter);
             wrong.push(format!("host {host} reports step {step} after {before} under epoch {epoch}"));
