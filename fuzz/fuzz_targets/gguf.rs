@@ -3,9 +3,9 @@
 //! An input is used twice: as a file, and as patches to a valid small model, which reach the code after the first checks.
 #![no_main]
 use bytes::Bytes;
-use kernels::stage::Activations;
-use kernels::weights::testing::TinyModel;
-use kernels::weights::{ModelFile, ShardIndex};
+use kernels_models::stage::Activations;
+use kernels_models::weights::testing::TinyModel;
+use kernels_models::weights::{ModelFile, ShardIndex};
 use libfuzzer_sys::fuzz_target;
 use std::sync::OnceLock;
 

@@ -2,8 +2,8 @@
 //!
 //! An input is used twice: as a packed job, and as the text of a job without files, which reaches the code after the first checks.
 #![no_main]
-use kernels::grid::simulation::{Mosaic, Simulation};
-use kernels::grid::tile::Tile;
+use kernels_grids::tile::Tile;
+use kernels_simulations::{Mosaic, Simulation};
 use libfuzzer_sys::fuzz_target;
 
 /// Maximum cells of a grid that is computed here.

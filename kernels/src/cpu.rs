@@ -4,24 +4,22 @@
 //! instruction set.
 //! Next: `cpu/simd.rs`, then `cpu/product.rs`.
 
-pub(crate) mod activations;
-pub(crate) mod attention;
+pub mod activations;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
-pub(crate) mod engine;
 mod portable;
-pub(crate) mod product;
-pub(crate) mod rows;
-pub(crate) mod simd;
-pub(crate) mod words;
+pub mod product;
+pub mod rows;
+pub mod simd;
+pub mod words;
 
 use simd::Kernel;
 
 /// The supported instruction sets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Isa {
+pub enum Isa {
     /// AVX-512 with VNNI.
     #[cfg(target_arch = "x86_64")]
     Avx512,
@@ -34,12 +32,12 @@ pub(crate) enum Isa {
 
 impl Isa {
     /// The best instruction set of this machine.
-    pub(crate) fn detect() -> Self {
+    pub fn detect() -> Self {
         Self::all()[0]
     }
 
     /// All instruction sets of this machine, best first.
-    pub(crate) fn all() -> Vec<Self> {
+    pub fn all() -> Vec<Self> {
         let mut found = Vec::new();
         #[cfg(target_arch = "x86_64")]
         {
@@ -58,7 +56,7 @@ impl Isa {
     }
 
     /// The common name.
-    pub(crate) fn name(self) -> &'static str {
+    pub fn name(self) -> &'static str {
         match self {
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => "AVX-512 VNNI",
@@ -73,7 +71,7 @@ impl Isa {
     /// # Safety
     /// The kernel's own contract; `self` comes from [`Self::detect`] or [`Self::all`].
     #[inline]
-    pub(crate) unsafe fn run<K: Kernel>(self, kernel: K) -> K::Output {
+    pub unsafe fn run<K: Kernel>(self, kernel: K) -> K::Output {
         // SAFETY: the instruction set was detected; the rest is the kernel's contract.
         unsafe {
             match self {

@@ -8,7 +8,7 @@
 //! - A row of K columns is split into [`CHUNKS`] chunks of whole [`GROUP`]s ([`chunk`]). Within a chunk, one chain of fused
 //!   multiply-adds runs over the columns in order; then the chunk sums are added in order. So any lane, thread block or rank
 //!   can compute a chunk.
-//! - Sums of squares use [`LANES`] partial sums per chunk, which a butterfly reduces ([`tree`]).
+//! - Sums of squares use [`LANES`] partial sums per chunk, which a butterfly reduces ([`butterfly_sum`]).
 //! - Attention runs over blocks of [`POSITIONS`] positions, counted from position 0; the blocks are combined in order.
 //!
 //! A non-finite number makes everything computed from it non-finite, through integers and exponentials too: it reaches the
@@ -31,6 +31,7 @@ pub const LANES: usize = 32;
 pub const POSITIONS: usize = 128;
 
 /// Columns of chunk `index` of a row of `cols`. The chunks partition the row in order; some chunks of a short row are empty.
+#[inline]
 #[must_use]
 pub fn chunk(cols: usize, index: usize) -> Range<usize> {
     let groups = cols.div_ceil(GROUP);
@@ -48,7 +49,7 @@ pub struct Quantised {
 }
 
 /// Largest magnitude that is quantised to zero: the reciprocal of a smaller one would overflow.
-pub const SMALLEST: f32 = 1e-30;
+pub const QUANTISE_MIN: f32 = 1e-30;
 
 /// Quantises a row of activations, rounding to nearest even.
 #[must_use]
@@ -59,7 +60,7 @@ pub fn quantise(row: &[f32]) -> Quantised {
         let largest = block.iter().fold(0.0f32, |largest, x| if x.abs() > largest { x.abs() } else { largest });
         if !block.iter().all(|x| x.is_finite()) {
             quantised.scales[b] = f32::NAN;
-        } else if largest > SMALLEST {
+        } else if largest > QUANTISE_MIN {
             let inverse = 127.0 * reciprocal(largest);
             quantised.scales[b] = largest * (1.0 / 127.0);
             for (code, x) in quantised.codes[b * BLOCK..].iter_mut().zip(block) {
@@ -135,13 +136,13 @@ pub fn square_sum(row: &[f32]) -> f32 {
     in_chunks(row.len(), |columns| {
         let mut lanes = [0.0f32; LANES];
         columns.for_each(|i| lanes[i % LANES] = row[i].mul_add(row[i], lanes[i % LANES]));
-        tree(lanes)
+        butterfly_sum(lanes)
     })
 }
 
 /// Butterfly reduction: adds lanes (i, i + 16), (i, i + 8), … (i, i + 1).
 #[must_use]
-pub fn tree(mut lanes: [f32; LANES]) -> f32 {
+pub fn butterfly_sum(mut lanes: [f32; LANES]) -> f32 {
     let mut apart = LANES / 2;
     while apart > 0 {
         for i in 0..apart {
@@ -160,6 +161,7 @@ pub fn rms_norm(row: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
 }
 
 /// The factor of RMSNorm for a row of `cols`: 1 / rms.
+#[inline]
 #[must_use]
 pub fn rms_factor(square_sum: f32, cols: usize, eps: f32) -> f32 {
     inverse_sqrt(square_sum.mul_add(1.0 / cols as f32, eps))
@@ -190,18 +192,21 @@ impl Activation {
 }
 
 /// 1 / (1 + e^-x)
+#[inline]
 #[must_use]
 pub fn sigmoid(x: f32) -> f32 {
     reciprocal(1.0 + exp(-x))
 }
 
 /// cap · tanh(x / cap), as 2 cap · sigmoid(2 x / cap) - cap.
+#[inline]
 #[must_use]
 pub fn soft_cap(x: f32, cap: f32) -> f32 {
     sigmoid(x * (2.0 / cap)).mul_add(2.0 * cap, -cap)
 }
 
 /// Rotates a RoPE pair by an angle.
+#[inline]
 #[must_use]
 pub fn rotate(a: f32, b: f32, cos: f32, sin: f32) -> (f32, f32) {
     (a.mul_add(cos, -(b * sin)), a.mul_add(sin, b * cos))
@@ -210,7 +215,7 @@ pub fn rotate(a: f32, b: f32, cos: f32, sin: f32) -> (f32, f32) {
 /// Attention of one query over the positions `seen`. Keys and values are cache rows, indexed by position.
 ///
 /// In each block of [`POSITIONS`]: scores are chains over the dimensions; their weights e^(score - block maximum) are summed by
-/// lane (position mod [`LANES`]) and [`tree`]; values are chains over the positions. The blocks are then combined in order by
+/// lane (position mod [`LANES`]) and [`butterfly_sum`]; values are chains over the positions. The blocks are then combined in order by
 /// e^(block maximum - overall maximum).
 #[must_use]
 pub fn attend(query: &[f32], keys: &[&[f32]], values: &[&[f32]], seen: Range<usize>, cap: Option<f32>) -> Vec<f32> {
@@ -257,10 +262,11 @@ fn attend_block(
         lanes[position % LANES] += weight;
         sums.iter_mut().zip(values[position]).for_each(|(sum, value)| *sum = weight.mul_add(*value, *sum));
     }
-    AttendedBlock { largest, sum: tree(lanes), values: sums }
+    AttendedBlock { largest, sum: butterfly_sum(lanes), values: sums }
 }
 
 /// 1 / x for normal x between 2^-125 and 2^125, within one unit in the last place: four Newton steps from a linear guess.
+#[inline]
 #[must_use]
 pub fn reciprocal(x: f32) -> f32 {
     let mut y = f32::from_bits(RECIPROCAL_GUESS.wrapping_sub(x.to_bits()));
@@ -275,6 +281,7 @@ pub fn reciprocal(x: f32) -> f32 {
 pub const RECIPROCAL_GUESS: u32 = 0x7ef3_11c7;
 
 /// 1 / √x for normal positive x, within two units in the last place: four Newton steps.
+#[inline]
 #[must_use]
 pub fn inverse_sqrt(x: f32) -> f32 {
     let half = 0.5 * x;
@@ -290,6 +297,7 @@ pub const INVERSE_SQRT_GUESS: u32 = 0x5f37_5a86;
 
 /// e^x, relative error below 2e-7 for x in ±[`EXP_MAX`], clamped outside; NaN for NaN. x = n ln 2 + r, and a polynomial in r
 /// (coefficients of Cephes `expf`).
+#[inline]
 #[must_use]
 pub fn exp(x: f32) -> f32 {
     let x = if x < -EXP_MAX { -EXP_MAX } else { x };

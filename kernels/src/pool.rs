@@ -7,12 +7,13 @@
 //! descheduled with a part in hand, is benched for a while. If the caller itself is starved of CPU there are more
 //! threads than free cores, and one more worker is benched. The caller is worker 0; with one worker there is no
 //! synchronisation.
+use parking_lot::{Mutex, MutexGuard};
 use std::any::Any;
 use std::cell::UnsafeCell;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
@@ -39,7 +40,7 @@ const DENIED: u32 = 4;
 const FEWER: [Duration; 2] = [Duration::from_millis(200), Duration::from_millis(3200)];
 
 /// A pool of worker threads, owned by the caller.
-pub(crate) struct Pool {
+pub struct Pool {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
     /// When benched workers return; `None`: no worker is benched.
@@ -103,7 +104,7 @@ impl Pool {
     ///
     /// # Errors
     /// The operating system cannot start a thread.
-    pub(crate) fn new(workers: usize) -> std::io::Result<Self> {
+    pub fn new(workers: usize) -> std::io::Result<Self> {
         let workers = workers.max(1);
         let shared = Arc::new(Shared {
             round: Padded::default(),
@@ -130,7 +131,7 @@ impl Pool {
     }
 
     /// Number of workers including the caller.
-    pub(crate) fn workers(&self) -> usize {
+    pub fn workers(&self) -> usize {
         self.threads.len() + 1
     }
 
@@ -139,7 +140,7 @@ impl Pool {
     ///
     /// # Panics
     /// If the task panics on any worker; all other ranges still run.
-    pub(crate) fn run(&mut self, units: usize, grain: usize, task: &(dyn Fn(usize, Range<usize>) + Sync)) {
+    pub fn run(&mut self, units: usize, grain: usize, task: &(dyn Fn(usize, Range<usize>) + Sync)) {
         let grains = units.div_ceil(grain);
         if grains > 1 && !self.threads.is_empty() {
             let start = Instant::now();
@@ -382,7 +383,7 @@ fn sleep(sleeps: &AtomicBool, ready: impl Fn() -> bool) {
 
 /// Locks, ignoring poison: no lock here is held while code can panic.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock()
 }
 
 #[cfg(test)]

@@ -1,6 +1,5 @@
 //! Compute threads of the CPU: a node has one set, which all its stages and tiles share.
-use crate::grid::GridError;
-use crate::grid::fused::Ring;
+use crate::planes::{NoMemory, Planes, Shared};
 use crate::pool::Pool;
 
 /// A thread pool that runs one job at a time: a batch of a stage, or steps of a tile.
@@ -8,6 +7,27 @@ pub struct Threads {
     pool: Pool,
     /// Per-thread ring buffers for fused steps of a tile; empty until first needed.
     rings: Vec<Ring>,
+}
+
+/// Rows of intermediate steps, private to a thread.
+pub struct Ring {
+    planes: Planes,
+}
+
+impl Ring {
+    /// A ring of `bytes` bytes.
+    fn new(bytes: usize) -> Result<Self, NoMemory> {
+        Ok(Self { planes: Planes::new(1, bytes)? })
+    }
+
+    fn bytes(&self) -> usize {
+        self.planes.plane::<u8>(0).len()
+    }
+
+    /// The memory: one plane.
+    pub fn shared(&mut self) -> Shared<'_> {
+        self.planes.shared()
+    }
 }
 
 impl Threads {
@@ -24,12 +44,16 @@ impl Threads {
         self.pool.workers()
     }
 
-    pub(crate) fn pool(&mut self) -> &mut Pool {
+    /// The pool.
+    pub fn pool(&mut self) -> &mut Pool {
         &mut self.pool
     }
 
     /// The pool, and a ring buffer of at least `bytes` per thread.
-    pub(crate) fn with_rings(&mut self, bytes: usize) -> Result<(&mut Pool, &mut [Ring]), GridError> {
+    ///
+    /// # Errors
+    /// No memory for the buffers.
+    pub fn with_rings(&mut self, bytes: usize) -> Result<(&mut Pool, &mut [Ring]), NoMemory> {
         if self.rings.first().is_none_or(|ring| ring.bytes() < bytes) {
             // Free the old rings before allocating new ones.
             self.rings.clear();

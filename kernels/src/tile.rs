@@ -153,7 +153,7 @@ pub fn convert(
 
 /// Sum of little-endian 32-bit words modulo 2^32: a checksum of tiles uploaded to a device.
 #[must_use]
-pub fn sum_of_words(bytes: &[u8]) -> u32 {
+pub fn word_checksum(bytes: &[u8]) -> u32 {
     let word = |word: &[u8]| u32::from_le_bytes([word[0], word[1], word[2], word[3]]);
     bytes.chunks_exact(4).map(word).fold(0, u32::wrapping_add)
 }

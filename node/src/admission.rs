@@ -3,25 +3,26 @@
 //! `node_core::admission` decides, the transport verifies and signs, and this module stores.
 use crate::quiet::Quiet;
 use crate::store::{Store, StoreError};
-use node_core::admission::{Admitted, Claim, Invite, InviteBook, Refusal};
+use node_core::admission::{Admitted, Claim, Invite, InviteBook, Rejection};
 use node_core::id::NodeId;
+use parking_lot::{Mutex, RwLock};
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::Arc;
 use std::time::Duration;
 use transport::certificate::{Chain, Roles};
-use transport::join::{JoinRefusal, JoinRequest};
+use transport::join::{JoinRejection, JoinRequest};
 use transport::{Identity, MeshCredentials, MeshId, PeerId, Ticket};
 
 /// Lifetime of a certificate, bounded by its issuer's. It is long, so that a mesh survives the loss of its founder.
 /// `renewal.rs` extends it.
-pub const MEMBERSHIP: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+pub(crate) const MEMBERSHIP: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 /// Most addresses in a ticket. A joiner uses the first that answers.
 const TICKET_ADDRS_MAX: usize = 4;
 
 /// The node's credentials and tickets, and the peers that wait for approval.
-pub struct Admission {
+pub(crate) struct Admission {
     identity: Identity,
     /// Replaced as a whole when they are renewed.
     credentials: RwLock<Arc<MeshCredentials>>,
@@ -41,7 +42,7 @@ pub struct Admission {
 
 /// Why an operation on tickets, approvals or credentials failed.
 #[derive(Clone, Debug, thiserror::Error)]
-pub enum AdmissionError {
+pub(crate) enum AdmissionError {
     /// No waiting peer matches.
     #[error("{0}")]
     Unknown(String),
@@ -61,7 +62,7 @@ impl From<StoreError> for AdmissionError {
 
 impl Admission {
     /// Creates it with the tickets in the store. `addrs`: the data-plane addresses of this node, for tickets.
-    pub fn new(
+    pub(crate) fn new(
         identity: Identity,
         credentials: MeshCredentials,
         store: Arc<Store>,
@@ -87,32 +88,32 @@ impl Admission {
     }
 
     /// Whether this node admits every machine of the local network that asks.
-    pub fn is_open(&self) -> bool {
+    pub(crate) fn is_open(&self) -> bool {
         self.open
     }
 
     /// Whether this node has the right to invite.
-    pub fn may_invite(&self) -> bool {
+    pub(crate) fn may_invite(&self) -> bool {
         self.credentials().chain.own().is_some_and(|own| own.roles.may_invite())
     }
 
     /// The node's current credentials.
-    pub fn credentials(&self) -> Arc<MeshCredentials> {
-        self.credentials.read().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+    pub(crate) fn credentials(&self) -> Arc<MeshCredentials> {
+        self.credentials.read().clone()
     }
 
     /// Replaces the node's credentials.
-    pub fn set_credentials(&self, credentials: MeshCredentials) {
-        *self.credentials.write().unwrap_or_else(std::sync::PoisonError::into_inner) = Arc::new(credentials);
+    pub(crate) fn set_credentials(&self, credentials: MeshCredentials) {
+        *self.credentials.write() = Arc::new(credentials);
     }
 
     /// This node's identity key.
-    pub fn identity(&self) -> &Identity {
+    pub(crate) fn identity(&self) -> &Identity {
         &self.identity
     }
 
     /// Display name of the mesh: the first eight hex digits of its id.
-    pub fn mesh_name(&self) -> String {
+    pub(crate) fn mesh_name(&self) -> String {
         self.credentials().mesh.0[..4].iter().map(|b| format!("{b:02x}")).collect()
     }
 
@@ -120,7 +121,7 @@ impl Admission {
     ///
     /// # Errors
     /// This node may not invite, or the store cannot be written.
-    pub fn invite(&self, ttl: Duration, uses: u32) -> Result<String, AdmissionError> {
+    pub(crate) fn invite(&self, ttl: Duration, uses: u32) -> Result<String, AdmissionError> {
         let credentials = self.credentials();
         if !self.may_invite() {
             return Err(AdmissionError::Refused(
@@ -132,7 +133,7 @@ impl Admission {
         let mut number = [0; 16];
         getrandom::fill(&mut number)
             .map_err(|e| AdmissionError::Storage(format!("cannot generate a random ticket: {e}")))?;
-        let issued = crate::handle::unix_seconds();
+        let issued = crate::clock::unix_seconds();
         let expiry = issued + ttl.as_secs();
         let invites = {
             let mut book = self.book();
@@ -142,7 +143,7 @@ impl Admission {
         self.store.put_invites(&invites)?;
         let secret = secret_of(&self.secret_key, &number);
         {
-            let mut numbers = self.numbers.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let mut numbers = self.numbers.lock();
             numbers.retain(|_, kept| invites.iter().any(|(issued, _)| issued == kept));
             numbers.insert(transport::ticket::ticket_id(&secret), number);
         }
@@ -161,21 +162,18 @@ impl Admission {
     ///
     /// # Errors
     /// The store cannot be written: the tickets are void only until the next start.
-    pub fn void_invites(&self, issued: u64) -> Result<Vec<Invite>, AdmissionError> {
+    pub(crate) fn void_invites(&self, issued: u64) -> Result<Vec<Invite>, AdmissionError> {
         let (void, left) = {
             let mut book = self.book();
             let before = book.invites().len();
-            let void = book.void(issued, crate::handle::unix_seconds());
+            let void = book.void(issued, crate::clock::unix_seconds());
             let left = book.invites();
             if left.len() == before {
                 return Ok(void);
             }
             (void, left)
         };
-        self.numbers
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
-            .retain(|_, kept| left.iter().any(|(id, _)| id == kept));
+        self.numbers.lock().retain(|_, kept| left.iter().any(|(id, _)| id == kept));
         self.store.put_invites(&left)?;
         Ok(void)
     }
@@ -184,13 +182,13 @@ impl Admission {
     ///
     /// # Errors
     /// No waiting peer matches, or several do.
-    pub fn approve(&self, peer: &str) -> Result<(), AdmissionError> {
+    pub(crate) fn approve(&self, peer: &str) -> Result<(), AdmissionError> {
         if let Ok(peer_id) = peer.parse::<PeerId>() {
             self.book().approve(NodeId(transport::node_id(&peer_id)));
             return Ok(());
         }
         let waiting: Vec<(NodeId, String)> = {
-            let strangers = self.strangers.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let strangers = self.strangers.lock();
             self.book().waiting().filter_map(|n| Some((n, strangers.get(&n)?.to_string()))).collect()
         };
         let matching: Vec<_> = waiting.iter().filter(|(_, id)| !peer.is_empty() && id.contains(peer)).collect();
@@ -211,16 +209,16 @@ impl Admission {
     }
 
     /// PeerIds that asked to join without a ticket.
-    pub fn waiting(&self) -> Vec<String> {
-        let strangers = self.strangers.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    pub(crate) fn waiting(&self) -> Vec<String> {
+        let strangers = self.strangers.lock();
         self.book().waiting().filter_map(|n| Some(strangers.get(&n)?.to_string())).collect()
     }
 
     /// Answers a join request. An admitted peer gets its certificate, the mesh key and the known members.
-    pub fn answer(&self, request: JoinRequest, members: Vec<u8>) {
+    pub(crate) fn answer(&self, request: JoinRequest, members: Vec<u8>) {
         let claim = match request.ticket {
             None => Claim::Nothing,
-            Some(id) => match self.numbers.lock().unwrap_or_else(std::sync::PoisonError::into_inner).get(&id) {
+            Some(id) => match self.numbers.lock().get(&id) {
                 Some(number) if request.proves(&secret_of(&self.secret_key, number)) => Claim::Secret(*number),
                 _ => Claim::UnknownSecret,
             },
@@ -238,48 +236,48 @@ impl Admission {
                 if let Some(more) = self.quiet.admit() {
                     let (peer, name, addr) = (request.peer_id, &request.name, request.addr);
                     let advice = match refusal {
-                        JoinRefusal::NotApproved => format!("; to admit it: meshnode approve {peer}"),
-                        JoinRefusal::Unknown
-                        | JoinRefusal::Expired
-                        | JoinRefusal::UsedUp
-                        | JoinRefusal::OtherMesh
-                        | JoinRefusal::NotAMember
-                        | JoinRefusal::Busy
-                        | JoinRefusal::Banned => String::new(),
+                        JoinRejection::NotApproved => format!("; to admit it: meshnode approve {peer}"),
+                        JoinRejection::Unknown
+                        | JoinRejection::Expired
+                        | JoinRejection::UsedUp
+                        | JoinRejection::OtherMesh
+                        | JoinRejection::NotAMember
+                        | JoinRejection::Busy
+                        | JoinRejection::Banned => String::new(),
                     };
                     tracing::info!("rejected a join request of {peer} ({name}) at {addr}: {refusal}{advice}{more}");
                 }
-                request.refuse(refusal);
+                request.reject(refusal);
             }
         }
     }
 
-    fn decide(&self, peer: PeerId, from: IpAddr, claim: Claim) -> Result<Chain, JoinRefusal> {
+    fn decide(&self, peer: PeerId, from: IpAddr, claim: Claim) -> Result<Chain, JoinRejection> {
         let node = NodeId(transport::node_id(&peer));
         let local = self.open && is_local(from);
         let (verdict, invites) = {
             let mut book = self.book();
-            (book.decide(node, claim, local, crate::handle::unix_seconds()), book.invites())
+            (book.decide(node, claim, local, crate::clock::unix_seconds()), book.invites())
         };
         let admitted: Admitted = verdict.map_err(|refusal| match refusal {
-            Refusal::Unknown => JoinRefusal::Unknown,
-            Refusal::Expired => JoinRefusal::Expired,
-            Refusal::UsedUp => JoinRefusal::UsedUp,
-            Refusal::NotApproved => {
+            Rejection::Unknown => JoinRejection::Unknown,
+            Rejection::Expired => JoinRejection::Expired,
+            Rejection::UsedUp => JoinRejection::UsedUp,
+            Rejection::NotApproved => {
                 self.remember_stranger(node, peer);
-                JoinRefusal::NotApproved
+                JoinRejection::NotApproved
             }
         })?;
         // Save the use before granting it, so that a full disk cannot make tickets unlimited.
         self.store.put_invites(&invites).map_err(|e| {
             tracing::error!("cannot admit new members: {e}");
-            JoinRefusal::Busy
+            JoinRejection::Busy
         })?;
-        let expiry = crate::handle::unix_seconds() + MEMBERSHIP.as_secs();
+        let expiry = crate::clock::unix_seconds() + MEMBERSHIP.as_secs();
         let roles = if admitted.may_invite() { Roles::INVITER } else { Roles::MEMBER };
         self.credentials().issue(&self.identity, peer, roles, expiry).map_err(|e| {
             tracing::error!("cannot admit new members: {e}");
-            JoinRefusal::Busy
+            JoinRejection::Busy
         })
     }
 
@@ -287,13 +285,13 @@ impl Admission {
     /// too.
     fn remember_stranger(&self, node: NodeId, peer: PeerId) {
         let waiting: Vec<NodeId> = self.book().waiting().collect();
-        let mut strangers = self.strangers.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut strangers = self.strangers.lock();
         strangers.insert(node, peer);
         strangers.retain(|stranger, _| waiting.contains(stranger));
     }
 
-    fn book(&self) -> std::sync::MutexGuard<'_, InviteBook> {
-        self.book.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    fn book(&self) -> parking_lot::MutexGuard<'_, InviteBook> {
+        self.book.lock()
     }
 }
 
@@ -317,7 +315,7 @@ fn path(data_dir: &Path) -> PathBuf {
 ///
 /// # Errors
 /// The file cannot be read or is damaged. It is not replaced silently, because the node would lose its mesh.
-pub fn load(data_dir: &Path) -> Result<Option<MeshCredentials>, AdmissionError> {
+pub(crate) fn load(data_dir: &Path) -> Result<Option<MeshCredentials>, AdmissionError> {
     let path = path(data_dir);
     match std::fs::read(&path) {
         Ok(bytes) => MeshCredentials::decode(&bytes).map(Some).map_err(|e| {
@@ -335,7 +333,7 @@ pub fn load(data_dir: &Path) -> Result<Option<MeshCredentials>, AdmissionError> 
 ///
 /// # Errors
 /// The file cannot be written.
-pub fn save(data_dir: &Path, credentials: &MeshCredentials) -> Result<(), AdmissionError> {
+pub(crate) fn save(data_dir: &Path, credentials: &MeshCredentials) -> Result<(), AdmissionError> {
     let path = path(data_dir);
     transport::identity::write_private(&path, &credentials.encode()).map_err(|e| {
         let why = crate::disk::explain(&e, crate::disk::FREE_DATA);
@@ -366,15 +364,15 @@ fn is_on_link(interface: &if_addrs::IfAddr, ip: IpAddr) -> bool {
 }
 
 /// Founds a mesh with this node as its first member.
-pub fn found(identity: &Identity) -> MeshCredentials {
-    MeshCredentials::found(identity, crate::handle::unix_seconds() + MEMBERSHIP.as_secs())
+pub(crate) fn found(identity: &Identity) -> MeshCredentials {
+    MeshCredentials::found(identity, crate::clock::unix_seconds() + MEMBERSHIP.as_secs())
 }
 
 /// Checks that a ticket is for the mesh that the data directory belongs to.
 ///
 /// # Errors
 /// It is for another mesh.
-pub fn same_mesh(held: &MeshCredentials, ticket: MeshId, data_dir: &Path) -> Result<(), AdmissionError> {
+pub(crate) fn same_mesh(held: &MeshCredentials, ticket: MeshId, data_dir: &Path) -> Result<(), AdmissionError> {
     if held.mesh == ticket {
         return Ok(());
     }
@@ -409,7 +407,7 @@ mod tests {
         }
         assert_eq!(decide("::ffff:192.168.7.7"), Ok(Roles::MEMBER));
         for far in ["8.8.8.8", "100.64.0.1", "203.0.113.9", "2606:4700::1111", "::ffff:8.8.8.8"] {
-            assert_eq!(decide(far), Err(JoinRefusal::NotApproved), "{far}");
+            assert_eq!(decide(far), Err(JoinRejection::NotApproved), "{far}");
         }
     }
 
@@ -432,17 +430,17 @@ mod tests {
     fn tickets_created_before_a_ban_stay_void_after_a_restart() {
         let (dir, me, guests) = guests(false);
         let ticket: Ticket = guests.invite(Duration::from_secs(60), 3).unwrap().parse().unwrap();
-        let claim = Claim::Secret(guests.numbers.lock().unwrap()[&ticket.id()]);
+        let claim = Claim::Secret(guests.numbers.lock()[&ticket.id()]);
         let ask = |guests: &Admission| {
             guests.decide(Identity::generate().peer_id(), "127.0.0.1".parse().unwrap(), claim).map(drop)
         };
         assert_eq!(ask(&guests), Ok(()));
-        let void = guests.void_invites(crate::handle::unix_seconds()).unwrap();
+        let void = guests.void_invites(crate::clock::unix_seconds()).unwrap();
         assert_eq!(void.iter().map(|invite| invite.uses_left).collect::<Vec<_>>(), [2]);
-        assert_eq!(ask(&guests), Err(JoinRefusal::Unknown));
+        assert_eq!(ask(&guests), Err(JoinRejection::Unknown));
         drop(guests);
         let again = Admission::new(me.clone(), found(&me), Arc::new(Store::open(dir.path()).unwrap()), vec![], false);
-        assert_eq!(ask(&again), Err(JoinRefusal::Unknown));
+        assert_eq!(ask(&again), Err(JoinRejection::Unknown));
     }
 
     #[test]
@@ -455,7 +453,7 @@ mod tests {
         };
         let guests = open();
         let ticket: Ticket = guests.invite(Duration::from_secs(60), 2).unwrap().parse().unwrap();
-        assert!(guests.numbers.lock().unwrap().contains_key(&ticket.id()));
+        assert!(guests.numbers.lock().contains_key(&ticket.id()));
         drop(guests);
         let as_json = serde_json::to_string(&ticket.secret).unwrap().into_bytes();
         for entry in std::fs::read_dir(dir.path().join("store")).unwrap().map(|entry| entry.unwrap().path()) {
@@ -465,8 +463,170 @@ mod tests {
             }
         }
         let guests = open();
-        let number = guests.numbers.lock().unwrap()[&ticket.id()];
+        let number = guests.numbers.lock()[&ticket.id()];
         assert_eq!(secret_of(&guests.secret_key, &number), ticket.secret);
         assert!(guests.book().invites().iter().any(|(issued, _)| *issued == number));
+    }
+
+    const FAR: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(203, 0, 113, 9));
+
+    fn peer() -> PeerId {
+        Identity::generate().peer_id()
+    }
+
+    /// A ticket of this node, and the claim of a joiner that knows its secret.
+    fn ticket(guests: &Admission, uses: u32) -> (Ticket, Claim) {
+        let ticket: Ticket = guests.invite(Duration::from_secs(600), uses).unwrap().parse().unwrap();
+        let claim = Claim::Secret(guests.numbers.lock()[&ticket.id()]);
+        (ticket, claim)
+    }
+
+    #[test]
+    fn a_ticket_admits_as_often_as_it_says_also_after_a_restart() {
+        let (dir, me, guests) = guests(false);
+        let (_, claim) = ticket(&guests, 3);
+        assert!(guests.decide(peer(), FAR, claim).is_ok() && guests.decide(peer(), FAR, claim).is_ok());
+        drop(guests);
+        let again = Admission::new(me.clone(), found(&me), Arc::new(Store::open(dir.path()).unwrap()), vec![], false);
+        assert!(again.decide(peer(), FAR, claim).is_ok(), "one use is left");
+        assert_eq!(again.decide(peer(), FAR, claim), Err(JoinRejection::UsedUp));
+    }
+
+    #[test]
+    fn an_invited_member_gets_a_valid_certificate_with_the_right_to_invite() {
+        let (_dir, _, guests) = guests(false);
+        let (_, claim) = ticket(&guests, 1);
+        let (guest, now) = (peer(), crate::clock::unix_seconds());
+        let chain = guests.decide(guest, FAR, claim).unwrap();
+        assert_eq!(chain.verify(guests.credentials().mesh, guest, now).unwrap(), Roles::INVITER);
+        assert!(chain.verify(guests.credentials().mesh, peer(), now).is_err(), "it is for that peer only");
+        assert!((now + 1..=now + MEMBERSHIP.as_secs() + 60).contains(&chain.expiry()));
+    }
+
+    #[test]
+    fn an_unknown_ticket_is_not_the_same_as_none() {
+        let (_dir, _, guests) = guests(false);
+        assert_eq!(guests.decide(peer(), FAR, Claim::UnknownSecret), Err(JoinRejection::Unknown));
+        assert_eq!(guests.decide(peer(), FAR, Claim::Secret([9; 16])), Err(JoinRejection::Unknown));
+        assert!(guests.waiting().is_empty(), "a wrong ticket is no request for approval");
+        assert_eq!(guests.decide(peer(), FAR, Claim::Nothing), Err(JoinRejection::NotApproved));
+        assert_eq!(guests.waiting().len(), 1);
+    }
+
+    #[test]
+    fn a_waiting_peer_is_approved_by_a_part_of_its_id_once() {
+        let (_dir, _, guests) = guests(false);
+        let (first, second) = (peer(), peer());
+        for waiting in [first, second] {
+            assert_eq!(guests.decide(waiting, FAR, Claim::Nothing), Err(JoinRejection::NotApproved));
+        }
+        let name = first.to_string();
+        guests.approve(&name[name.len() - 12..]).unwrap();
+        assert_eq!(guests.waiting(), [second.to_string()]);
+        assert!(guests.decide(first, FAR, Claim::Nothing).is_ok());
+        assert_eq!(guests.decide(first, FAR, Claim::Nothing), Err(JoinRejection::NotApproved), "for one admission");
+    }
+
+    #[test]
+    fn an_ambiguous_or_unknown_part_of_an_id_approves_no_peer() {
+        let (_dir, _, guests) = guests(false);
+        let error = |part: &str| guests.approve(part).unwrap_err().to_string();
+        assert!(error("12D3").ends_with("waiting: none"), "{}", error("12D3"));
+        let waiting = [peer(), peer()];
+        for peer in waiting {
+            guests.decide(peer, FAR, Claim::Nothing).unwrap_err();
+        }
+        assert!(error("12D3").contains("matches 2 waiting peers"), "{}", error("12D3"));
+        for none in ["", "no such peer"] {
+            assert!(error(none).contains(&waiting[0].to_string()), "it names those that wait: {}", error(none));
+        }
+        assert_eq!(guests.waiting().len(), 2);
+    }
+
+    #[test]
+    fn a_peer_can_be_approved_before_it_asks() {
+        let (_dir, _, guests) = guests(false);
+        let expected = peer();
+        guests.approve(&expected.to_string()).unwrap();
+        assert!(guests.decide(expected, FAR, Claim::Nothing).is_ok());
+    }
+
+    #[test]
+    fn the_ids_of_waiting_peers_are_bounded() {
+        let (_dir, _, guests) = guests(false);
+        for _ in 0..2 * node_core::admission::WAITING_MAX {
+            let _ = guests.decide(peer(), FAR, Claim::Nothing);
+        }
+        assert_eq!(guests.waiting().len(), node_core::admission::WAITING_MAX);
+        assert_eq!(guests.strangers.lock().len(), node_core::admission::WAITING_MAX);
+    }
+
+    #[test]
+    fn a_member_of_an_open_mesh_does_not_invite() {
+        let (dir, founder, member) = (tempfile::tempdir().unwrap(), Identity::generate(), Identity::generate());
+        let root = found(&founder);
+        let chain = root.issue(&founder, member.peer_id(), Roles::MEMBER, u64::MAX).unwrap();
+        let held = MeshCredentials { chain, root_secret: None, ..root };
+        let store = Arc::new(Store::open(dir.path()).unwrap());
+        let guests = Admission::new(member, held, store.clone(), vec![], false);
+        assert!(!guests.may_invite());
+        let error = guests.invite(Duration::from_secs(60), 1).unwrap_err();
+        assert!(matches!(&error, AdmissionError::Refused(why) if why.contains("meshnode invite")), "{error}");
+        assert!(store.invites().is_empty());
+    }
+
+    #[test]
+    fn a_ticket_has_the_mesh_the_inviter_and_a_few_addresses() {
+        let (dir, me) = (tempfile::tempdir().unwrap(), Identity::generate());
+        let addrs: Vec<SocketAddr> = (1..=9).map(|port| ([10, 0, 0, 1], port).into()).collect();
+        let store = Arc::new(Store::open(dir.path()).unwrap());
+        let guests = Admission::new(me.clone(), found(&me), store, addrs.clone(), false);
+        let (ticket, _) = ticket(&guests, 1);
+        assert_eq!((ticket.mesh, ticket.inviter), (guests.credentials().mesh, me.peer_id()));
+        assert_eq!(ticket.addrs, addrs[..TICKET_ADDRS_MAX]);
+        assert!(!ticket.is_expired(crate::clock::unix_seconds() + 500));
+        assert!(ticket.is_expired(crate::clock::unix_seconds() + 700));
+        assert_ne!(self::ticket(&guests, 1).0.secret, ticket.secret, "each ticket has its own secret");
+    }
+
+    #[test]
+    fn tickets_made_after_a_ban_stay_valid() {
+        let (_dir, _, guests) = guests(false);
+        let (_, claim) = ticket(&guests, 1);
+        assert!(guests.void_invites(crate::clock::unix_seconds() - 3600).unwrap().is_empty());
+        assert!(guests.decide(peer(), FAR, claim).is_ok());
+        assert!(guests.void_invites(crate::clock::unix_seconds()).unwrap().is_empty(), "it is used up");
+        assert!(guests.numbers.lock().is_empty(), "the number of a void ticket is forgotten");
+    }
+
+    #[test]
+    fn credentials_survive_a_restart_and_a_damaged_file_is_not_replaced() {
+        let (dir, me) = (tempfile::tempdir().unwrap(), Identity::generate());
+        assert!(load(dir.path()).unwrap().is_none());
+        let held = found(&me);
+        save(dir.path(), &held).unwrap();
+        let again = load(dir.path()).unwrap().expect("saved");
+        assert!(again.encode() == held.encode());
+        std::fs::write(path(dir.path()), b"noise").unwrap();
+        let error = load(dir.path()).expect_err("damaged").to_string();
+        assert!(error.contains("damaged") && error.contains("membership"), "{error}");
+        assert_eq!(std::fs::read(path(dir.path())).unwrap(), b"noise");
+    }
+
+    #[test]
+    fn a_data_directory_does_not_change_its_mesh_silently() {
+        let (held, other) = (found(&Identity::generate()), found(&Identity::generate()));
+        let place = Path::new("/data");
+        assert!(same_mesh(&held, held.mesh, place).is_ok());
+        let error = same_mesh(&held, other.mesh, place).unwrap_err().to_string();
+        assert!(error.contains("/data/membership") && error.contains("--data-dir"), "{error}");
+    }
+
+    #[test]
+    fn the_name_of_a_mesh_is_the_beginning_of_its_id() {
+        let (_dir, _, guests) = guests(false);
+        let name = guests.mesh_name();
+        assert_eq!(u32::from_str_radix(&name, 16).map(u32::to_be_bytes).unwrap(), guests.credentials().mesh.0[..4]);
+        assert_eq!(name.len(), 8);
     }
 }

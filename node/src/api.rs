@@ -4,21 +4,21 @@
 //! Next: `api/guard.rs` (access control), `api/openai.rs`, `api/generation.rs` (the life of one request).
 use crate::api_key::ApiKey;
 use crate::folders::Folders;
-use crate::telemetry::Metrics;
+use crate::metrics::Metrics;
+use app::App;
 use axum::Router;
 use axum::extract::Request;
-use axum::http::header;
 use axum::routing::{MethodRouter, delete, get, post};
 use error::ApiError;
 use guard::{Access, Guard, Keys};
-use serde::Deserialize;
-use serde::de::DeserializeOwned;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
 
-pub mod engine;
+mod answer;
+mod app;
+mod body;
+pub(crate) mod engine;
 mod error;
 mod fields;
 mod generation;
@@ -26,22 +26,18 @@ mod grids;
 mod guard;
 mod idempotency;
 mod listener;
+mod login;
 mod management;
 mod openai;
 mod pieces;
 mod request;
 mod sessions;
 
-pub use engine::Engine;
+pub(crate) use engine::Engine;
 pub(crate) use management::INVITE_TTL_MAX;
 
-/// Largest request body: a prompt of a million tokens at 4 bytes each, with room for JSON escapes.
-const BODY_BYTES_MAX: usize = 8 << 20;
-/// Longest time a body may take to arrive: the largest body over a link of half a megabit per second.
-const BODY_TIME_MAX: Duration = Duration::from_secs(150);
-
 /// A bound API, ready to serve.
-pub struct Api {
+pub(crate) struct Api {
     listener: tokio::net::TcpListener,
     keys: Keys,
     folders: Folders,
@@ -52,7 +48,7 @@ impl Api {
     ///
     /// # Errors
     /// [`BindError`].
-    pub async fn bind(address: SocketAddr, key: Option<String>) -> Result<Self, BindError> {
+    pub(crate) async fn bind(address: SocketAddr, key: Option<String>) -> Result<Self, BindError> {
         let key = key.filter(|k| !k.is_empty()).map(ApiKey::given);
         if !address.ip().is_loopback() && key.is_none() {
             return Err(BindError::Unprotected(address));
@@ -64,14 +60,14 @@ impl Api {
 
     /// Requires this key, or the key of [`Self::bind`], for requests that administer the node.
     #[must_use]
-    pub fn administered_with(mut self, key: ApiKey) -> Self {
+    pub(crate) fn administered_with(mut self, key: ApiKey) -> Self {
         self.keys.node = Some(key);
         self
     }
 
     /// Restricts submitted simulations to writing below `folders`.
     #[must_use]
-    pub fn writing_below(mut self, folders: Folders) -> Self {
+    pub(crate) fn writing_below(mut self, folders: Folders) -> Self {
         self.folders = folders;
         self
     }
@@ -80,7 +76,7 @@ impl Api {
     ///
     /// # Errors
     /// The socket is closed.
-    pub fn address(&self) -> io::Result<SocketAddr> {
+    pub(crate) fn address(&self) -> io::Result<SocketAddr> {
         self.listener.local_addr()
     }
 
@@ -88,7 +84,7 @@ impl Api {
     ///
     /// # Errors
     /// The socket fails.
-    pub async fn serve<E: Engine>(
+    pub(crate) async fn serve<E: Engine>(
         self,
         engine: E,
         metrics: Metrics,
@@ -112,30 +108,22 @@ impl Api {
 
 /// Why the API cannot listen.
 #[derive(Debug, thiserror::Error)]
-pub enum BindError {
+pub(crate) enum BindError {
     /// Not a loopback address, and no key is set.
     #[error(
         "{0} can be reached from other machines: set an API key with --api-key or MESHNODE_API_KEY, or listen on 127.0.0.1"
     )]
     Unprotected(SocketAddr),
     /// Usually another process listens on the address.
-    #[error("cannot listen on {address} for the API: {source}; is a node running already? Choose another with --api")]
+    #[error(
+        "cannot listen on {address} for the API: {source}; a node may be running already: choose another address with --api"
+    )]
     Taken {
         /// The address.
         address: SocketAddr,
         /// The system's error.
         source: io::Error,
     },
-}
-
-/// State shared by all handlers.
-#[derive(Clone)]
-struct App<E> {
-    engine: E,
-    metrics: Metrics,
-    answers: idempotency::Answers,
-    guard: Guard,
-    folders: Arc<Folders>,
 }
 
 /// Method, path, required access and handler.
@@ -152,9 +140,9 @@ fn routes<E: Engine>() -> Vec<Route<E>> {
         ("GET", "/healthz", Public, get(management::health)),
         ("GET", "/readyz", Open, get(management::ready::<E>)),
         ("GET", "/metrics", Open, get(management::metrics::<E>)),
-        ("GET", "/api/v1/proof", Public, get(sessions::proof::<E>)),
-        ("POST", "/api/v1/open", Administer, post(sessions::open::<E>)),
-        ("POST", "/api/v1/session", Public, post(sessions::begin::<E>)),
+        ("GET", "/api/v1/proof", Public, get(login::proof::<E>)),
+        ("POST", "/api/v1/open", Administer, post(login::open::<E>)),
+        ("POST", "/api/v1/session", Public, post(login::begin::<E>)),
         ("GET", "/api/v1/state", Open, get(management::state::<E>)),
         ("GET", "/api/v1/peers", Open, get(management::peers::<E>)),
         ("GET", "/api/v1/jobs", Open, get(management::jobs::<E>)),
@@ -196,44 +184,6 @@ fn router<E: Engine>(app: App<E>, guard: &Guard) -> Router {
         .layer(axum::middleware::from_fn_with_state(guard.clone(), guard::check))
         .layer(axum::middleware::from_fn(listener::follow))
         .with_state(app)
-}
-
-/// Parses the JSON body of a request, an object with `fields`.
-async fn body<T: DeserializeOwned>(request: Request, fields: &[fields::Field]) -> Result<T, ApiError> {
-    fields::read(&body_bytes(request).await?, fields)
-}
-
-async fn body_bytes(request: Request) -> Result<axum::body::Bytes, ApiError> {
-    body_bytes_up_to(request, BODY_BYTES_MAX).await
-}
-
-async fn body_bytes_up_to(request: Request, bytes_max: usize) -> Result<axum::body::Bytes, ApiError> {
-    let media = request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or("");
-    if !media.split(';').next().is_some_and(|m| m.trim().eq_ignore_ascii_case("application/json")) {
-        return Err(ApiError::media_type());
-    }
-    let reading = axum::body::to_bytes(request.into_body(), bytes_max);
-    let Ok(read) = tokio::time::timeout(BODY_TIME_MAX, reading).await else {
-        return Err(ApiError::too_slow(BODY_TIME_MAX));
-    };
-    read.map_err(|error| {
-        let too_large = std::error::Error::source(&error).is_some_and(|e| e.to_string().contains("length limit"));
-        if too_large { ApiError::too_large(bytes_max) } else { ApiError::invalid(None, error.to_string()) }
-    })
-}
-
-fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T, ApiError> {
-    serde_json::from_slice(bytes)
-        .map_err(|e| ApiError::invalid(None, format!("the body does not have the expected form: {e}")))
-}
-
-/// Runs blocking work (tokenizing a long text takes milliseconds) off the async threads.
-async fn off_thread<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
-) -> Result<T, ApiError> {
-    tokio::task::spawn_blocking(work).await.unwrap_or_else(|_| {
-        Err(ApiError::failed("internal error: the task that read the request panicked; this is a bug"))
-    })
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 /// Name of the key file in a data directory.
-pub const FILE: &str = "api.key";
+pub(crate) const FILE: &str = "api.key";
 /// Longest key file; users may write it by hand.
 const FILE_BYTES_MAX: u64 = 1024;
 /// Shortest key in it: 128 bits cannot be guessed. Generated keys have 256.
@@ -21,21 +21,21 @@ const ANNOUNCED_MAX: usize = 256;
 
 /// A key of an API.
 #[derive(Clone, PartialEq, Eq)]
-pub struct ApiKey(String);
+pub(crate) struct ApiKey(String);
 
 impl ApiKey {
     /// A new key of 256 bits.
     ///
     /// # Errors
     /// The system's random number generator fails.
-    pub fn random() -> Result<Self, String> {
+    pub(crate) fn random() -> Result<Self, String> {
         let mut bytes = [0; 32];
         getrandom::fill(&mut bytes).map_err(|e| format!("cannot generate a random key: {e}"))?;
         Ok(Self(data_encoding::HEXLOWER.encode(&bytes)))
     }
 
     /// A key given by the user.
-    pub fn given(text: impl Into<String>) -> Self {
+    pub(crate) fn given(text: impl Into<String>) -> Self {
         Self(text.into())
     }
 
@@ -43,7 +43,7 @@ impl ApiKey {
     ///
     /// # Errors
     /// The folder or the file cannot be written, or other users may read it; the message includes the fix.
-    pub fn load_or_create(data_dir: &Path) -> Result<Self, String> {
+    pub(crate) fn load_or_create(data_dir: &Path) -> Result<Self, String> {
         private::folder(data_dir).map_err(|e| format!("the data directory {e}"))?;
         let path = data_dir.join(FILE);
         match Self::read(&path) {
@@ -64,7 +64,7 @@ impl ApiKey {
     ///
     /// # Errors
     /// The file cannot be read, other users may read it, or it contains no key.
-    pub fn read(path: &Path) -> Result<Option<Self>, String> {
+    pub(crate) fn read(path: &Path) -> Result<Option<Self>, String> {
         let text = match private::read(path, FILE_BYTES_MAX) {
             Ok(text) => text,
             Err(PrivateError::System { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
@@ -84,18 +84,18 @@ impl ApiKey {
     }
 
     /// The key as text.
-    pub fn as_str(&self) -> &str {
+    pub(crate) fn as_str(&self) -> &str {
         &self.0
     }
 
     /// Whether `given` is this key. Compares hashes, so that the time taken reveals nothing about the key.
-    pub fn is(&self, given: &str) -> bool {
+    pub(crate) fn is(&self, given: &str) -> bool {
         blake3::hash(given.as_bytes()) == blake3::hash(self.0.as_bytes())
     }
 
     /// Proves to a caller, for its `nonce`, that the node that it reached at `address` knows the key. The address is
     /// part of the proof, so that another user's program on another port cannot relay the challenge.
-    pub fn proof(&self, address: SocketAddr, nonce: &str) -> String {
+    pub(crate) fn proof(&self, address: SocketAddr, nonce: &str) -> String {
         let key = blake3::derive_key("meshnode 2026 api server proof", self.0.as_bytes());
         let address = SocketAddr::new(address.ip().to_canonical(), address.port());
         blake3::keyed_hash(&key, format!("{address} {nonce}").as_bytes()).to_hex().to_string()
@@ -110,15 +110,15 @@ impl fmt::Debug for ApiKey {
 
 /// A node's entry in the user's folder, removed on drop.
 #[derive(Debug)]
-pub struct Announced {
+pub(crate) struct Announcement {
     file: PathBuf,
     key_file: PathBuf,
 }
 
-impl Announced {
+impl Announcement {
     /// Announces where the key of the API on `address` is. If the folder cannot be written, the node still starts;
     /// commands then need `--api-key-file`.
-    pub fn new(address: SocketAddr, data_dir: &Path) -> Option<Self> {
+    pub(crate) fn new(address: SocketAddr, data_dir: &Path) -> Option<Self> {
         Self::in_folder(&folder()?, address, data_dir)
     }
 
@@ -139,7 +139,7 @@ impl Announced {
     }
 }
 
-impl Drop for Announced {
+impl Drop for Announcement {
     fn drop(&mut self) {
         // Another node may have taken over the address since.
         if announced(&self.file).as_ref() == Some(&self.key_file) {
@@ -150,7 +150,7 @@ impl Drop for Announced {
 
 /// Files that may hold the key of the API on `address` (`HOST:PORT`), most likely first: those announced by nodes of
 /// this user, then the one in the data directory.
-pub fn candidates(address: &str, data_dir: &Path) -> Vec<PathBuf> {
+pub(crate) fn candidates(address: &str, data_dir: &Path) -> Vec<PathBuf> {
     let announced = folder().map(|folder| candidates_in(&folder, address)).unwrap_or_default();
     let mut all: Vec<PathBuf> = announced;
     let default = data_dir.join(FILE);
@@ -254,22 +254,22 @@ mod tests {
         ApiKey::load_or_create(&other).unwrap();
         let at = |text: &str| text.parse::<SocketAddr>().unwrap();
         let found = |address: &str| candidates_in(&state, address);
-        let one = Announced::in_folder(&state, at("127.0.0.1:9480"), &data).unwrap();
+        let one = Announcement::in_folder(&state, at("127.0.0.1:9480"), &data).unwrap();
         assert_eq!(found("127.0.0.1:9480"), [data.join(FILE)]);
         assert_eq!(found("localhost:9480"), [data.join(FILE)]);
         assert!(found("127.0.0.1:9481").is_empty() && found("nonsense").is_empty());
-        let everywhere = Announced::in_folder(&state, at("0.0.0.0:9482"), &other).unwrap();
+        let everywhere = Announcement::in_folder(&state, at("0.0.0.0:9482"), &other).unwrap();
         assert_eq!(found("192.168.0.7:9482"), [other.join(FILE)]);
         // Another node on the same address: its announcement survives the end of the first node.
-        let second = Announced::in_folder(&state, at("127.0.0.1:9480"), &other).unwrap();
+        let second = Announcement::in_folder(&state, at("127.0.0.1:9480"), &other).unwrap();
         drop(one);
         assert_eq!(found("127.0.0.1:9480"), [other.join(FILE)]);
         drop((second, everywhere));
         assert_eq!(fs::read_dir(&state).unwrap().count(), 0);
         // A killed node leaves its announcement behind: the next node removes it once the data directory is deleted.
-        std::mem::forget(Announced::in_folder(&state, at("127.0.0.1:1"), &other).unwrap());
+        std::mem::forget(Announcement::in_folder(&state, at("127.0.0.1:1"), &other).unwrap());
         fs::remove_dir_all(&other).unwrap();
-        let _third = Announced::in_folder(&state, at("127.0.0.1:2"), &data).unwrap();
+        let _third = Announcement::in_folder(&state, at("127.0.0.1:2"), &data).unwrap();
         assert_eq!(fs::read_dir(&state).unwrap().count(), 1);
     }
 }

@@ -5,21 +5,24 @@
 //! with one peer. The key is distributed the same way, not through the core, whose inputs may be recorded.
 use crate::admission::{self, Admission};
 use crate::bulk::BulkRequest;
-use crate::driver::DriverHandle;
-use crate::handle::{NodeError, unix_seconds};
+use crate::clock::unix_seconds;
+use crate::driver::queue::DriverHandle;
+use crate::error::NodeError;
+use exchange::{BACK, Exchange, NEWS};
 use node_core::admission::Invite;
 use node_core::id::NodeId;
 use node_core::input::Input;
+use notice::BanNotice;
+use parking_lot::{Mutex, MutexGuard};
 use state::{STATE_BYTES_MAX, State};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::watch;
 use transport::{Endpoint, GossipSocket, MeshCredentials, PeerId, RequestError, Revocation, node_id};
 
-pub(crate) use notice::BanNotice;
-
+pub(crate) mod exchange;
 mod notice;
 mod state;
 #[cfg(test)]
@@ -32,41 +35,9 @@ const AGAIN: Duration = Duration::from_secs(30);
 /// If the wall clock deviates from the elapsed time by more than this, it was set. Then all members are asked again,
 /// because revocations may have been rejected as from the future.
 const CLOCK_LEAP: Duration = Duration::from_secs(60);
-/// First byte of an exchange: the receiver starts an exchange of its own if the states differ.
-const NEWS: u8 = 1;
-/// First byte of an exchange that was started by a [`NEWS`]: the receiver only answers.
-const BACK: u8 = 0;
-
-/// A push-pull request about bans: whether the receiver should start an exchange too, the digest of the sender's state,
-/// and the founder's newest revocations. So the founder's revocations arrive even if the response, which has the rest,
-/// fails.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Exchange {
-    kind: u8,
-    digest: [u8; 32],
-    head: State,
-}
-
-impl Exchange {
-    fn new(state: &State, kind: u8) -> Self {
-        Self { kind, digest: state.digest(), head: state.head() }
-    }
-
-    /// The wire format, without the tag.
-    pub fn encode(&self) -> Vec<u8> {
-        [&[self.kind][..], &self.digest[..], self.head.encode().as_slice()].concat()
-    }
-
-    /// Decodes the wire format; `None` if it is malformed.
-    pub fn decode(bytes: &[u8]) -> Option<Self> {
-        let (&kind, rest) = bytes.split_first()?;
-        let (digest, head) = rest.split_first_chunk::<32>()?;
-        Some(Self { kind, digest: *digest, head: State::decode(head)? })
-    }
-}
 
 /// This node's knowledge of bans, and their enforcement.
-pub struct Bans {
+pub(crate) struct Bans {
     endpoint: Arc<Endpoint>,
     admission: Arc<Admission>,
     gossip: Arc<GossipSocket>,
@@ -95,7 +66,7 @@ struct Known {
 
 /// The result of a ban.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Banned {
+pub(crate) struct Banned {
     /// PeerIds of connected members that the banned node had certified: they are revoked transitively.
     pub with_it: Vec<PeerId>,
     /// Tickets of this node that became void, because banned nodes may have their secrets.
@@ -107,7 +78,7 @@ impl Bans {
     ///
     /// # Errors
     /// The file cannot be read.
-    pub fn open(
+    pub(crate) fn open(
         endpoint: Arc<Endpoint>,
         admission: Arc<Admission>,
         gossip: Arc<GossipSocket>,
@@ -141,7 +112,7 @@ impl Bans {
     }
 
     /// Spawns the task that exchanges periodically with a connected member, until the node ends.
-    pub fn watch(self: &Arc<Self>) -> tokio::task::JoinHandle<()> {
+    pub(crate) fn watch(self: &Arc<Self>) -> tokio::task::JoinHandle<()> {
         let bans = self.clone();
         self.runtime.spawn(async move {
             for turn in 0.. {
@@ -167,7 +138,7 @@ impl Bans {
     ///
     /// # Errors
     /// `peer` is this node, this node may not ban, or the state cannot be written.
-    pub fn ban(self: &Arc<Self>, peer: PeerId, name: &str) -> Result<Banned, NodeError> {
+    pub(crate) fn ban(self: &Arc<Self>, peer: PeerId, name: &str) -> Result<Banned, NodeError> {
         let me = self.admission.identity();
         if peer == me.peer_id() {
             return Err(NodeError::Invalid("a node cannot ban itself: to leave the mesh, run `meshnode leave`".into()));
@@ -187,12 +158,12 @@ impl Bans {
     }
 
     /// Handles a new connection: exchanges, because one of the two may have missed a ban.
-    pub fn connected(self: &Arc<Self>, node: transport::NodeId) {
+    pub(crate) fn connected(self: &Arc<Self>, node: transport::NodeId) {
         self.exchange(node, NEWS);
     }
 
     /// Handles a member that rejected this node with a revocation.
-    pub fn handle_refused(self: &Arc<Self>, revocation: Revocation) {
+    pub(crate) fn handle_refused(self: &Arc<Self>, revocation: Revocation) {
         let state = self.state();
         let received = State { number: state.number, key: state.key, revocations: vec![revocation] };
         drop(state);
@@ -212,7 +183,7 @@ impl Bans {
     }
 
     /// Answers an exchange: with nothing if both states are equal, else with this node's state. Writes to the disk.
-    pub fn answer(self: &Arc<Self>, from: transport::NodeId, exchange: Exchange) -> Vec<u8> {
+    pub(crate) fn answer(self: &Arc<Self>, from: transport::NodeId, exchange: Exchange) -> Vec<u8> {
         let Exchange { kind, digest, head } = exchange;
         self.receive(head);
         let state = self.state();
@@ -288,7 +259,7 @@ impl Bans {
     /// Merges valid revocations and a newer key into the state. `None` if nothing changed; else the tickets of this
     /// node that became void.
     fn merge(&self, received: State) -> Result<Option<Vec<Invite>>, NodeError> {
-        let _one_at_a_time = self.changing.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let _one_at_a_time = self.changing.lock();
         let mesh = self.admission.credentials().mesh;
         let now = unix_seconds();
         let before = self.state().clone();
@@ -320,7 +291,7 @@ impl Bans {
         if let Err(e) = admission::save(&self.data_dir, &held) {
             tracing::warn!("the new mesh key was saved with the bans, but not with the membership: {e}");
         }
-        self.gossip.open_with(&key);
+        self.gossip.set_decryption_key(&key);
         self.sealing.send_replace(key);
         tracing::info!("the mesh key was rotated");
     }
@@ -370,15 +341,15 @@ impl Bans {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn known(&self) -> MutexGuard<'_, Known> {
-        self.known.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.known.lock()
     }
 
     fn exchanging(&self) -> MutexGuard<'_, BTreeMap<transport::NodeId, bool>> {
-        self.exchanging.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.exchanging.lock()
     }
 }
 
@@ -386,7 +357,7 @@ impl Bans {
 ///
 /// # Errors
 /// The file cannot be read.
-pub(crate) fn recall(
+pub(crate) fn restore(
     data_dir: &std::path::Path,
     me: PeerId,
     held: MeshCredentials,
@@ -407,7 +378,7 @@ async fn seal(gossip: Arc<GossipSocket>, mut keys: watch::Receiver<[u8; 32]>) {
     while keys.changed().await.is_ok() {
         tokio::time::sleep(SEAL_AFTER).await;
         let key = *keys.borrow_and_update();
-        gossip.seal_with(&key);
+        gossip.set_encryption_key(&key);
     }
 }
 
@@ -415,11 +386,11 @@ async fn seal(gossip: Arc<GossipSocket>, mut keys: watch::Receiver<[u8; 32]>) {
 fn report(node: NodeId, error: &RequestError) {
     match error {
         // The connection is lost; the next one begins with an exchange.
-        RequestError::NotConnected | RequestError::Cut => {
+        RequestError::NotConnected | RequestError::Truncated => {
             tracing::info!("the exchange of bans with {node} failed: {error}; it is repeated when the node reconnects");
         }
         RequestError::TooLong { .. }
-        | RequestError::Refused(_)
+        | RequestError::Rejected(_)
         | RequestError::Block { .. }
         | RequestError::Answer { .. } => tracing::warn!(
             "the exchange of bans with {node} failed: {error}; it is repeated within minutes, and the node may miss bans until \

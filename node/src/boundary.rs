@@ -1,19 +1,19 @@
 //! Counts the bytes this node's stages sent to other nodes: rows for the next stage, and copies of them for its
 //! standby.
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Counters updated where frames leave; never blocks.
 #[derive(Debug, Default)]
-pub struct Boundary {
+pub(crate) struct StageTraffic {
     stage_bytes: AtomicU64,
     standby_bytes: AtomicU64,
     copies_left_out: AtomicU64,
 }
 
 /// The counts since the node started.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct BoundaryView {
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct BoundaryView {
     /// Bytes of rows and token ids sent to stages on other nodes, before compression.
     pub stage_bytes: u64,
     /// Bytes of the copies sent to standbys.
@@ -22,9 +22,9 @@ pub struct BoundaryView {
     pub copies_left_out: u64,
 }
 
-impl Boundary {
+impl StageTraffic {
     /// Counts a frame that was handed to the transport; `taken` is whether the transport accepted it.
-    pub fn count(&self, copy: bool, bytes: u64, taken: bool) {
+    pub(crate) fn count(&self, copy: bool, bytes: u64, taken: bool) {
         match (copy, taken) {
             (false, true) => self.stage_bytes.fetch_add(bytes, Relaxed),
             (true, true) => self.standby_bytes.fetch_add(bytes, Relaxed),
@@ -34,7 +34,7 @@ impl Boundary {
     }
 
     /// The counts so far.
-    pub fn view(&self) -> BoundaryView {
+    pub(crate) fn view(&self) -> BoundaryView {
         BoundaryView {
             stage_bytes: self.stage_bytes.load(Relaxed),
             standby_bytes: self.standby_bytes.load(Relaxed),

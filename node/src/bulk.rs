@@ -1,17 +1,17 @@
 //! The requests that nodes send each other on bulk streams: one closed enum, encoded and decoded here, so that tags are
 //! unique.
-use crate::bans::Exchange;
+use crate::bans::exchange::Exchange;
 use crate::states::StateName;
-use crate::submissions::look::Look;
-use crate::transfer::WeightsRequest;
-use kernels::grid::Region;
+use crate::submissions::look::SimulationQuery;
+use crate::transfer::request::WeightsRequest;
+use kernels_grids::Region;
 use node_core::id::{ContentId, JobId, PartId};
 use node_core::work::steps::SaveKind;
 use transport::Chain;
 
 /// A request of one node to another.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum BulkRequest {
+pub(crate) enum BulkRequest {
     /// A part of a model's weights. Response: 1 and the bytes, or 0.
     Weights(ContentId, WeightsRequest),
     /// Renews a certificate; carries the present chain. Response: 1 and the new chain, or 0.
@@ -26,7 +26,7 @@ pub enum BulkRequest {
 
 /// A request for data of a simulation.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum GridRequest {
+pub(crate) enum GridRequest {
     /// A saved state of a tile.
     State(StateName),
     /// The cells of a box, from the checkpoint at `step`.
@@ -43,12 +43,12 @@ pub enum GridRequest {
     /// A packed simulation.
     Simulation(ContentId),
     /// The progress of a simulation, or a preview of its field.
-    Look(Look),
+    Look(SimulationQuery),
 }
 
 impl GridRequest {
     /// Requests the cells of `region` from the checkpoint at `step`.
-    pub fn checkpoint(job: JobId, step: u32, region: Region) -> Self {
+    pub(crate) fn checkpoint(job: JobId, step: u32, region: Region) -> Self {
         let (start, end) = (region.start.map(|at| at as u64), region.end.map(|at| at as u64));
         GridRequest::Checkpoint { job, step, start, end }
     }
@@ -70,7 +70,7 @@ mod tag {
 
 impl BulkRequest {
     /// The encoded request: a tag, then its fields.
-    pub fn encode(&self) -> Vec<u8> {
+    pub(crate) fn encode(&self) -> Vec<u8> {
         match self {
             BulkRequest::Weights(content, what) => {
                 let (tag, number) = match what {
@@ -88,7 +88,7 @@ impl BulkRequest {
     }
 
     /// Decodes a request; `None` if it is malformed or of an unknown kind.
-    pub fn decode(bytes: &[u8]) -> Option<Self> {
+    pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
         let (&tag, rest) = bytes.split_first()?;
         match tag {
             tag::INDEX => weights(rest).map(|(content, _)| BulkRequest::Weights(content, WeightsRequest::Index)),
@@ -103,7 +103,7 @@ impl BulkRequest {
                 let content = ContentId(rest.try_into().ok()?);
                 Some(BulkRequest::Grid(GridRequest::Simulation(content)))
             }
-            tag::LOOK => Look::decode(rest).map(|look| BulkRequest::Grid(GridRequest::Look(look))),
+            tag::LOOK => SimulationQuery::decode(rest).map(|look| BulkRequest::Grid(GridRequest::Look(look))),
             _ => None,
         }
     }
@@ -173,7 +173,7 @@ fn checkpoint(bytes: &[u8]) -> Option<GridRequest> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::submissions::look::Sight;
+    use crate::submissions::look::QueryKind;
     use transport::{Identity, MeshCredentials};
 
     fn all() -> Vec<BulkRequest> {
@@ -187,7 +187,7 @@ mod tests {
             state(SaveKind::Output(9)),
             GridRequest::Checkpoint { job, step: 4, start: [1, 2, 3], end: [4, 5, 6] },
             GridRequest::Simulation(content),
-            GridRequest::Look(Look::new("4f", Sight::Text(80, 24)).unwrap()),
+            GridRequest::Look(SimulationQuery::new("4f", QueryKind::Text(80, 24)).unwrap()),
         ];
         let chain = MeshCredentials::found(&Identity::generate(), 1).chain;
         let others = [BulkRequest::Renewal(chain), BulkRequest::Bans(Exchange::default()), BulkRequest::Served];

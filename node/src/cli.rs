@@ -1,29 +1,29 @@
-//! The command line: commands, global options, output conventions and exit codes.
+//! The command line: the tree of commands, and the function that executes each.
 //!
 //! Stdout carries only the answer: text, or with `--json` one object (JSON lines for streams). Everything else goes to
-//! stderr. Next: `cli/up.rs` (a node's life cycle), `cli/run.rs` (prompting a model).
-use crate::api::BindError;
-use crate::api_key::{self, ApiKey};
-use crate::client::{Client, ClientError, Key};
-use crate::config::{self, ConfigError, ConfigFile};
-use crate::handle::NodeError;
-use crate::pull::PullError;
-use crate::telemetry::LogFormat;
+//! stderr. Next: `cli/global.rs` (options of every command), `cli/up.rs` (a node's life cycle), `cli/run.rs` (prompting a
+//! model).
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
-use serde_json::Value;
+use failure::Failure;
+use global::Global;
+use print::{printable, say};
 use std::ffi::OsString;
 use std::io::Write;
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 mod bench;
+mod compute;
+mod failure;
+mod global;
 mod interrupt;
 mod mesh;
 mod model;
 mod plan;
+mod print;
 mod progress;
 mod run;
 mod serve;
+mod service;
 mod submit;
 mod table;
 mod up;
@@ -52,15 +52,18 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
 
 const AFTER_HELP: &str = "\
 Examples:
-  meshnode demo                                  three nodes share one model; one node is killed
-  meshnode run smollm2-135m --prompt 'Hello!'    prompt a model, on this machine alone if no node runs
-  meshnode up                                    start a mesh; prints a ticket
-  meshnode join mesh1…                           join it from another machine
-  meshnode serve smollm2-135m                    OpenAI-compatible API under http://127.0.0.1:9470/v1
+  meshnode demo                          three nodes share a model; one is killed
+  meshnode run smollm2-135m -p 'Hello!'  prompt a model, with or without a node
+  meshnode up                            start a mesh; prints a ticket
+  meshnode join mesh1…                   join it from another machine
+  meshnode serve smollm2-135m            OpenAI-compatible API of the model
 
-Every command accepts the global options, before or after its name. Flags override MESHNODE_* variables, which override the
-configuration file. Commands that administer a node (invite, approve, ban, drain, leave, serve, submit, cancel, open) need its API
-key: for nodes of this user it is found by the node's address, for other nodes see --api-key-file.
+Every command accepts the global options, before or after its name. Flags override MESHNODE_* variables, which \
+override the configuration file.
+
+Commands that administer a node (invite, approve, ban, drain, leave, serve, submit, cancel, open) need its API key. \
+For nodes of this user the key is found by the node's address; for other nodes pass --api-key-file.
+
 Exit codes: 0 ok, 2 usage, 3 no node reachable, 4 not authorised, 5 degraded or failed, 130 interrupted.";
 
 /// The clap command. The help of each subcommand refers to the global options in one line instead of repeating them.
@@ -86,43 +89,6 @@ pub struct Cli {
     global: Global,
     #[command(subcommand)]
     command: Command,
-}
-
-/// Options that every command accepts.
-#[derive(Clone, Debug, Default, clap::Args)]
-#[command(next_help_heading = "Global options")]
-pub(crate) struct Global {
-    /// Print the answer as one JSON object on stdout (JSON lines for streams)
-    #[arg(long, global = true)]
-    json: bool,
-    /// Address of the node's API, HOST:PORT [default: 127.0.0.1:9470]
-    #[arg(long, global = true, value_name = "ADDR", env = "MESHNODE_API")]
-    api: Option<String>,
-    /// API key that every caller must send; required when the API listens on a non-loopback address
-    #[arg(long, global = true, value_name = "KEY", env = "MESHNODE_API_KEY", hide_env_values = true)]
-    api_key: Option<String>,
-    /// File with the API key of the node [default: found by the node's address, for nodes of this user]
-    #[arg(long, global = true, value_name = "FILE", env = "MESHNODE_API_KEY_FILE")]
-    api_key_file: Option<PathBuf>,
-    /// Configuration file [default: ~/.config/meshnode/meshnode.toml]
-    #[arg(long, global = true, value_name = "FILE", env = "MESHNODE_CONFIG")]
-    config: Option<PathBuf>,
-    /// Cache directory for downloaded models and weights [default: ~/.cache/meshnode]
-    #[arg(long, global = true, value_name = "DIR", env = "MESHNODE_CACHE")]
-    cache_dir: Option<PathBuf>,
-    /// Disk limit for weights fetched from peers, as in 20G; the least recently used are evicted first [default: 50
-    /// GiB, or 80 % of the free space if that is less]
-    #[arg(long, global = true, value_name = "SIZE", env = "MESHNODE_CACHE_SIZE")]
-    cache_size: Option<config::Size>,
-    /// Log more; repeat for even more
-    #[arg(long, short, global = true, action = clap::ArgAction::Count)]
-    verbose: u8,
-    /// Format of log lines on stderr
-    #[arg(long, global = true, value_enum, value_name = "FORMAT", default_value = "text", env = "MESHNODE_LOG_FORMAT")]
-    log: LogFormat,
-    /// The parsed configuration file.
-    #[arg(skip)]
-    file: ConfigFile,
 }
 
 #[derive(Debug, Subcommand)]
@@ -224,181 +190,6 @@ impl Command {
     }
 }
 
-impl Global {
-    /// Reads the configuration file, for every command.
-    fn read_config(&mut self) -> Result<(), Failure> {
-        let (file, path) = ConfigFile::load(self.config.as_deref())?;
-        self.file = file;
-        match path {
-            Some(path) if self.verbose > 0 => remark(format!("configuration: {}", path.display())),
-            None if std::path::Path::new("meshnode.toml").exists() => {
-                remark("ignoring meshnode.toml in the current folder: to use it, pass --config meshnode.toml");
-            }
-            Some(_) | None => {}
-        }
-        Ok(())
-    }
-
-    /// The address of the node's API, from the flag or the configuration file.
-    fn api(&self) -> Option<String> {
-        self.api.clone().or_else(|| self.file.api.map(|address| address.to_string()))
-    }
-
-    /// The key that all callers of a node started here must send.
-    fn api_key(&self) -> Option<String> {
-        self.api_key.clone().or_else(|| self.file.api_key.clone())
-    }
-
-    fn client(&self) -> Result<Client, Failure> {
-        let api = self.api();
-        let address = api.as_deref().map_or_else(|| config::API_DEFAULT.to_string(), bare);
-        // A key file given by flag or variable overrides a key in the configuration file.
-        let set = |key: &Option<String>| key.clone().filter(|key| !key.is_empty());
-        let key = match (set(&self.api_key), &self.api_key_file) {
-            (Some(key), _) => Key::Given(key),
-            (None, Some(path)) => Key::Given(key_file(path)?),
-            (None, None) => match (set(&self.file.api_key), &self.file.api_key_file) {
-                (Some(key), _) => Key::Given(key),
-                (None, Some(path)) => Key::Given(key_file(path)?),
-                (None, None) => Key::in_files(api_key::candidates(&address, &self.data_dir())),
-            },
-        };
-        Ok(Client::new(api.as_deref(), key))
-    }
-
-    /// The data directory of this user's default node.
-    fn data_dir(&self) -> PathBuf {
-        let variable = std::env::var_os("MESHNODE_DATA_DIR").map(PathBuf::from);
-        variable.or_else(|| self.file.data_dir.clone()).unwrap_or_else(config::data_dir_default)
-    }
-
-    fn models_dir(&self) -> PathBuf {
-        let set = self.cache_dir.clone().or_else(|| self.file.cache_dir.clone());
-        set.unwrap_or_else(config::cache_dir_default).join("models")
-    }
-
-    fn cache_bytes(&self) -> Option<u64> {
-        self.cache_size.or(self.file.cache_size).map(|size| size.0)
-    }
-}
-
-/// `HOST:PORT` of an `--api` value.
-fn bare(api: &str) -> String {
-    api.strip_prefix("http://").unwrap_or(api).trim_end_matches('/').to_owned()
-}
-
-/// The key in the file of `--api-key-file`.
-fn key_file(path: &std::path::Path) -> Result<String, Failure> {
-    match ApiKey::read(path) {
-        Ok(Some(key)) => Ok(key.as_str().to_owned()),
-        Ok(None) => Err(Failure::usage(format!("--api-key-file {}: file not found", path.display()))),
-        Err(why) => Err(Failure::usage(format!("--api-key-file: {why}"))),
-    }
-}
-
-/// Prints one line (or block) of the answer to stdout.
-fn say(text: impl std::fmt::Display) {
-    // A reader that closed the pipe (`| head`) needs no more output.
-    let _ = writeln!(std::io::stdout(), "{text}");
-}
-
-/// Prints a remark to stderr.
-fn remark(text: impl std::fmt::Display) {
-    let _ = writeln!(std::io::stderr(), "{text}");
-}
-
-/// Escapes control characters: some errors quote files and responses, which could otherwise control the terminal.
-fn printable(text: &str) -> String {
-    let is_plain = |c: char| !c.is_control() || matches!(c, '\n' | '\t');
-    text.chars().map(|c| if is_plain(c) { c.to_string() } else { c.escape_default().to_string() }).collect()
-}
-
-/// Prints the answer: with `--json` the value, otherwise the output of `text`.
-fn answer(global: &Global, value: &Value, text: impl FnOnce(&Value) -> String) {
-    if global.json { say(value) } else { say(text(value).trim_end()) }
-}
-
-/// A failed command: its exit code and error message.
-#[derive(Debug)]
-struct Failure {
-    code: u8,
-    message: String,
-}
-
-impl Failure {
-    const USAGE: u8 = 2;
-    const UNREACHABLE: u8 = 3;
-    const UNAUTHORISED: u8 = 4;
-    const FAILED: u8 = 5;
-    const INTERRUPTED: u8 = 130;
-
-    fn usage(message: impl std::fmt::Display) -> Self {
-        Self { code: Self::USAGE, message: message.to_string() }
-    }
-
-    fn failed(message: impl std::fmt::Display) -> Self {
-        Self { code: Self::FAILED, message: message.to_string() }
-    }
-
-    /// A failure whose message has already been printed.
-    fn quiet(code: u8) -> Self {
-        Self { code, message: String::new() }
-    }
-}
-
-impl From<ClientError> for Failure {
-    fn from(error: ClientError) -> Self {
-        let code = match &error {
-            ClientError::Unreachable { .. } => Self::UNREACHABLE,
-            ClientError::Unauthorised { .. } => Self::UNAUTHORISED,
-            ClientError::Broken { .. } | ClientError::Refused { .. } => Self::FAILED,
-        };
-        Self { code, message: error.to_string() }
-    }
-}
-
-impl From<NodeError> for Failure {
-    fn from(error: NodeError) -> Self {
-        let code = match &error {
-            NodeError::Unauthorised(_) => Self::UNAUTHORISED,
-            NodeError::Unreachable(_) => Self::UNREACHABLE,
-            NodeError::Invalid(_) => Self::USAGE,
-            NodeError::Busy | NodeError::NotFound(_) | NodeError::Plan(_) | NodeError::Failed(_) => Self::FAILED,
-        };
-        Self { code, message: error.to_string() }
-    }
-}
-
-impl From<BindError> for Failure {
-    fn from(error: BindError) -> Self {
-        match &error {
-            BindError::Unprotected(_) => Self::usage(error),
-            BindError::Taken { .. } => Self::failed(error),
-        }
-    }
-}
-
-impl From<ConfigError> for Failure {
-    fn from(error: ConfigError) -> Self {
-        Self::usage(error)
-    }
-}
-
-impl From<PullError> for Failure {
-    fn from(error: PullError) -> Self {
-        let code = match &error {
-            PullError::Reference(_) | PullError::Folder(_) | PullError::NoFile { .. } => Self::USAGE,
-            PullError::NoSource { .. } => Self::UNREACHABLE,
-            PullError::DiskFull { .. }
-            | PullError::Storage { .. }
-            | PullError::Http { .. }
-            | PullError::Pip { .. }
-            | PullError::Checksum { .. } => Self::FAILED,
-        };
-        Self { code, message: error.to_string() }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -439,11 +230,6 @@ mod tests {
     #[test]
     fn the_clap_definition_is_valid() {
         command().debug_assert();
-    }
-
-    #[test]
-    fn control_characters_of_a_file_do_not_reach_the_terminal() {
-        assert_eq!(printable("found \u{1b}[2Jé\u{7}\nnext"), "found \\u{1b}[2Jé\\u{7}\nnext");
     }
 
     #[test]
@@ -506,11 +292,5 @@ mod tests {
             let error = parse(line).unwrap_err();
             assert_eq!(error.exit_code(), 2, "{line}");
         }
-    }
-
-    #[test]
-    fn control_characters_of_files_are_not_sent_to_the_terminal() {
-        let error = "key \u{1b}[2J\u{7}\u{9b}31m\r: expected a name\n\tas in é";
-        assert_eq!(printable(error), "key \\u{1b}[2J\\u{7}\\u{9b}31m\\r: expected a name\n\tas in é");
     }
 }

@@ -1,6 +1,7 @@
 //! The commands' client of a node's HTTP API, with error messages that include the next step.
 use crate::api_key::ApiKey;
 use crate::config::API_DEFAULT;
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
@@ -15,7 +16,7 @@ const CONNECT_MAX: Duration = Duration::from_secs(3);
 
 /// A client of one node's API.
 #[derive(Clone)]
-pub struct Client {
+pub(crate) struct Client {
     base: String,
     key: Key,
     agent: ureq::Agent,
@@ -23,7 +24,7 @@ pub struct Client {
 
 /// The API key that a client sends.
 #[derive(Clone, Debug)]
-pub enum Key {
+pub(crate) enum Key {
     /// Given by the user, or the key of a node in this process. Sent without a check.
     Given(String),
     /// In one of several files, tried in order. A key is sent only to a node that proves that it knows the key, because
@@ -33,7 +34,7 @@ pub enum Key {
 
 /// Result of the search in the key files.
 #[derive(Clone, Debug, Default)]
-pub struct Found {
+pub(crate) struct Found {
     key: Option<ApiKey>,
     /// For each file, why its key is not sent.
     why: Vec<String>,
@@ -41,14 +42,14 @@ pub struct Found {
 
 impl Key {
     /// A key to search in `files`.
-    pub fn in_files(files: Vec<PathBuf>) -> Self {
+    pub(crate) fn in_files(files: Vec<PathBuf>) -> Self {
         Self::InFiles(files, Arc::default())
     }
 }
 
 impl Client {
     /// `address`: `HOST:PORT` or `http://HOST:PORT`; `None` means [`API_DEFAULT`].
-    pub fn new(address: Option<&str>, key: Key) -> Self {
+    pub(crate) fn new(address: Option<&str>, key: Key) -> Self {
         let address = address.map_or_else(|| API_DEFAULT.to_string(), str::to_owned);
         // Nodes listen on 127.0.0.1. `localhost` may resolve to ::1 first, where another program may listen.
         let address = address.replace("localhost:", "127.0.0.1:");
@@ -67,20 +68,20 @@ impl Client {
     }
 
     /// `http://HOST:PORT`.
-    pub fn base(&self) -> &str {
+    pub(crate) fn base(&self) -> &str {
         &self.base
     }
 
     /// Whether anything answers HTTP at the address.
-    pub fn listens(&self) -> bool {
+    pub(crate) fn listens(&self) -> bool {
         self.agent.get(format!("{}/healthz", self.base)).call().is_ok()
     }
 
-    /// GET; returns the parsed JSON.
+    /// GET of a `T`.
     ///
     /// # Errors
     /// [`ClientError`].
-    pub fn get(&self, path: &str) -> Result<Value, ClientError> {
+    pub(crate) fn get_as<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
         let request = self.authorised(self.agent.get(format!("{}{path}", self.base)));
         self.parse(request.call())
     }
@@ -89,7 +90,7 @@ impl Client {
     ///
     /// # Errors
     /// [`ClientError`].
-    pub fn get_text(&self, path: &str) -> Result<String, ClientError> {
+    pub(crate) fn get_text(&self, path: &str) -> Result<String, ClientError> {
         let request = self.authorised(self.agent.get(format!("{}{path}", self.base)));
         let mut response = self.check(request.call())?;
         let body = response.body_mut().with_config().limit(ANSWER_BYTES_MAX);
@@ -100,7 +101,15 @@ impl Client {
     ///
     /// # Errors
     /// [`ClientError`].
-    pub fn post(&self, path: &str, body: &Value) -> Result<Value, ClientError> {
+    pub(crate) fn post(&self, path: &str, body: &Value) -> Result<Value, ClientError> {
+        self.post_as(path, body)
+    }
+
+    /// POST of JSON, answered with a `T`.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub(crate) fn post_as<T: DeserializeOwned>(&self, path: &str, body: &Value) -> Result<T, ClientError> {
         self.parse(self.send(path, body))
     }
 
@@ -108,7 +117,15 @@ impl Client {
     ///
     /// # Errors
     /// [`ClientError`].
-    pub fn delete(&self, path: &str) -> Result<Value, ClientError> {
+    pub(crate) fn delete(&self, path: &str) -> Result<Value, ClientError> {
+        self.delete_as(path)
+    }
+
+    /// DELETE, answered with a `T`.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub(crate) fn delete_as<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
         let request = self.authorised(self.agent.delete(format!("{}{path}", self.base)));
         self.parse(request.call())
     }
@@ -118,32 +135,32 @@ impl Client {
     ///
     /// # Errors
     /// [`ClientError`]; an invalid line or a broken connection is an item.
-    pub fn stream(
+    pub(crate) fn stream(
         &self,
         path: &str,
         body: &Value,
     ) -> Result<impl Iterator<Item = Result<Value, ClientError>> + use<>, ClientError> {
         let response = self.check(self.send(path, body))?;
-        Ok(self.lines(response))
+        Ok(self.lines::<Value>(response))
     }
 
-    /// GET with a response in JSON lines.
+    /// GET with a response in JSON lines, each a `T`.
     ///
     /// # Errors
     /// [`ClientError`]; an invalid line or a broken connection is an item.
-    pub fn get_stream(
+    pub(crate) fn get_stream<T: DeserializeOwned>(
         &self,
         path: &str,
-    ) -> Result<impl Iterator<Item = Result<Value, ClientError>> + use<>, ClientError> {
+    ) -> Result<impl Iterator<Item = Result<T, ClientError>> + use<T>, ClientError> {
         let request = self.authorised(self.agent.get(format!("{}{path}", self.base)));
         let response = self.check(request.call())?;
-        Ok(self.lines(response))
+        Ok(self.lines::<T>(response))
     }
 
-    fn lines(
+    fn lines<T: DeserializeOwned>(
         &self,
         response: ureq::http::Response<ureq::Body>,
-    ) -> impl Iterator<Item = Result<Value, ClientError>> + use<> {
+    ) -> impl Iterator<Item = Result<T, ClientError>> + use<T> {
         let reader = BufReader::new(response.into_body().into_with_config().limit(u64::MAX).reader());
         let base = self.base.clone();
         reader.lines().map(move |line| {
@@ -207,7 +224,11 @@ impl Client {
     /// What to do about status 401.
     fn advice(&self) -> String {
         match &self.key {
-            Key::Given(_) => "the key of --api-key or --api-key-file is not this node's".to_owned(),
+            Key::Given(_) => {
+                "the key of --api-key or --api-key-file is not the key of this node, which is `api.key` in its data \
+                 directory or the --api-key that it was started with"
+                    .to_owned()
+            }
             Key::InFiles(_, found) => {
                 let why = found.get().map(|found| found.why.join("; ")).unwrap_or_default();
                 format!(
@@ -231,10 +252,13 @@ impl Client {
         let text =
             response.body_mut().with_config().limit(1 << 20).lossy_utf8(true).read_to_string().unwrap_or_default();
         let parsed: Option<Value> = serde_json::from_str(&text).ok();
-        let message = parsed
-            .as_ref()
-            .and_then(|v| v["error"]["message"].as_str())
-            .map_or_else(|| format!("HTTP {status} {}", text.trim()), str::to_owned);
+        let foreign = || {
+            format!(
+                "{} answered with HTTP {status}, but not as a meshnode does: another program may use this port; check --api",
+                self.base
+            )
+        };
+        let message = parsed.as_ref().and_then(|v| v["error"]["message"].as_str()).map_or_else(foreign, str::to_owned);
         Err(match status {
             401 => ClientError::Unauthorised { base: self.base.clone(), message: self.advice() },
             403 => ClientError::Unauthorised { base: self.base.clone(), message },
@@ -242,7 +266,10 @@ impl Client {
         })
     }
 
-    fn parse(&self, answer: Result<ureq::http::Response<ureq::Body>, ureq::Error>) -> Result<Value, ClientError> {
+    fn parse<T: DeserializeOwned>(
+        &self,
+        answer: Result<ureq::http::Response<ureq::Body>, ureq::Error>,
+    ) -> Result<T, ClientError> {
         let mut response = self.check(answer)?;
         let text = response
             .body_mut()
@@ -252,7 +279,10 @@ impl Client {
             .map_err(|e| ClientError::Broken { base: self.base.clone(), what: e.to_string() })?;
         serde_json::from_str(&text).map_err(|e| ClientError::Broken {
             base: self.base.clone(),
-            what: format!("expected a meshnode API, found something else ({e}); is another program using this port?"),
+            what: format!(
+                "expected the answer of a meshnode, found something else ({e}): another program may use this port; check \
+                 --api"
+            ),
         })
     }
 
@@ -261,14 +291,17 @@ impl Client {
             || matches!(error, ureq::Error::Io(io) if io.kind() == std::io::ErrorKind::ConnectionRefused);
         match refused {
             true => ClientError::Unreachable { base: self.base.clone() },
-            false => ClientError::Broken { base: self.base.clone(), what: error.to_string() },
+            false => ClientError::Broken {
+                base: self.base.clone(),
+                what: format!("{error}; check that --api is HOST:PORT of a running node"),
+            },
         }
     }
 }
 
 /// Why a request to a node failed.
 #[derive(Debug, thiserror::Error)]
-pub enum ClientError {
+pub(crate) enum ClientError {
     /// No node listens at the address.
     #[error("no node listens on {base}: start one with `meshnode up`, or name another with --api")]
     Unreachable {
@@ -309,7 +342,7 @@ mod tests {
     fn a_missing_node_is_reported_with_how_to_start_one() {
         let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let client = Client::new(Some(&format!("127.0.0.1:{port}")), Key::in_files(Vec::new()));
-        let error = client.get("/api/v1/state").unwrap_err();
+        let error = client.get_as::<Value>("/api/v1/state").unwrap_err();
         assert!(matches!(error, ClientError::Unreachable { .. }), "{error:?}");
         assert!(error.to_string().contains("meshnode up"), "{error}");
         assert!(!client.listens());

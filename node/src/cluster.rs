@@ -1,12 +1,12 @@
 //! Runs several node processes on this machine, for the demo and the system tests.
 use crate::api_key::ApiKey;
+use parking_lot::{Mutex, MutexGuard};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, UdpSocket};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Longest wait for a node's first line: at its first start a node measures its device.
@@ -25,7 +25,7 @@ pub fn kill_all() -> usize {
 }
 
 fn children() -> MutexGuard<'static, BTreeSet<u32>> {
-    CHILDREN.lock().unwrap_or_else(PoisonError::into_inner)
+    CHILDREN.lock()
 }
 
 /// A node process with its own data directory and ports. Killed when dropped.

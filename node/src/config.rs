@@ -146,7 +146,7 @@ impl ConfigFile {
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read.
-    #[error("cannot read the configuration file {path}: {source}", path = .path.display())]
+    #[error("cannot read the configuration file {path}: {source}; choose another with --config", path = .path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,
@@ -154,7 +154,7 @@ pub enum ConfigError {
         source: std::io::Error,
     },
     /// The file does not parse.
-    #[error("{path} is not a meshnode.toml:\n{what}", path = .path.display())]
+    #[error("the configuration file {path} is not valid:\n{what}", path = .path.display())]
     Invalid {
         /// The file.
         path: PathBuf,

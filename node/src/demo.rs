@@ -3,7 +3,8 @@ mod chaos;
 mod coordinator_loss;
 
 use crate::cluster::{LocalNode, LocalNodeOptions};
-pub use chaos::{ChaosSummary, Kills};
+use crate::views::{JobView, PlanReport};
+pub(crate) use chaos::{ChaosSummary, Kills};
 use console::style;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -20,7 +21,7 @@ const JOIN_MAX: Duration = Duration::from_secs(60);
 
 /// Options of the demo.
 #[derive(Clone, Debug)]
-pub struct DemoOptions {
+pub(crate) struct DemoOptions {
     /// JSON lines on stdout instead of human-readable output.
     pub json: bool,
     /// Tokens to generate.
@@ -39,7 +40,7 @@ impl Default for DemoOptions {
 
 /// The last line of `--json`.
 #[derive(Clone, Debug, Serialize)]
-pub struct DemoSummary {
+pub(crate) struct DemoSummary {
     /// Node processes started.
     pub nodes: usize,
     /// The distributed run with the kill produced the same tokens as one undisturbed node.
@@ -59,7 +60,7 @@ pub struct DemoSummary {
 ///
 /// # Errors
 /// A node did not start, or the mesh did not behave as the demo expects; the message says which.
-pub fn run(exe: &Path, model: &Path, options: &DemoOptions) -> Result<DemoSummary> {
+pub(crate) fn run(exe: &Path, model: &Path, options: &DemoOptions) -> Result<DemoSummary> {
     let dir = folder()?;
     let demo = Demo::new(exe, dir.path(), model, options);
     let solo = demo.solo()?;
@@ -82,7 +83,7 @@ pub fn run(exe: &Path, model: &Path, options: &DemoOptions) -> Result<DemoSummar
 ///
 /// # Errors
 /// As for [`run`].
-pub fn chaos(exe: &Path, model: &Path, options: &DemoOptions, kills: Kills, seed: u64) -> Result<ChaosSummary> {
+pub(crate) fn chaos(exe: &Path, model: &Path, options: &DemoOptions, kills: Kills, seed: u64) -> Result<ChaosSummary> {
     let dir = folder()?;
     let demo = Demo::new(exe, dir.path(), model, options);
     let summary = demo.chaos(kills, seed)?;
@@ -143,9 +144,9 @@ impl Demo {
     fn solo(&self) -> Result<Solo> {
         self.screen.say("one", "one node alone, for reference");
         let node = self.start("solo", None, None)?;
-        let plan = node.post("/api/v1/plan", &self.model_request())?;
-        let bytes =
-            plan["stages"][0]["bytes"].as_u64().ok_or_else(|| Error::other(format!("no plan for one node: {plan}")))?;
+        let plan = self.plan(&node)?;
+        let whole = plan.stages.first();
+        let bytes = whole.ok_or_else(|| Error::other(format!("no plan for one node: {}", json!(plan))))?.bytes;
         node.post("/api/v1/deploy", &self.model_request())?;
         let run = self.generate(&node, &mut |_, _| Ok(()))?;
         self.screen
@@ -174,9 +175,13 @@ impl Demo {
         Ok(nodes)
     }
 
+    fn plan(&self, node: &LocalNode) -> Result<PlanReport> {
+        let plan = node.post("/api/v1/plan", &self.model_request())?;
+        serde_json::from_value(plan).map_err(Error::other)
+    }
+
     fn place(&self, nodes: &[LocalNode]) -> Result<()> {
-        let plan = nodes[0].post("/api/v1/plan", &self.model_request())?;
-        self.screen.plan(&plan);
+        self.screen.plan(&self.plan(&nodes[0])?);
         nodes[0].post("/api/v1/deploy", &self.model_request())?;
         Ok(())
     }
@@ -185,13 +190,12 @@ impl Demo {
     fn interrupted(&self, nodes: &mut [LocalNode]) -> Result<Run> {
         let (coordinator, others) = nodes.split_first_mut().ok_or_else(|| Error::other("no nodes"))?;
         // The actual stages may differ from the plan shown, because measurements since then may have changed the plan.
-        let jobs = coordinator.get("/api/v1/jobs")?;
-        let stages = jobs[0]["stages"].as_array().cloned().unwrap_or_default();
-        let holds = |name: &str| stages.iter().any(|s| s["name"] == name);
-        let victim = others
-            .iter_mut()
-            .find(|n| holds(&n.name))
-            .ok_or_else(|| Error::other(format!("expected a stage on another node than the coordinator: {jobs}")))?;
+        let jobs: Vec<JobView> = serde_json::from_value(coordinator.get("/api/v1/jobs")?).map_err(Error::other)?;
+        let stages = jobs.first().map(|job| job.stages.as_slice()).unwrap_or_default();
+        let holds = |name: &str| stages.iter().any(|stage| stage.name == name);
+        let victim = others.iter_mut().find(|node| holds(&node.name)).ok_or_else(|| {
+            Error::other(format!("expected a stage on another node than the coordinator: {}", json!(jobs)))
+        })?;
         let moment = self.options.tokens as usize / 3;
         let screen = &self.screen;
         let run = self.generate(coordinator, &mut |so_far, _| {
@@ -311,21 +315,21 @@ impl Screen {
         }
     }
 
-    fn plan(&self, plan: &Value) {
+    fn plan(&self, plan: &PlanReport) {
         if self.json {
             line!("{}", json!({"event": "plan", "plan": plan}));
             return;
         }
-        line!("  plan: {:.1} ms per token", plan["token_ms"].as_f64().unwrap_or_default());
-        for stage in plan["stages"].as_array().into_iter().flatten() {
-            let (first, end) = (stage["first_layer"].as_u64().unwrap_or(0), stage["end_layer"].as_u64().unwrap_or(0));
+        line!("  plan: {:.1} ms per token", plan.token_ms);
+        for stage in &plan.stages {
+            let (first, end) = (stage.first_layer, stage.end_layer);
             let bar = "█".repeat((end - first) as usize);
             line!(
                 "  {:>5} layers {first:>2}–{:<2} {} {}",
-                stage["name"].as_str().unwrap_or_default(),
+                stage.name,
                 end.saturating_sub(1),
                 style(bar).blue(),
-                mib(stage["bytes"].as_u64().unwrap_or(0))
+                mib(stage.bytes)
             );
         }
         line!();

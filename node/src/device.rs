@@ -1,19 +1,19 @@
 //! The device this node computes on, and the capacity it advertises to the mesh, measured at start.
 use crate::config::{Size, UpOptions};
 use kernels::device::{Device, DeviceChoice, DeviceId};
-use kernels::grid::any_tile::GridTile;
-use kernels::grid::rule::Rule;
-use kernels::grid::{Grid, GridError, Region};
-use kernels::stage::{Stage, StageError, StageOptions};
-use kernels::weights::ModelFile;
+use kernels_grids::any_tile::GridTile;
+use kernels_grids::rule::Rule;
+use kernels_grids::{Grid, GridError, Region};
+use kernels_models::stage::{Stage, StageError, StageOptions};
+use kernels_models::weights::ModelFile;
 use node_core::config::{Capacity, Measured, Speed};
 use std::sync::Arc;
 
 /// Memory of a stage besides weights and caches: activations of one prefill chunk of a wide model, and logits.
-pub const SCRATCH_BYTES: u64 = 16 << 20;
+pub(crate) const SCRATCH_BYTES: u64 = 16 << 20;
 
 /// The device on which parts are computed.
-pub struct Compute {
+pub(crate) struct Compute {
     device: Device,
     /// Compute threads on the CPU.
     pub threads: usize,
@@ -28,7 +28,7 @@ impl Compute {
     ///
     /// # Errors
     /// No such device on this machine; the text lists the devices found.
-    pub fn open(options: &UpOptions) -> Result<Self, String> {
+    pub(crate) fn open(options: &UpOptions) -> Result<Self, String> {
         let kernels_gpu::Probe { devices, faults, .. } = kernels_gpu::probe_report();
         for fault in &faults {
             tracing::warn!("{fault}");
@@ -52,7 +52,7 @@ impl Compute {
             own_memory: device.own_memory,
             speed: if gpu { gpu_speed(device.id) } else { processor_speed(threads, asked.unwrap_or(u64::MAX))? },
             numerics: numerics(&device),
-            pass_steps: if gpu { 1 } else { kernels::grid::tile::PASS_STEPS_MAX as u32 },
+            pass_steps: if gpu { 1 } else { kernels_grids::tile::PASS_STEPS_MAX as u32 },
         };
         let zone = options.zone.as_ref().map(|zone| zone.name().to_owned()).unwrap_or_default();
         let capacity = Capacity { zone, ..Capacity::of(measured, asked) };
@@ -69,7 +69,13 @@ impl Compute {
     /// # Errors
     /// The rule does not fit the grid, the tile is not inside it, the halo is wider than the tile, or memory is too
     /// small.
-    pub fn tile(&self, grid: &Grid, rule: &Rule, region: Region, depth: usize) -> Result<Box<dyn GridTile>, GridError> {
+    pub(crate) fn tile(
+        &self,
+        grid: &Grid,
+        rule: &Rule,
+        region: Region,
+        depth: usize,
+    ) -> Result<Box<dyn GridTile>, GridError> {
         tile(&self.device, (grid, rule), region, depth)
     }
 
@@ -77,9 +83,9 @@ impl Compute {
     ///
     /// # Errors
     /// The options do not fit the model, or the device cannot hold the stage.
-    pub fn load(&self, file: Arc<ModelFile>, options: StageOptions) -> Result<Box<dyn Stage>, StageError> {
+    pub(crate) fn load(&self, file: Arc<ModelFile>, options: StageOptions) -> Result<Box<dyn Stage>, StageError> {
         match self.device.id {
-            DeviceId::Cpu => kernels::load_cpu_stage(file, options), // skips GPU detection
+            DeviceId::Cpu => kernels_models::load_cpu_stage(file, options), // skips GPU detection
             id @ (DeviceId::Cuda(_) | DeviceId::Vulkan(_)) => kernels_gpu::load_stage(file, options, id),
         }
     }
@@ -99,7 +105,10 @@ fn doubtful(asked: u64, offered: u64, device: &Device) -> Option<String> {
     }
     let least = Size(SCRATCH_BYTES);
     (asked <= least.0).then(|| {
-        format!("--memory {given}: no stage of a model fits: each needs {least} besides weights; write 4G for 4 GiB")
+        format!(
+            "--memory {given}: no stage of a model fits: each needs {least} besides its weights; a size has a unit, as \
+             in 4G"
+        )
     })
 }
 
@@ -110,14 +119,14 @@ fn doubtful(asked: u64, offered: u64, device: &Device) -> Option<String> {
 /// times too slow, and a node that understates its speed is planned as too slow for as long as it runs.
 fn processor_speed(threads: usize, memory: u64) -> Result<Speed, String> {
     let measure = || -> Result<Speed, String> {
-        let shown = kernels::bench::speed(threads, memory).map_err(|e| e.to_string())?;
+        let shown = kernels_models::bench::speed(threads, memory).map_err(|e| e.to_string())?;
         Ok(Speed {
             bytes_per_second: shown.weight_bytes_s,
             flops_per_second: shown.flops_s,
             copy_bytes_per_second: shown.weight_bytes_s,
             step_ns: shown.step_ns,
             layer_ns: shown.layer_ns,
-            cache_bytes_per_second: kernels::bench::cache_speed(threads, memory).map_err(|e| e.to_string())?,
+            cache_bytes_per_second: kernels_models::bench::cache_speed(threads, memory).map_err(|e| e.to_string())?,
         })
     };
     let mut best = measure()?;
@@ -163,7 +172,7 @@ fn alike(one: u64, other: u64) -> bool {
 /// about it.
 fn gpu_speed(id: DeviceId) -> Speed {
     let mut speed = Speed::default();
-    let (products, cache, copied) = match kernels_gpu::gpu_speed(id) {
+    let (products, cache, copied) = match kernels_gpu::measure_gpu(id) {
         Ok(measured) => (measured.products, measured.cache_bytes_s, measured.copy_bytes_s),
         Err(why) => (Err(why.clone()), Err(why.clone()), Err(why)),
     };
@@ -205,7 +214,7 @@ fn tile(
 /// Stages with equal ids agree bit for bit and choose equal tokens: all CPUs, and GPUs of the same model and API. The
 /// id covers the sampler, which breaks ties between equal logits.
 fn numerics(device: &Device) -> u64 {
-    id_of(device, kernels::sampler::NUMERICS)
+    id_of(device, kernels_models::sampler::NUMERICS)
 }
 
 fn id_of(device: &Device, sampler: &str) -> u64 {
@@ -230,9 +239,9 @@ fn machine_id() -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kernels::grid::simulation::Simulation;
-    use kernels::grid::{Link, links};
     use kernels::threads::Threads;
+    use kernels_grids::{Link, links};
+    use kernels_simulations::Simulation;
     use std::path::Path;
 
     const STEPS: usize = 12;
@@ -254,7 +263,7 @@ mod tests {
         let mut tiles = Vec::new();
         for (region, links) in regions.iter().zip(&all) {
             let mut made = tile(device, (grid, simulation.rule()), *region, DEPTH).unwrap();
-            assert_eq!(made.is_detached(), device.id != DeviceId::Cpu);
+            assert_eq!(made.is_asynchronous(), device.id != DeviceId::Cpu);
             made.link(&links.iter().map(|(_, link)| *link).collect::<Vec<_>>()).unwrap();
             simulation.load(&mut *made).unwrap();
             tiles.push(made);
@@ -274,10 +283,10 @@ mod tests {
             }
             halos.iter().for_each(|(peer, link, halo)| tiles[*peer].unpack(*link, halo).unwrap());
             for tile in &mut tiles {
-                let tail = tile.tail();
+                let tail = tile.split_steps_max();
                 tile.advance(&mut threads, DEPTH - tail).unwrap();
-                if tile.left() == tail {
-                    tile.strips(&mut threads).unwrap();
+                if tile.steps_left() == tail {
+                    tile.compute_halo_strips(&mut threads).unwrap();
                     tile.interior(&mut threads).unwrap();
                 } else {
                     tile.advance(&mut threads, tail).unwrap();
@@ -289,7 +298,7 @@ mod tests {
             assert_eq!(tile.first_not_finite().unwrap(), None);
         }
         let quantity = simulation.default_quantity();
-        let need = simulation.needs(quantity)[0];
+        let need = simulation.source_quantities(quantity)[0];
         assert!(simulation.sample(&*tiles[0], need, regions[0], 4).unwrap().iter().any(|value| *value != 0.0));
         tiles.iter().fold(0u128, |sum, tile| sum.wrapping_add(tile.state_hash(&mut threads).unwrap()))
     }

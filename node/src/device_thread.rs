@@ -5,160 +5,43 @@
 //! carried out (`device_thread/pending.rs`). `device_thread/stages.rs` and `tiles.rs` have what is specific to a kind
 //! of part.
 use crate::device::Compute;
-use crate::driver::DriverHandle;
-use crate::residency::{Key, Residency};
-use crate::states::States;
-use crate::tensors::Tensors;
-use kernels::grid::Region;
-use kernels::grid::any_tile::Mark;
-use kernels::grid::simulation::Simulation;
-use kernels::stage::{RowsOut, Stage};
+use crate::panics::guarded;
+use crate::residency::Key;
+use command::{Command, Commands, NewPart};
 use kernels::threads::Threads;
-use node_core::id::{Epoch, JobId, LoadId, RequestId, WorkId};
+use kernels_grids::any_tile::Mark;
+use kernels_models::stage::RowsOut;
+use node_core::id::{Epoch, LoadId, WorkId};
 use node_core::input::Input;
 use node_core::work::serve::Item;
-use node_core::work::steps::{TileOrder, TileStart};
-use node_core::work::{Loaded, Made, Run, Task};
+use node_core::work::steps::TileStart;
+use node_core::work::{Loaded, Run, RunResult, Task};
 use partitioner::Tier;
-use pending::{Pending, PendingWork, Watcher};
+use pending::{Pending, PendingWork, Watcher, nanos};
 use queue::{Queue, Work};
+use shared::Shared;
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use tiles::{CellSource, Progress, TileRun};
+use tiles::{Progress, TileRun};
 
+pub(crate) mod command;
 mod pending;
 mod queue;
+pub(crate) mod shared;
 mod stages;
-pub mod tiles;
+pub(crate) mod tiles;
 
 #[cfg(test)]
 mod tests;
-
-/// A command for the device thread.
-pub enum Command {
-    /// Hold a part from now on.
-    Load {
-        /// The part's key.
-        key: Key,
-        /// The epoch it was loaded for.
-        epoch: Epoch,
-        /// The order that this answers.
-        load: LoadId,
-        /// Memory that the plan grants it; a stage's caches grow up to that as they are used.
-        bytes_max: u64,
-        /// The part.
-        part: NewPart,
-    },
-    /// Some cells of a tile's initial state, computed or fetched on another thread.
-    Cells {
-        /// The tile.
-        key: Key,
-        /// The order they belong to.
-        load: LoadId,
-        /// The box they fill.
-        part: Region,
-        /// The cells, in the layout of a saved state.
-        cells: Vec<u8>,
-    },
-    /// The initial state is complete, or failed.
-    CellsEnd {
-        /// The tile.
-        key: Key,
-        /// The order that this answers.
-        load: LoadId,
-        /// The reason, if it failed.
-        result: Result<(), String>,
-    },
-    /// Restore a tile from a snapshot in [`States`].
-    Restore {
-        /// The tile.
-        key: Key,
-        /// The order that this answers.
-        load: LoadId,
-        /// The snapshot's step.
-        step: u32,
-    },
-    /// Keep a part under another epoch.
-    Keep {
-        /// The part.
-        key: Key,
-        /// The epoch from now on.
-        epoch: Epoch,
-    },
-    /// Compute. A stage loaded for another epoch rejects it.
-    Run(Box<Run>),
-    /// Free a request's cache.
-    Release {
-        /// The stage.
-        key: Key,
-        /// The request.
-        request: RequestId,
-    },
-    /// Numerics challenge: run the stage on rows generated from a nonce and report a digest.
-    Challenge {
-        /// The stage.
-        key: Key,
-        /// The epoch it belongs to.
-        epoch: Epoch,
-        /// Seed of the rows.
-        nonce: u64,
-    },
-    /// Drop a part and its saved states, if it is here.
-    Drop {
-        /// The part.
-        key: Key,
-    },
-    /// Drop all parts of a job.
-    Unload {
-        /// The job.
-        job: JobId,
-    },
-    /// A device has reached the mark of a launched run.
-    Reached,
-}
-
-/// A part to hold.
-pub enum NewPart {
-    /// A stage, already loaded on another thread.
-    Stage(Box<dyn Stage>),
-    /// A tile, which the device thread creates.
-    Tile {
-        /// The coordinator's order.
-        order: Box<TileOrder>,
-        /// The standby tier, if it is a standby.
-        standby: Option<Tier>,
-        /// The simulation to compute.
-        simulation: Arc<Simulation>,
-        /// Source of the checkpoint's cells, if the tile starts from one.
-        checkpoint: Option<CellSource>,
-    },
-}
-
-/// State that the thread shares with the rest of the node.
-pub struct Shared {
-    /// Rows and halos.
-    pub tensors: Arc<Tensors>,
-    /// Saved states of tiles.
-    pub states: Arc<States>,
-    /// Accounting of the memory in use.
-    pub residency: Arc<Residency>,
-    /// The driver, which receives the results.
-    pub driver: DriverHandle,
-    /// The device.
-    pub device: Arc<Compute>,
-}
-
-/// Sends commands to the thread.
-pub type Commands = Arc<mpsc::Sender<Command>>;
 
 /// Starts the thread. It ends when the last sender is dropped.
 ///
 /// # Errors
 /// The operating system cannot start a thread.
-pub fn spawn(shared: Shared) -> std::io::Result<(Commands, JoinHandle<()>)> {
+pub(crate) fn spawn(shared: Shared) -> std::io::Result<(Commands, JoinHandle<()>)> {
     let (sender, commands) = mpsc::channel();
     let sender = Arc::new(sender);
     let thread = DeviceThread {
@@ -207,7 +90,7 @@ impl DeviceThread {
             loop {
                 let idle = self.queue.is_empty() && !self.pending.iter().any(Pending::is_due);
                 match if idle { commands.recv().map_err(Into::into) } else { commands.try_recv() } {
-                    Ok(Command::Reached) => {}
+                    Ok(Command::MarkReached) => {}
                     Ok(command) => self.queue.push(command),
                     Err(mpsc::TryRecvError::Empty) => break,
                     Err(mpsc::TryRecvError::Disconnected) => return,
@@ -283,7 +166,7 @@ impl DeviceThread {
                 self.shared.states.drop_job(job);
                 self.drop_parts(|(of, _)| of == job);
             }
-            Command::Reached => {}
+            Command::MarkReached => {}
         }
     }
 
@@ -382,7 +265,7 @@ impl DeviceThread {
     fn answer_batch(&mut self, key: Key, work: WorkId, items: &[Item], outputs: Result<Vec<RowsOut>, String>) {
         self.batch_at = Some(Instant::now());
         let results = outputs.map(|outputs| stages::results(&self.shared.tensors, items, outputs));
-        self.answer(key, work, results.map(Made::Batch));
+        self.answer(key, work, results.map(RunResult::Batch));
     }
 
     /// Computes steps of a tile, or launches them on the device. While a model is in use, a batch may run in between.
@@ -402,7 +285,7 @@ impl DeviceThread {
             Ok(Progress::Yields) => self.queue.push_rest(run),
             Ok(Progress::Given(mark)) if mark.is_reached() => {
                 run.made.compute_ns = nanos(run.took);
-                self.answer(key, work, Ok(Made::Steps(run.made)));
+                self.answer(key, work, Ok(RunResult::Steps(run.made)));
             }
             Ok(Progress::Given(mark)) => match self.launched(run, began, mark) {
                 Ok(pending) => self.pending.push_back(pending),
@@ -435,7 +318,7 @@ impl DeviceThread {
             PendingWork::Steps { before, this, last, made } => {
                 let result = this.made(before.as_ref(), last, made);
                 this.answered();
-                self.answer(key, work, result.map(Made::Steps));
+                self.answer(key, work, result.map(RunResult::Steps));
             }
         }
     }
@@ -448,7 +331,7 @@ impl DeviceThread {
         }
     }
 
-    fn answer(&self, (job, part): Key, work: WorkId, result: Result<Made, String>) {
+    fn answer(&self, (job, part): Key, work: WorkId, result: Result<RunResult, String>) {
         self.shared.driver.input(Input::Ran { job, part, work, result });
     }
 
@@ -475,16 +358,4 @@ fn threads<'a>(threads: &'a mut Option<Threads>, device: &Compute) -> Result<&'a
         none => Ok(none
             .insert(Threads::new(device.threads).map_err(|e| format!("compute threads could not be started: {e}"))?)),
     }
-}
-
-/// Runs work of a part; turns a panic into an error.
-fn guarded<T>(work: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
-    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
-        let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-        Err(format!("a kernel panicked: {}", text.unwrap_or("no message")))
-    })
-}
-
-fn nanos(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }

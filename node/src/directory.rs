@@ -1,8 +1,8 @@
 //! Which models other members serve. A node asks them before it serves a model itself: if a member already serves it,
 //! requests are forwarded there and no second copy is loaded.
-use crate::handle::{ModelHandle, ServedModels};
+use crate::handle::model::ModelHandle;
+use crate::handle::serving::ServedModels;
 use serde::{Deserialize, Serialize};
-use std::sync::PoisonError;
 
 /// The answer to a member's query.
 #[derive(Default)]
@@ -35,7 +35,7 @@ pub(crate) const ANSWER_BYTES_MAX: usize = 64 << 10;
 
 impl Directory {
     pub(crate) fn answer(&self) -> Vec<u8> {
-        let models = self.models.lock().unwrap_or_else(PoisonError::into_inner);
+        let models = self.models.lock();
         let of = |(name, model): (&String, &ModelHandle)| {
             let (name, job, content) = (name.clone(), model.job.0, model.spec.content.0);
             ServedModel { name, job, content, context: model.context }

@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 /// Bytes that can be written at `path`, which need not exist yet; `None` if the system does not report it.
-pub fn free_bytes(path: &Path) -> Option<u64> {
+pub(crate) fn free_bytes(path: &Path) -> Option<u64> {
     let existing = path.ancestors().find(|p| p.exists())?;
     let stat = rustix::fs::statvfs(existing).ok()?;
     Some(stat.f_bavail.saturating_mul(stat.f_frsize))
@@ -13,7 +13,7 @@ pub fn free_bytes(path: &Path) -> Option<u64> {
 /// Something was not written because the disk has too little free space.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("no room for {what} in {path}: {need} needed, {free} free; {advice}", path = .path.display())]
-pub struct NoRoom {
+pub(crate) struct NoRoom {
     /// The data to write.
     pub what: String,
     /// Where.
@@ -30,7 +30,13 @@ pub struct NoRoom {
 ///
 /// # Errors
 /// Fewer than `need` bytes are free.
-pub fn require(free: Option<u64>, need: u64, what: &str, path: &Path, advice: &'static str) -> Result<(), NoRoom> {
+pub(crate) fn require(
+    free: Option<u64>,
+    need: u64,
+    what: &str,
+    path: &Path,
+    advice: &'static str,
+) -> Result<(), NoRoom> {
     match free {
         Some(free) if free < need => {
             Err(NoRoom { what: what.to_owned(), path: path.to_owned(), need: Size(need), free: Size(free), advice })
@@ -41,7 +47,7 @@ pub fn require(free: Option<u64>, need: u64, what: &str, path: &Path, advice: &'
 
 /// The operating system's error text, with what to do about it.
 #[expect(clippy::wildcard_enum_match_arm, reason = "ErrorKind is non-exhaustive; other errors explain themselves")]
-pub fn explain(error: &io::Error, advice: &str) -> String {
+pub(crate) fn explain(error: &io::Error, advice: &str) -> String {
     match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => format!("{error}; {advice}"),
         io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
@@ -52,6 +58,6 @@ pub fn explain(error: &io::Error, advice: &str) -> String {
 }
 
 /// What to do about a full data directory.
-pub const FREE_DATA: &str = "free some space there, or choose another --data-dir";
+pub(crate) const FREE_DATA: &str = "free some space there, or choose another --data-dir";
 /// What to do about a full cache.
-pub const FREE_CACHE: &str = "free some space there, or choose another --cache-dir";
+pub(crate) const FREE_CACHE: &str = "free some space there, or choose another --cache-dir";

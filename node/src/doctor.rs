@@ -3,7 +3,7 @@
 //! It changes nothing: it binds ports for a moment, and sends one multicast packet to this machine.
 use crate::config::{Size, UpOptions};
 use crate::pull;
-use crate::transfer::Cache;
+use crate::transfer::cache::Cache;
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::fmt::Write;
@@ -22,14 +22,14 @@ const DESCRIPTORS: u64 = 1024;
 
 /// The results of all checks.
 #[derive(Clone, Debug, Serialize)]
-pub struct Report {
+pub(crate) struct Report {
     /// One per line, in display order.
     pub findings: Vec<Finding>,
 }
 
 /// The result of one check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Finding {
+pub(crate) struct Finding {
     /// What was checked.
     pub subject: String,
     /// The result.
@@ -43,7 +43,7 @@ pub struct Finding {
 /// Severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Verdict {
+pub(crate) enum Verdict {
     /// No problem.
     Ok,
     /// A node works, but with limitations.
@@ -67,7 +67,7 @@ impl Finding {
 }
 
 /// Checks everything that a node started with these options needs.
-pub fn examine(options: &UpOptions, api: SocketAddr) -> Report {
+pub(crate) fn examine(options: &UpOptions, api: SocketAddr) -> Report {
     let mut findings = vec![version(), processor()];
     findings.extend(devices::examine(&options.device));
     findings.push(memory(options.memory));
@@ -84,17 +84,17 @@ pub fn examine(options: &UpOptions, api: SocketAddr) -> Report {
 
 impl Report {
     /// Whether any check failed.
-    pub fn fails(&self) -> bool {
+    pub(crate) fn fails(&self) -> bool {
         self.findings.iter().any(|f| f.verdict == Verdict::Fail)
     }
 
     /// The report as JSON.
-    pub fn to_json(&self) -> Value {
+    pub(crate) fn to_json(&self) -> Value {
         json!({"ok": !self.fails(), "findings": self.findings})
     }
 
     /// The report as human-readable text.
-    pub fn to_text(&self) -> String {
+    pub(crate) fn to_text(&self) -> String {
         let mut text = String::new();
         let width = self.findings.iter().map(|f| f.subject.chars().count()).max().unwrap_or(0);
         for finding in &self.findings {

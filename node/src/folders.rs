@@ -20,7 +20,7 @@ const PROBE: &str = ".meshnode-can-write";
 
 /// The folders below which a node writes without a claim.
 #[derive(Clone, Debug, Default)]
-pub struct Folders {
+pub(crate) struct Folders {
     /// `outputs/` of the data directory.
     own: Option<PathBuf>,
     others: Vec<PathBuf>,
@@ -28,7 +28,7 @@ pub struct Folders {
 
 /// Why an output folder is rejected.
 #[derive(Debug, thiserror::Error)]
-pub enum Refusal {
+pub(crate) enum Refusal {
     /// The path is empty or contains `..`.
     #[error("`{0}` must be the path of a folder without `..`")]
     Malformed(PathBuf),
@@ -64,7 +64,7 @@ pub enum Refusal {
 
 impl Folders {
     /// `outputs/` of the data directory, and `others`.
-    pub fn new(data_dir: &Path, others: Vec<PathBuf>) -> Self {
+    pub(crate) fn new(data_dir: &Path, others: Vec<PathBuf>) -> Self {
         let absolute = |path: PathBuf| std::path::absolute(&path).unwrap_or(path);
         Self { own: Some(absolute(data_dir.join("outputs"))), others: others.into_iter().map(absolute).collect() }
     }
@@ -73,7 +73,7 @@ impl Folders {
     ///
     /// # Errors
     /// [`Refusal`].
-    pub fn admit(&self, out: &Path, claim: Option<&str>) -> Result<PathBuf, Refusal> {
+    pub(crate) fn admit(&self, out: &Path, claim: Option<&str>) -> Result<PathBuf, Refusal> {
         let plain = |part: Component<'_>| matches!(part, Component::Normal(_) | Component::RootDir | Component::CurDir);
         if out.as_os_str().is_empty() || !out.components().all(plain) {
             return Err(Refusal::Malformed(out.to_owned()));
@@ -161,7 +161,7 @@ fn claimed(out: &Path, claim: &str) -> Result<PathBuf, Refusal> {
 
 /// A claim file in a folder. Removed on drop, if the node has not removed it.
 #[derive(Debug)]
-pub struct Claim {
+pub(crate) struct Claim {
     file: PathBuf,
 }
 
@@ -170,7 +170,7 @@ impl Claim {
     ///
     /// # Errors
     /// The folder is not writable.
-    pub fn create(folder: &Path) -> io::Result<Self> {
+    pub(crate) fn create(folder: &Path) -> io::Result<Self> {
         let mut digits = [0; 16];
         getrandom::fill(&mut digits).map_err(|e| io::Error::other(e.to_string()))?;
         let file = folder.join(format!("{CLAIM}{}", data_encoding::HEXLOWER.encode(&digits)));
@@ -179,7 +179,7 @@ impl Claim {
     }
 
     /// The file name, for the request to the node.
-    pub fn name(&self) -> String {
+    pub(crate) fn name(&self) -> String {
         self.file.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 }
@@ -195,7 +195,7 @@ impl Drop for Claim {
 ///
 /// # Errors
 /// The system's error.
-pub fn create_new(path: &Path) -> io::Result<File> {
+pub(crate) fn create_new(path: &Path) -> io::Result<File> {
     let create = || File::options().write(true).create_new(true).open(path);
     match create() {
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => fs::remove_file(path).and_then(|()| create()),
@@ -207,7 +207,7 @@ pub fn create_new(path: &Path) -> io::Result<File> {
 ///
 /// # Errors
 /// The system's error.
-pub fn probe(folder: &Path) -> io::Result<()> {
+pub(crate) fn probe(folder: &Path) -> io::Result<()> {
     let path = folder.join(PROBE);
     create_new(&path).and_then(|_| fs::remove_file(&path))
 }

@@ -1,18 +1,19 @@
 //! The node's interface for the API and the commands: serve a model, submit requests to it, inspect the mesh.
 use crate::admission::Admission;
-use crate::bans::Bans;
-use crate::boundary::Boundary;
-
-use crate::driver::DriverHandle;
-use crate::hub::{CallEvent, Hub};
+use crate::bans::{Banned, Bans};
+use crate::boundary::StageTraffic;
+use crate::driver::queue::DriverHandle;
+use crate::hub::EventRouter;
 use crate::submissions::Submissions;
 use crate::transfer::Library;
-use crate::views::{Views, plan_report};
-use node_core::id::{CallId, JobId, NodeId};
+use crate::views::{PeerView, Views, hex};
+use last_options::LastOptions;
+use model::Vocabularies;
+use node_core::id::{CallId, NodeId};
 use node_core::input::Input;
-use node_core::output::Event;
-use node_core::work::PlanSpec;
-use node_core::work::serve::{DoneReason, ModelSpec, Request, RequestKey, Sampling};
+use node_core::work::serve::{Request, RequestKey, Sampling};
+use remembered::Remembered;
+use serving::Serving;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -20,26 +21,26 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::sync::mpsc;
 
-pub use crate::views::{JobView, LossView, PeerView, PlanReport, ReasonView, StageView, StateView, hex};
-use demand::DeployMode;
-pub(crate) use demand::LastOptions;
-pub(crate) use members::Vocabularies;
-use opened::{CONTEXT_DEFAULT, Opened, work};
-use remembered::Entry;
-pub(crate) use remembered::Remembered;
-use serving::Unserved;
-pub(crate) use serving::{ServedModels, Serving};
-use temporary::Uses;
+pub(crate) use crate::error::NodeError;
+pub(crate) use crate::hub::TokenEvent;
+pub(crate) use crate::views::{PlanReport, StateView};
+pub(crate) use model::{ModelHandle, ModelOptions, ModelRef, RemoteModel, TextCodec};
 
 mod again;
 mod demand;
+mod deploy;
 mod grids;
+pub(crate) mod last_options;
 mod members;
+pub(crate) mod model;
 mod opened;
-mod remembered;
-mod serving;
+pub(crate) mod remembered;
+pub(crate) mod serving;
 mod shortage;
 mod temporary;
+#[cfg(test)]
+mod testing;
+mod usage;
 
 /// Longest wait for a plan: the planner is bounded to well below a second.
 const PLAN_MAX: Duration = Duration::from_secs(20);
@@ -49,7 +50,7 @@ const FINISH_MAX: Duration = Duration::from_secs(8);
 
 /// A running node, cheap to clone.
 #[derive(Clone)]
-pub struct NodeHandle {
+pub(crate) struct NodeHandle {
     pub(crate) inner: Arc<Inner>,
 }
 
@@ -58,7 +59,7 @@ pub(crate) struct Inner {
     pub(crate) peer_id: String,
     pub(crate) name: String,
     pub(crate) driver: DriverHandle,
-    pub(crate) hub: Arc<Hub>,
+    pub(crate) hub: Arc<EventRouter>,
     pub(crate) library: Arc<Library>,
     pub(crate) admission: Arc<Admission>,
     pub(crate) bans: Arc<Bans>,
@@ -67,7 +68,7 @@ pub(crate) struct Inner {
     pub(crate) last_options: Arc<LastOptions>,
     pub(crate) remembered: Remembered,
     pub(crate) endpoint: Arc<transport::Endpoint>,
-    pub(crate) boundary: Arc<Boundary>,
+    pub(crate) boundary: Arc<StageTraffic>,
     pub(crate) submissions: Arc<Submissions>,
     /// Vocabularies of models that other nodes serve.
     pub(crate) vocabularies: Vocabularies,
@@ -75,78 +76,9 @@ pub(crate) struct Inner {
     pub(crate) leaving: AtomicBool,
 }
 
-/// A model given by path, or by the name under which `meshnode pull` cached it.
-#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct ModelRef(pub String);
-
-/// How to run a model. An unset option keeps the value of the running job, or else takes its default.
-#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(default)]
-pub struct ModelOptions {
-    /// 8-bit activations (fast, the default) or f32 (strict).
-    pub int8: Option<bool>,
-    /// Tokens of context per request; at most the model's trained context, by default at most 2048.
-    pub context: Option<u32>,
-    /// Concurrent requests; 4 by default.
-    pub sequences: Option<u32>,
-}
-
-impl ModelOptions {
-    fn is_int8(&self) -> bool {
-        self.int8.unwrap_or(true)
-    }
-
-    /// Fills unset options from `other`.
-    fn or(&self, other: &Self) -> Self {
-        Self {
-            int8: self.int8.or(other.int8),
-            context: self.context.or(other.context),
-            sequences: self.sequences.or(other.sequences),
-        }
-    }
-
-    /// The options of a served model.
-    fn of(served: &ModelSpec) -> Self {
-        Self { int8: Some(served.int8), context: Some(served.work.context), sequences: Some(served.work.sequences) }
-    }
-}
-
-/// A model that is being served.
-#[derive(Clone)]
-pub struct ModelHandle {
-    /// Name for the API.
-    pub name: String,
-    /// The job behind it.
-    pub job: JobId,
-    /// Tokenizer and chat template.
-    pub words: Words,
-    /// Tokens of context per request.
-    pub context: u32,
-    /// Unix seconds when it became ready.
-    pub created: u64,
-    pub(crate) spec: Arc<ModelSpec>,
-    pub(crate) uses: Arc<Uses>,
-}
-
-/// The tokenizer and chat template of a model.
-#[derive(Clone)]
-pub struct Words {
-    /// Its tokenizer.
-    pub tokenizer: Arc<kernels::tokenizer::Tokenizer>,
-    /// The chat template, if the model has one.
-    pub template: Option<Arc<kernels::chat_template::ChatTemplate>>,
-}
-
-/// A served model that another node coordinates.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Elsewhere {
-    pub(crate) node: NodeId,
-    pub(crate) job: JobId,
-}
-
 /// One generation request, in tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct GenerateRequest {
+pub(crate) struct GenerateRequest {
     /// Prompt, at least one token.
     pub prompt: Vec<u32>,
     /// Most tokens to generate.
@@ -159,35 +91,18 @@ pub struct GenerateRequest {
     pub key: RequestKey,
 }
 
-/// An event of a running request.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum TokenEvent {
-    /// The next token.
-    Token {
-        /// Its position in the sequence, counting the prompt.
-        position: u32,
-        /// Its id.
-        token: u32,
-    },
-    /// No more tokens.
-    Done {
-        /// The reason.
-        reason: DoneReason,
-    },
-}
-
 /// The tokens of one request. Dropping it cancels the request.
-pub struct TokenStream {
+pub(crate) struct TokenStream {
     events: mpsc::Receiver<TokenEvent>,
     call: CallId,
     driver: DriverHandle,
-    hub: Arc<Hub>,
+    hub: Arc<EventRouter>,
     done: bool,
 }
 
 impl TokenStream {
     /// The next event; `None` after `Done`, or when the node stopped.
-    pub async fn next(&mut self) -> Option<TokenEvent> {
+    pub(crate) async fn next(&mut self) -> Option<TokenEvent> {
         let event = self.events.recv().await;
         if matches!(event, None | Some(TokenEvent::Done { .. })) {
             self.done = true;
@@ -205,35 +120,9 @@ impl Drop for TokenStream {
     }
 }
 
-/// Why a node could not carry out an operation.
-#[derive(Clone, Debug, thiserror::Error)]
-pub enum NodeError {
-    /// The queue is full.
-    #[error("the queue of this model is full: try again in a moment")]
-    Busy,
-    /// No such model, peer or job.
-    #[error("{0}")]
-    NotFound(String),
-    /// The request cannot be served as it is.
-    #[error("{0}")]
-    Invalid(String),
-    /// The model does not fit into the mesh; the text says how much is missing and what to do.
-    #[error("{0}")]
-    Plan(String),
-    /// Access denied.
-    #[error("{0}")]
-    Unauthorised(String),
-    /// The node does not respond.
-    #[error("{0}")]
-    Unreachable(String),
-    /// Any other failure.
-    #[error("{0}")]
-    Failed(String),
-}
-
 /// The effects of a ban.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
-pub struct BanReport {
+pub(crate) struct BanReport {
     /// The banned PeerId.
     pub banned: String,
     /// PeerIds of connected members that it had invited; they are revoked transitively.
@@ -245,10 +134,10 @@ pub struct BanReport {
 }
 
 impl BanReport {
-    fn new(banned: String, done: &crate::bans::Banned, open: bool) -> Self {
+    fn new(banned: String, done: &Banned, open: bool) -> Self {
         let ticket = |invite: &node_core::admission::Invite| {
             let until = crate::calendar::date_time(invite.expiry);
-            format!("a ticket for {} more, good until {until}", invite.uses_left)
+            format!("a ticket for {} more, valid until {until}", invite.uses_left)
         };
         let warning = open.then(|| {
             "this node was started with --open: the banned machine can rejoin under a new key; restart without --open"
@@ -263,199 +152,12 @@ impl BanReport {
     }
 }
 
-impl NodeError {
-    /// The same error, followed by the state of the model that was served before.
-    fn and_then(self, then: Option<&str>) -> Self {
-        match then {
-            Some(then) => Self::Failed(format!("{self}; {then}")),
-            None => self,
-        }
-    }
-}
-
 impl NodeHandle {
-    /// Serves a model: plans, places and loads it, and waits until every stage is ready. A job that already runs the
-    /// model with these options is reused; one with other options is replaced, and its requests end with an error.
-    /// Dropping the returned future does not stop the deployment. After a restart the node serves the model again,
-    /// until [`Self::undeploy`].
-    ///
-    /// # Errors
-    /// An unknown or damaged model, a mesh too small for it (with what would fit), or a stage that failed to load.
-    pub async fn deploy(&self, model: ModelRef, options: ModelOptions) -> Result<ModelHandle, NodeError> {
-        self.deploy_for(model, options, false).await
-    }
-
-    /// Like [`Self::deploy`], but the model is unloaded a few seconds after its last request ends, and is not served
-    /// again after a restart. A permanently served model stays permanent.
-    ///
-    /// # Errors
-    /// As for [`Self::deploy`].
-    pub async fn deploy_temporarily(&self, model: ModelRef, options: ModelOptions) -> Result<ModelHandle, NodeError> {
-        self.deploy_for(model, options, true).await
-    }
-
-    async fn deploy_for(
-        &self,
-        model: ModelRef,
-        options: ModelOptions,
-        temporary: bool,
-    ) -> Result<ModelHandle, NodeError> {
-        let node = self.clone();
-        let deploying =
-            tokio::spawn(async move { node.deploy_in_turn(model, DeployMode::Requested { options, temporary }).await });
-        deploying.await.unwrap_or_else(|e| Err(NodeError::Failed(format!("serving the model was interrupted: {e}"))))
-    }
-
-    async fn deploy_in_turn(&self, model: ModelRef, mode: DeployMode) -> Result<ModelHandle, NodeError> {
-        self.takes_work()?;
-        let serving = &self.inner.serving;
-        let _turn = serving.turn().await;
-        let entry = match mode {
-            DeployMode::Requested { .. } => None,
-            DeployMode::OnDemand { .. } | DeployMode::AfterRestart => self.inner.remembered.get(&model.0),
-        };
-        if matches!(mode, DeployMode::AfterRestart)
-            && let Some(served) = serving.by_name(&model.0)
-        {
-            return Ok(served);
-        }
-        let opened = match &entry {
-            Some(entry) => self.open_remembered(entry).await?,
-            // It was undeployed while this call waited for its turn.
-            None if matches!(mode, DeployMode::AfterRestart) => {
-                return Err(NodeError::NotFound(format!(
-                    "{} was stopped and is not served again after the restart",
-                    model.0
-                )));
-            }
-            None => self.open(&model).await?,
-        };
-        let before = serving.find(&opened.name, opened.held.content);
-        let options = self.options(&mode, entry.as_ref(), &opened)?;
-        let options = before.as_ref().map_or(options.clone(), |before| options.or(&ModelOptions::of(&before.spec)));
-        let mut spec = opened.spec(&options);
-        if let Some(before) = before.as_ref().filter(|before| is_same(&before.spec, &spec)) {
-            spec.clone_from(&before.spec); // the running job's spec, so that `serve` reuses the job
-        }
-        let handle = opened.handle(spec, mode.is_temporary());
-        let (spec, job_before) = (handle.spec.clone(), before.as_ref().map(|before| before.job));
-        match serving.serve(handle, before).await {
-            Ok(served) => {
-                self.note_served(&served, job_before, &opened, &mode);
-                Ok(served)
-            }
-            Err(Unserved { error, then }) => {
-                let now = serving.by_name(&opened.name).map(|served| served.job);
-                let why = if mode.is_last() { self.explain(&opened, &spec, now).await } else { None };
-                Err(why.unwrap_or(error).and_then(then))
-            }
-        }
-    }
-
-    fn options(&self, mode: &DeployMode, entry: Option<&Entry>, opened: &Opened) -> Result<ModelOptions, NodeError> {
-        let remembered = entry.map(|entry| entry.options.clone()).unwrap_or_default();
-        Ok(match mode {
-            DeployMode::Requested { options, .. } => options.clone(),
-            DeployMode::OnDemand { smaller } => {
-                let last = self.inner.last_options.options(opened.held.content)?;
-                last.or(&remembered).smaller(*smaller, CONTEXT_DEFAULT)
-            }
-            DeployMode::AfterRestart => remembered,
-        })
-    }
-
-    /// Records a successful deployment: a permanent model is remembered, a temporary one is watched.
-    fn note_served(&self, served: &ModelHandle, job_before: Option<JobId>, opened: &Opened, mode: &DeployMode) {
-        let Inner { serving, remembered, .. } = &*self.inner;
-        if served.uses.is_temporary() && job_before != Some(served.job) {
-            let (node, uses) = (self.clone(), served.uses.clone());
-            tokio::spawn(async move { node.end_when_unused(uses).await });
-        }
-        remembered.set_started(&served.name);
-        if matches!(mode, DeployMode::Requested { temporary: false, .. }) {
-            let options = ModelOptions::of(&served.spec);
-            // The other names of the job now have these options too.
-            let others = remembered.all().into_iter().filter(|entry| {
-                entry.name != served.name && serving.by_name(&entry.name).is_some_and(|other| other.job == served.job)
-            });
-            let mut entries: Vec<Entry> = others.map(|entry| Entry { options: options.clone(), ..entry }).collect();
-            entries.push(Entry { name: served.name.clone(), path: opened.path.clone(), options });
-            remembered.put(entries);
-        }
-    }
-
-    /// Stops serving a model: its requests end with an error, and its memory is freed on every node. Also cancels a
-    /// model that is still to be served again after a restart.
-    ///
-    /// # Errors
-    /// No such model is served.
-    pub async fn undeploy(&self, name: &str) -> Result<(), NodeError> {
-        let _turn = self.inner.serving.turn().await;
-        let mut names = vec![name.to_owned()];
-        if let Some(model) = self.served(name) {
-            names.extend(self.inner.serving.end(model.job).await);
-            self.inner.last_options.stop(model.spec.content);
-        } else if self.inner.remembered.get(name).is_none() {
-            return Err(NodeError::NotFound(format!("no model `{name}` is served here")));
-        }
-        self.inner.remembered.remove(&names);
-        Ok(())
-    }
-
-    /// Plans a model without deploying it. Unset options are taken from the running job, if the model is served.
-    ///
-    /// # Errors
-    /// As for [`Self::deploy`].
-    pub async fn plan(&self, model: ModelRef, options: ModelOptions) -> Result<PlanReport, NodeError> {
-        let opened = self.open(&model).await?;
-        let served = self.inner.serving.find(&opened.name, opened.held.content);
-        let options = served.as_ref().map_or(options.clone(), |served| options.or(&ModelOptions::of(&served.spec)));
-        let spec = opened.spec(&options);
-        let (call, mut events) = self.inner.hub.open(8);
-        let what = Box::new(PlanSpec::Model(spec.clone()));
-        self.inner.driver.input(Input::Plan { call, what, standbys: true });
-        let answer = tokio::time::timeout(PLAN_MAX, async {
-            loop {
-                match events.recv().await {
-                    None => return Err(NodeError::Failed("the node stopped".into())),
-                    Some(CallEvent::Node(Event::PlanReady { result, standbys, change, .. })) => {
-                        return result.map(|plan| (plan, standbys, change)).map_err(|e| NodeError::Plan(e.to_string()));
-                    }
-                    Some(CallEvent::Node(_)) => {}
-                }
-            }
-        })
-        .await
-        .unwrap_or_else(|_| Err(NodeError::Failed("the planner did not respond: retry".into())));
-        self.inner.hub.forget(call);
-        let job = served.map(|served| served.job);
-        let (plan, standbys, change) = match answer {
-            Ok(planned) => planned,
-            Err(error @ NodeError::Plan(_)) => return Err(self.explain(&opened, &spec, job).await.unwrap_or(error)),
-            Err(error) => return Err(error),
-        };
-        let zones = self.zone_losses(job, {
-            let (plan, standbys, work) = (plan.clone(), standbys.clone(), spec.work.clone());
-            move |fleet, options| partitioner::zones::model_losses(&plan, &standbys, &work, fleet, options)
-        });
-        let zones = zones.await;
-        let runs_there = change.is_some_and(|change| change.bytes == 0);
-        let mut report = plan_report(opened.name, &plan, &standbys, change, &self.names().await);
-        report.zones = zones;
-        if let Some(job) = job.filter(|_| runs_there) {
-            // Show the running job's standbys, which were chosen when other memory was free.
-            let views = self.inner.driver.views().await.jobs;
-            let running = views.into_iter().find(|view| view.head && view.job == serving::name_of(job));
-            report.standbys = running.map_or(report.standbys, |view| view.standbys);
-        }
-        Ok(report)
-    }
-
     /// Submits a request to a served model.
     ///
     /// # Errors
     /// The node has stopped. Rejections (queue full, prompt too long) arrive as [`TokenEvent::Done`].
-    pub async fn submit(&self, model: &ModelHandle, request: GenerateRequest) -> Result<TokenStream, NodeError> {
+    pub(crate) async fn submit(&self, model: &ModelHandle, request: GenerateRequest) -> Result<TokenStream, NodeError> {
         self.takes_work()?;
         model.uses.requested();
         Ok(self.call(model.context, request, |call, request| Input::Submit { call, job: model.job, request }))
@@ -467,7 +169,7 @@ impl NodeHandle {
     /// As for [`Self::submit`].
     pub(crate) fn ask(
         &self,
-        Elsewhere { node, job }: Elsewhere,
+        RemoteModel { node, job }: RemoteModel,
         context: u32,
         request: GenerateRequest,
     ) -> Result<TokenStream, NodeError> {
@@ -489,17 +191,17 @@ impl NodeHandle {
     }
 
     /// Models being served, by name.
-    pub fn models(&self) -> Vec<ModelHandle> {
+    pub(crate) fn models(&self) -> Vec<ModelHandle> {
         self.inner.serving.all()
     }
 
     /// A served model by name; `default` is the only served model, if there is one only.
-    pub fn served(&self, name: &str) -> Option<ModelHandle> {
+    pub(crate) fn served(&self, name: &str) -> Option<ModelHandle> {
         self.inner.serving.by_name(name)
     }
 
     /// The node's view of the mesh.
-    pub async fn state(&self) -> StateView {
+    pub(crate) async fn state(&self) -> StateView {
         let Views { mut peers, jobs, .. } = self.inner.driver.views().await;
         peers.iter_mut().filter(|peer| !peer.this_node).for_each(|peer| self.show_ban(peer));
         let jobs = self.with_starting(jobs);
@@ -532,7 +234,7 @@ impl NodeHandle {
     ///
     /// # Errors
     /// The store cannot be written.
-    pub async fn invite(&self, ttl: Duration, uses: u32) -> Result<String, NodeError> {
+    pub(crate) async fn invite(&self, ttl: Duration, uses: u32) -> Result<String, NodeError> {
         let admission = self.inner.admission.clone();
         let invited = tokio::task::spawn_blocking(move || admission.invite(ttl, uses)); // writes to disk
         Ok(invited.await.map_err(|e| NodeError::Failed(format!("inviting was interrupted: {e}")))??)
@@ -543,7 +245,7 @@ impl NodeHandle {
     ///
     /// # Errors
     /// No such peer is waiting.
-    pub async fn approve(&self, peer: String) -> Result<(), NodeError> {
+    pub(crate) async fn approve(&self, peer: String) -> Result<(), NodeError> {
         Ok(self.inner.admission.approve(&peer)?)
     }
 
@@ -551,7 +253,7 @@ impl NodeHandle {
     ///
     /// # Errors
     /// No such member, several members of that name, or this node may not ban it.
-    pub async fn ban(&self, peer: String) -> Result<BanReport, NodeError> {
+    pub(crate) async fn ban(&self, peer: String) -> Result<BanReport, NodeError> {
         let banned = match peer.parse::<transport::PeerId>() {
             Ok(banned) => banned,
             Err(_) => self.find_peer(&peer).await?,
@@ -576,14 +278,16 @@ impl NodeHandle {
             [one] => one.peer_id.parse().map_err(|_| {
                 NodeError::NotFound(format!("the key of `{peer}` is not known yet: retry when it is connected"))
             }),
-            [] => Err(NodeError::NotFound(format!("no member `{peer}`: `meshnode peers` shows names and ids"))),
+            [] => Err(NodeError::NotFound(format!(
+                "no other member matches `{peer}`: `meshnode peers` shows names and ids"
+            ))),
             several => Err(NodeError::Invalid(format!("`{peer}` matches {} members: give the PeerId", several.len()))),
         }
     }
 
     /// Leaves the mesh: accepts no new work, lets running requests finish for up to `FINISH_MAX`, says goodbye; then
     /// the process exits.
-    pub async fn leave(&self) {
+    pub(crate) async fn leave(&self) {
         if self.inner.leaving.swap(true, Ordering::Relaxed) {
             return;
         }
@@ -604,7 +308,7 @@ impl NodeHandle {
     }
 
     /// Stops accepting new work (`true`), or accepts it again.
-    pub fn drain(&self, draining: bool) {
+    pub(crate) fn drain(&self, draining: bool) {
         self.inner.driver.input(Input::Drain(draining));
     }
 
@@ -620,19 +324,9 @@ impl NodeHandle {
     }
 }
 
-/// Whether both run the same model with the same options.
-fn is_same(a: &ModelSpec, b: &ModelSpec) -> bool {
-    let run = |spec: &ModelSpec| (spec.content, spec.int8, spec.work.context, spec.work.sequences);
-    run(a) == run(b)
-}
-
 /// Parses a node id in the API's format.
 fn unhex(text: &str) -> Option<NodeId> {
     u128::from_str_radix(text, 16).ok().filter(|_| text.len() == 32).map(|bits| NodeId(bits.to_be_bytes()))
-}
-
-pub(crate) fn unix_seconds() -> u64 {
-    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
 #[cfg(test)]

@@ -1,9 +1,9 @@
 //! Routes the core's events: events of a call to its caller, and every event to the listeners.
-use crate::handle::TokenEvent;
 use node_core::id::CallId;
 use node_core::output::Event;
+use node_core::work::serve::DoneReason;
+use parking_lot::Mutex;
 use std::collections::HashMap;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tokio::sync::{broadcast, mpsc};
 
@@ -11,16 +11,33 @@ use tokio::sync::{broadcast, mpsc};
 const LISTENER_BACKLOG: usize = 1024;
 
 /// The event router.
-pub struct Hub {
+pub(crate) struct EventRouter {
     next_call: AtomicU64,
     waiting: Mutex<HashMap<CallId, Waiter>>,
     listeners: broadcast::Sender<Event>,
 }
 
 /// What a caller other than a token stream receives.
-pub enum CallEvent {
+pub(crate) enum CallEvent {
     /// An event of the core for this call.
     Node(Event),
+}
+
+/// An event of a running request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum TokenEvent {
+    /// The next token.
+    Token {
+        /// Its position in the sequence, counting the prompt.
+        position: u32,
+        /// Its id.
+        token: u32,
+    },
+    /// No more tokens.
+    Done {
+        /// The reason.
+        reason: DoneReason,
+    },
 }
 
 enum Waiter {
@@ -28,9 +45,9 @@ enum Waiter {
     Tokens(mpsc::Sender<TokenEvent>),
 }
 
-impl Hub {
+impl EventRouter {
     /// A router without callers.
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self {
             next_call: AtomicU64::new(1),
             waiting: Mutex::new(HashMap::new()),
@@ -39,29 +56,29 @@ impl Hub {
     }
 
     /// Opens a call that receives events unchanged; `room` bounds the queue.
-    pub fn open(&self, room: usize) -> (CallId, mpsc::Receiver<CallEvent>) {
+    pub(crate) fn open(&self, room: usize) -> (CallId, mpsc::Receiver<CallEvent>) {
         let (sender, receiver) = mpsc::channel(room);
         (self.insert(Waiter::Call(sender)), receiver)
     }
 
     /// Opens a call for a token stream; `room` is the most events it can have.
-    pub fn open_tokens(&self, room: usize) -> (CallId, mpsc::Receiver<TokenEvent>) {
+    pub(crate) fn open_tokens(&self, room: usize) -> (CallId, mpsc::Receiver<TokenEvent>) {
         let (sender, receiver) = mpsc::channel(room);
         (self.insert(Waiter::Tokens(sender)), receiver)
     }
 
     /// Removes a call whose caller has left.
-    pub fn forget(&self, call: CallId) {
+    pub(crate) fn forget(&self, call: CallId) {
         self.lock().remove(&call);
     }
 
     /// Subscribes to all events.
-    pub fn listen(&self) -> broadcast::Receiver<Event> {
+    pub(crate) fn listen(&self) -> broadcast::Receiver<Event> {
         self.listeners.subscribe()
     }
 
     /// Delivers an event.
-    pub fn tell(&self, event: Event) {
+    pub(crate) fn deliver(&self, event: Event) {
         if let Some(call) = call_of(&event) {
             let mut waiting = self.lock();
             let delivered = match (waiting.get(&call), &event) {
@@ -83,7 +100,7 @@ impl Hub {
     }
 
     /// A new call id without a receiver.
-    pub fn call(&self) -> CallId {
+    pub(crate) fn call(&self) -> CallId {
         CallId(self.next_call.fetch_add(1, Ordering::Relaxed))
     }
 
@@ -93,12 +110,12 @@ impl Hub {
         call
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<CallId, Waiter>> {
-        self.waiting.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    fn lock(&self) -> parking_lot::MutexGuard<'_, HashMap<CallId, Waiter>> {
+        self.waiting.lock()
     }
 }
 
-impl Default for Hub {
+impl Default for EventRouter {
     fn default() -> Self {
         Self::new()
     }
@@ -123,6 +140,6 @@ fn call_of(event: &Event) -> Option<CallId> {
         | Event::JobMoves { .. }
         | Event::Measured { .. }
         | Event::Steps { .. }
-        | Event::Refused { .. } => None,
+        | Event::Rejected { .. } => None,
     }
 }

@@ -1,6 +1,6 @@
 //! Measures the links to connected peers, one at a time and only while they are idle, and reports the results to the
 //! core. Plans use the measured rates, and weight transfers keep to their share of them.
-use crate::driver::DriverHandle;
+use crate::driver::queue::DriverHandle;
 use node_core::id::NodeId;
 use node_core::input::Input;
 use std::collections::BTreeMap;
@@ -22,11 +22,11 @@ const FRAMES_SILENT: Duration = Duration::from_secs(10);
 const IDLE_BYTES: u64 = 64 << 10;
 
 /// The measuring task; dropping this aborts it.
-pub struct Links(tokio::task::JoinHandle<()>);
+pub(crate) struct Links(tokio::task::JoinHandle<()>);
 
 impl Links {
     /// Starts to watch the connections of `endpoint`.
-    pub fn watch(endpoint: Arc<Endpoint>, driver: DriverHandle) -> Self {
+    pub(crate) fn watch(endpoint: Arc<Endpoint>, driver: DriverHandle) -> Self {
         Self(tokio::spawn(async move {
             let mut schedule = Schedule::default();
             loop {
@@ -58,7 +58,7 @@ impl Links {
 
 impl Links {
     /// The task, for checking that it still runs.
-    pub fn task(&self) -> tokio::task::AbortHandle {
+    pub(crate) fn task(&self) -> tokio::task::AbortHandle {
         self.0.abort_handle()
     }
 }
@@ -96,7 +96,7 @@ impl Schedule {
             if since.saturating_duration_since(entry.since) > SAME {
                 *entry = Entry { since, due: now, bytes };
             }
-            let quiet = peer.frames_silent_for.is_none_or(|silent| silent >= FRAMES_SILENT);
+            let quiet = peer.since_last_frame.is_none_or(|silent| silent >= FRAMES_SILENT);
             if quiet && bytes.saturating_sub(entry.bytes) <= IDLE_BYTES && entry.due <= now {
                 idle.push((entry.due, peer.node));
             }
@@ -130,7 +130,7 @@ mod tests {
             rtt: Duration::ZERO,
             bytes_per_second: None,
             bytes_per_second_in: None,
-            frames_silent_for: None,
+            since_last_frame: None,
             bytes_sent: 0,
             bytes_received: 0,
             packets_lost: 0,
@@ -164,12 +164,62 @@ mod tests {
         let look = |schedule: &mut Schedule, second: u64, frames: Option<u64>, bytes: u64| {
             let age = Duration::from_secs(second);
             let frames_silent_for = frames.map(Duration::from_secs);
-            let peer = PeerStats { frames_silent_for, bytes_received: bytes, ..peer(1, age) };
+            let peer = PeerStats { since_last_frame: frames_silent_for, bytes_received: bytes, ..peer(1, age) };
             schedule.next(start + age, &[peer]).is_some()
         };
         assert!(!look(&mut schedule, 0, Some(0), 0), "a job generates");
         assert!(!look(&mut schedule, 1, None, 10 << 20), "weights arrive");
         assert!(!look(&mut schedule, 2, Some(9), 10 << 20), "a slow job");
         assert!(look(&mut schedule, 3, Some(10), 10 << 20));
+    }
+
+    #[test]
+    fn the_link_that_is_due_longest_is_measured_first() {
+        let (mut schedule, start) = (Schedule::default(), Instant::now() + 2 * AGAIN);
+        let age = Duration::from_secs(100);
+        let at = |seconds: u64| (start + Duration::from_secs(seconds), age + Duration::from_secs(seconds));
+        let next = |schedule: &mut Schedule, seconds: u64, known: &[u8]| {
+            let (now, age) = at(seconds);
+            let peers: Vec<PeerStats> = known.iter().map(|n| peer(*n, age)).collect();
+            schedule.next(now, &peers).map(|node| node[0])
+        };
+        assert_eq!(next(&mut schedule, 0, &[9]), Some(9));
+        assert_eq!(next(&mut schedule, 1, &[9]), None, "it was measured a second ago");
+        // Both are new; the one that was seen first goes first, whatever its id.
+        schedule.0.insert([5; 16], Entry { since: start - age, due: start, bytes: 0 });
+        assert_eq!(next(&mut schedule, 2, &[9, 5, 1]), Some(5));
+        assert_eq!(next(&mut schedule, 3, &[9, 5, 1]), Some(1));
+        assert_eq!(next(&mut schedule, 4, &[9, 5, 1]), None);
+    }
+
+    #[test]
+    fn a_peer_that_left_is_forgotten() {
+        let (mut schedule, now) = (Schedule::default(), Instant::now() + 2 * AGAIN);
+        assert!(schedule.next(now, &[peer(1, AGAIN)]).is_some());
+        assert_eq!(schedule.next(now, &[]), None);
+        assert!(schedule.0.is_empty(), "the schedule does not grow with every peer that ever connected");
+        schedule.failed(now, [1; 16]);
+        assert!(schedule.0.is_empty(), "its measurement fails after it left");
+    }
+
+    #[test]
+    fn an_imprecise_age_is_not_a_new_connection() {
+        let (mut schedule, start) = (Schedule::default(), Instant::now() + 2 * AGAIN);
+        assert!(schedule.next(start, &[peer(1, AGAIN)]).is_some());
+        let second = Duration::from_secs(1);
+        let about = |late: Duration| [peer(1, AGAIN + second - late)];
+        assert_eq!(schedule.next(start + second, &about(SAME / 2)), None);
+        assert_eq!(schedule.next(start + second, &about(2 * SAME)), Some([1; 16]), "it reconnected");
+    }
+
+    #[test]
+    fn a_failed_link_does_not_delay_the_others() {
+        let (mut schedule, now) = (Schedule::default(), Instant::now() + 2 * AGAIN);
+        let after = |passed: Duration| [peer(1, AGAIN + passed), peer(2, AGAIN + passed)];
+        assert_eq!(schedule.next(now, &after(Duration::ZERO)), Some([1; 16]));
+        schedule.failed(now, [1; 16]);
+        assert_eq!(schedule.next(now, &after(Duration::ZERO)), Some([2; 16]));
+        assert_eq!(schedule.next(now + RETRY / 2, &after(RETRY / 2)), None);
+        assert_eq!(schedule.next(now + RETRY, &after(RETRY)), Some([1; 16]));
     }
 }

@@ -2,24 +2,24 @@
 use crate::config::{Size, UpOptions};
 use crate::device::Compute;
 use crate::views::count;
-use kernels::bench::{DecodeBench, DecodeFigures};
 use kernels::device::{DeviceChoice, DeviceId};
-use kernels::stage::Activations;
-use kernels::weights::ModelFile;
+use kernels_models::bench::{DecodeBench, DecodeFigures};
+use kernels_models::stage::Activations;
+use kernels_models::weights::ModelFile;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::time::Instant;
 
 mod gpu;
 
-pub use gpu::{GpuBench, Source, model as gpu_model, text as gpu_text};
+pub(crate) use gpu::{GpuBench, Source, model as gpu_model, text as gpu_text};
 
 /// Measures decode and prefill with `threads` threads (or with one, then with all cores), and the read bandwidth of the
 /// memory for comparison.
 ///
 /// # Errors
 /// The model cannot be opened, or its context is too short for the measurement.
-pub fn decode(path: &Path, threads: Option<usize>, prompt: usize, tokens: usize) -> Result<Value, String> {
+pub(crate) fn decode(path: &Path, threads: Option<usize>, prompt: usize, tokens: usize) -> Result<Value, String> {
     let file = ModelFile::open(path).map_err(|e| format!("{}: {e}", path.display()))?;
     let all = std::thread::available_parallelism().map_or(1, usize::from);
     let counts = threads.map_or_else(|| if all > 1 { vec![1, all] } else { vec![1] }, |threads| vec![threads]);
@@ -28,14 +28,14 @@ pub fn decode(path: &Path, threads: Option<usize>, prompt: usize, tokens: usize)
         .map(|threads| {
             let bench =
                 DecodeBench { threads, activations: Activations::Int8, prompt, tokens, ..DecodeBench::default() };
-            kernels::bench::decode(&file, bench).map_err(|e| e.to_string())
+            kernels_models::bench::decode(&file, bench).map_err(|e| e.to_string())
         })
         .collect::<Result<Vec<DecodeFigures>, String>>()?;
     Ok(json!({"model": path.file_stem().map(|s| s.to_string_lossy()), "runs": figures}))
 }
 
 /// Human-readable results of [`decode`].
-pub fn decode_text(figures: &Value) -> String {
+pub(crate) fn decode_text(figures: &Value) -> String {
     let mut text = format!("{}\n", figures["model"].as_str().unwrap_or("?"));
     for run in figures["runs"].as_array().into_iter().flatten() {
         let number = |name: &str| run[name].as_f64().unwrap_or(0.0);
@@ -61,7 +61,7 @@ pub fn decode_text(figures: &Value) -> String {
 ///
 /// # Errors
 /// This machine has no such device.
-pub fn device(options: &UpOptions) -> Result<Value, String> {
+pub(crate) fn device(options: &UpOptions) -> Result<Value, String> {
     let start = Instant::now();
     let capacity = Compute::open(options)?.capacity;
     Ok(json!({
@@ -78,7 +78,7 @@ pub fn device(options: &UpOptions) -> Result<Value, String> {
 }
 
 /// Human-readable results of [`device`].
-pub fn device_text(figures: &Value) -> String {
+pub(crate) fn device_text(figures: &Value) -> String {
     format!(
         "{}\n  decode     {} of weights\n  attention  {} of keys and values\n  prefill    {}\n  copy       {} read and written\n  \
          step       {:.0} µs of overhead per step\n  layer      {:.1} µs of overhead per layer\n  \
@@ -109,7 +109,7 @@ pub(crate) fn per_second(speed: Option<u64>, unit: &str) -> String {
 ///
 /// # Errors
 /// This machine has no such device.
-pub fn selftest(device: &str) -> Result<(DeviceId, Vec<Value>), String> {
+pub(crate) fn selftest(device: &str) -> Result<(DeviceId, Vec<Value>), String> {
     let choice: DeviceChoice = device.parse().map_err(|e: kernels::device::DeviceError| e.to_string())?;
     let devices = kernels_gpu::probe();
     let device = choice.pick(&devices).map_err(|e| e.to_string())?.id;

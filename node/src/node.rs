@@ -1,16 +1,24 @@
 //! Assembles a node: identity, certificate, sockets, threads. Everything it starts ends when [`Running`] is dropped.
 use crate::admission::{self, Admission, AdmissionError};
 use crate::bans::{self, Bans};
-use crate::boundary::Boundary;
+use crate::boundary::StageTraffic;
 use crate::bulk::BulkRequest;
 use crate::calendar::date_time;
+use crate::clock::unix_seconds;
 use crate::config::UpOptions;
 use crate::device::Compute;
 use crate::device_thread;
+use crate::device_thread::shared::Shared;
 use crate::directory::Directory;
-use crate::driver::{self, DriverHandle};
-use crate::handle::{Inner, LastOptions, NodeError, NodeHandle, Remembered, Serving};
-use crate::hub::Hub;
+use crate::driver;
+use crate::driver::queue::{self, DriverHandle, DriverQueue};
+use crate::error::NodeError;
+use crate::handle::last_options::LastOptions;
+use crate::handle::model::Vocabularies;
+use crate::handle::remembered::Remembered;
+use crate::handle::serving::Serving;
+use crate::handle::{Inner, NodeHandle};
+use crate::hub::EventRouter;
 use crate::links::Links;
 use crate::quiet::Quiet;
 use crate::record::Recorder;
@@ -20,8 +28,10 @@ use crate::shell::Shell;
 use crate::states::States;
 use crate::store::{Store, StoreError};
 use crate::submissions::{self, Submissions};
-use crate::tensors::{Tensor, Tensors};
-use crate::transfer::{Cache, Library, TransferError};
+use crate::tensors::{Tensor, TensorStore};
+use crate::transfer::Library;
+use crate::transfer::cache::Cache;
+use crate::transfer::error::TransferError;
 use crate::vital::{End, Parts};
 use node_core::config::Config;
 use node_core::id::{Epoch, JobId, NodeId, PartId};
@@ -34,7 +44,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use transport::discovery::{Discovery, DiscoveryEvent, DiscoveryOptions, PeerAddress};
-use transport::frame::{self, Dtype, FrameHead};
+use transport::frame::{self, Dtype, WireHeader};
 use transport::{
     DialError, Disconnect, Endpoint, Event, GossipSocket, Identity, MeshCredentials, MeshId, PeerId, Reply, Ticket,
 };
@@ -47,15 +57,13 @@ pub(crate) const FIRST_TICKET_USES: u32 = 10;
 const ASK_AGAIN: Duration = Duration::from_secs(3);
 
 /// A running node. Dropping it ends the node.
-pub struct Running {
+pub(crate) struct Running {
     /// A ticket for a few machines, valid for an hour; `None` if this node cannot admit others.
     pub ticket: Option<String>,
     /// Completes when the node has left the mesh; with an error if it failed.
     pub stopped: tokio::sync::oneshot::Receiver<()>,
     /// GPUs of this machine that this node does not use.
     pub idle_gpus: Vec<kernels::device::Device>,
-    endpoint: Arc<Endpoint>,
-    driver: DriverHandle,
     _discovery: Option<Discovery>,
     _links: Links,
     _renewal: Renewal,
@@ -71,21 +79,11 @@ impl Drop for Running {
     }
 }
 
-impl Running {
-    /// Says goodbye to the peers, waits for it to be sent, and ends the node.
-    pub async fn shutdown(mut self) {
-        self.driver.input(Input::Leave);
-        self.driver.stop_after(Duration::from_millis(200));
-        let _ = (&mut self.stopped).await;
-        self.endpoint.shutdown().await;
-    }
-}
-
 /// Starts a node, and joins or founds its mesh.
 ///
 /// # Errors
 /// A port in use, an unusable data directory, a missing device, or an invalid ticket; each text says what to do.
-pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeError> {
+pub(crate) async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeError> {
     warn_of_the_clock();
     crate::private::folder(&options.data_dir).map_err(|e| NodeError::Failed(format!("the data directory {e}")))?;
     let identity = Identity::load_or_create(&options.data_dir).map_err(|e| NodeError::Failed(e.to_string()))?;
@@ -99,15 +97,15 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
     let library = Arc::new(Library::open(Cache::beside(&options.models_dir, options.cache_bytes))?);
     library.add_known(&options.models_dir);
 
-    let (driver, queue) = driver::queue();
-    let tensors = Arc::new(Tensors::default());
+    let (driver, queue) = queue::channel();
+    let tensors = Arc::new(TensorStore::default());
     let admission: Arc<OnceLock<Arc<Admission>>> = Arc::default();
     let port = choose_port(&options)?;
     let bans_cell: Arc<OnceLock<Arc<Bans>>> = Arc::default();
     let me = NodeId(identity.node_id());
     let states = Arc::new(States::default());
     let inherited = submissions::inherited::folder(&options.data_dir);
-    let hub = Arc::new(Hub::new());
+    let hub = Arc::new(EventRouter::new());
     let to_core = (driver.clone(), hub.clone());
     let submissions = Arc::new(Submissions::new(me, generation.0, to_core, states.clone(), inherited));
     let directory = Arc::new(Directory::default());
@@ -150,7 +148,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
     let residency = Arc::new(Residency::new(device.capacity.clone()));
     let idle_gpus = device.idle_gpus.clone();
     let device = Arc::new(device);
-    let shared = device_thread::Shared {
+    let shared = Shared {
         tensors: tensors.clone(),
         states: states.clone(),
         residency: residency.clone(),
@@ -166,7 +164,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
         accepting.upgrade().is_none_or(|endpoint| endpoint.accepts())
     });
     let last_options = Arc::new(LastOptions::default());
-    let boundary = Arc::new(Boundary::default());
+    let boundary = Arc::new(StageTraffic::default());
     let shell = Shell {
         driver: driver.clone(),
         runtime: tokio::runtime::Handle::current(),
@@ -230,7 +228,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
             endpoint: endpoint.clone(),
             boundary,
             submissions,
-            vocabularies: crate::handle::Vocabularies::default(),
+            vocabularies: Vocabularies::default(),
             leaving: AtomicBool::new(false),
         }),
     };
@@ -240,8 +238,6 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
         ticket,
         stopped,
         idle_gpus,
-        endpoint,
-        driver,
         _discovery: discovery,
         _links: links,
         _renewal: renewal,
@@ -253,7 +249,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
 
 /// Certificates, tickets and bans have dates, so a wrong clock breaks them.
 fn warn_of_the_clock() {
-    let (now, built) = (crate::handle::unix_seconds(), env!("MESHNODE_BUILD_UNIX").parse().unwrap_or(0));
+    let (now, built) = (unix_seconds(), env!("MESHNODE_BUILD_UNIX").parse().unwrap_or(0));
     if now < built {
         tracing::warn!(
             "this machine's clock says {}, but this program was built at {}: certificates, tickets and bans depend on the \
@@ -283,7 +279,7 @@ async fn membership(
     }
     let mut notice = None;
     if let Some(known) = held.take() {
-        let (known, banned) = bans::recall(&options.data_dir, identity.peer_id(), known)?;
+        let (known, banned) = bans::restore(&options.data_dir, identity.peer_id(), known)?;
         (held, notice) = (Some(known), banned);
     }
     let over = held.as_ref().is_some_and(|held| renewal::seconds_left(held) == 0);
@@ -314,7 +310,7 @@ async fn membership(
         return Err(error);
     }
     let credentials = match held {
-        Some(_) if over => return Err(NodeError::Unauthorised(renewal::over(&options.data_dir))),
+        Some(_) if over => return Err(NodeError::Unauthorised(renewal::expired(&options.data_dir))),
         Some(held) => held,
         None => {
             let founded = admission::found(identity);
@@ -339,7 +335,7 @@ impl Way {
         }
         text.parse()
             .map(|ticket| Way::Ticket(Box::new(ticket)))
-            .map_err(|e| NodeError::Invalid(format!("not a ticket: {e}")))
+            .map_err(|e: transport::TicketError| NodeError::Invalid(e.to_string()))
     }
 
     fn inviter(&self) -> Option<Inviter> {
@@ -351,7 +347,7 @@ impl Way {
 
     async fn join(&self, endpoint: &Endpoint, name: &str) -> Result<(transport::join::Admission, Inviter), NodeError> {
         use transport::JoinError;
-        use transport::join::JoinRefusal;
+        use transport::join::JoinRejection;
         match self {
             Way::Ticket(ticket) => {
                 let admission = endpoint.join(ticket, name).await.map_err(join_error)?;
@@ -359,7 +355,7 @@ impl Way {
             }
             Way::Address { peer, data } => loop {
                 match endpoint.join_at(&[*data], *peer, name).await {
-                    Err(error @ JoinError::Refused { refusal: JoinRefusal::NotApproved, .. }) => {
+                    Err(error @ JoinError::Refused { refusal: JoinRejection::NotApproved, .. }) => {
                         tracing::warn!("{error}; retrying every {} s", ASK_AGAIN.as_secs());
                         tokio::time::sleep(ASK_AGAIN).await;
                     }
@@ -395,13 +391,7 @@ fn introduce(driver: &DriverHandle, remembered: Vec<Contact>, inviter: Option<In
     }
 }
 
-fn run(
-    node: Node,
-    shell: Shell,
-    queue: driver::DriverQueue,
-    recorder: Option<Recorder>,
-    end: End,
-) -> Result<(), NodeError> {
+fn run(node: Node, shell: Shell, queue: DriverQueue, recorder: Option<Recorder>, end: End) -> Result<(), NodeError> {
     std::thread::Builder::new()
         .name("driver".into())
         .spawn(move || end.after(|| driver::run(node, shell, &queue, recorder)))
@@ -425,7 +415,7 @@ fn bind(
     port: u16,
     identity: &Identity,
     driver: &DriverHandle,
-    tensors: &Arc<Tensors>,
+    tensors: &Arc<TensorStore>,
     ways_in: &WaysIn,
     library: &Arc<Library>,
 ) -> Result<Arc<Endpoint>, NodeError> {
@@ -465,7 +455,7 @@ fn answer(from: transport::NodeId, request: &[u8], reply: Reply, library: &Libra
 }
 
 /// Turns network events into inputs of the core.
-fn arrive(event: Event, driver: &DriverHandle, tensors: &Tensors, ways_in: &WaysIn) {
+fn arrive(event: Event, driver: &DriverHandle, tensors: &TensorStore, ways_in: &WaysIn) {
     match event {
         Event::Connected { node, rtt, .. } => {
             let rtt_ns = u64::try_from(rtt.as_nanos()).unwrap_or(u64::MAX);
@@ -509,7 +499,7 @@ fn arrive(event: Event, driver: &DriverHandle, tensors: &Tensors, ways_in: &Ways
             };
             driver.input(Input::Frame { from: NodeId(from), header, tensor: tensors.arrive(tensor, credit) });
         }
-        Event::LaneRefused { node, route } => {
+        Event::StreamStopped { node, route } => {
             tracing::debug!(
                 "{} does not expect frames of job {:016x}, epoch {}",
                 NodeId(node),
@@ -523,9 +513,9 @@ fn arrive(event: Event, driver: &DriverHandle, tensors: &Tensors, ways_in: &Ways
                 // Admitting writes to disk.
                 tokio::task::spawn_blocking(move || guests.answer(request, Vec::new()));
             }
-            None => request.refuse(transport::join::JoinRefusal::NotAMember),
+            None => request.reject(transport::join::JoinRejection::NotAMember),
         },
-        Event::Refused { from, addr, why } => {
+        Event::Rejected { from, addr, why } => {
             let who = from.map_or_else(|| addr.to_string(), |peer| format!("{peer} at {addr}"));
             if let Some(more) = ways_in.quiet.admit() {
                 tracing::warn!("rejected {who}: {why}{more}");
@@ -534,7 +524,7 @@ fn arrive(event: Event, driver: &DriverHandle, tensors: &Tensors, ways_in: &Ways
     }
 }
 
-fn header(head: &FrameHead) -> FrameHeader {
+fn header(head: &WireHeader) -> FrameHeader {
     FrameHeader {
         job: JobId(head.route.job),
         epoch: Epoch { counter: head.route.epoch.counter, issuer: NodeId(head.route.epoch.issuer) },

@@ -8,11 +8,11 @@
 //! Next: `output/picture.rs`, `output/animation.rs`, `output/zarr.rs`, `output/vtk.rs`, `output/terminal.rs`.
 use std::path::{Path, PathBuf};
 
-use kernels::grid::simulation::{Field, OutputKind, OutputSpec, Simulation};
+use kernels_simulations::{Field, OutputKind, OutputSpec, Simulation};
 use thiserror::Error;
 
-pub use picture::{Painter, Picture};
-pub use terminal::render;
+pub(crate) use picture::Painter;
+pub(crate) use terminal::render;
 
 mod animation;
 mod colours;
@@ -25,7 +25,7 @@ mod vtk;
 mod zarr;
 
 /// Writes one output of a simulation.
-pub struct Writer {
+pub(crate) struct Writer {
     every: u64,
     steps: u64,
     /// The size of every frame.
@@ -42,7 +42,7 @@ enum Format {
 
 /// Why something was not written. Existing files are unchanged.
 #[derive(Debug, Error)]
-pub enum OutputError {
+pub(crate) enum OutputError {
     /// An error of the operating system.
     #[error("cannot write {}: {why}; {advice}", .path.display())]
     File {
@@ -52,8 +52,6 @@ pub enum OutputError {
         why: String,
         /// What the user can do.
         advice: &'static str,
-        /// The disk is full: the run may wait until there is space.
-        full: bool,
     },
     /// A frame that does not belong to this output.
     #[error("{what}")]
@@ -63,19 +61,9 @@ pub enum OutputError {
     },
 }
 
-impl OutputError {
-    /// Whether the disk is full, so that waiting for space may help.
-    pub fn is_full(&self) -> bool {
-        match self {
-            Self::File { full, .. } => *full,
-            Self::Frame { .. } => false,
-        }
-    }
-}
-
 /// The existing files of an output in the run's folder `out`, relative to `out`: only those that its [`Writer`]
 /// creates.
-pub fn written(out: &Path, folder: &str, kind: OutputKind, quantity: &str) -> Vec<PathBuf> {
+pub(crate) fn written(out: &Path, folder: &str, kind: OutputKind, quantity: &str) -> Vec<PathBuf> {
     let place = out.join(folder);
     let numbered = |ending: &str| {
         let steps = files::steps(&place, quantity, ending).unwrap_or_default();
@@ -101,11 +89,11 @@ impl Writer {
     ///
     /// # Errors
     /// The folder cannot be created or written.
-    pub fn new(simulation: &Simulation, spec: &OutputSpec, out: &Path, from: u64) -> Result<Self, OutputError> {
+    pub(crate) fn new(simulation: &Simulation, spec: &OutputSpec, out: &Path, from: u64) -> Result<Self, OutputError> {
         let folder = out.join(&spec.folder);
         files::prepare(&folder)?;
-        let (region, stride) = simulation.shown(spec);
-        let size = kernels::grid::simulation::blocks(region, stride).size();
+        let (region, stride) = simulation.output_view(spec);
+        let size = kernels_grids::any_tile::blocks(region, stride).size();
         let painter = || Painter::new(simulation, spec.colours, spec.range, (region, stride), spec.size_max);
         let quantity = spec.quantity.clone();
         let format = match spec.kind {
@@ -129,7 +117,7 @@ impl Writer {
     /// # Errors
     /// The frame does not belong to this output, or cannot be written; nothing is changed, and the call can be
     /// repeated.
-    pub fn write(&mut self, step: u64, field: &Field) -> Result<(), OutputError> {
+    pub(crate) fn write(&mut self, step: u64, field: &Field) -> Result<(), OutputError> {
         if !step.is_multiple_of(self.every) || step > self.steps {
             let (every, steps) = (self.every, self.steps);
             let what = format!("expected a step that is a multiple of {every} and at most {steps}, found {step}");
@@ -155,7 +143,7 @@ impl Writer {
     ///
     /// # Errors
     /// The index cannot be written. The frames are complete.
-    pub fn finish(&mut self) -> Result<(), OutputError> {
+    pub(crate) fn finish(&mut self) -> Result<(), OutputError> {
         match &self.format {
             Format::Vtk(series) => series.finish(),
             Format::Png { .. } | Format::Gif(_) | Format::Zarr(_) => Ok(()),

@@ -11,9 +11,9 @@ const OTHERS: u32 = 0o077;
 
 /// Why a file or folder cannot be used for secrets. Nothing was changed on disk.
 #[derive(Debug, thiserror::Error)]
-pub enum PrivateError {
+pub(crate) enum PrivateError {
     /// A system call failed.
-    #[error("{path}: {source}", path = .path.display())]
+    #[error("{path} cannot be used: {source}; check the path, its permissions and the free space", path = .path.display())]
     System {
         /// The file or folder.
         path: PathBuf,
@@ -53,7 +53,7 @@ pub enum PrivateError {
 ///
 /// # Errors
 /// [`PrivateError`].
-pub fn folder(path: &Path) -> Result<(), PrivateError> {
+pub(crate) fn folder(path: &Path) -> Result<(), PrivateError> {
     let system = |source| PrivateError::System { path: path.to_owned(), source };
     let meta = match fs::metadata(path) {
         Ok(meta) => meta,
@@ -82,7 +82,7 @@ pub fn folder(path: &Path) -> Result<(), PrivateError> {
 ///
 /// # Errors
 /// The system's error.
-pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
+pub(crate) fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(format!(".new-{}", std::process::id()));
     let beside = path.with_file_name(name);
@@ -98,7 +98,7 @@ pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
 ///
 /// # Errors
 /// The system's error.
-pub fn create(path: &Path) -> io::Result<File> {
+pub(crate) fn create(path: &Path) -> io::Result<File> {
     let file = File::options().write(true).create(true).truncate(true).mode(0o600).open(path)?;
     file.set_permissions(fs::Permissions::from_mode(0o600))?;
     Ok(file)
@@ -108,7 +108,7 @@ pub fn create(path: &Path) -> io::Result<File> {
 ///
 /// # Errors
 /// [`PrivateError`]; a missing file is [`PrivateError::System`].
-pub fn read(path: &Path, bytes_max: u64) -> Result<String, PrivateError> {
+pub(crate) fn read(path: &Path, bytes_max: u64) -> Result<String, PrivateError> {
     let system = |source| PrivateError::System { path: path.to_owned(), source };
     let file = File::open(path).map_err(system)?;
     let mode = file.metadata().map_err(system)?.permissions().mode() & 0o777;

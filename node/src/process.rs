@@ -3,7 +3,7 @@ use serde::{Deserialize, Serialize};
 
 /// A process on this machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Process {
+pub(crate) struct Process {
     /// Its id.
     pub pid: u32,
     /// Its start time, in clock ticks since boot; `None` if the system does not report it.
@@ -11,14 +11,14 @@ pub struct Process {
 }
 
 /// The current process.
-pub fn own() -> Process {
+pub(crate) fn own() -> Process {
     let pid = std::process::id();
     Process { pid, started: stat(pid).map(|s| s.started) }
 }
 
 impl Process {
     /// Whether the process runs. A zombie whose threads have all ended does not: it holds no files and no ports.
-    pub fn runs(&self) -> bool {
+    pub(crate) fn runs(&self) -> bool {
         if let Some(started) = self.started {
             return stat(self.pid).is_some_and(|s| s.started == started && s.runs());
         }

@@ -12,7 +12,7 @@ mod wheel;
 pub(crate) use http::encode_path;
 
 /// Receives the progress of a download. All calls come from the downloading thread.
-pub trait Progress {
+pub(crate) trait Progress {
     /// A transfer starts or resumes at byte `from`. `total` is its length, if known.
     fn start(&self, what: &str, from: u64, total: Option<u64>);
     /// The first `bytes` bytes have arrived.
@@ -23,7 +23,7 @@ pub trait Progress {
 
 /// A model with a short name.
 #[derive(Clone, Copy, Debug)]
-pub struct KnownModel {
+pub(crate) struct KnownModel {
     /// The short name.
     pub name: &'static str,
     /// File name in the cache.
@@ -39,7 +39,7 @@ pub struct KnownModel {
 }
 
 /// Models with a short name. Their hashes are pinned, so the source does not need to be trusted.
-pub const KNOWN: &[KnownModel] = &[KnownModel {
+pub(crate) const KNOWN: &[KnownModel] = &[KnownModel {
     name: "smollm2-135m",
     file: "SmolLM2-135M-Instruct.Q4_1.gguf",
     bytes: 98_362_432,
@@ -50,7 +50,7 @@ pub const KNOWN: &[KnownModel] = &[KnownModel {
 
 /// Download sources. The commands use `from_env`.
 #[derive(Clone, Debug)]
-pub struct Sources {
+pub(crate) struct Sources {
     /// URL of the Hugging Face hub (`HF_ENDPOINT`), without a trailing slash.
     pub hub: String,
     /// Access token, sent only to the hub (`HF_TOKEN`).
@@ -61,7 +61,7 @@ pub struct Sources {
 
 impl Sources {
     /// The sources from the environment variables.
-    pub fn from_env() -> Self {
+    pub(crate) fn from_env() -> Self {
         let set = |name: &str| std::env::var(name).ok().filter(|v| !v.is_empty());
         let hub = set("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".into());
         Self {
@@ -100,7 +100,7 @@ impl<'a> Reference<'a> {
 
 /// Finds the file of a model on this machine, by path, known name, `hf:OWNER/REPO/FILE`, or the name (with or without
 /// `.gguf`) of a file in the cache.
-pub fn locate(reference: &str, models_dir: &Path) -> Option<PathBuf> {
+pub(crate) fn locate(reference: &str, models_dir: &Path) -> Option<PathBuf> {
     let found = match Reference::parse(reference).ok()? {
         Reference::Known(name) => models_dir.join(known(name).file),
         Reference::Hub { owner, repo, file } => hub_path(models_dir, owner, repo, file),
@@ -117,10 +117,10 @@ pub fn locate(reference: &str, models_dir: &Path) -> Option<PathBuf> {
 }
 
 /// The weight file in a model folder of Hugging Face's layout.
-pub const FOLDER_WEIGHTS: &str = "model.safetensors";
+pub(crate) const FOLDER_WEIGHTS: &str = "model.safetensors";
 
 /// Whether a model of that name is in the cache. Paths outside the cache are not names.
-pub fn is_cached(name: &str, models_dir: &Path) -> bool {
+pub(crate) fn is_cached(name: &str, models_dir: &Path) -> bool {
     let is_path = matches!(Reference::parse(name), Ok(Reference::Path(_)));
     locate(name, models_dir).is_some_and(|at| !is_path || (is_name(name) && at.starts_with(models_dir)))
 }
@@ -130,7 +130,7 @@ pub fn is_cached(name: &str, models_dir: &Path) -> bool {
 /// # Errors
 /// [`PullError`]. The partial download stays in `FILE.part`, and the next call resumes it; after a checksum mismatch it
 /// is removed.
-pub fn fetch(
+pub(crate) fn fetch(
     reference: &str,
     models_dir: &Path,
     sources: &Sources,
@@ -249,7 +249,7 @@ fn require_space(dir: &Path, need: u64) -> Result<(), PullError> {
 
 /// Why a model is not available.
 #[derive(Debug, thiserror::Error)]
-pub enum PullError {
+pub(crate) enum PullError {
     /// Not a valid model reference.
     #[error(
         "`{0}` is not a model reference: expected a known name, hf:OWNER/REPO/FILE, or the path of a .gguf file or of a folder that \

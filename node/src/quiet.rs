@@ -1,5 +1,5 @@
 //! Rate-limits log lines that strangers can cause: writes a few per minute and counts the rest.
-use std::sync::{Mutex, PoisonError};
+use parking_lot::Mutex;
 use std::time::{Duration, Instant};
 
 /// Most lines of one kind within `PERIOD`: enough for everything that happens on a normal day.
@@ -25,7 +25,7 @@ impl Quiet {
     }
 
     fn admit_at(&self, now: Instant) -> Option<String> {
-        let mut window = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut window = self.0.lock();
         let window = window.get_or_insert(Window { begun: now, lines: 0, left_out: 0 });
         if now.duration_since(window.begun) >= PERIOD {
             (window.begun, window.lines) = (now, 0);

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::time::Duration;
 
 /// Writes the recording, on the driver's thread.
-pub struct Recorder {
+pub(crate) struct Recorder {
     file: BufWriter<File>,
     /// Reused for each entry.
     entry: Vec<u8>,
@@ -26,7 +26,7 @@ impl Recorder {
     ///
     /// # Errors
     /// The file cannot be written.
-    pub fn begin(path: &Path, config: &Config, seed: u64) -> std::io::Result<Self> {
+    pub(crate) fn begin(path: &Path, config: &Config, seed: u64) -> std::io::Result<Self> {
         let mut file = BufWriter::with_capacity(BUFFER_BYTES, crate::private::create(path)?);
         let head = record::begin(config, seed, concat!("meshnode ", env!("CARGO_PKG_VERSION")));
         file.write_all(&head)?;
@@ -36,7 +36,7 @@ impl Recorder {
     }
 
     /// Records an input, before the node handles it.
-    pub fn input(&mut self, at: Instant, input: &Input) {
+    pub(crate) fn input(&mut self, at: Instant, input: &Input) {
         if !self.ended {
             record::append_input(&mut self.entry, at, input);
             self.handled = true;
@@ -45,7 +45,7 @@ impl Recorder {
     }
 
     /// Records that the node is polled, before it is polled until idle.
-    pub fn polled(&mut self, now: Instant) {
+    pub(crate) fn polled(&mut self, now: Instant) {
         if self.ended || !self.handled {
             return;
         }

@@ -5,7 +5,7 @@
 //! current chain, so that the new one has the same rights and no more.
 use crate::admission::{self, Admission, MEMBERSHIP};
 use crate::bulk::BulkRequest;
-use crate::handle::unix_seconds;
+use crate::clock::unix_seconds;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,11 +25,11 @@ const FIRST: Duration = Duration::from_secs(30);
 const AGAIN: Duration = Duration::from_secs(6 * 3600);
 
 /// The task that renews this node's certificate; aborted on drop.
-pub struct Renewal(tokio::task::JoinHandle<()>);
+pub(crate) struct Renewal(tokio::task::JoinHandle<()>);
 
 impl Renewal {
     /// Spawns the task.
-    pub fn watch(endpoint: Arc<Endpoint>, admission: Arc<Admission>, data_dir: PathBuf) -> Self {
+    pub(crate) fn watch(endpoint: Arc<Endpoint>, admission: Arc<Admission>, data_dir: PathBuf) -> Self {
         Self(tokio::spawn(async move {
             tokio::time::sleep(FIRST).await;
             loop {
@@ -52,7 +52,7 @@ impl Renewal {
 
 impl Renewal {
     /// Handle of the task, to check that it runs.
-    pub fn task(&self) -> tokio::task::AbortHandle {
+    pub(crate) fn task(&self) -> tokio::task::AbortHandle {
         self.0.abort_handle()
     }
 }
@@ -98,7 +98,7 @@ fn warn(held: &MeshCredentials) {
 }
 
 /// Answers a renewal request for the chain `theirs`: a status byte, then the new chain.
-pub fn answer(admission: &Admission, from: NodeId, theirs: &Chain) -> Vec<u8> {
+pub(crate) fn answer(admission: &Admission, from: NodeId, theirs: &Chain) -> Vec<u8> {
     let chain = grant(&admission.credentials(), admission.identity(), from, theirs, unix_seconds());
     chain.map_or_else(|| vec![0], |chain| [&[1], chain.encode().as_slice()].concat())
 }
@@ -118,7 +118,7 @@ fn accept(held: &MeshCredentials, me: PeerId, answer: &[u8], now: u64) -> Option
 }
 
 /// Renews a founder's credentials with the root key, if due.
-pub fn renew_founder(held: &MeshCredentials, me: &Identity) -> Option<MeshCredentials> {
+pub(crate) fn renew_founder(held: &MeshCredentials, me: &Identity) -> Option<MeshCredentials> {
     if seconds_left(held) >= EXTEND_SECONDS {
         return None;
     }
@@ -126,12 +126,12 @@ pub fn renew_founder(held: &MeshCredentials, me: &Identity) -> Option<MeshCreden
 }
 
 /// Remaining lifetime of the credentials, in seconds.
-pub fn seconds_left(held: &MeshCredentials) -> u64 {
+pub(crate) fn seconds_left(held: &MeshCredentials) -> u64 {
     held.chain.expiry().saturating_sub(unix_seconds())
 }
 
 /// A warning for the user about a membership that expires at `expiry`, if that is less than 60 days away.
-pub fn advice(expiry: u64) -> Option<String> {
+pub(crate) fn advice(expiry: u64) -> Option<String> {
     let left = expiry.saturating_sub(unix_seconds());
     (left < WARN_SECONDS).then(|| {
         format!(
@@ -143,7 +143,7 @@ pub fn advice(expiry: u64) -> Option<String> {
 }
 
 /// The error of a node that does not start because its membership has expired.
-pub fn over(data_dir: &Path) -> String {
+pub(crate) fn expired(data_dir: &Path) -> String {
     format!(
         "the membership in {} has expired: get a ticket from a member (`meshnode invite`) and start with `meshnode join \
          TICKET`; name, identity and models are kept",

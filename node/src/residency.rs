@@ -2,14 +2,14 @@
 use crate::config::Size;
 use node_core::config::Capacity;
 use node_core::id::{JobId, LoadId, PartId};
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard};
 
 /// Identifies a part on this node.
-pub type Key = (JobId, PartId);
+pub(crate) type Key = (JobId, PartId);
 
 /// The parts of one node, shared by the driver thread, the loading tasks and the device thread.
-pub struct Residency {
+pub(crate) struct Residency {
     capacity: Capacity,
     state: Mutex<State>,
 }
@@ -31,7 +31,7 @@ struct Requested {
 
 impl Residency {
     /// An empty node that offers all of `capacity`.
-    pub fn new(capacity: Capacity) -> Self {
+    pub(crate) fn new(capacity: Capacity) -> Self {
         Self { capacity, state: Mutex::default() }
     }
 
@@ -39,7 +39,7 @@ impl Residency {
     ///
     /// # Errors
     /// It does not fit beside the other parts here: two coordinators planned with the same free memory.
-    pub fn begin(&self, key: Key, load: LoadId, bytes_max: u64, replaces: &[PartId]) -> Result<(), String> {
+    pub(crate) fn begin(&self, key: Key, load: LoadId, bytes_max: u64, replaces: &[PartId]) -> Result<(), String> {
         let mut state = self.lock();
         let mut replaced = 0;
         for part in replaces.iter().copied().filter(|part| *part != key.1).chain([key.1]) {
@@ -64,7 +64,7 @@ impl Residency {
 
     /// Calls `hand_over`, which sends the loaded part to the device thread, if the order is current. Atomic: no other
     /// order can intervene. Returns whether the order is current.
-    pub fn install(&self, key: Key, load: LoadId, hand_over: impl FnOnce()) -> bool {
+    pub(crate) fn install(&self, key: Key, load: LoadId, hand_over: impl FnOnce()) -> bool {
         let state = self.lock();
         let requested = state.requested.get(&key).is_some_and(|requested| requested.load == load);
         if requested {
@@ -75,7 +75,7 @@ impl Residency {
 
     /// Removes a part that failed to load, and calls `drop_it`, which notifies the device thread, if the order is
     /// current. Returns whether it is, and the capacity to advertise if that changed.
-    pub fn fail(&self, key: Key, load: LoadId, drop_it: impl FnOnce()) -> (bool, Option<Capacity>) {
+    pub(crate) fn fail(&self, key: Key, load: LoadId, drop_it: impl FnOnce()) -> (bool, Option<Capacity>) {
         let mut state = self.lock();
         if state.requested.get(&key).is_none_or(|requested| requested.load != load) {
             return (false, None);
@@ -87,7 +87,7 @@ impl Residency {
 
     /// Removes a part and calls `drop_it`, which notifies the device thread. A load that completes later is dropped.
     /// Returns the capacity to advertise, if it changes before the device thread drops the part.
-    pub fn end(&self, key: Key, drop_it: impl FnOnce()) -> Option<Capacity> {
+    pub(crate) fn end(&self, key: Key, drop_it: impl FnOnce()) -> Option<Capacity> {
         let mut state = self.lock();
         let freed = state.requested.remove(&key).is_some_and(|requested| requested.replaced > 0);
         drop_it();
@@ -96,7 +96,7 @@ impl Residency {
 
     /// Removes all parts of a job and calls `drop_them`, which notifies the device thread. Otherwise like
     /// [`Self::end`].
-    pub fn end_job(&self, job: JobId, drop_them: impl FnOnce()) -> Option<Capacity> {
+    pub(crate) fn end_job(&self, job: JobId, drop_them: impl FnOnce()) -> Option<Capacity> {
         let mut state = self.lock();
         let freed = state.requested.iter().any(|((of, _), requested)| *of == job && requested.replaced > 0);
         state.requested.retain(|(of, _), _| *of != job);
@@ -105,12 +105,12 @@ impl Residency {
     }
 
     /// Whether a part of the job is ordered.
-    pub fn wants(&self, job: JobId) -> bool {
+    pub(crate) fn has_job(&self, job: JobId) -> bool {
         self.lock().requested.keys().any(|(of, _)| *of == job)
     }
 
     /// Records the bytes of a part on the device thread, `None` if it was dropped; returns the capacity to advertise.
-    pub fn resident(&self, key: Key, bytes: Option<u64>) -> Capacity {
+    pub(crate) fn resident(&self, key: Key, bytes: Option<u64>) -> Capacity {
         let mut state = self.lock();
         match bytes {
             Some(bytes) => {
@@ -125,7 +125,7 @@ impl Residency {
     }
 
     /// The capacity to advertise now.
-    pub fn capacity(&self) -> Capacity {
+    pub(crate) fn capacity(&self) -> Capacity {
         self.offered(&self.lock())
     }
 
@@ -136,7 +136,7 @@ impl Residency {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.state.lock()
     }
 }
 
@@ -203,7 +203,7 @@ mod tests {
         node.begin(part(4), LoadId(4), 50, &[PartId(3)]).unwrap();
         let (requested, offered) = node.fail(part(4), LoadId(4), || {});
         assert_eq!((requested, offered.map(|now| now.memory_free)), (true, Some(100)));
-        assert!(!node.wants(JobId(1)));
+        assert!(!node.has_job(JobId(1)));
     }
 
     #[test]
@@ -220,5 +220,79 @@ mod tests {
         node.end_job(JobId(1), || {});
         node.install(FIRST, LoadId(2), count);
         assert_eq!(installed.get(), 1, "the job has ended");
+    }
+
+    fn free(offered: Option<Capacity>) -> Option<u64> {
+        offered.map(|capacity| capacity.memory_free)
+    }
+
+    #[test]
+    fn an_order_that_does_not_fit_leaves_other_parts_as_they_are() {
+        let node = residency(100);
+        node.begin(FIRST, LoadId(1), 60, &[]).unwrap();
+        node.resident(FIRST, Some(60));
+        node.begin(SECOND, LoadId(1), 41, &[]).unwrap_err();
+        assert!(node.has_job(JobId(1)) && !node.has_job(JobId(2)));
+        assert_eq!(node.capacity().memory_free, 40);
+        node.begin(SECOND, LoadId(2), 40, &[]).expect("exactly what is left");
+    }
+
+    #[test]
+    fn an_order_that_does_not_fit_still_replaces_the_parts_that_the_shell_drops() {
+        let node = residency(100);
+        node.begin(FIRST, LoadId(1), 60, &[]).unwrap();
+        node.resident(FIRST, Some(60));
+        node.begin((JobId(1), PartId(1)), LoadId(2), 200, &[PartId(0)]).unwrap_err();
+        assert!(!node.has_job(JobId(1)));
+        assert_eq!(node.capacity().memory_free, 100);
+    }
+
+    #[test]
+    fn a_huge_order_is_rejected_instead_of_wrapping() {
+        let node = residency(100);
+        node.begin(FIRST, LoadId(1), 60, &[]).unwrap();
+        node.begin(SECOND, LoadId(1), u64::MAX, &[]).unwrap_err();
+    }
+
+    #[test]
+    fn parts_of_other_jobs_with_the_same_number_are_not_replaced() {
+        let node = residency(100);
+        node.begin(FIRST, LoadId(1), 60, &[]).unwrap();
+        node.begin(SECOND, LoadId(1), 60, &[PartId(0)]).unwrap_err();
+        assert!(node.has_job(JobId(1)));
+    }
+
+    #[test]
+    fn a_part_that_failed_under_an_old_order_changes_nothing() {
+        let node = residency(100);
+        node.begin(FIRST, LoadId(1), 10, &[]).unwrap();
+        node.begin(FIRST, LoadId(2), 10, &[PartId(0)]).unwrap();
+        let (current, offered) = node.fail(FIRST, LoadId(1), || panic!("the newer order stays"));
+        assert!(!current && offered.is_none() && node.has_job(JobId(1)));
+        let dropped = Cell::new(false);
+        let (current, _) = node.fail(FIRST, LoadId(2), || dropped.set(true));
+        assert!(current && dropped.get() && !node.has_job(JobId(1)));
+    }
+
+    #[test]
+    fn capacity_is_advertised_at_once_only_if_the_device_thread_will_not_report_it() {
+        let node = residency(100);
+        node.begin(FIRST, LoadId(1), 60, &[]).unwrap();
+        node.resident(FIRST, Some(60));
+        assert_eq!(free(node.end(FIRST, || {})), None, "the device thread still has the part");
+        assert_eq!(node.resident(FIRST, None).memory_free, 100);
+        node.begin(FIRST, LoadId(2), 60, &[]).unwrap();
+        node.resident(FIRST, Some(60));
+        node.begin(FIRST, LoadId(3), 60, &[]).unwrap();
+        assert_eq!(free(node.end_job(JobId(2), || {})), None, "another job");
+        assert_eq!(free(node.end_job(JobId(1), || {})), Some(100), "the replaced part was reserved until then");
+    }
+
+    #[test]
+    fn a_part_that_takes_more_than_planned_never_wraps_the_free_memory() {
+        let node = residency(100);
+        node.begin(FIRST, LoadId(1), 60, &[]).unwrap();
+        assert_eq!(node.resident(FIRST, Some(130)).memory_free, 0);
+        node.begin(SECOND, LoadId(1), 1, &[]).unwrap_err();
     }
 }

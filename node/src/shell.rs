@@ -1,14 +1,17 @@
 //! Carries out the core's decisions. No policy lives here. Next: `shell/stages.rs`, `shell/grids.rs`.
-use crate::boundary::Boundary;
-use crate::device_thread::{Command, Commands};
-use crate::driver::DriverHandle;
-use crate::hub::Hub;
+use crate::boundary::StageTraffic;
+use crate::device_thread::command::{Command, Commands};
+use crate::driver::queue::DriverHandle;
+use crate::handle::last_options::LastOptions;
+use crate::hub::EventRouter;
+use crate::panics::{answered, logged};
+use crate::regions::extent;
 use crate::residency::{Key, Residency};
 use crate::states::States;
 use crate::store::Store;
 use crate::submissions::Submissions;
-use crate::tensors::{Tensor, Tensors, join};
-use crate::transfer::{Ask, Library};
+use crate::tensors::{Tensor, TensorStore, join};
+use crate::transfer::Library;
 use crate::views::{Names, count};
 use node_core::id::{Epoch, JobId, LoadId, NodeId, PartId};
 use node_core::input::Input;
@@ -18,16 +21,14 @@ use node_core::node::Node;
 use node_core::output::{Event, Output};
 use node_core::work::serve::DoneReason;
 use node_core::work::steps::StepsEvent;
-use node_core::work::{Asked, DownReason, Ending, Order, PartWork, Payload, Placement};
+use node_core::work::{DownReason, Ending, Order, PartWork, Payload, Placement, QuestionOrigin};
 use partitioner::{Question, explain};
-use std::any::Any;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::time::Duration;
-use transport::frame::{self, Dtype, FrameHead, Route};
+use transport::frame::{self, Dtype, Route, WireHeader};
 use transport::{Endpoint, GossipSocket, Identity, Priority};
 
-pub(crate) mod grids;
+mod expectation;
+mod grids;
 mod stages;
 
 /// The order to load a part.
@@ -40,21 +41,21 @@ struct Ordered {
 }
 
 /// Everything that outputs act on.
-pub struct Shell {
+pub(crate) struct Shell {
     pub(crate) driver: DriverHandle,
     pub(crate) runtime: tokio::runtime::Handle,
     pub(crate) identity: Identity,
     pub(crate) gossip: Arc<GossipSocket>,
     pub(crate) endpoint: Arc<Endpoint>,
     pub(crate) commands: Commands,
-    pub(crate) tensors: Arc<Tensors>,
+    pub(crate) tensors: Arc<TensorStore>,
     pub(crate) store: Arc<Store>,
     pub(crate) library: Arc<Library>,
-    pub(crate) hub: Arc<Hub>,
+    pub(crate) hub: Arc<EventRouter>,
     pub(crate) device: Arc<crate::device::Compute>,
     pub(crate) residency: Arc<Residency>,
-    pub(crate) last_options: Arc<crate::handle::LastOptions>,
-    pub(crate) boundary: Arc<Boundary>,
+    pub(crate) last_options: Arc<LastOptions>,
+    pub(crate) boundary: Arc<StageTraffic>,
     pub(crate) states: Arc<States>,
     pub(crate) submissions: Arc<Submissions>,
 }
@@ -62,7 +63,7 @@ pub struct Shell {
 impl Shell {
     /// Carries out an output, or hands it to a thread that does; never blocks. `node` supplies the names of members and
     /// the steps of jobs.
-    pub fn carry_out(&mut self, output: Output, node: &Node) {
+    pub(crate) fn carry_out(&mut self, output: Output, node: &Node) {
         match output {
             Output::SendDatagram { to, addr, bytes } => {
                 // Gossip tolerates loss; a route that is down now may be up in the next round.
@@ -97,7 +98,7 @@ impl Shell {
             Output::Restore { job, load, part, step } => {
                 self.submit(Command::Restore { key: (job, part), load, step });
             }
-            Output::Keep { job, epoch, order } => self.keep(job, epoch, &order),
+            Output::Continue { job, epoch, order } => self.keep(job, epoch, &order),
             Output::Fetch { job, epoch, order, sources } => self.fetch((job, epoch), *order, sources),
             Output::Challenge { job, epoch, part, nonce } => {
                 self.submit(Command::Challenge { key: (job, part), epoch, nonce });
@@ -135,11 +136,11 @@ impl Shell {
     fn notify(&self, event: Event, node: &Node) {
         let event = named(event, node);
         log(&event, node);
-        self.submissions.tell(&event);
-        self.hub.tell(event);
+        self.submissions.handle_event(&event);
+        self.hub.deliver(event);
     }
 
-    fn plan(&self, asked: Asked, question: Question) {
+    fn plan(&self, asked: QuestionOrigin, question: Question) {
         let question = Arc::new(question);
         let failed = question.clone();
         self.off_thread(
@@ -184,8 +185,8 @@ impl Shell {
     /// Announces the frames that a part will receive.
     fn expect(&self, job: JobId, epoch: Epoch, order: &Order) {
         let expected = match &order.work {
-            PartWork::Stage(stage) => stages::rows(stage, order.part),
-            PartWork::Tile(tile) => grids::halos(tile, order.part),
+            PartWork::Stage(stage) => expectation::rows(stage, order.part),
+            PartWork::Tile(tile) => expectation::halos(tile, order.part),
         };
         self.endpoint.expect(route(job, epoch, order.part), expected);
     }
@@ -236,7 +237,7 @@ impl Shell {
             Tensor::Hidden(rows) => (Dtype::F32, rows.len() as u32 / header.count.max(1), frame::from_f32(rows)),
             Tensor::Halo { bytes, dtype } => (*dtype, 1, bytes.clone()),
         };
-        let head = FrameHead {
+        let head = WireHeader {
             route: route(header.job, header.epoch, header.part),
             channel: header.channel,
             cursor: header.cursor,
@@ -246,7 +247,7 @@ impl Shell {
             width,
         };
         let priority = match header.count {
-            _ if copy => Priority::Copy,
+            _ if copy => Priority::Standby,
             _ if matches!(tensor, Tensor::Halo { .. }) => Priority::Decode,
             1 => Priority::Decode,
             _ => Priority::Prefill,
@@ -288,23 +289,10 @@ impl Shell {
             if let Err(ended) = work.await
                 && let Ok(panic) = ended.try_into_panic()
             {
-                failed(panicked(panic.as_ref()));
+                failed(logged(panic.as_ref()));
             }
         });
     }
-}
-
-/// Returns the result of `work`, or of `failed` if it panics: the core must always get an answer.
-pub(crate) fn answered<T>(work: impl FnOnce() -> T, failed: impl FnOnce(String) -> T) -> T {
-    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| failed(panicked(panic.as_ref())))
-}
-
-/// Logs a panic, and returns its text for the answer.
-fn panicked(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-    let why = format!("internal error on this node ({}); this is a bug, see its log", text.unwrap_or("no message"));
-    tracing::error!("{why}");
-    why
 }
 
 /// Replaces abbreviated node ids in the core's texts by members' names.
@@ -342,7 +330,7 @@ fn named(event: Event, node: &Node) -> Event {
         | Event::Lost { .. }
         | Event::Standby { .. }
         | Event::Promoted { .. }
-        | Event::Refused { .. }) => event,
+        | Event::Rejected { .. }) => event,
     }
 }
 
@@ -350,9 +338,9 @@ fn named(event: Event, node: &Node) -> Event {
 fn log(event: &Event, node: &Node) {
     let name = |id: &NodeId| Names::of(node).get(*id);
     match event {
-        Event::PeerUp { node } => tracing::info!("{} is up", name(node)),
-        Event::PeerDown { node, reason: DownReason::Left } => tracing::info!("{} left", name(node)),
-        Event::PeerDown { node, reason: DownReason::Failed } => tracing::warn!("{} is down", name(node)),
+        Event::PeerUp { node } => tracing::info!("node {} is up", name(node)),
+        Event::PeerDown { node, reason: DownReason::Left } => tracing::info!("node {} left", name(node)),
+        Event::PeerDown { node, reason: DownReason::Failed } => tracing::warn!("node {} is down", name(node)),
         Event::JobPlaced { job, epoch, placement, .. } => {
             let placed = placed(placement, &Names::of(node));
             tracing::info!("job {:016x} epoch {}{placed}", job.0, epoch.counter);
@@ -395,8 +383,8 @@ fn log(event: &Event, node: &Node) {
             tracing::warn!("{} needs {percent} % of its advertised time: plans use the measured time", name(node));
         }
         // Looking up all members' names is expensive: skip it if the line is not logged.
-        Event::Refused { .. } if !tracing::enabled!(tracing::Level::DEBUG) => {}
-        Event::Refused { from, what } => {
+        Event::Rejected { .. } if !tracing::enabled!(tracing::Level::DEBUG) => {}
+        Event::Rejected { from, what } => {
             let what = Names::of(node).in_text(what);
             match from {
                 Some(from) => tracing::debug!("rejected from {}: {what}", name(from)),
@@ -430,70 +418,19 @@ fn placed(placement: &Placement, names: &Names) -> String {
             format!(": {}", stages.iter().map(stage).collect::<Vec<_>>().join(", "))
         }
         Placement::Tiles { tiles, depth, step } => {
-            let tile = |(node, block): &(NodeId, partitioner::tiles::Block)| {
-                format!("{} {}", names.get(*node), grids::extent(block))
-            };
+            let tile =
+                |(node, block): &(NodeId, partitioner::tiles::Block)| format!("{} {}", names.get(*node), extent(block));
             let tiles = tiles.iter().map(tile).collect::<Vec<_>>().join(", ");
             format!(" from step {step}: {tiles}; halo depth {}", count(*depth as usize, "step"))
         }
     }
 }
 
-/// If no frame arrived for this long, no job is generating.
-const FRAMES_SILENT: Duration = Duration::from_secs(5);
-
-/// Requests weights over the data plane.
-pub struct EndpointAsk(pub Arc<Endpoint>);
-
-impl Ask for EndpointAsk {
-    async fn ask(&self, node: NodeId, request: Vec<u8>, max: usize) -> Result<Vec<u8>, String> {
-        let response = self.0.request(node.0, request.into()).await.map_err(|e| e.to_string())?;
-        response.all(max).await.map_err(|e| e.to_string())
-    }
-
-    /// Each peer stays within its share of its link to this node, but together they could exceed this node's own link.
-    /// So while frames of a job are in flight, all of them get the same share of the fastest measured link.
-    fn bytes_per_second(&self) -> Option<u64> {
-        let peers = self.0.peers();
-        let busy = |peer: &transport::PeerStats| peer.frames_silent_for.is_some_and(|silent| silent < FRAMES_SILENT);
-        let far = || peers.iter().filter(|peer| !peer.addr.ip().to_canonical().is_loopback());
-        let measured = far().filter_map(|peer| peer.bytes_per_second_in).max().filter(|_| far().any(busy));
-        measured.map(|bytes_per_second| bytes_per_second / 10 * 7)
-    }
-}
-
-pub(crate) fn route(job: JobId, epoch: Epoch, part: PartId) -> Route {
+/// The route of a part's frames.
+fn route(job: JobId, epoch: Epoch, part: PartId) -> Route {
     Route {
         job: job.0,
         epoch: transport::frame::Epoch { counter: epoch.counter, issuer: epoch.issuer.0 },
         part: part.0,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use node_core::id::CallId;
-    use node_core::work::steps::SaveKind;
-    use partitioner::{Answer, PlanError};
-
-    #[test]
-    fn work_that_panics_answers_with_an_error() {
-        let asked = Asked::Caller(CallId(7));
-        let planned = answered(
-            || panic!("no layers in {}", "the model"),
-            |why| Input::Planned { asked, answer: Answer::Model(Err(PlanError::Invalid(why.into()))) },
-        );
-        let Input::Planned { asked: Asked::Caller(CallId(7)), answer: Answer::Model(Err(PlanError::Invalid(why))) } =
-            &planned
-        else {
-            panic!("{planned:?}")
-        };
-        assert!(why.contains("no layers in the model") && why.contains("bug"), "{why}");
-        let (job, part, step, kind) = (JobId(1), PartId(2), 3, SaveKind::Checkpoint);
-        let collected =
-            answered(|| std::panic::panic_any(5), |why| Input::Collected { job, part, step, kind, result: Err(why) });
-        assert!(matches!(collected, Input::Collected { result: Err(_), .. }));
-        assert!(matches!(answered(|| Input::Wakeup, |_| unreachable!("it did not panic")), Input::Wakeup));
     }
 }

@@ -3,12 +3,12 @@ use crate::residency::Key;
 use bytes::Bytes;
 use node_core::id::{JobId, PartId};
 use node_core::work::steps::SaveKind;
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard};
 
 /// The name of a saved state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct StateName {
+pub(crate) struct StateName {
     /// The job.
     pub job: JobId,
     /// The tile.
@@ -21,35 +21,35 @@ pub struct StateName {
 
 /// All saved states of this node. The core bounds them: a tile pauses while too many have not been fetched.
 #[derive(Debug, Default)]
-pub struct States(Mutex<HashMap<StateName, Bytes>>);
+pub(crate) struct States(Mutex<HashMap<StateName, Bytes>>);
 
 impl States {
     /// Stores a state.
-    pub fn put(&self, name: StateName, bytes: Bytes) {
+    pub(crate) fn put(&self, name: StateName, bytes: Bytes) {
         self.lock().insert(name, bytes);
     }
 
     /// Returns a state and keeps it.
-    pub fn get(&self, name: &StateName) -> Option<Bytes> {
+    pub(crate) fn get(&self, name: &StateName) -> Option<Bytes> {
         self.lock().get(name).cloned()
     }
 
     /// Removes a state and returns it.
-    pub fn take(&self, name: &StateName) -> Option<Bytes> {
+    pub(crate) fn take(&self, name: &StateName) -> Option<Bytes> {
         self.lock().remove(name)
     }
 
     /// Removes all states of a tile.
-    pub fn drop_part(&self, (job, part): Key) {
+    pub(crate) fn drop_part(&self, (job, part): Key) {
         self.lock().retain(|name, _| (name.job, name.part) != (job, part));
     }
 
     /// Removes all states of a job.
-    pub fn drop_job(&self, job: JobId) {
+    pub(crate) fn drop_job(&self, job: JobId) {
         self.lock().retain(|name, _| name.job != job);
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<StateName, Bytes>> {
-        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.0.lock()
     }
 }

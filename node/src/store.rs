@@ -21,7 +21,7 @@ const ROOM_BYTES_MIN: u64 = 2 << 20;
 
 /// Why the store could not be opened or written.
 #[derive(Debug, thiserror::Error)]
-pub enum StoreError {
+pub(crate) enum StoreError {
     /// Another process uses it.
     #[error("another node uses the data directory {0}: stop it, or give this one its own --data-dir")]
     InUse(PathBuf),
@@ -39,7 +39,7 @@ pub enum StoreError {
 }
 
 /// An open store.
-pub struct Store {
+pub(crate) struct Store {
     db: sled::Db,
     path: PathBuf,
     free_bytes: fn(&Path) -> Option<u64>,
@@ -50,7 +50,7 @@ impl Store {
     ///
     /// # Errors
     /// Another process uses it, or it is not writable.
-    pub fn open(data_dir: &Path) -> Result<Self, StoreError> {
+    pub(crate) fn open(data_dir: &Path) -> Result<Self, StoreError> {
         Self::open_with(data_dir, disk::free_bytes)
     }
 
@@ -70,7 +70,7 @@ impl Store {
             }
             Err(sled::Error::Io(e)) => return Err(disk(&e)),
             Err(damaged) => {
-                let aside = data_dir.join(format!("store.damaged-{}", crate::handle::unix_seconds()));
+                let aside = data_dir.join(format!("store.damaged-{}", crate::clock::unix_seconds()));
                 tracing::warn!(
                     "the store is damaged ({damaged}): renamed to {}, starting with an empty one",
                     aside.display()
@@ -101,9 +101,9 @@ impl Store {
     ///
     /// # Errors
     /// It could not be written; then the node must not send anything.
-    pub fn next_generation(&self) -> Result<Generation, StoreError> {
+    pub(crate) fn next_generation(&self) -> Result<Generation, StoreError> {
         let stored = self.get(b"generation").and_then(|b| Some(u64::from_le_bytes(b.try_into().ok()?))).unwrap_or(0);
-        let generation = (stored + 1).max(crate::handle::unix_seconds());
+        let generation = (stored + 1).max(crate::clock::unix_seconds());
         self.put(b"generation", &generation.to_le_bytes())?;
         Ok(Generation(generation))
     }
@@ -112,7 +112,7 @@ impl Store {
     ///
     /// # Errors
     /// The disk is full or reported an error.
-    pub fn put_peers(&self, peers: &[Contact]) -> Result<(), StoreError> {
+    pub(crate) fn put_peers(&self, peers: &[Contact]) -> Result<(), StoreError> {
         self.put_json(PEERS, &peers)
     }
 
@@ -135,7 +135,7 @@ impl Store {
     }
 
     /// The peers stored by an earlier run.
-    pub fn peers(&self) -> Vec<Contact> {
+    pub(crate) fn peers(&self) -> Vec<Contact> {
         self.get_json(PEERS).unwrap_or_default()
     }
 
@@ -143,12 +143,12 @@ impl Store {
     ///
     /// # Errors
     /// The disk is full or reported an error.
-    pub fn put_invites(&self, invites: &[([u8; 16], Invite)]) -> Result<(), StoreError> {
+    pub(crate) fn put_invites(&self, invites: &[([u8; 16], Invite)]) -> Result<(), StoreError> {
         self.put_json(INVITES, &invites)
     }
 
     /// The invitations stored by an earlier run.
-    pub fn invites(&self) -> Vec<([u8; 16], Invite)> {
+    pub(crate) fn invites(&self) -> Vec<([u8; 16], Invite)> {
         self.get_json(INVITES).unwrap_or_default()
     }
 

@@ -1,46 +1,50 @@
 //! Simulations on the node they were submitted to: their job files, outputs and checkpoints on disk, and live views.
 use crate::bulk::{BulkRequest, GridRequest};
-use crate::driver::DriverHandle;
-use crate::hub::Hub;
-use crate::shell::answered;
+use crate::driver::queue::DriverHandle;
+use crate::hub::EventRouter;
+use crate::panics::answered;
 use crate::states::{StateName, States};
 use bytes::Bytes;
 use checkpoints::Checkpoints;
 use forces::Forces;
-use kernels::grid::Region;
-use kernels::grid::simulation::Simulation;
+use kernels_grids::Region;
+use kernels_simulations::Simulation;
 use ledger::Ledger;
 use node_core::id::{ContentId, JobId, NodeId};
 use node_core::input::Input;
 use node_core::output::Event;
 use node_core::work::steps::SaveKind;
 use node_core::work::{Ending, Inherited, JobSpec};
+use parking_lot::{Mutex, MutexGuard};
 use run_folder::{Existing, Opened};
-use spec::spec;
-pub use spec::work;
+use spec::{content_id, spec};
 use std::collections::HashMap;
 use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
-use submission::Results;
-pub use submission::{Submission, Told};
+use submission::{Progress, Results, Submission};
 use tokio::sync::watch;
 use transport::{Endpoint, Reply};
-pub use view::{View, Watched};
 
-pub mod checkpoints;
-pub mod forces;
-pub mod inherited;
+pub(crate) mod answers;
+pub(crate) mod checkpoints;
+mod files;
+pub(crate) mod forces;
+pub(crate) mod inherited;
 mod ledger;
-pub mod look;
-pub mod report;
-pub mod run_folder;
+pub(crate) mod look;
+pub(crate) mod report;
+pub(crate) mod run_folder;
 mod simulations;
-mod spec;
-mod submission;
-pub mod view;
+pub(crate) mod spec;
+pub(crate) mod submission;
+#[cfg(test)]
+pub(crate) mod testing;
+#[cfg(test)]
+mod tests;
+pub(crate) mod view;
 
 /// Most ended jobs that stay available for queries.
 const OVER_KEPT: usize = 16;
@@ -52,12 +56,12 @@ const BLOCK_MAX: Duration = Duration::from_secs(20);
 const PACKED_BLOCK: usize = 256 << 10;
 
 /// All simulations submitted to this node.
-pub struct Submissions {
+pub(crate) struct Submissions {
     node: NodeId,
     seed: u64,
     count: AtomicU64,
     driver: DriverHandle,
-    hub: Arc<Hub>,
+    hub: Arc<EventRouter>,
     endpoint: OnceLock<Arc<Endpoint>>,
     states: Arc<States>,
     /// Folder for simulations that this node takes over from other coordinators.
@@ -72,7 +76,7 @@ pub struct Submissions {
 
 /// A submission.
 #[derive(Debug)]
-pub struct Submit {
+pub(crate) struct Submit {
     /// The simulation to compute.
     pub simulation: Simulation,
     /// Folder for outputs and checkpoints; if `None`, nothing is written.
@@ -84,10 +88,10 @@ pub struct Submit {
 impl Submissions {
     /// Without submissions. `seed` must differ between runs of the node; `folder` is for simulations taken over from
     /// other nodes.
-    pub fn new(
+    pub(crate) fn new(
         node: NodeId,
         seed: u64,
-        (driver, hub): (DriverHandle, Arc<Hub>),
+        (driver, hub): (DriverHandle, Arc<EventRouter>),
         states: Arc<States>,
         folder: PathBuf,
     ) -> Self {
@@ -97,7 +101,7 @@ impl Submissions {
     }
 
     /// Sets the endpoint that reaches other nodes.
-    pub fn connect(&self, endpoint: Arc<Endpoint>) {
+    pub(crate) fn connect(&self, endpoint: Arc<Endpoint>) {
         let _ = self.endpoint.set(endpoint);
     }
 
@@ -106,9 +110,9 @@ impl Submissions {
     /// # Errors
     /// The folder cannot be written, or must not be replaced; there is no checkpoint to resume from; the job is too
     /// large.
-    pub fn submit(&self, submit: Submit) -> Result<Arc<Submission>, String> {
+    pub(crate) fn submit(&self, submit: Submit) -> Result<Arc<Submission>, String> {
         let Submit { simulation, out, existing } = submit;
-        let (id, most) = (simulations::id(&simulation), node_core::limits::SIMULATION_BYTES_MAX);
+        let (id, most) = (content_id(&simulation), node_core::limits::SIMULATION_BYTES_MAX);
         if id.bytes > most {
             return Err(format!(
                 "the job and its files have {} bytes; at most {most} can be sent: make masks and patterns smaller",
@@ -149,7 +153,7 @@ impl Submissions {
         };
         let spec = spec(job, &simulation, id, out.is_some(), from);
         let results = Results { checkpoints, folder, ..Results::default() };
-        let told = Told { begun_at, step: begun_at, checkpoint: from, ..Told::default() };
+        let told = Progress { begun_at, step: begun_at, checkpoint: from, ..Progress::default() };
         let submission = Arc::new(Submission {
             job,
             simulation: Arc::new(simulation),
@@ -201,23 +205,23 @@ impl Submissions {
     }
 
     /// Ends a job.
-    pub fn cancel(&self, job: JobId) {
+    pub(crate) fn cancel(&self, job: JobId) {
         self.driver.input(Input::End { job });
     }
 
     /// A job by its id.
-    pub fn find(&self, job: JobId) -> Option<Arc<Submission>> {
+    pub(crate) fn find(&self, job: JobId) -> Option<Arc<Submission>> {
         self.lock().iter().find(|known| known.job == job).cloned()
     }
 
     /// All jobs, oldest first.
-    pub fn all(&self) -> Vec<Arc<Submission>> {
+    pub(crate) fn all(&self) -> Vec<Arc<Submission>> {
         self.lock().clone()
     }
 
     /// Handles an event of the core.
     #[expect(clippy::wildcard_enum_match_arm, reason = "only a few events are about simulations")]
-    pub fn tell(self: &Arc<Self>, event: &Event) {
+    pub(crate) fn handle_event(self: &Arc<Self>, event: &Event) {
         match event {
             Event::JobInherited { job, from, inherited } => match &**inherited {
                 Inherited::Steps { simulation, schedule } => self.inherit(*job, *from, *simulation, schedule),
@@ -228,7 +232,7 @@ impl Submissions {
             | Event::JobDegraded { job, .. }
             | Event::Steps { job, .. } => {
                 if let Some(submission) = self.find(*job) {
-                    submission.tell(event);
+                    submission.handle_event(event);
                 }
             }
             Event::JobEnded { job, ending, .. } => {
@@ -261,7 +265,7 @@ impl Submissions {
                 event
             };
             let failed = |why| Event::JobEnded { job, ending: Ending::Failed(why), figures: Vec::new() };
-            submission.tell(&answered(finish, failed));
+            submission.handle_event(&answered(finish, failed));
             if !submission.moved() {
                 submissions.ledger.remove(&submission);
             }
@@ -272,7 +276,7 @@ impl Submissions {
     ///
     /// # Errors
     /// It cannot be fetched or written; the call may be repeated.
-    pub fn collect(
+    pub(crate) fn collect(
         &self,
         runtime: &tokio::runtime::Handle,
         from: NodeId,
@@ -306,15 +310,14 @@ impl Submissions {
     ///
     /// # Errors
     /// They cannot be fetched, or their size is wrong.
-    pub fn checkpoint(
+    pub(crate) fn checkpoint(
         &self,
         runtime: &tokio::runtime::Handle,
         from: NodeId,
         (job, step): (JobId, u32),
         region: Region,
     ) -> Result<Vec<u8>, String> {
-        let held =
-            self.held.lock().unwrap_or_else(std::sync::PoisonError::into_inner).get(&job).map(|(_, held)| held.clone());
+        let held = self.held.lock().get(&job).map(|(_, held)| held.clone());
         let held = held.ok_or("the tile is no longer requested")?;
         let bytes = checkpoints::bytes(&held, region);
         let mut cells = Vec::with_capacity(usize::try_from(bytes).map_err(|e| e.to_string())?);
@@ -387,7 +390,7 @@ impl Submissions {
     }
 
     /// Answers a member's request block by block. Blocks.
-    pub fn answer(&self, request: &GridRequest, reply: Reply) {
+    pub(crate) fn answer(&self, request: &GridRequest, reply: Reply) {
         let given = self.give(request, &mut |block| reply.blocking_send(block));
         match given {
             Ok(()) => reply.finish(),
@@ -424,12 +427,12 @@ impl Submissions {
     ///
     /// # Errors
     /// A disk error, or a missing part.
-    pub fn keep_checkpoint(&self, job: JobId, step: u32) -> Result<(), String> {
+    pub(crate) fn keep_checkpoint(&self, job: JobId, step: u32) -> Result<(), String> {
         let submission = self.find(job).ok_or("the job has ended")?;
         let cut = submission.cut();
         let mut results = submission.results();
         match &mut results.checkpoints {
-            Some(checkpoints) => checkpoints.keep(step, &cut)?,
+            Some(checkpoints) => checkpoints.complete(step, &cut)?,
             None => return Ok(()),
         }
         if let Some(folder) = &results.folder {
@@ -439,7 +442,7 @@ impl Submissions {
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Arc<Submission>>> {
-        self.jobs.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.jobs.lock()
     }
 }
 

@@ -1,14 +1,15 @@
 //! Tensor payloads by id: the core passes ids around, the bytes stay here.
 use bytes::Bytes;
 use node_core::id::TensorId;
+use parking_lot::Mutex;
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use transport::frame::Dtype;
 
 /// A payload.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Tensor {
+pub(crate) enum Tensor {
     /// Hidden rows `[count, width]`: shared, because they may be sent to several peers and more than once.
     Hidden(Arc<Vec<f32>>),
     /// Token ids.
@@ -25,51 +26,47 @@ pub enum Tensor {
 /// All payloads that this node still needs. Bounded: the core discards what it does not use, and the transport's
 /// credits bound arrivals.
 #[derive(Default)]
-pub struct Tensors {
+pub(crate) struct TensorStore {
     held: Mutex<HashMap<TensorId, (Tensor, Option<transport::Credit>)>>,
     arrivals: AtomicU64,
 }
 
-impl Tensors {
+impl TensorStore {
     /// Stores an arrived payload under a new id. The sender gets its credit back when the payload is taken.
-    pub fn arrive(&self, tensor: Tensor, credit: transport::Credit) -> TensorId {
+    pub(crate) fn arrive(&self, tensor: Tensor, credit: transport::Credit) -> TensorId {
         let id = TensorId::Arrived(self.arrivals.fetch_add(1, Ordering::Relaxed));
         self.lock().insert(id, (tensor, Some(credit)));
         id
     }
 
     /// Stores a payload under an id that the core chose.
-    pub fn put(&self, id: TensorId, tensor: Tensor) {
+    pub(crate) fn put(&self, id: TensorId, tensor: Tensor) {
         self.lock().insert(id, (tensor, None));
     }
 
     /// Removes a payload and returns it.
-    pub fn take(&self, id: TensorId) -> Option<Tensor> {
+    pub(crate) fn take(&self, id: TensorId) -> Option<Tensor> {
         self.lock().remove(&id).map(|(tensor, _credit)| tensor)
     }
 
     /// Returns a payload and keeps it.
-    pub fn get(&self, id: TensorId) -> Option<Tensor> {
+    pub(crate) fn get(&self, id: TensorId) -> Option<Tensor> {
         self.lock().get(&id).map(|(tensor, _)| tensor.clone())
     }
 
-    /// Number of stored payloads.
-    pub fn len(&self) -> usize {
-        self.lock().len()
-    }
-
     /// Whether none is stored.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
+    #[cfg(test)]
+    fn is_empty(&self) -> bool {
+        self.lock().is_empty()
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<TensorId, (Tensor, Option<transport::Credit>)>> {
-        self.held.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    fn lock(&self) -> parking_lot::MutexGuard<'_, HashMap<TensorId, (Tensor, Option<transport::Credit>)>> {
+        self.held.lock()
     }
 }
 
 /// Concatenates payloads; `None` if one is missing.
-pub fn join(parts: Vec<Option<Tensor>>) -> Option<Tensor> {
+pub(crate) fn join(parts: Vec<Option<Tensor>>) -> Option<Tensor> {
     let parts = parts.into_iter().collect::<Option<Vec<Tensor>>>()?;
     parts.into_iter().reduce(|joined, part| match (joined, part) {
         (Tensor::Hidden(mut rows), Tensor::Hidden(more)) => {
@@ -100,7 +97,7 @@ mod tests {
 
     #[test]
     fn a_panic_under_the_lock_does_not_poison_it() {
-        let tensors = Tensors::default();
+        let tensors = TensorStore::default();
         std::thread::scope(|scope| {
             let panics = scope.spawn(|| {
                 let _held = tensors.lock();
@@ -108,8 +105,8 @@ mod tests {
             });
             assert!(panics.join().is_err());
         });
-        tensors.put(TensorId::Made(1), Tensor::Tokens(vec![7]));
-        assert!(matches!(tensors.take(TensorId::Made(1)), Some(Tensor::Tokens(tokens)) if tokens == [7]));
+        tensors.put(TensorId::Produced(1), Tensor::Tokens(vec![7]));
+        assert!(matches!(tensors.take(TensorId::Produced(1)), Some(Tensor::Tokens(tokens)) if tokens == [7]));
         assert!(tensors.is_empty());
     }
 }

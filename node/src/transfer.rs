@@ -7,54 +7,36 @@
 //! Next: `transfer/schedule.rs` (which peer to ask for which chunk), `transfer/fetch.rs` (the requests),
 //! `transfer/cache.rs` (the size limit).
 use crate::disk::{self, NoRoom};
+use cache::Cache;
+use error::{TransferError, interrupted};
 use fetch::Swarm;
 use holding::Holding;
-use kernels::weights::{ModelFile, ShardIndex};
+use kernels_models::weights::{ModelFile, ShardIndex};
 use ledger::Ledger;
 use node_core::id::{ContentId, NodeId};
-use request::encode_bitmap;
-use serde::Serialize;
+use parking_lot::{Mutex, MutexGuard};
+use request::{Ask, WeightsRequest, encode_bitmap};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
+use view::WeightsView;
 
-pub use cache::Cache;
-pub use ledger::{PeerWeights, TransferView};
-pub use request::WeightsRequest;
-
-mod cache;
+pub(crate) mod cache;
+pub(crate) mod endpoint;
+pub(crate) mod error;
 mod fetch;
 mod holding;
 mod ledger;
-mod request;
+pub(crate) mod request;
 mod schedule;
-
-/// Largest shard index accepted from a peer: at 40 bytes per chunk, enough for a terabyte of weights.
-pub const INDEX_BYTES_MAX: usize = 64 << 20;
-/// Largest chunk accepted from a peer, including the status byte.
-pub const CHUNK_BYTES_MAX: usize = (1 << 20) + 1;
-
-/// Sends requests to peers; implemented by the data plane.
-pub trait Ask: Send + Sync + 'static {
-    /// Sends a request and collects at most `max` bytes of response.
-    fn ask(
-        &self,
-        node: NodeId,
-        request: Vec<u8>,
-        max: usize,
-    ) -> impl std::future::Future<Output = Result<Vec<u8>, String>> + Send;
-
-    /// Bytes per second that all responses together may take of this node's link now; `None`: unlimited.
-    fn bytes_per_second(&self) -> Option<u64> {
-        None
-    }
-}
+pub(crate) mod view;
 
 /// A model on this node's disk, complete or in part. It stays in the cache while this or its file is held.
-pub struct Held {
+pub(crate) struct Held {
     /// Hash of its shard index.
     pub content: ContentId,
     /// The open file.
@@ -64,56 +46,10 @@ pub struct Held {
 }
 
 /// All models on this node's disk.
-pub struct Library {
+pub(crate) struct Library {
     cache: Cache,
     held: Mutex<BTreeMap<ContentId, Arc<Holding>>>,
     ledger: Arc<Ledger>,
-}
-
-/// Human-readable state of a library.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct WeightsView {
-    /// The folder of weights from peers.
-    pub cache_dir: PathBuf,
-    /// Bytes in it.
-    pub cache_used: u64,
-    /// Most bytes in it.
-    pub cache_limit: u64,
-    /// Chunks served to peers since the node started.
-    pub given_chunks: u64,
-    /// Their bytes.
-    pub given_bytes: u64,
-    /// Chunks received from each peer since the node started.
-    pub peers: Vec<PeerWeights>,
-    /// Transfers in progress.
-    pub transfers: Vec<TransferView>,
-}
-
-/// Why weights could not be fetched.
-#[derive(Debug, thiserror::Error)]
-pub enum TransferError {
-    /// The file is not a readable model.
-    #[error("{0}")]
-    Model(String),
-    /// The disk or the cache is too full for this node's share. Chunks fetched before are kept.
-    #[error(transparent)]
-    Full(#[from] NoRoom),
-    /// The disk reported an error. Chunks fetched before are kept.
-    #[error("cannot write {path}: {cause}", path = .path.display(), cause = disk::explain(.cause, disk::FREE_CACHE))]
-    Disk {
-        /// The file.
-        path: PathBuf,
-        /// The error.
-        cause: std::io::Error,
-    },
-    /// No peer could provide a chunk or the index. Chunks fetched before are kept.
-    #[error("no peer could provide {what}: {last}")]
-    Peers {
-        /// The chunk or the index.
-        what: String,
-        /// The last error.
-        last: String,
-    },
 }
 
 impl Library {
@@ -122,7 +58,7 @@ impl Library {
     ///
     /// # Errors
     /// The folder cannot be created.
-    pub fn open(cache: Cache) -> Result<Self, TransferError> {
+    pub(crate) fn open(cache: Cache) -> Result<Self, TransferError> {
         let dir = cache.dir();
         std::fs::create_dir_all(dir).map_err(|cause| TransferError::Disk { path: dir.to_owned(), cause })?;
         let kept = |entry: cache::Entry| {
@@ -141,7 +77,7 @@ impl Library {
     /// # Errors
     /// The file is not a readable model. A side file that cannot be written only means that the index is built again
     /// next time.
-    pub fn add(&self, path: &Path) -> Result<Held, TransferError> {
+    pub(crate) fn add(&self, path: &Path) -> Result<Held, TransferError> {
         let file = ModelFile::open(path).map_err(|e| TransferError::Model(e.to_string()))?;
         let path = file.path().unwrap_or(path); // for a folder, the weights file in it
         let index = Arc::new(self.index_of(path, &file)?);
@@ -157,7 +93,7 @@ impl Library {
     }
 
     /// Adds every model file of a folder whose index is already stored; others are added on request.
-    pub fn add_known(&self, models_dir: &Path) {
+    pub(crate) fn add_known(&self, models_dir: &Path) {
         for entry in std::fs::read_dir(models_dir).into_iter().flatten().flatten() {
             let path = entry.path();
             let weights = path.join(crate::pull::FOLDER_WEIGHTS);
@@ -172,7 +108,7 @@ impl Library {
     }
 
     /// Contents on disk: complete ones first, then those with some chunks.
-    pub fn contents(&self) -> Vec<ContentId> {
+    pub(crate) fn contents(&self) -> Vec<ContentId> {
         let held: Vec<Arc<Holding>> = self.lock().values().cloned().collect();
         let (whole, sparse): (Vec<_>, Vec<_>) = held.into_iter().partition(|h| h.whole_file().is_some());
         let some = sparse.into_iter().filter(|h| h.bitmap().contains(&true));
@@ -180,18 +116,18 @@ impl Library {
     }
 
     /// The user's file of a content, if it is complete.
-    pub fn path_of(&self, content: ContentId) -> Option<PathBuf> {
+    pub(crate) fn path_of(&self, content: ContentId) -> Option<PathBuf> {
         let known = self.lock().get(&content).cloned()?;
         known.whole_file().and_then(|file| file.path()).map(Path::to_owned)
     }
 
     /// Answers a peer's request: a status byte (1: available), then the bytes.
-    pub fn answer(&self, content: ContentId, what: WeightsRequest) -> Vec<u8> {
+    pub(crate) fn answer(&self, content: ContentId, what: WeightsRequest) -> Vec<u8> {
         self.find(content, what).map_or_else(|| vec![0], |bytes| [&[1], bytes.as_slice()].concat())
     }
 
     /// The human-readable state.
-    pub fn view(&self) -> WeightsView {
+    pub(crate) fn view(&self) -> WeightsView {
         let (given_chunks, given_bytes) = self.ledger.given();
         WeightsView {
             cache_dir: self.cache.dir().to_owned(),
@@ -210,7 +146,7 @@ impl Library {
     /// # Errors
     /// No source has a chunk, the disk or the cache is full, or the data is not a model. For a modified file, the text
     /// says what was expected and found.
-    pub async fn share(
+    pub(crate) async fn share(
         self: &Arc<Self>,
         content: ContentId,
         name: &str,
@@ -230,7 +166,7 @@ impl Library {
     ///
     /// # Errors
     /// Those of [`Self::share`].
-    pub async fn header(
+    pub(crate) async fn header(
         self: &Arc<Self>,
         content: ContentId,
         name: &str,
@@ -384,18 +320,16 @@ impl Library {
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<ContentId, Arc<Holding>>> {
-        self.held.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.held.lock()
     }
-}
-
-/// A task that hashes or writes did not complete: the node is shutting down.
-fn interrupted(error: tokio::task::JoinError) -> TransferError {
-    TransferError::Peers { what: "the weights".into(), last: format!("fetching was interrupted: {error}") }
 }
 
 /// Writes a temporary file and renames it, so that a reader never sees a partial file.
 fn write(path: &Path, bytes: &[u8]) -> Result<(), TransferError> {
-    let beside = path.with_extension(format!("tmp{}", std::process::id()));
+    // Two transfers may write the same file at once.
+    static NUMBER: AtomicU64 = AtomicU64::new(0);
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+    let beside = path.with_extension(format!("tmp{}-{number}", std::process::id()));
     std::fs::write(&beside, bytes).and_then(|()| std::fs::rename(&beside, path)).map_err(|cause| {
         let _ = std::fs::remove_file(&beside);
         TransferError::Disk { path: path.to_owned(), cause }

@@ -1,20 +1,21 @@
 //! The views of a node for users and programs: members, jobs and plans, derived from the core's state.
+use crate::report::{ZoneThen, ZoneView};
 use node_core::id::NodeId;
 use node_core::job::{self, JobState, ProgramView, WhatView};
 use node_core::limits;
 use node_core::membership::MemberState;
 use node_core::message::Advert;
 use node_core::node::Node;
-use node_core::work::{Change, DownReason, HeldPart, HeldWork};
-use partitioner::zones::{Then, ZoneLoss};
+use node_core::work::{DownReason, HeldPart, HeldWork, PredictedChange};
+use partitioner::zones::{Outcome, ZoneLoss};
 use partitioner::{Plan, Standby, Tier};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// A plan, as shown by the API and the command line.
-#[derive(Clone, Debug, Serialize)]
-pub struct PlanReport {
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct PlanReport {
     /// Model name.
     pub model: String,
     /// Predicted milliseconds per token of one request.
@@ -36,8 +37,8 @@ pub struct PlanReport {
 }
 
 /// A change from one placement to another.
-#[derive(Clone, Debug, Serialize)]
-pub struct ChangeView {
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct ChangeView {
     /// Predicted milliseconds per token with the current placement, on the current mesh.
     pub before_ms: f64,
     /// Predicted milliseconds per token with the new placement.
@@ -46,8 +47,8 @@ pub struct ChangeView {
     pub moved_bytes: u64,
 }
 
-impl From<Change> for ChangeView {
-    fn from(change: Change) -> Self {
+impl From<PredictedChange> for ChangeView {
+    fn from(change: PredictedChange) -> Self {
         Self {
             before_ms: change.before_ns as f64 / 1e6,
             after_ms: change.after_ns as f64 / 1e6,
@@ -57,8 +58,8 @@ impl From<Change> for ChangeView {
 }
 
 /// The last migration of a job to a better placement.
-#[derive(Clone, Debug, Serialize)]
-pub struct MoveView {
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct MoveView {
     /// The planned change.
     #[serde(flatten)]
     pub change: ChangeView,
@@ -67,8 +68,8 @@ pub struct MoveView {
 }
 
 /// One stage of a plan or a job.
-#[derive(Clone, Debug, Serialize)]
-pub struct StageView {
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct StageView {
     /// Node id, hex.
     pub node: String,
     /// Its name.
@@ -85,8 +86,8 @@ pub struct StageView {
 }
 
 /// Why a node is or is not used.
-#[derive(Clone, Debug, Serialize)]
-pub struct ReasonView {
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct ReasonView {
     /// Its name.
     pub node: String,
     /// The reason.
@@ -94,8 +95,8 @@ pub struct ReasonView {
 }
 
 /// The plan after the loss of a node.
-#[derive(Clone, Debug, Serialize)]
-pub struct LossView {
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct LossView {
     /// The lost node.
     pub node: String,
     /// Stages of the new plan; empty if there is no plan.
@@ -104,31 +105,13 @@ pub struct LossView {
     pub error: Option<String>,
 }
 
-/// The effect of losing a zone.
-#[derive(Clone, Debug, Serialize)]
-pub struct ZoneView {
-    /// Its name.
-    pub zone: String,
-    /// The job's coordinator is in it.
-    pub coordinator: bool,
-    /// Indices of the stages or tiles in it.
-    pub parts: Vec<u16>,
-    /// "untouched": no part is in it; "standbys": a standby takes over each part; "placed": the parts are placed again
-    /// on the remaining nodes; "ends": the job ends.
-    pub then: &'static str,
-    /// Predicted milliseconds without a token or step, including the time to detect the loss.
-    pub stall_ms: Option<f64>,
-    /// Why the job could not continue.
-    pub error: Option<String>,
-}
-
 impl From<ZoneLoss> for ZoneView {
     fn from(loss: ZoneLoss) -> Self {
-        let (then, stall_ns, error) = match loss.then {
-            Then::Untouched => ("untouched", None, None),
-            Then::Standbys { stall_ns } => ("standbys", stall_ns, None),
-            Then::Placed { stall_ns } => ("placed", stall_ns, None),
-            Then::Ends { why } => ("ends", None, Some(why)),
+        let (then, stall_ns, error) = match loss.outcome {
+            Outcome::Untouched => (ZoneThen::Untouched, None, None),
+            Outcome::Standbys { stall_ns } => (ZoneThen::Standbys, stall_ns, None),
+            Outcome::Placed { stall_ns } => (ZoneThen::Placed, stall_ns, None),
+            Outcome::Ends { why } => (ZoneThen::Ends, None, Some(why)),
         };
         let stall_ms = stall_ns.map(|ns| limits::LEASE.as_secs_f64() * 1e3 + ns as f64 / 1e6);
         let (zone, coordinator, parts) = (shown(&loss.zone), loss.coordinator, loss.parts);
@@ -137,8 +120,8 @@ impl From<ZoneLoss> for ZoneView {
 }
 
 /// The standby of a stage.
-#[derive(Clone, Debug, Serialize)]
-pub struct StandbyView {
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct StandbyView {
     /// Index of the stage.
     pub stage: u16,
     /// Name of the standby node; `None` if no node has the memory.
@@ -166,8 +149,8 @@ impl StandbyView {
 }
 
 /// The state of a node, as shown by the API.
-#[derive(Clone, Debug, Serialize)]
-pub struct StateView {
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct StateView {
     /// Id of this node, hex.
     pub node: String,
     /// Its name.
@@ -188,14 +171,14 @@ pub struct StateView {
     /// PeerIds that asked to join without a ticket; `meshnode approve PEER` admits them.
     pub waiting: Vec<String>,
     /// The cache of weights from peers, bytes per peer, and running transfers.
-    pub weights: crate::transfer::WeightsView,
+    pub weights: crate::transfer::view::WeightsView,
     /// Bytes of rows sent to other stages and to standbys.
     pub boundary: crate::boundary::BoundaryView,
 }
 
 /// A member.
-#[derive(Clone, Debug, Default, Serialize)]
-pub struct PeerView {
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct PeerView {
     /// Node id, hex.
     pub node: String,
     /// Name.
@@ -233,8 +216,8 @@ pub struct PeerView {
 }
 
 /// A job.
-#[derive(Clone, Debug, Default, Serialize)]
-pub struct JobView {
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct JobView {
     /// Job id, hex.
     pub job: String,
     /// Model name.
@@ -296,7 +279,7 @@ fn peer_views(node: &Node) -> Vec<PeerView> {
 
 /// Snapshot of the core's state for the API, taken on the driver's thread.
 #[derive(Clone, Debug, Default)]
-pub struct Views {
+pub(crate) struct Views {
     /// See [`StateView`].
     pub peers: Vec<PeerView>,
     /// See [`StateView`].
@@ -309,7 +292,7 @@ pub struct Views {
 
 impl Views {
     /// Takes the snapshot.
-    pub fn of(node: &Node) -> Self {
+    pub(crate) fn of(node: &Node) -> Self {
         Self {
             peers: peer_views(node),
             jobs: job_views(node),
@@ -448,7 +431,7 @@ pub(crate) fn plan_report(
     model: String,
     plan: &Plan,
     standbys: &[Standby],
-    change: Option<Change>,
+    change: Option<PredictedChange>,
     names: &BTreeMap<String, String>,
 ) -> PlanReport {
     let name = |id: &partitioner::DeviceId| {
@@ -534,7 +517,7 @@ pub(crate) fn count(number: usize, what: &str) -> String {
 }
 
 /// A full node id in hex, as shown by the API.
-pub fn hex(node: &NodeId) -> String {
+pub(crate) fn hex(node: &NodeId) -> String {
     node.0.iter().map(|b| format!("{b:02x}")).collect()
 }
 

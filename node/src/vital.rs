@@ -3,7 +3,8 @@
 //!
 //! A node whose gossip thread, device thread or ban exchange has died unnoticed looks alive but is not. It exits with a
 //! failure code instead, so that a supervisor restarts it and the mesh takes over its work.
-use std::sync::{Arc, Mutex, PoisonError};
+use parking_lot::Mutex;
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
@@ -13,17 +14,17 @@ const GLANCE: Duration = Duration::from_secs(1);
 
 /// Reports the end of a node, once: by the driver thread, or by the watch over the parts.
 #[derive(Clone)]
-pub struct End(Arc<Mutex<Option<oneshot::Sender<()>>>>);
+pub(crate) struct End(Arc<Mutex<Option<oneshot::Sender<()>>>>);
 
 impl End {
     /// An unreported end, and a receiver that completes with it: with an error if the node failed.
-    pub fn new() -> (Self, oneshot::Receiver<()>) {
+    pub(crate) fn new() -> (Self, oneshot::Receiver<()>) {
         let (sender, stopped) = oneshot::channel();
         (Self(Arc::new(Mutex::new(Some(sender)))), stopped)
     }
 
     /// Runs the node. Returning from `node` is a normal stop, a panic is a failure.
-    pub fn after(self, node: impl FnOnce()) {
+    pub(crate) fn after(self, node: impl FnOnce()) {
         let failed = Failed(self);
         node();
         if let Some(sender) = failed.0.take() {
@@ -32,11 +33,11 @@ impl End {
     }
 
     fn take(&self) -> Option<oneshot::Sender<()>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.0.lock().take()
     }
 
     fn is_reported(&self) -> bool {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+        self.0.lock().is_none()
     }
 }
 
@@ -51,7 +52,7 @@ impl Drop for Failed {
 
 /// The threads and tasks of a node.
 #[derive(Default)]
-pub struct Parts(Vec<Part>);
+pub(crate) struct Parts(Vec<Part>);
 
 struct Part {
     name: &'static str,
@@ -60,17 +61,17 @@ struct Part {
 
 impl Parts {
     /// Adds a part; `runs` returns whether it still runs.
-    pub fn add(&mut self, name: &'static str, runs: impl Fn() -> bool + Send + Sync + 'static) {
+    pub(crate) fn add(&mut self, name: &'static str, runs: impl Fn() -> bool + Send + Sync + 'static) {
         self.0.push(Part { name, runs: Box::new(runs) });
     }
 
     /// Adds a task.
-    pub fn add_task(&mut self, name: &'static str, task: AbortHandle) {
+    pub(crate) fn add_task(&mut self, name: &'static str, task: AbortHandle) {
         self.add(name, move || !task.is_finished());
     }
 
     /// Starts the watch, which ends with the node or when it is aborted.
-    pub fn watch(self, end: End) -> AbortHandle {
+    pub(crate) fn watch(self, end: End) -> AbortHandle {
         self.watch_every(GLANCE, end)
     }
 

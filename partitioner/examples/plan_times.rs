@@ -1,5 +1,6 @@
 //! Planning time on this machine: prints milliseconds for fleets of several sizes. Run it with `cargo run --release -p
 //! partitioner --example plan_times`.
+#![expect(clippy::disallowed_methods, reason = "measures how fast the planner itself runs")]
 #![allow(clippy::print_stdout)] // printing is its purpose
 #[path = "../tests/fleets/mod.rs"]
 mod fleets;

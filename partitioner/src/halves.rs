@@ -14,7 +14,7 @@ const CUTS_MAX: usize = 8;
 /// The plan with stages split in two where that gives both halves a standby and takes none from another stage. The
 /// coordinator's own stages are not split, and their standbys get the memory that is left: losing them changes the coordinator
 /// too.
-pub(crate) fn cut_for_standbys(plan: Plan, work: &Work, fleet: &Fleet, options: &Options) -> Plan {
+pub(crate) fn split_for_standbys(plan: Plan, work: &Work, fleet: &Fleet, options: &Options) -> Plan {
     let mut plan = plan;
     let mut chosen = standbys(&plan, work, fleet, options, &[]);
     let mut tried = BTreeSet::new();
@@ -28,7 +28,7 @@ pub(crate) fn cut_for_standbys(plan: Plan, work: &Work, fleet: &Fleet, options: 
         };
         tried.insert(plan.stages()[at].layers.start);
         let Some(cut) = middle(&plan, at, (&chosen, options.head), work, fleet) else { continue };
-        let Ok(next) = plan.clone().with_cut(at, cut, work, fleet) else { continue };
+        let Ok(next) = plan.clone().with_split(at, cut, work, fleet) else { continue };
         let next_chosen = standbys(&next, work, fleet, options, &[]);
         if without(&next, &next_chosen, options.head) < without(&plan, &chosen, options.head) {
             (plan, chosen) = (next, next_chosen);
@@ -110,7 +110,7 @@ mod tests {
     fn cut(fleet: &Fleet, stages: &[(DeviceId, Range<u32>)]) -> Vec<(DeviceId, Range<u32>)> {
         let options = Options { goal: Goal::Latency, head: A, losses: false };
         let plan = Plan::new(stages, &work(), fleet, &options).unwrap();
-        let cut = cut_for_standbys(plan.clone(), &work(), fleet, &options);
+        let cut = split_for_standbys(plan.clone(), &work(), fleet, &options);
         let more = cut.stages().len() - plan.stages().len();
         assert_eq!(cut.token_ns(), plan.token_ns() + more as u64 * 10_000, "what one more stage costs");
         cut.placement()

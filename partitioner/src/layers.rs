@@ -33,7 +33,7 @@ const EQUAL_PARTS: u64 = 100;
 const WORK_BYTES_MAX: u64 = 1 << 60;
 
 /// The plan with the least predicted time for this work on this fleet, with the reasons. `options.losses` adds a plan for the
-/// loss of each node in use but the coordinator, whose loss ends its requests.
+/// loss of each node in use but the coordinator, whose loss costs a succession.
 ///
 /// # Errors
 /// Names what is short and by how much.

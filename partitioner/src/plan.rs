@@ -176,7 +176,13 @@ impl Plan {
     /// # Errors
     /// [`InvalidPlan::Layers`] when a half would be empty, [`InvalidPlan::Memory`] when the device lacks memory for both halves
     /// besides its other stages, [`InvalidPlan::NoSpeed`] when its speed was not measured.
-    pub(crate) fn with_cut(mut self, index: usize, cut: u32, work: &Work, fleet: &Fleet) -> Result<Self, InvalidPlan> {
+    pub(crate) fn with_split(
+        mut self,
+        index: usize,
+        cut: u32,
+        work: &Work,
+        fleet: &Fleet,
+    ) -> Result<Self, InvalidPlan> {
         let misfit = InvalidPlan::Layers { stage: index, start: 0, end: cut };
         let old = self.stages.get(index).filter(|old| old.layers.start < cut && cut < old.layers.end).ok_or(misfit)?;
         let device = fleet.device(old.device).ok_or(InvalidPlan::UnknownDevice { stage: index })?;

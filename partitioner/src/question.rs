@@ -1,7 +1,7 @@
 //! Questions to the planner and its answers, for both kinds of jobs, so that a caller can have them answered on another thread.
 use crate::cost;
 use crate::fleet::{DeviceId, Fleet};
-use crate::halves::cut_for_standbys;
+use crate::halves::split_for_standbys;
 use crate::layers::plan;
 use crate::plan::{Options, Plan, PlanError};
 use crate::repair::{moved_bytes, repair};
@@ -137,7 +137,7 @@ impl ModelQuestion {
             Some(current) => repair(current, work, fleet, options)?,
             None => plan(work, fleet, options)?,
         };
-        let plan = cut_for_standbys(plan, work, fleet, options);
+        let plan = split_for_standbys(plan, work, fleet, options);
         let before_ns =
             present.as_ref().and_then(|present| cost::token_ns(work, fleet, options.head, &present.placement()));
         let moved_bytes = present.as_ref().map_or(0, |present| moved_bytes(present, &plan, work));
@@ -151,7 +151,7 @@ impl GridStandbysQuestion {
         let mut chosen = tiles::standbys(&self.work, &self.owners, self.depth, &self.fleet, &self.kept);
         for standby in &mut chosen {
             let block = &self.owners[usize::from(standby.tile)].1;
-            let last = tiles::halos_last_ns(&self.work, block, self.depth, self.step_ns, self.halo_bytes);
+            let last = tiles::retained_halo_ns(&self.work, block, self.depth, self.step_ns, self.halo_bytes);
             standby.snapshot_every_ns = standby.snapshot_every_ns.min(last.max(self.snapshot_ns_min));
         }
         chosen

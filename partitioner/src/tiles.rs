@@ -15,8 +15,8 @@ use serde::{Deserialize, Serialize};
 mod guards;
 mod question;
 
-pub use guards::{TileStandby, halos_last_ns, standbys, takeover_ns};
-pub use question::{GridQuestion, Paces};
+pub use guards::{TileStandby, retained_halo_ns, standbys, takeover_ns};
+pub use question::{GridQuestion, RuleRates};
 
 /// Maximum number of tiles of a job: each exchanges halos with its neighbours every few steps.
 pub const TILES_MAX: usize = 256;
@@ -189,14 +189,14 @@ impl Block {
 }
 
 /// The partition with the least predicted time per step, from the devices' memory bandwidth and the rates measured with the
-/// rule so far (`paces`). `depth`: the requested halo depth; `None` chooses one.
+/// rule so far (`rates`). `depth`: the requested halo depth; `None` chooses one.
 ///
 /// Devices that do not help are not used. All tiles are on devices with the same numerics, so that the result does not depend
 /// on the partition. Ties go to fewer tiles, then to the shallower halo.
 ///
 /// # Errors
 /// The grid is invalid or does not fit, or the depth exceeds a tile.
-pub fn cut(work: &GridWork, fleet: &Fleet, paces: &Paces, depth: Option<u32>) -> Result<GridPlan, GridError> {
+pub fn cut(work: &GridWork, fleet: &Fleet, paces: &RuleRates, depth: Option<u32>) -> Result<GridPlan, GridError> {
     validate(work)?;
     let kinds: BTreeSet<u64> = fleet.devices.iter().filter(|d| !d.excluded).map(|device| device.numerics).collect();
     let of = |kind: u64| cut_for(work, fleet, paces, depth, kind);
@@ -213,7 +213,7 @@ pub fn cut(work: &GridWork, fleet: &Fleet, paces: &Paces, depth: Option<u32>) ->
 fn cut_for(
     work: &GridWork,
     fleet: &Fleet,
-    paces: &Paces,
+    paces: &RuleRates,
     depth: Option<u32>,
     numerics: u64,
 ) -> Result<GridPlan, GridError> {
@@ -306,7 +306,7 @@ struct Candidate<'a> {
 }
 
 /// The usable devices, fastest first.
-fn candidates<'a>(work: &GridWork, fleet: &'a Fleet, paces: &Paces) -> Vec<Candidate<'a>> {
+fn candidates<'a>(work: &GridWork, fleet: &'a Fleet, paces: &RuleRates) -> Vec<Candidate<'a>> {
     let candidate = |(device, speed): (&'a Device, u64)| Candidate {
         device,
         speed,

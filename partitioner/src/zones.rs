@@ -6,7 +6,7 @@ use crate::fleet::{Device, DeviceId, Fleet};
 use crate::plan::{Options, Plan};
 use crate::repair::repair;
 use crate::standby::{Standby, placed_ns};
-use crate::tiles::{self, Block, GridPlan, GridWork, Paces, TileStandby};
+use crate::tiles::{self, Block, GridPlan, GridWork, RuleRates, TileStandby};
 use crate::work::Work;
 use alloc::collections::BTreeSet;
 use alloc::string::{String, ToString};
@@ -25,12 +25,12 @@ pub struct ZoneLoss {
     /// Numbers of the job's parts whose owners are in the zone.
     pub parts: Vec<u16>,
     /// What happens to these parts.
-    pub then: Then,
+    pub outcome: Outcome,
 }
 
 /// What happens to the parts of a lost zone.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Then {
+pub enum Outcome {
     /// The zone has no parts.
     Untouched,
     /// Each part continues on its standby outside the zone.
@@ -63,25 +63,25 @@ pub fn model_losses(plan: &Plan, standbys: &[Standby], work: &Work, fleet: &Flee
         };
         let stalls: Option<Vec<Option<u64>>> = parts.iter().map(standby).collect();
         let then = match stalls {
-            Some(stalls) if stalls.is_empty() => Then::Untouched,
-            Some(stalls) => Then::Standbys { stall_ns: stalls.into_iter().max().flatten() },
+            Some(stalls) if stalls.is_empty() => Outcome::Untouched,
+            Some(stalls) => Outcome::Standbys { stall_ns: stalls.into_iter().max().flatten() },
             None => placed_again(plan, work, options, &zone),
         };
-        ZoneLoss { zone: zone.name.into(), coordinator: zone.has(options.head), parts, then }
+        ZoneLoss { zone: zone.name.into(), coordinator: zone.has(options.head), parts, outcome: then }
     };
     zones(fleet).map(of).collect()
 }
 
-fn placed_again(plan: &Plan, work: &Work, options: &Options, zone: &Zone<'_>) -> Then {
+fn placed_again(plan: &Plan, work: &Work, options: &Options, zone: &Zone<'_>) -> Outcome {
     let left = zone.left();
     // If the coordinator is lost too, another node replaces it.
     let first = left.devices.iter().find(|device| !device.excluded).map(|device| device.id);
     let head = if zone.has(options.head) { first.unwrap_or(options.head) } else { options.head };
     match repair(plan, work, &left, &Options { goal: options.goal, head, losses: false }) {
-        Err(error) => Then::Ends { why: error.to_string() },
+        Err(error) => Outcome::Ends { why: error.to_string() },
         Ok(next) => {
             let lost: Vec<DeviceId> = zone.devices().map(|device| device.id).collect();
-            Then::Placed { stall_ns: Some(placed_ns(plan, &next, work, &left, (head, &lost))) }
+            Outcome::Placed { stall_ns: Some(placed_ns(plan, &next, work, &left, (head, &lost))) }
         }
     }
 }
@@ -106,14 +106,14 @@ pub fn grid_losses(
         };
         let stalls: Option<Vec<u64>> = parts.iter().map(stall).collect();
         let then = match stalls {
-            Some(stalls) if stalls.is_empty() => Then::Untouched,
-            Some(stalls) => Then::Standbys { stall_ns: stalls.into_iter().max() },
-            None => match tiles::cut(work, &zone.left(), &Paces::default(), None) {
-                Ok(_) => Then::Placed { stall_ns: None },
-                Err(error) => Then::Ends { why: error.to_string() },
+            Some(stalls) if stalls.is_empty() => Outcome::Untouched,
+            Some(stalls) => Outcome::Standbys { stall_ns: stalls.into_iter().max() },
+            None => match tiles::cut(work, &zone.left(), &RuleRates::default(), None) {
+                Ok(_) => Outcome::Placed { stall_ns: None },
+                Err(error) => Outcome::Ends { why: error.to_string() },
             },
         };
-        ZoneLoss { zone: zone.name.into(), coordinator: zone.has(head), parts, then }
+        ZoneLoss { zone: zone.name.into(), coordinator: zone.has(head), parts, outcome: then }
     };
     zones(fleet).map(of).collect()
 }
@@ -202,15 +202,18 @@ mod tests {
         ]);
         let names: Vec<&str> = found.iter().map(|loss| &*loss.zone).collect();
         assert_eq!(names, ["a", "b", "c"]);
-        let placed = matches!(found[0].then, Then::Standbys { stall_ns: Some(1..) });
+        let placed = matches!(found[0].outcome, Outcome::Standbys { stall_ns: Some(1..) });
         assert!(found[0].coordinator && found[0].parts == [0] && placed, "{found:?}");
-        assert!(matches!(found[1].then, Then::Standbys { stall_ns: Some(1..) }) && found[1].parts == [1], "{found:?}");
-        assert_eq!((&found[2].then, found[2].parts.len()), (&Then::Untouched, 0));
+        assert!(
+            matches!(found[1].outcome, Outcome::Standbys { stall_ns: Some(1..) }) && found[1].parts == [1],
+            "{found:?}"
+        );
+        assert_eq!((&found[2].outcome, found[2].parts.len()), (&Outcome::Untouched, 0));
         // The only standby is in the same zone as its stage.
         let found = asked(vec![device(1, "a", 6 << 20), device(2, "b", 6 << 20), device(3, "b", 6 << 20)]);
-        assert!(matches!(found[1].then, Then::Ends { .. }), "{found:?}");
+        assert!(matches!(found[1].outcome, Outcome::Ends { .. }), "{found:?}");
         let found = asked(vec![device(1, "a", 1 << 30), device(2, "b", 6 << 20), device(3, "b", 6 << 20)]);
-        assert!(matches!(found[1].then, Then::Standbys { .. }), "the coordinator has memory for both: {found:?}");
+        assert!(matches!(found[1].outcome, Outcome::Standbys { .. }), "the coordinator has memory for both: {found:?}");
     }
 
     #[test]
@@ -230,7 +233,7 @@ mod tests {
         let head = DeviceId([1; 16]);
         let asked = |devices: Vec<Device>| {
             let fleet = fleet(devices);
-            let plan = tiles::cut(&work, &fleet, &Paces::default(), Some(4)).unwrap();
+            let plan = tiles::cut(&work, &fleet, &RuleRates::default(), Some(4)).unwrap();
             let owners: Vec<(DeviceId, Block)> = plan.tiles().iter().map(|tile| (tile.device, tile.block)).collect();
             let standbys = tiles::standbys(&work, &owners, plan.depth(), &fleet, &[]);
             grid_losses(&plan, (&standbys, true), &work, &fleet, head)
@@ -238,14 +241,17 @@ mod tests {
         let room = 1 << 30;
         let found = asked(vec![device(1, "a", room), device(2, "a", room), device(3, "b", room), device(4, "b", room)]);
         assert_eq!(found.len(), 2);
-        assert!(found.iter().all(|loss| matches!(loss.then, Then::Standbys { stall_ns: Some(1..) })), "{found:?}");
+        assert!(
+            found.iter().all(|loss| matches!(loss.outcome, Outcome::Standbys { stall_ns: Some(1..) })),
+            "{found:?}"
+        );
         assert_eq!([found[0].coordinator, found[1].coordinator], [true, false]);
         let tight = 48 << 20;
         let found = asked(vec![device(1, "a", tight), device(2, "b", tight)]);
-        assert!(found.iter().all(|loss| matches!(loss.then, Then::Ends { .. })), "{found:?}");
+        assert!(found.iter().all(|loss| matches!(loss.outcome, Outcome::Ends { .. })), "{found:?}");
         let fleet = fleet(vec![device(1, "a", room), device(2, "b", room)]);
-        let plan = tiles::cut(&work, &fleet, &Paces::default(), Some(4)).unwrap();
+        let plan = tiles::cut(&work, &fleet, &RuleRates::default(), Some(4)).unwrap();
         let unguarded = grid_losses(&plan, (&[], true), &work, &fleet, head);
-        assert!(unguarded.iter().all(|loss| matches!(loss.then, Then::Placed { .. })), "{unguarded:?}");
+        assert!(unguarded.iter().all(|loss| matches!(loss.outcome, Outcome::Placed { .. })), "{unguarded:?}");
     }
 }

@@ -11,7 +11,7 @@ use node_core::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-pub use simulation::{Guarded, Simulation};
+pub use simulation::{Simulation, StandbyTier};
 
 /// A case. Times count from the moment when all models are first served.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

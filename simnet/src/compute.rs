@@ -12,7 +12,7 @@ use node_core::time::{Duration, Instant};
 use node_core::work::Payload;
 use node_core::work::serve::{Item, ItemResult, SampleSpec, Sampling, StageOrder};
 use node_core::work::steps::TileWork;
-use node_core::work::{Loaded, Made, Order, PartWork, Run};
+use node_core::work::{Loaded, Order, PartWork, Run, RunResult};
 use std::collections::BTreeMap;
 
 /// A payload sent from one host to another.
@@ -64,11 +64,11 @@ pub struct Executor {
     /// The current stall: when the queued work would have ended, and when the stall ends.
     stalled: Option<(Instant, Instant)>,
     /// Never answers again (a driver deadlock).
-    pub hung: bool,
+    pub dead: bool,
     /// Number of upcoming batches that fail (a device reset).
     pub failures: u32,
     /// Number of upcoming loads that are rejected as out of memory.
-    pub refusals: u32,
+    pub rejections: u32,
     /// Current batch time in percent of the nominal time.
     pub slow_percent: u32,
 }
@@ -103,9 +103,9 @@ impl Executor {
             arrivals: 0,
             busy_until: Instant(0),
             stalled: None,
-            hung: false,
+            dead: false,
             failures: 0,
-            refusals: 0,
+            rejections: 0,
             slow_percent: 100,
         }
     }
@@ -150,8 +150,8 @@ impl Executor {
             let rejection = Input::Loaded { job, part, load, result: Err(reason) };
             Err(Box::new((now + Duration::from_millis(1), rejection)))
         };
-        if self.refusals > 0 {
-            self.refusals -= 1;
+        if self.rejections > 0 {
+            self.rejections -= 1;
             return reject("out of memory".into());
         }
         if bytes > free {
@@ -175,7 +175,7 @@ impl Executor {
         stage.resident = true;
         self.busy_until = self.busy_until.max(now) + took;
         let result = Ok(Loaded { bytes, step: None });
-        (!self.hung).then_some((self.busy_until, Input::Loaded { job, part, load, result }))
+        (!self.dead).then_some((self.busy_until, Input::Loaded { job, part, load, result }))
     }
 
     /// The weights are unavailable: frees the reserved memory.
@@ -185,7 +185,7 @@ impl Executor {
         }
     }
 
-    /// `Output::Keep`: a stage stays resident, with its caches, under another epoch.
+    /// `Output::Continue`: a stage stays resident, with its caches, under another epoch.
     pub fn keep(&mut self, job: JobId, epoch: Epoch, part: PartId) {
         if let Some(stage) = self.stages.get_mut(&(job, part)) {
             stage.epoch = epoch;
@@ -217,10 +217,10 @@ impl Executor {
         let rows: u64 = items.iter().map(|item| u64::from(item.count)).sum();
         let seen: u64 = items.iter().map(positions_seen).sum();
         let layers = self.stages.get(&(job, part)).map_or(0, |stage| stage.layers.len() as u64);
-        let result = self.run_batch(run, items).map(Made::Batch);
+        let result = self.run_batch(run, items).map(RunResult::Batch);
         let took = Duration::from_nanos(self.batch_ns(layers, rows, seen));
         self.busy_until = self.busy_until.max(now) + took;
-        (!self.hung).then_some((self.busy_until, Input::Ran { job, part, work, result }))
+        (!self.dead).then_some((self.busy_until, Input::Ran { job, part, work, result }))
     }
 
     /// `Output::Challenge`. Returns when it ends, and the result.
@@ -237,7 +237,7 @@ impl Executor {
         let step = Duration::from_nanos(self.batch_ns(layers, 1, 0));
         self.busy_until = self.busy_until.max(now) + step.saturating_mul(CHALLENGE_STEPS);
         let result = digest.ok_or_else(|| format!("no stage of {epoch:?} here"));
-        (!self.hung).then_some((self.busy_until, Input::Challenged { job, epoch, part, nonce, result }))
+        (!self.dead).then_some((self.busy_until, Input::Challenged { job, epoch, part, nonce, result }))
     }
 
     /// Cost of a batch as on a real device: one pass over the weights, 10 % more for each further row, and the cache of all
@@ -276,8 +276,8 @@ impl Executor {
     pub fn load_tile(&mut self, job: JobId, order: &Order, cells: Option<Saved>) -> Result<Loaded, String> {
         self.grids.drop_tile(job, order.part);
         let (bytes, free) = (order.bytes_max, self.memory_free());
-        if self.refusals > 0 {
-            self.refusals -= 1;
+        if self.rejections > 0 {
+            self.rejections -= 1;
             return Err("out of memory".into());
         }
         if bytes > free {
@@ -306,11 +306,11 @@ impl Executor {
                 self.tensors.insert(tensor, cargo);
             }
             made.compute_ns = took.as_nanos() as u64;
-            Made::Steps(made)
+            RunResult::Steps(made)
         });
         let done = Input::Ran { job, part, work, result };
         let (halos_ready, ends) = (begins + took / 2, self.busy_until);
-        (!self.hung).then_some(RunTimes { halos_ready, sizes, ends, done })
+        (!self.dead).then_some(RunTimes { halos_ready, sizes, ends, done })
     }
 
     /// `Output::Share`.
@@ -532,7 +532,7 @@ mod tests {
         for answer in [batch(&mut device, second), tile(&mut device, second)] {
             assert!(answer.is_some_and(|at| at > second + Duration::from_secs(3)), "a stall delays both: {answer:?}");
         }
-        device.hung = true;
+        device.dead = true;
         assert!(
             batch(&mut device, second).is_none() && tile(&mut device, second).is_none(),
             "a dead device answers neither"

@@ -13,7 +13,7 @@ use node_core::time::{Duration, Instant};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::collections::BTreeMap;
 
-pub use draw::{Ground, any, disks, lies, losses, mend, swarm};
+pub use draw::{Ground, any, disks, forgeries, losses, mend, swarm};
 
 /// A fault, or the end of one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -281,7 +281,7 @@ impl Moment {
     }
 
     /// Whether it kills the coordinator.
-    pub fn kills_head(self) -> bool {
+    pub fn kills_coordinator(self) -> bool {
         matches!(self, Moment::Plan | Moment::Mint)
     }
 }

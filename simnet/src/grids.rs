@@ -5,7 +5,7 @@
 //! is an error. `solo` computes the same grid in one piece.
 use crate::compute::{Cargo, mix};
 use node_core::id::{ContentId, JobId, PartId, TensorId};
-use node_core::work::steps::{Report, SaveKind, SimulationId, StopKind, TileMade, TileOrder, TileStart, TileWork};
+use node_core::work::steps::{ActionKind, Report, SaveKind, SimulationId, TileOrder, TileResult, TileStart, TileWork};
 use node_core::work::{Loaded, Order, PartWork};
 use partitioner::tiles::{Block, TileLink};
 use std::collections::BTreeMap;
@@ -294,7 +294,7 @@ impl GridDevice {
         (job, part): (JobId, PartId),
         work: &TileWork,
         halos: Vec<(u16, Option<Cargo>)>,
-    ) -> Result<(TileMade, Vec<(TensorId, Cargo)>), String> {
+    ) -> Result<(TileResult, Vec<(TensorId, Cargo)>), String> {
         let tile = self.tiles.get_mut(&(job, part)).ok_or("the tile is gone")?;
         if tile.step != work.from {
             return Err(format!("the tile has made {} steps, not {}", tile.step, work.from));
@@ -308,20 +308,20 @@ impl GridDevice {
             let cells = tile.cells.as_mut().ok_or("no cells")?;
             places.iter().zip(values).for_each(|(at, value)| cells.set(at, value));
         }
-        let mut made = TileMade::default();
+        let mut made = TileResult::default();
         let mut stops = work.stops.iter().peekable();
         let mut left = tile.order.depth;
         loop {
             while let Some(stop) = stops.next_if(|stop| stop.step <= tile.step) {
                 match stop.what {
-                    StopKind::Report { hash: requested } => {
+                    ActionKind::Report { hash: requested } => {
                         let owned = tile.owned();
                         let totals = vec![total(owned.iter().map(|(at, value)| (*at, *value)))];
                         let hash = requested.then(|| hash(owned));
                         let not_finite = not_finite(&tile.order, part, stop.step);
                         made.reports.push((stop.step, Report { totals, hash, not_finite }));
                     }
-                    StopKind::Save(kind) => {
+                    ActionKind::Save(kind) => {
                         let owned = tile.owned();
                         // The planner counts one full state of each kind.
                         let same = |(of_job, number, _, of): &(JobId, PartId, u32, SaveKind)| {

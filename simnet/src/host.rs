@@ -117,6 +117,8 @@ pub struct Host {
     pub turn_at: Option<Instant>,
     /// When its driver has finished the inputs that it took last.
     pub busy_until: Instant,
+    /// Number of inputs since its node last checked its own invariants.
+    pub(crate) unchecked: u32,
     /// Its node was asked to leave in this life.
     pub leaves: bool,
     /// The earliest wakeup in the queue.
@@ -157,6 +159,7 @@ impl Host {
             inbox: VecDeque::new(),
             turn_at: None,
             busy_until: Instant(0),
+            unchecked: 0,
             leaves: false,
             wake_at: None,
             clock: Clock::default(),
@@ -168,6 +171,16 @@ impl Host {
     /// Whether the process exists, paused or not.
     pub fn runs(&self) -> bool {
         self.node.is_some()
+    }
+
+    /// Its node, if it runs, asserts its own invariants. Planted bugs break some of them, but have to be found by the
+    /// checkers.
+    pub(crate) fn assert_invariants(&self) {
+        if !node_core::PLANTED
+            && let Some(node) = &self.node
+        {
+            node.assert_invariants();
+        }
     }
 
     pub(crate) fn config(&mut self, now: Instant) -> Config {

@@ -40,4 +40,4 @@ pub use host::{HostId, HostSpec};
 pub use options::Options;
 pub use run::{Outcome, run};
 pub use workload::Workload;
-pub use world::{Observer, Told, World};
+pub use world::{Notification, Observer, World};

@@ -1,4 +1,5 @@
 //! The command line of the simulator: run scenarios, soak seeds, measure scale, replay recordings.
+#![expect(clippy::disallowed_methods, reason = "measures how fast the simulator itself runs")]
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use node_core::time::Duration;
 use serde_json::json;
@@ -44,7 +45,7 @@ enum Command {
 #[derive(Args)]
 #[command(after_help = "\
 Examples:
-  simnet run simnet/scenarios/kill-the-head.toml
+  simnet run simnet/scenarios/kill-the-entry-node.toml
   simnet run simnet/scenarios/slow-node.toml --seed 7 --json | jq .ends
 
 A scenario lists hosts, links, requests and faults; simnet/scenarios/ contains examples.")]
@@ -172,7 +173,7 @@ fn run(args: &RunArgs) -> ExitCode {
     };
     case.seed = args.seed.unwrap_or(case.seed);
     let outcome = match args.messages {
-        true => simnet::run::run_telling(&case, simnet::timeline::Timeline::with_messages()),
+        true => simnet::run::run_with_timeline(&case, simnet::timeline::Timeline::with_messages()),
         false => run_caught(&case),
     };
     if args.json {
@@ -382,7 +383,7 @@ fn one(args: &SoakArgs, size: Size) -> ExitCode {
     say(&format!("seed {}\n{}", case.seed, figures(&case)));
     case.faults.iter().for_each(|timed| say(&format!("  {:>10} {}", ms(timed.at), timed.fault)));
     let outcome = match args.messages {
-        true => simnet::run::run_telling(&case, simnet::timeline::Timeline::with_messages()),
+        true => simnet::run::run_with_timeline(&case, simnet::timeline::Timeline::with_messages()),
         false => run_caught(&case),
     };
     print_outcome(&outcome);

@@ -104,7 +104,7 @@ fn worth_input(input: &Input, name: &dyn Fn(NodeId) -> String) -> Option<String>
         | Input::Ran { .. }
         | Input::Halos { .. }
         | Input::Collected { .. }
-        | Input::Kept { .. }
+        | Input::CheckpointKept { .. }
         | Input::Mirrored { .. }
         | Input::Plan { .. }
         | Input::PeerFound { .. }
@@ -170,7 +170,7 @@ fn worth_output(output: &Output, name: &dyn Fn(NodeId) -> String) -> Option<Stri
         Output::Connect { node, .. } => Some(format!("< connect to {}", name(*node))),
         Output::Disconnect { node } => Some(format!("< disconnect from {}", name(*node))),
         Output::Load { epoch, order, .. } => Some(about("load", order, *epoch)),
-        Output::Keep { epoch, order, .. } => Some(about("keep", order, *epoch)),
+        Output::Continue { epoch, order, .. } => Some(about("keep", order, *epoch)),
         Output::Fetch { epoch, order, .. } => Some(about("fetch", order, *epoch)),
         Output::Drop { job, part } => Some(format!("< drop part {part} of job {:016x}", job.0)),
         Output::Unload { job } => Some(format!("< unload job {:016x}", job.0)),

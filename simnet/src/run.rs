@@ -11,14 +11,14 @@ use crate::checker::rings::Rings;
 use crate::checker::standbys::TileStandbys;
 use crate::checker::survival::Survival;
 use crate::checker::{cancels::Cancels, membership, reports, requests, rest, standbys};
-use crate::faults::Fault;
-use crate::host::{HostId, HostSpec};
+use crate::faults::{Fault, Timed};
+use crate::host::{Host, HostId, HostSpec};
+use crate::options::Options;
 use crate::submissions::{CASE_CELL_NS, End, Submissions, settle_max};
 use crate::timeline::{Line, Timeline, name, pauses};
 use crate::units;
 use crate::workload::{Call, WIDTH};
-use crate::world::{Told, World};
-use crate::{Options, Timed};
+use crate::world::{Notification, World};
 use callers::{Callers, is_usable};
 use node_core::id::{CallId, NodeId};
 use node_core::output::Event;
@@ -64,16 +64,17 @@ pub struct Outcome {
 
 /// Runs a case.
 pub fn run(case: &Case) -> Outcome {
-    run_telling(case, Timeline::default())
+    run_with_timeline(case, Timeline::default())
 }
 
 /// Runs a case with the caller's timeline.
-pub fn run_telling(case: &Case, timeline: Timeline) -> Outcome {
+pub fn run_with_timeline(case: &Case, timeline: Timeline) -> Outcome {
     let mut run = Run::new(case, timeline);
     if run.serve() {
         run.inject_faults();
         run.heal_and_settle();
     }
+    run.world.hosts().for_each(Host::assert_invariants);
     run.outcome()
 }
 
@@ -177,7 +178,7 @@ impl<'a> Run<'a> {
         self.world.run_for(Duration::from_millis(500)); // connections are established
         self.world.observe(Box::new(self.timeline.clone()));
         for callers in &mut self.callers {
-            let head = callers.work.head;
+            let head = callers.work.entry;
             callers.work.turn_to(&mut self.world, head);
             let ready = callers.work.run_until_ready(&mut self.world, SETUP_MAX);
             if !ready {
@@ -310,7 +311,8 @@ impl<'a> Run<'a> {
             self.until(limit, |run| ended(run) || behind(run).is_empty());
             let asked = call(self).submitted;
             let work = &self.callers[index].work;
-            let sought = |told: &Told| told.at >= asked && matches!(told.event, Event::Standby { current: false, .. });
+            let sought =
+                |told: &Notification| told.at >= asked && matches!(told.event, Event::Standby { current: false, .. });
             let stayed = work.epoch == epoch && !work.notes.iter().any(sought);
             if stayed {
                 late = behind(self);
@@ -335,11 +337,11 @@ impl<'a> Run<'a> {
     /// Advances the time by one check interval, then runs callers, submitters and checks.
     fn step(&mut self, end: Instant) {
         self.world.run_until((self.world.now() + LOOK).min(end));
-        let told = self.world.take_told();
+        let told = self.world.take_notifications();
         self.callers.iter_mut().for_each(|callers| callers.hear(&told));
         self.submissions.hear(&self.world, &told);
         self.judge();
-        let heads: Vec<HostId> = self.callers.iter().map(|callers| callers.work.head).collect();
+        let heads: Vec<HostId> = self.callers.iter().map(|callers| callers.work.entry).collect();
         for callers in &mut self.callers {
             callers.fail_over(&mut self.world, self.case.mesh.hosts, &heads, &self.timeline);
             callers.step(&mut self.world, self.origin, self.case.seed);

@@ -1,4 +1,5 @@
 //! Membership at scale: many nodes join, some crash. Measures convergence in virtual time and the speed of the simulator.
+#![expect(clippy::disallowed_methods, reason = "measures how fast the simulator itself runs")]
 use crate::checker::membership::divergences;
 use crate::faults::Fault;
 use crate::host::{HostId, HostSpec};
@@ -69,7 +70,7 @@ pub fn scale(seed: u64, nodes: u32, deaths: u32, watched: Duration, progress: im
     scale.joined_ms = if joined { world.now().0 / 1_000_000 } else { u64::MAX };
     scale.joining_real_s = began.elapsed().as_secs_f64();
     world.run_for(Duration::from_secs(2));
-    world.take_told();
+    world.take_notifications();
     let (began, events) = (std::time::Instant::now(), world.trace().events());
     let (start, end) = (world.now(), world.now() + watched);
     world.run_for((watched / 6).max(Duration::from_millis(100)));
@@ -82,7 +83,7 @@ pub fn scale(seed: u64, nodes: u32, deaths: u32, watched: Duration, progress: im
         world.run_until((world.now() + Duration::from_millis(100)).min(end));
         let passed = world.now().since(start).as_secs();
         report(&|| format!("{passed} of {} virtual seconds watched", watched.as_secs()));
-        for told in world.take_told() {
+        for told in world.take_notifications() {
             let Event::PeerDown { node, .. } = told.event else { continue };
             if world.host_of(node).is_some_and(|host| dead.contains(&host)) {
                 last_told = last_told.max(told.at);

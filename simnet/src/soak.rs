@@ -1,5 +1,5 @@
 //! Many random cases, one per seed, run on all cores. Next: `minimize.rs`.
-use crate::case::{Ask, Case, Entry, Guarded, Mesh, Simulation};
+use crate::case::{Ask, Case, Entry, Mesh, Simulation, StandbyTier};
 use crate::faults::{self, Ground};
 use crate::options::{Options, chance};
 use crate::run::{Outcome, run};
@@ -83,12 +83,12 @@ pub fn draw(seed: u64, size: Size) -> Case {
         requests: if alone { Vec::new() } else { requests },
         simulations,
         faults: {
-            let ground = Ground { hosts: size.hosts, span: lasts, head_mortal };
+            let ground = Ground { hosts: size.hosts, span: lasts, entry_mortal: head_mortal };
             let mut all = if calm { faults::losses(seed, &ground) } else { faults::any(seed, &ground) };
             if !calm {
                 all.extend(faults::disks(seed, &ground));
             }
-            all.extend(faults::lies(seed, &ground));
+            all.extend(faults::forgeries(seed, &ground));
             all.sort_by_key(|timed| timed.at);
             all
         },
@@ -106,7 +106,8 @@ fn draw_simulations(seed: u64, size: Size, span_us: u64) -> Vec<Simulation> {
         let extent = if flat { [axis(8, 18), axis(8, 18), 1] } else { [axis(5, 7), axis(5, 7), axis(4, 6)] };
         let periodic = [0.5, 0.3, 0.1].map(|chance| rng.random_bool(chance));
         let steps = rng.random_range(100..1_200);
-        let tier = [Guarded::None, Guarded::Warm, Guarded::Hot, Guarded::Hot][rng.random_range(0..4usize)];
+        let tier =
+            [StandbyTier::None, StandbyTier::Warm, StandbyTier::Hot, StandbyTier::Hot][rng.random_range(0..4usize)];
         let depth = rng.random_bool(0.5).then(|| rng.random_range(1..=4));
         let checkpoint_every = rng.random_bool(0.7).then(|| rng.random_range(15..250));
         let outputs = (0..rng.random_range(0..=2)).map(|_| rng.random_range(20..200)).collect();

@@ -6,7 +6,7 @@
 use crate::case::{Case, Simulation};
 use crate::compute::mix;
 use crate::host::{Host, HostId};
-use crate::world::{Told, World};
+use crate::world::{Notification, World};
 use node_core::id::{CallId, Epoch, JobId};
 use node_core::input::Input;
 use node_core::output::Event;
@@ -113,7 +113,7 @@ impl Submissions {
     }
 
     /// Processes events that nodes reported.
-    pub fn hear(&mut self, world: &World, told: &[Told]) {
+    pub fn hear(&mut self, world: &World, told: &[Notification]) {
         for told in told {
             for submission in &mut self.all {
                 submission.hear(world, told.at, told.host, &told.event);

@@ -135,7 +135,7 @@ impl Observer for Timeline {
             | Event::JobMoves { .. }
             | Event::JobInherited { .. }
             | Event::Measured { .. }
-            | Event::Refused { .. } => true,
+            | Event::Rejected { .. } => true,
         };
         if worth && seen.events.len() < EVENTS_MAX {
             seen.events.push((at, Some(host), What::Event(Box::new(event.clone()))));
@@ -241,7 +241,7 @@ pub(crate) fn describe(event: &Event, host: &dyn Fn(NodeId) -> String, name: &dy
             DoneReason::Invalid(reason) => format!("call {} is rejected: {reason}", name(*call)),
             DoneReason::Failed(reason) => format!("call {} failed: {reason}", name(*call)),
         },
-        Event::Refused { from, what } => match from {
+        Event::Rejected { from, what } => match from {
             Some(from) => format!("rejected, from {}: {what}", host(*from)),
             None => format!("rejected: {what}"),
         },

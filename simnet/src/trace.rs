@@ -1,4 +1,5 @@
 //! The trace hash of a run: a rolling hash over all inputs of all hosts and all faults, in order.
+use crate::faults::Fault;
 use crate::host::HostId;
 use node_core::input::Input;
 use node_core::time::Instant;
@@ -59,7 +60,7 @@ impl Trace {
                 self.hasher.update(&node.0);
                 self.numbers(&[*rtt_ns, *bytes_per_second]);
             }
-            Input::Halos { .. } | Input::Collected { .. } | Input::Kept { .. } | Input::Mirrored { .. } => {
+            Input::Halos { .. } | Input::Collected { .. } | Input::CheckpointKept { .. } | Input::Mirrored { .. } => {
                 self.hasher.update(format!("{input:?}").as_bytes());
             }
             Input::Banned(nodes) => {
@@ -72,7 +73,7 @@ impl Trace {
     }
 
     /// Adds a fault.
-    pub fn fault(&mut self, at: Instant, fault: &crate::Fault) {
+    pub fn fault(&mut self, at: Instant, fault: &Fault) {
         self.events += 1;
         self.numbers(&[at.0]);
         self.hasher.update(format!("{fault:?}").as_bytes());
@@ -135,7 +136,7 @@ fn kind(input: &Input) -> u8 {
         Input::Survey { .. } => 25,
         Input::Plan { .. } => 26,
         Input::Collected { .. } => 27,
-        Input::Kept { .. } => 28,
+        Input::CheckpointKept { .. } => 28,
         Input::Mirrored { .. } => 29,
     }
 }

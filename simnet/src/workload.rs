@@ -2,7 +2,7 @@
 //!
 //! A workload uses `Input`s and `Event`s only, as the HTTP API does. Next: `checker/requests.rs`.
 use crate::host::HostId;
-use crate::world::{Told, World};
+use crate::world::{Notification, World};
 use node_core::id::{CallId, ContentId, Epoch, JobId};
 use node_core::input::Input;
 use node_core::output::Event;
@@ -63,7 +63,7 @@ pub struct Call {
 impl Call {
     /// Whether its caller's connection to the host broke or was closed: no later event reaches the caller.
     pub fn is_broken(&self) -> bool {
-        matches!(self.ends.first(), Some((_, DoneReason::Failed(why))) if why == HEAD_DIED)
+        matches!(self.ends.first(), Some((_, DoneReason::Failed(why))) if why == ENTRY_DIED)
     }
 
     /// The caller's longest wait for a token, the first one included.
@@ -77,7 +77,7 @@ impl Call {
 /// One served model and its callers.
 pub struct Workload {
     /// The entry node.
-    pub head: HostId,
+    pub entry: HostId,
     /// The model.
     pub model: ModelSpec,
     /// The job, once it was ready.
@@ -87,7 +87,7 @@ pub struct Workload {
     /// Requests by call.
     pub calls: BTreeMap<CallId, Call>,
     /// All other events of the entry node, for the messages of failing tests.
-    pub notes: Vec<Told>,
+    pub notes: Vec<Notification>,
     /// The call that asked for the model last.
     deploy: CallId,
     /// The job that this call waits for, if it cannot be served yet.
@@ -112,7 +112,17 @@ impl Workload {
     pub fn of_entry(entry: u32, head: HostId, model: ModelSpec) -> Self {
         let next = DEPLOY - 1 + u64::from(entry) * CALLS_OF_ENTRY;
         let (calls, notes) = (BTreeMap::new(), Vec::new());
-        Workload { head, model, job: None, epoch: None, calls, notes, deploy: CallId(next), waits_for: None, next }
+        Workload {
+            entry: head,
+            model,
+            job: None,
+            epoch: None,
+            calls,
+            notes,
+            deploy: CallId(next),
+            waits_for: None,
+            next,
+        }
     }
 
     /// Runs until the model is served; `false` if that takes longer than `limit`.
@@ -121,11 +131,11 @@ impl Workload {
     }
 
     /// The entry node died, or its callers fail over: their connections are closed. Ends and returns all open calls.
-    pub fn head_died(&mut self, at: Instant) -> Vec<CallId> {
+    pub fn entry_died(&mut self, at: Instant) -> Vec<CallId> {
         (self.job, self.epoch, self.waits_for) = (None, None, None);
         let open = self.calls.iter_mut().filter(|(_, call)| call.ends.is_empty());
         open.map(|(id, call)| {
-            call.ends.push((at, DoneReason::Failed(HEAD_DIED.into())));
+            call.ends.push((at, DoneReason::Failed(ENTRY_DIED.into())));
             *id
         })
         .collect()
@@ -133,13 +143,13 @@ impl Workload {
 
     /// Uses the job at the host that coordinates it now.
     pub fn follow(&mut self, head: HostId, job: JobId, epoch: Epoch) {
-        (self.head, self.job, self.epoch, self.waits_for) = (head, Some(job), Some(epoch), None);
+        (self.entry, self.job, self.epoch, self.waits_for) = (head, Some(job), Some(epoch), None);
     }
 
     /// Asks another host (or the same in a new life) to serve the model from now on.
     pub fn turn_to(&mut self, world: &mut World, head: HostId) {
         self.next += 1;
-        self.head = head;
+        self.entry = head;
         self.deploy = CallId(self.next);
         // A host serves only models whose files it has.
         world.give_model(head, self.model.content, self.model.work.layers.len() as u32);
@@ -161,7 +171,7 @@ impl Workload {
         let record =
             Call { request: request.clone(), submitted: world.now(), tokens: vec![], ends: vec![], cancelled: false };
         self.calls.insert(call, record);
-        world.inject(self.head, Input::Submit { call, job, request: Box::new(request) });
+        world.inject(self.entry, Input::Submit { call, job, request: Box::new(request) });
         call
     }
 
@@ -170,7 +180,7 @@ impl Workload {
         if let Some(record) = self.calls.get_mut(&call) {
             record.cancelled = true;
         }
-        world.inject(self.head, Input::Cancel { call });
+        world.inject(self.entry, Input::Cancel { call });
     }
 
     /// Runs until `done`, checked each millisecond; `false` if that takes longer than `limit`.
@@ -195,20 +205,20 @@ impl Workload {
 
     /// The hosts of the stages, first to last.
     pub fn stages(&self, world: &World) -> Vec<HostId> {
-        let node = world.host(self.head).node.as_ref();
+        let node = world.host(self.entry).node.as_ref();
         let view = node.and_then(|node| node.jobs().find(|view| Some(view.job) == self.job));
         view.iter().flat_map(|view| &view.parts).filter_map(|part| world.host_of(part.owner)).collect()
     }
 
     /// Processes the events that nodes reported.
     pub fn absorb(&mut self, world: &mut World) {
-        self.hear(world.take_told());
+        self.hear(world.take_notifications());
     }
 
     /// Processes reported events, where several workloads share a world.
-    pub fn hear(&mut self, told: impl IntoIterator<Item = Told>) {
+    pub fn hear(&mut self, told: impl IntoIterator<Item = Notification>) {
         for told in told {
-            if told.host != self.head {
+            if told.host != self.entry {
                 continue;
             }
             match &told.event {
@@ -250,7 +260,7 @@ impl Workload {
                 | Event::Measured { .. }
                 | Event::Steps { .. }
                 | Event::GridPlan { .. }
-                | Event::Refused { .. } => self.notes.push(told),
+                | Event::Rejected { .. } => self.notes.push(told),
             }
         }
     }
@@ -267,7 +277,7 @@ pub fn request(seed: u64, prompt: u32, max_tokens: u32) -> Request {
 }
 
 /// The reason of calls that ended with their host.
-pub const HEAD_DIED: &str = "the node that took the request died";
+pub const ENTRY_DIED: &str = "the node that took the request died";
 /// Row width of symbolic models: rows as large on the wire as a small model's.
 pub const WIDTH: u32 = 576;
 /// The call of `deploy`; requests are numbered from it.

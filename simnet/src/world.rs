@@ -5,8 +5,8 @@
 mod connections;
 mod driver;
 mod faults;
+mod forgery;
 mod grids;
-mod lies;
 mod links;
 mod weights;
 
@@ -18,7 +18,7 @@ use crate::options::{Options, chance};
 use crate::queue::Queue;
 use crate::trace::Trace;
 use faults::{Ambush, End};
-use lies::Known;
+use forgery::Known;
 use links::{GLANCE, Links};
 use node_core::config::Capacity;
 use node_core::id::{JobId, NodeId, PartId};
@@ -36,7 +36,7 @@ use weights::{Purpose, Transfers};
 
 /// An event that a node reported to its user.
 #[derive(Clone, Debug)]
-pub struct Told {
+pub struct Notification {
     /// When.
     pub at: Instant,
     /// The host of the node.
@@ -71,14 +71,14 @@ pub struct World {
     by_addr: BTreeMap<SocketAddr, HostId>,
     network: Network,
     trace: Trace,
-    told: Vec<Told>,
+    told: Vec<Notification>,
     observers: Vec<Box<dyn Observer>>,
     ambushes: Vec<Ambush>,
     transfers: Transfers,
     links: Links,
     /// What misreporting members forge messages from, and their random stream.
     known: Known,
-    lie_chance: ChaCha8Rng,
+    forgery_chance: ChaCha8Rng,
     /// Random stream for the fate of unsynced writes in a crash.
     disk_chance: ChaCha8Rng,
     /// Events for the shells of paused hosts, delivered when they resume.
@@ -168,7 +168,7 @@ enum Happening {
         connection: u64,
     },
     /// A misreporting member forges a message.
-    Lie {
+    Forge {
         era: u32,
         host: HostId,
     },
@@ -199,7 +199,7 @@ impl World {
             network: Network::new(options.clone()),
             links: Links::default(),
             known: Known::default(),
-            lie_chance: chance(options.seed, "lies"),
+            forgery_chance: chance(options.seed, "lies"),
             disk_chance: chance(options.seed, "unsynced writes"),
             options,
             now: Instant(0),
@@ -373,7 +373,7 @@ impl World {
     }
 
     /// Takes the events that nodes reported since the last call.
-    pub fn take_told(&mut self) -> Vec<Told> {
+    pub fn take_notifications(&mut self) -> Vec<Notification> {
         std::mem::take(&mut self.told)
     }
 
@@ -450,7 +450,7 @@ impl World {
                     self.measured(host, other, connection);
                 }
             }
-            Happening::Lie { era, host } => self.lie(era, host),
+            Happening::Forge { era, host } => self.forge(era, host),
             Happening::Forged { host, life, input } => {
                 if self.hosts[host.index()].life == life {
                     self.arrives(host, Arrival { input: *input, forged: true });
@@ -519,7 +519,7 @@ impl World {
                 }
             },
             Output::Restore { job, load, part, step } => self.restore_tile(id, (job, part), load, step),
-            Output::Keep { job, epoch, order } => host.executor.keep(job, epoch, order.part),
+            Output::Continue { job, epoch, order } => host.executor.keep(job, epoch, order.part),
             Output::Fetch { job, epoch, order, sources } => {
                 self.begin_transfer(id, Purpose::Fetch { job, epoch, part: order.part }, &order, &sources);
             }
@@ -553,7 +553,7 @@ impl World {
                 // Best effort: the core does not wait for this write.
                 let _ = self.write(id, Record::Peers(peers));
             }
-            Output::Notify(event) => self.told.push(Told { at: now, host: id, event }),
+            Output::Notify(event) => self.told.push(Notification { at: now, host: id, event }),
         }
     }
 

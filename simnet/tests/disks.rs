@@ -52,8 +52,7 @@ fn a_host_whose_disk_is_full_holds_no_stage_and_others_serve_the_model() {
     let call = work.submit(&mut world, request(1, 50, 100));
     assert!(work.run_until_done(&mut world, ms(60_000)));
     assert_eq!(work.calls[&call].ends[0].1, DoneReason::Length);
-    let told =
-        |told: &simnet::Told| matches!(&told.event, Event::Refused { what, .. } if what.contains("no space left"));
+    let told = |told: &simnet::Notification| matches!(&told.event, Event::Rejected { what, .. } if what.contains("no space left"));
     assert!(work.notes.iter().any(told), "the reason is reported: {:?}", work.notes);
 }
 
@@ -79,7 +78,7 @@ fn a_simulation_survives_full_disks_and_crashes_that_tear_writes() {
         }
         world.run_for(ms(60_000));
         let (mut hash, mut ended) = (None, false);
-        for told in world.take_told() {
+        for told in world.take_notifications() {
             match told.event {
                 Event::Steps { event: StepsEvent::Report { step: STEPS, report }, .. } => hash = report.hash.or(hash),
                 Event::JobEnded { ending, .. } => ended |= ending == Ending::Completed,

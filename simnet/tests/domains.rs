@@ -296,7 +296,7 @@ impl Stepped {
     }
 
     fn hear(&mut self) {
-        for told in self.world.take_told() {
+        for told in self.world.take_notifications() {
             if let Event::JobInherited { .. } = &told.event {
                 self.coordinator = told.host;
             }

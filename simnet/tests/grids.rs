@@ -125,7 +125,7 @@ impl Room {
     }
 
     fn hear(&mut self) {
-        for told in self.world.take_told() {
+        for told in self.world.take_notifications() {
             if let Event::JobInherited { from, .. } = &told.event {
                 self.notes.push(format!("{:?} {:?} inherits from {from}", told.at, told.host));
                 self.coordinator = told.host;

@@ -94,7 +94,7 @@ fn forged_death(world: &World, victim: HostId, incarnation: u16) -> Vec<u8> {
 }
 
 /// Delivers a member's message to all hosts at once.
-fn lie(world: &mut World, hosts: &[HostId], from: NodeId, bytes: &[u8]) {
+fn forge(world: &mut World, hosts: &[HostId], from: NodeId, bytes: &[u8]) {
     for &host in hosts {
         world.inject(host, Input::Message { from, bytes: bytes.to_vec() });
     }
@@ -118,7 +118,7 @@ fn a_false_death_heals_within_two_seconds_and_disturbs_no_job() {
         // Higher than any it has had; every tenth one is the highest, as if it had left: only a new life refutes that.
         let incarnation = if round % 10 == 9 { u16::MAX } else { 300 + 40 * round };
         let bytes = forged_death(&world, victim, incarnation);
-        lie(&mut world, &others, forger, &bytes);
+        forge(&mut world, &others, forger, &bytes);
         let forged_at = world.now();
         run_for(&mut work, &mut world, ms(1));
         let believed = others.iter().filter(|host| {
@@ -257,7 +257,7 @@ fn a_job_avoids_a_host_that_overstates_its_memory() {
         work.stages(&world)
     );
     let tried = work.notes.iter().any(|told| match &told.event {
-        Event::Refused { from, what } => *from == Some(world.host(hosts[3]).node_id) && what.contains("cannot hold"),
+        Event::Rejected { from, what } => *from == Some(world.host(hosts[3]).node_id) && what.contains("cannot hold"),
         _ => false,
     });
     assert!(tried, "it was asked first: {:?}", work.notes);

@@ -1,4 +1,5 @@
 //! Failure detection under packet loss: no live node is reported down, and crashes are still detected quickly.
+#![expect(clippy::disallowed_methods, reason = "measures how fast the simulator itself runs")]
 #![expect(clippy::print_stdout, reason = "the test prints its measurements")]
 #![expect(clippy::wildcard_enum_match_arm, reason = "a test handles few of many events")]
 use node_core::id::{Generation, NodeId};
@@ -20,7 +21,7 @@ fn mesh(seed: u64, n: usize, loss_ppm: u32) -> (World, Vec<HostId>) {
     }
     world.run_for(Duration::from_secs(10));
     assert!(converged(&world, &[]), "{n} join: {:?}", divergences(&world, &[]).first());
-    world.take_told();
+    world.take_notifications();
     world.strike(Fault::Loss(loss_ppm));
     (world, hosts)
 }
@@ -62,7 +63,7 @@ fn watch(world: &mut World, time: Duration) -> Wrong {
 }
 
 fn downs(world: &mut World) -> Vec<(Instant, NodeId)> {
-    let told = world.take_told().into_iter();
+    let told = world.take_notifications().into_iter();
     told.filter_map(|told| match told.event {
         Event::PeerDown { node, .. } => Some((told.at, node)),
         _ => None,
@@ -125,7 +126,7 @@ fn a_deaf_node_causes_no_other_deaths() {
     let others: Vec<HostId> = hosts.iter().copied().filter(|host| *host != deaf).collect();
     world.strike(Fault::Partition { from: others, to: vec![deaf], both: false });
     world.run_for(Duration::from_secs(30));
-    let told = world.take_told().into_iter().filter(|told| told.host != deaf);
+    let told = world.take_notifications().into_iter().filter(|told| told.host != deaf);
     let downs: Vec<_> = told.filter(|told| matches!(told.event, Event::PeerDown { .. })).collect();
     let wrong = downs.iter().find(|told| matches!(told.event, Event::PeerDown { node: down, .. } if down != node));
     assert!(wrong.is_none(), "the other nodes report no further node down: {wrong:?}");
@@ -153,7 +154,7 @@ fn detect(seed: u64, loss_ppm: u32, deaths: usize) -> Detection {
     for death in 0..deaths {
         // Any phase of the nodes' probes, not always the same one.
         world.run_for(Duration::from_millis(137 + 61 * (death as u64 % 7)));
-        world.take_told();
+        world.take_notifications();
         let host = hosts[1 + death * 7 % 63];
         let node = world.host(host).node_id;
         let died = world.now();

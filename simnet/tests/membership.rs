@@ -1,4 +1,5 @@
 //! Membership at scale: joins, crashes, partitions that heal, and reproducible runs.
+#![expect(clippy::disallowed_methods, reason = "measures how fast the simulator itself runs")]
 #![expect(clippy::print_stdout, reason = "the test prints its measurements")]
 #![expect(clippy::wildcard_enum_match_arm, reason = "a test handles few of many events")]
 use node_core::codec;
@@ -125,14 +126,14 @@ fn regions(round_trip_ms: u64, near: usize, far: usize) -> (World, Vec<HostId>) 
 
 /// Crashes a host. Returns when the first live host, and when all of them, have detected it.
 fn death(world: &mut World, host: HostId) -> (Duration, Duration) {
-    world.take_told();
+    world.take_notifications();
     let died = world.now();
     let node = world.host(host).node_id;
     world.strike(Fault::Crash(host));
     world.run_for(Duration::from_millis(100));
     let all = converge(world, 20, &[], "a death").since(died);
-    let down = |told: &simnet::Told| matches!(told.event, Event::PeerDown { node: down, .. } if down == node);
-    let first = world.take_told().into_iter().find(down).expect("a host reports it");
+    let down = |told: &simnet::Notification| matches!(told.event, Event::PeerDown { node: down, .. } if down == node);
+    let first = world.take_notifications().into_iter().find(down).expect("a host reports it");
     (first.at.since(died), all)
 }
 
@@ -142,7 +143,7 @@ fn distant_regions_cause_no_suspicions() {
         let (mut world, hosts) = regions(round_trip_ms, 16, 16);
         let traffic = Traffic::default();
         world.observe(Box::new(traffic.clone()));
-        world.take_told();
+        world.take_notifications();
         world.run_for(Duration::from_secs(30));
         let (bytes, suspicions) = *traffic.0.borrow();
         let bytes_per_second = bytes / 30 / hosts.len() as u64;
@@ -235,13 +236,13 @@ fn a_paused_node_rejoins_by_itself() {
         let (mut world, hosts) = mesh(Options::lan(7), 8);
         converge(&mut world, 20, &[], "8 join");
         world.run_for(Duration::from_secs(5));
-        world.take_told();
+        world.take_notifications();
         world.strike(Fault::Pause { host: hosts[3], lasts: Duration::from_secs(seconds) });
         world.run_for(Duration::from_secs(seconds));
         let woke = converge(&mut world, 30, &[], "it wakes");
         assert!(world.run_while_not(Duration::from_secs(40), Duration::from_millis(100), |w| informed(w, &[])));
         let sleeper = world.host(hosts[3]).node_id;
-        let others = world.take_told().into_iter().filter(|told| told.host != hosts[3]);
+        let others = world.take_notifications().into_iter().filter(|told| told.host != hosts[3]);
         let wrong = others.filter(|told| match told.event {
             node_core::output::Event::PeerDown { node, .. } => node != sleeper,
             _ => false,
@@ -278,11 +279,11 @@ fn a_leave_spreads_at_once() {
     let (mut world, hosts) = mesh(Options::lan(4), 30);
     converge(&mut world, 20, &[], "30 join");
     world.run_for(Duration::from_secs(5));
-    world.take_told();
+    world.take_notifications();
     world.strike(Fault::Leave(hosts[9]));
     world.run_for(Duration::from_millis(20));
     assert!(converged(&world, &[hosts[9]]), "{:?}", divergences(&world, &[hosts[9]]).first());
-    let left = world.take_told().into_iter().filter(|told| {
+    let left = world.take_notifications().into_iter().filter(|told| {
         matches!(told.event, node_core::output::Event::PeerDown { reason: node_core::work::DownReason::Left, .. })
     });
     // A member that learns of it from another one first cannot distinguish a leave from a crash.
@@ -295,13 +296,13 @@ fn short_stalls_cause_no_false_deaths() {
     let (mut world, hosts) = mesh(Options::lan(5), 16);
     converge(&mut world, 20, &[], "16 join");
     world.run_for(Duration::from_secs(2));
-    world.take_told();
+    world.take_notifications();
     for round in 0..40 {
         world.strike(Fault::Pause { host: hosts[round % 16], lasts: Duration::from_millis(250) });
         world.run_for(Duration::from_millis(500));
     }
     let downs: Vec<_> = world
-        .take_told()
+        .take_notifications()
         .into_iter()
         .filter(|told| matches!(told.event, node_core::output::Event::PeerDown { .. }))
         .collect();

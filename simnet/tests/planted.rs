@@ -5,9 +5,9 @@
 #![cfg(feature = "planted")]
 #![expect(clippy::print_stdout, reason = "the test prints its measurements")]
 use node_core::planted::{Planted, plant};
+use parking_lot::Mutex;
 use simnet::run::Outcome;
 use simnet::soak::{Size, cores, draw, run_caught, soak};
-use std::sync::Mutex;
 
 /// Each bug, a seed that finds it, and a part of the violation's text.
 const BUGS: [(Planted, u64, &str); 20] = [
@@ -21,14 +21,14 @@ const BUGS: [(Planted, u64, &str); 20] = [
     (Planted::NoFence, 25, "sends a frame of"),
     (Planted::CloseNotToStandby, 0, "caches"),
     (Planted::LostNotExcluded, 1, "reported lost and not heard since"),
-    (Planted::BackIgnored, 14, "though a host has room"),
+    (Planted::RejoinIgnored, 14, "though a host has room"),
     (Planted::BanIgnored, 25, "banned"),
     (Planted::OrphansStay, 6, "its coordinator does not"),
     (Planted::LossFailsRequests, 3, "though its coordinator lives"),
     (Planted::NoStandbys, 0, "though a host has room"),
     (Planted::TileOneAhead, 173, "and a simulation waits"),
     (Planted::SuccessionWithoutMajority, 25, "participants ask for it"),
-    (Planted::ReportsOfTwoCuts, 13, "the sum of step"),
+    (Planted::ReportsOfTwoPartitions, 13, "the sum of step"),
     (Planted::SimulationCancelDropped, 173, "after its cancellation"),
     (Planted::CheckpointIncomplete, 1, "a wrong checkpoint"),
 ];
@@ -49,7 +49,7 @@ fn violation_with<'o>(outcome: &'o Outcome, word: &str) -> Option<&'o String> {
 
 #[test]
 fn recorded_seeds_find_their_bugs() {
-    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let _alone = ONE_AT_A_TIME.lock();
     for (bug, seed, word) in BUGS {
         let case = draw(seed, Size::default());
         let outcome = planted(bug, || run_caught(&case));
@@ -62,7 +62,7 @@ fn recorded_seeds_find_their_bugs() {
 #[test]
 #[ignore = "prints the first seed that finds each bug; some minutes"]
 fn every_bug_is_found() {
-    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let _alone = ONE_AT_A_TIME.lock();
     let missed = BUGS.iter().filter(|(bug, _, word)| match planted(*bug, || first_seed(word)) {
         Some((seed, what)) => {
             println!("{bug:?}: seed {seed} finds it: {what}");

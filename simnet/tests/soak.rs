@@ -1,6 +1,7 @@
 //! Many random worlds, one per seed: no invariant is violated, and the same seed gives the same run.
 //!
 //! More seeds: `SIMNET_SEEDS=20000 cargo test --release -p simnet --test soak -- --nocapture`, from `SIMNET_FROM` on.
+#![expect(clippy::disallowed_methods, reason = "measures how fast the simulator itself runs")]
 #![expect(clippy::print_stdout, reason = "the test prints its measurements")]
 use simnet::minimize::minimize;
 use simnet::run;

@@ -4,11 +4,12 @@
 //! Every node has a *front*: two ports (gossip P, data P + 1) that it advertises instead of its own. The relay forwards
 //! a datagram sent to a front from the sender's front. So each node sees every other node at its advertised address,
 //! answers pass through the relay, and the source address identifies the direction of a datagram.
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use path::{Fate, Path};
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -202,7 +203,9 @@ impl Shared {
                     drop(state);
                     let _ = socket.send_to(&buffer[..length], to);
                 }
-                Ready::Later { first: true } => self.sooner.notify_one(),
+                Ready::Later { first: true } => {
+                    self.sooner.notify_one();
+                }
                 Ready::Later { first: false } => {}
             }
         }
@@ -227,7 +230,7 @@ impl Shared {
                 Some(parcel) => parcel.due - now,
                 None => STOP_CHECK,
             };
-            state = self.sooner.wait_timeout(state, wait).unwrap_or_else(PoisonError::into_inner).0;
+            self.sooner.wait_for(&mut state, wait);
         }
     }
 
@@ -237,7 +240,7 @@ impl Shared {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

@@ -94,7 +94,7 @@ fn outputs_go_below_the_nodes_folders_or_into_the_callers_own() {
     let dir = tempfile::tempdir().expect("a folder");
     let file = dir.path().join("sim.toml");
     std::fs::write(&file, GRID).expect("a job file");
-    let packed = kernels::grid::simulation::Simulation::read(&file).expect("a simulation").to_bytes();
+    let packed = kernels_simulations::Simulation::read(&file).expect("a simulation").to_bytes();
     let simulation = data_encoding::BASE64.encode(&packed);
     let mut mesh = Mesh::new();
     mesh.start("mine", None);
@@ -161,7 +161,7 @@ fn the_configuration_file_applies_to_every_command() {
         &["leave"],
     ];
     for command in commands {
-        for (file, words) in [("bad.toml", "bad.toml is not a meshnode.toml"), ("none.toml", "none.toml")] {
+        for (file, words) in [("bad.toml", "bad.toml is not valid"), ("none.toml", "none.toml")] {
             let output = owner(&[*command, &["--config", &path(file)][..]].concat());
             assert_eq!(output.status.code(), Some(2), "{command:?}: {}", said(&output));
             assert!(said(&output).contains(words), "{command:?}: {}", said(&output));

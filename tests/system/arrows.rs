@@ -14,10 +14,29 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("simnet", &["partitioner", "node-core"]),
     ("transport", &[]),
     ("kernels", &[]),
-    ("kernels-gpu", &["kernels"]),
-    ("kernels-burn", &["kernels"]),
-    ("meshnode", &["partitioner", "node-core", "transport", "kernels", "kernels-gpu"]),
-    ("system-tests", &["partitioner", "node-core", "transport", "kernels", "kernels-gpu", "meshnode", "simnet"]),
+    ("kernels-models", &["kernels"]),
+    ("kernels-grids", &["kernels"]),
+    ("kernels-simulations", &["kernels", "kernels-grids"]),
+    ("kernels-gpu-grids", &["kernels", "kernels-grids"]),
+    ("kernels-gpu", &["kernels", "kernels-models", "kernels-grids", "kernels-gpu-grids"]),
+    ("kernels-burn", &["kernels", "kernels-models", "kernels-grids"]),
+    (
+        "meshnode",
+        &[
+            "partitioner",
+            "node-core",
+            "transport",
+            "kernels",
+            "kernels-models",
+            "kernels-grids",
+            "kernels-simulations",
+            "kernels-gpu",
+        ],
+    ),
+    (
+        "system-tests",
+        &["partitioner", "node-core", "transport", "kernels-simulations", "kernels-gpu", "meshnode", "simnet"],
+    ),
 ];
 
 /// Third-party crates that the pure crates may use: none with access to a clock, file, socket or thread.
@@ -29,6 +48,11 @@ const PURE: &[(&str, &str, &[&str])] = &[
         &["serde", "thiserror", "foca", "bincode", "bytes", "rand", "rand_chacha", "blake3"],
     ),
 ];
+
+/// The packages that may use a runtime of GPUs, and these runtimes. What the other packages compile, no change to a runtime
+/// recompiles; and they run where there is none.
+const GPU_PACKAGES: &[&str] = &["kernels-gpu-grids", "kernels-gpu"];
+const GPU_RUNTIMES: &[&str] = &["cubecl", "cubecl-runtime", "cudarc", "ash"];
 
 /// Third-party crates with one home: the package that depends on each, and the paths in which its name may appear.
 const HOMES: &[(&str, &str, &[&str])] = &[
@@ -57,6 +81,18 @@ fn packages_depend_only_along_the_arrows() {
             assert!(
                 allowed.contains(&dependency.as_str()),
                 "{name} may not depend on {dependency}, only on {allowed:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn only_gpu_packages_use_gpu_runtimes() {
+    for (package, dependencies) in packages().iter().filter(|(name, _)| !GPU_PACKAGES.contains(&name.as_str())) {
+        for runtime in GPU_RUNTIMES {
+            assert!(
+                !dependencies.contains(*runtime),
+                "{package} may not depend on {runtime}: only {GPU_PACKAGES:?} may"
             );
         }
     }

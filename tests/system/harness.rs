@@ -1,10 +1,11 @@
 //! Real node processes on loopback, for tests.
 use meshnode::cluster::{LocalNode, LocalNodeOptions, free_port};
+use parking_lot::{Mutex, MutexGuard};
 use serde_json::{Value, json};
 use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::OnceLock;
 use std::time::Duration;
 use system_tests::relay::Relay;
 
@@ -104,7 +105,7 @@ impl Turn {
         static RUNNING: Mutex<()> = Mutex::new(());
         TURNS.with_borrow_mut(|(count, held)| {
             // A poisoned lock is usable: a failed test has killed its nodes, too.
-            held.get_or_insert_with(|| RUNNING.lock().unwrap_or_else(PoisonError::into_inner));
+            held.get_or_insert_with(|| RUNNING.lock());
             *count += 1;
         });
         Self(PhantomData)

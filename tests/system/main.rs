@@ -5,6 +5,7 @@ mod bans;
 mod client;
 mod commands;
 mod dist;
+mod docs;
 mod drivers;
 mod faults;
 mod grids;

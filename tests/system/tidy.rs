@@ -42,7 +42,7 @@ const UNBOUNDED: [(&str, &str); 2] = [("unbounded", "_channel("), ("mpsc::channe
 
 /// Files that may make such a channel, and what bounds it.
 const BOUNDED_OTHERWISE: [(&str, &str); 3] = [
-    ("node/src/driver.rs", "the credits of each peer's lanes, and the limits of the local API"),
+    ("node/src/driver/queue.rs", "the credits of each peer's lanes, and the limits of the local API"),
     ("node/src/device_thread.rs", "the core, which has a bounded number of commands in flight"),
     ("node/src/cli/bench/net.rs", "the rounds of the benchmark"),
 ];
@@ -158,7 +158,7 @@ fn a_word_is_found_whole_only() {
 }
 
 /// Paths from the repository's root, and texts, of all files with this ending.
-fn files(ending: &str) -> Vec<(String, String)> {
+pub(crate) fn files(ending: &str) -> Vec<(String, String)> {
     let root = repository();
     let mut found = Vec::new();
     let mut open = vec![root.clone()];

@@ -6,8 +6,8 @@ use std::{
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 use transport::{
-    Dtype, Endpoint, Epoch, Event, Expectation, FrameHead, Identity, Limits, MeshCredentials, NodeId, Options,
-    Priority, Reply, Roles, Route,
+    Dtype, Endpoint, Epoch, Event, Expectation, Identity, Limits, MeshCredentials, NodeId, Options, Priority, Reply,
+    Roles, Route, WireHeader,
 };
 
 const WIDTH: u32 = 576;
@@ -31,7 +31,7 @@ fn main() {
     let b = there.block_on(async {
         start(member.clone(), joined, move |event| {
             if let (Event::Frame { from, head, payload }, Some(b)) = (event, echoes.get()) {
-                let back = FrameHead { route: Route { part: 2, ..head.route }, ..head };
+                let back = WireHeader { route: Route { part: 2, ..head.route }, ..head };
                 b.send_frame(from, back, payload.into_bytes(), Priority::Decode).unwrap();
             }
         })
@@ -79,7 +79,7 @@ fn round_trips(a: &Endpoint, events: &mpsc::Receiver<Event>, to: NodeId, route: 
     let mut times: Vec<Duration> = (0..rounds)
         .map(|i| {
             let head =
-                FrameHead { route, channel: 1, cursor: i as u32, count, last: false, dtype: Dtype::F32, width: WIDTH };
+                WireHeader { route, channel: 1, cursor: i as u32, count, last: false, dtype: Dtype::F32, width: WIDTH };
             let start = Instant::now();
             a.send_frame(to, head, payload.clone(), Priority::Decode).unwrap();
             wait(events, |event| matches!(event, Event::Frame { .. }));

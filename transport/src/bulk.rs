@@ -105,8 +105,8 @@ pub(crate) async fn ask<W: AsyncWrite + Unpin>(mut send: W, request: &[u8]) -> R
     }
     let mut bytes = Vec::with_capacity(4 + request.len());
     crate::wire::put_long(&mut bytes, request);
-    send.write_all(&bytes).await.map_err(|_| RequestError::Cut)?;
-    send.shutdown().await.map_err(|_| RequestError::Cut)
+    send.write_all(&bytes).await.map_err(|_| RequestError::Truncated)?;
+    send.shutdown().await.map_err(|_| RequestError::Truncated)
 }
 
 /// Reads a request, passes it to `server`, and writes the response at the throttled rate.
@@ -170,7 +170,7 @@ impl Response {
         if self.done {
             return Ok(None);
         }
-        match self.recv.read_u32_le().await.map_err(|_| RequestError::Cut)? {
+        match self.recv.read_u32_le().await.map_err(|_| RequestError::Truncated)? {
             END => {
                 self.done = true;
                 Ok(None)
@@ -178,7 +178,7 @@ impl Response {
             FAILED => Err(self.failure().await),
             length if length as usize <= BLOCK_BYTES_MAX => {
                 let mut block = vec![0; length as usize];
-                self.recv.read_exact(&mut block).await.map_err(|_| RequestError::Cut)?;
+                self.recv.read_exact(&mut block).await.map_err(|_| RequestError::Truncated)?;
                 Ok(Some(block.into()))
             }
             length => Err(RequestError::Block { bytes: length }),
@@ -201,11 +201,11 @@ impl Response {
     }
 
     async fn failure(&mut self) -> RequestError {
-        let Ok(length) = self.recv.read_u32_le().await else { return RequestError::Cut };
+        let Ok(length) = self.recv.read_u32_le().await else { return RequestError::Truncated };
         let mut text = vec![0; (length as usize).min(ERROR_BYTES_MAX)];
         match self.recv.read_exact(&mut text).await {
-            Ok(_) => RequestError::Refused(crate::wire::printable(&String::from_utf8_lossy(&text), ERROR_BYTES_MAX)),
-            Err(_) => RequestError::Cut,
+            Ok(_) => RequestError::Rejected(crate::wire::printable(&String::from_utf8_lossy(&text), ERROR_BYTES_MAX)),
+            Err(_) => RequestError::Truncated,
         }
     }
 }
@@ -230,10 +230,10 @@ pub enum RequestError {
     },
     /// The peer answered with an error.
     #[error("the peer rejected the request: {0}")]
-    Refused(String),
+    Rejected(String),
     /// The connection or the peer's work ended before the response was complete.
     #[error("the answer was cut off")]
-    Cut,
+    Truncated,
     /// A block exceeds [`BLOCK_BYTES_MAX`].
     #[error("a block of {bytes} bytes, at most {BLOCK_BYTES_MAX} are allowed")]
     Block {
@@ -285,11 +285,11 @@ mod tests {
     #[tokio::test]
     async fn rejection_truncation_and_excess_are_distinct_errors() {
         let refuse = |_: NodeId, _: Bytes, reply: Reply| reply.fail("no such chunk");
-        assert_eq!(exchange(refuse, b"", 10).await, Err(RequestError::Refused("no such chunk".into())));
+        assert_eq!(exchange(refuse, b"", 10).await, Err(RequestError::Rejected("no such chunk".into())));
         let cut = |_: NodeId, _: Bytes, reply: Reply| {
             tokio::spawn(async move { reply.send(Bytes::from_static(b"half")).await });
         };
-        assert_eq!(exchange(cut, b"", 10).await, Err(RequestError::Cut));
+        assert_eq!(exchange(cut, b"", 10).await, Err(RequestError::Truncated));
         let more = |_: NodeId, _: Bytes, reply: Reply| {
             tokio::spawn(async move {
                 reply.send(Bytes::from_static(&[0; 11])).await;

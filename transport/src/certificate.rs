@@ -372,7 +372,9 @@ pub enum CertificateError {
         seconds: u64,
     },
     /// The presenter, or a peer in its chain, was banned.
-    #[error("{peer} was banned from this mesh, and every peer it certified with it; ask another member for a ticket")]
+    #[error(
+        "{peer} was banned from this mesh; the certificates that it issued are void too. To admit its machine again, invite it, and let it join with a new --data-dir"
+    )]
     Banned {
         /// The banned peer.
         peer: Box<PeerId>,

@@ -1,8 +1,8 @@
 //! Events that the transport reports to its node: one closed enum, passed to a callback on the task where it occurred.
-use crate::frame::{FrameHead, Route};
+use crate::close::Disconnect;
+use crate::frame::{Route, WireHeader};
 use crate::identity::{NodeId, PeerId};
 use crate::join::JoinRequest;
-use crate::quic::Disconnect;
 use crate::revocation::Revocation;
 use bytes::Bytes;
 use std::{net::SocketAddr, ops::Deref, time::Duration};
@@ -53,12 +53,12 @@ pub enum Event {
         /// Sender.
         from: NodeId,
         /// Its header.
-        head: FrameHead,
+        head: WireHeader,
         /// Its rows, decompressed.
         payload: Received,
     },
     /// The peer does not expect frames of this route and stopped the stream.
-    LaneRefused {
+    StreamStopped {
         /// The peer.
         node: NodeId,
         /// The route.
@@ -70,7 +70,7 @@ pub enum Event {
     /// whose signatures are valid.
     Banned(Box<Revocation>),
     /// A peer or its data was rejected: for the log, and for users who look for a missing peer.
-    Refused {
+    Rejected {
         /// The peer, if known.
         from: Option<PeerId>,
         /// Its address.

@@ -19,7 +19,7 @@ pub struct Epoch {
     pub issuer: NodeId,
 }
 
-/// The stream that carries a frame: one per job, epoch and receiving part.
+/// The stream that carries a frame: one per job, epoch, receiving part and priority.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Route {
     /// The job.
@@ -32,7 +32,7 @@ pub struct Route {
 
 /// The descriptive fields of a frame header. The encoder adds lengths, codec and checksum; the decoder checks them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct FrameHead {
+pub struct WireHeader {
     /// The stream.
     pub route: Route,
     /// The input of the receiving part: a request of a stage, or a link of a tile.
@@ -49,7 +49,7 @@ pub struct FrameHead {
     pub width: u32,
 }
 
-impl FrameHead {
+impl WireHeader {
     /// Payload bytes before compression.
     pub fn raw_bytes(&self) -> u64 {
         u64::from(self.count) * u64::from(self.width) * self.dtype.bytes()
@@ -134,7 +134,7 @@ impl Expectation {
     }
 
     /// Halo strips of a grid, of at most `elements_max` elements each.
-    pub fn strips(dtype: Dtype, elements_max: u32) -> Self {
+    pub fn halo_strips(dtype: Dtype, elements_max: u32) -> Self {
         Self { width: 1, count_max: elements_max, dtypes: vec![dtype], codecs: vec![Codec::Raw, Codec::ShuffledZstd] }
     }
 
@@ -149,7 +149,7 @@ impl Expectation {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Incoming {
     /// The header fields.
-    pub head: FrameHead,
+    pub head: WireHeader,
     /// Codec of the payload.
     pub codec: Codec,
     /// Payload bytes on the wire: at most `raw_length`.
@@ -172,7 +172,7 @@ impl Incoming {
 }
 
 /// Encodes the header of a frame whose payload has already been compressed with `codec`.
-pub fn encode_header(head: &FrameHead, codec: Codec, payload: &[u8]) -> [u8; HEADER_BYTES] {
+pub fn encode_header(head: &WireHeader, codec: Codec, payload: &[u8]) -> [u8; HEADER_BYTES] {
     let mut out = [0; HEADER_BYTES];
     out[0] = VERSION;
     out[1] = head.dtype as u8;
@@ -199,7 +199,7 @@ pub fn encode_header(head: &FrameHead, codec: Codec, payload: &[u8]) -> [u8; HEA
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RawHeader {
     /// The header fields.
-    pub head: FrameHead,
+    pub head: WireHeader,
     codec: Codec,
     raw_length: u32,
     wire_length: u32,
@@ -232,7 +232,7 @@ fn read_header(r: &mut Reader<'_>, seed: u32) -> Option<Result<RawHeader, FrameE
     let (channel, cursor, width) = (r.u64()?, r.u32()?, r.u32()?);
     let (raw_length, wire_length, checksum) = (r.u32()?, r.u32()?, r.u32()?);
     let route = Route { job, epoch: Epoch { counter, issuer }, part };
-    let head = FrameHead { route, channel, cursor, count, last: flags == 1, dtype, width };
+    let head = WireHeader { route, channel, cursor, count, last: flags == 1, dtype, width };
     Some(Ok(RawHeader { head, codec, raw_length, wire_length, checksum, seed }))
 }
 
@@ -382,9 +382,9 @@ mod tests {
     use super::*;
     use crate::fuzz::Noise;
 
-    fn head() -> FrameHead {
+    fn head() -> WireHeader {
         let route = Route { job: 7, epoch: Epoch { counter: 3, issuer: [5; 16] }, part: 2 };
-        FrameHead { route, channel: 9, cursor: 40, count: 2, last: true, dtype: Dtype::F32, width: 3 }
+        WireHeader { route, channel: 9, cursor: 40, count: 2, last: true, dtype: Dtype::F32, width: 3 }
     }
 
     fn expected() -> Expectation {
@@ -442,7 +442,7 @@ mod tests {
         let mut wide = expected();
         wide.width = u32::MAX;
         wide.count_max = u32::MAX;
-        let huge = FrameHead { width: u32::MAX, count: 3, cursor: 0, ..head() };
+        let huge = WireHeader { width: u32::MAX, count: 3, cursor: 0, ..head() };
         let bytes = encode_header(&huge, Codec::Raw, &[]);
         assert!(matches!(decode_header(&bytes).unwrap().check(&wide), Err(FrameError::Length { .. })));
         assert_eq!(wide.bytes_max(), PAYLOAD_BYTES_MAX as u64);

@@ -1,12 +1,13 @@
 //! Encrypted datagrams between members, on their own socket and thread, so that they never queue behind weights.
 use crate::identity::NodeId;
 use crate::socket::{self, BindError, Buffers};
+use parking_lot::{Mutex, RwLock};
 use std::{
     collections::BTreeMap,
     io,
     net::{IpAddr, SocketAddr, UdpSocket},
     sync::{
-        Arc, Mutex, PoisonError, RwLock,
+        Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread::{self, JoinHandle},
@@ -56,7 +57,7 @@ pub struct GossipStats {
     /// Datagrams decrypted.
     pub received: u64,
     /// Datagrams rejected: not encrypted by a member for this node, or replayed.
-    pub refused: u64,
+    pub rejected: u64,
 }
 
 impl GossipSocket {
@@ -109,7 +110,7 @@ impl GossipSocket {
         if payload.len() > PAYLOAD_BYTES_MAX {
             return Err(GossipError::TooLong { bytes: payload.len() });
         }
-        let sealed = self.shared.sealer.read().unwrap_or_else(PoisonError::into_inner).seal(to, payload);
+        let sealed = self.shared.sealer.read().seal(to, payload);
         let packet = sealed.ok_or(GossipError::Spent)?;
         self.shared.socket.send_to(&packet, self.reachable(addr)).map_err(|error| GossipError::Io { addr, error })?;
         self.shared.sent.fetch_add(1, Ordering::Relaxed);
@@ -117,20 +118,20 @@ impl GossipSocket {
     }
 
     /// Sets the decryption key. Datagrams under the previous key are still accepted for [`OVERLAP`].
-    pub fn open_with(&self, mesh_key: &[u8; 32]) {
-        *self.shared.next_key.lock().unwrap_or_else(PoisonError::into_inner) = Some(*mesh_key);
+    pub fn set_decryption_key(&self, mesh_key: &[u8; 32]) {
+        *self.shared.next_key.lock() = Some(*mesh_key);
         self.shared.rekeyed.store(true, Ordering::Release);
     }
 
     /// Sets the encryption key; call it once the other members can be expected to have the key. A key that is used
     /// again continues with its nonce counter, so that no nonce is used twice.
-    pub fn seal_with(&self, mesh_key: &[u8; 32]) {
-        let mut sealer = self.shared.sealer.write().unwrap_or_else(PoisonError::into_inner);
+    pub fn set_encryption_key(&self, mesh_key: &[u8; 32]) {
+        let mut sealer = self.shared.sealer.write();
         let next = Sealer::new(mesh_key, self.shared.node, self.shared.generation);
         if next.key_hash() == sealer.key_hash() {
             return;
         }
-        let mut retired = self.shared.retired.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut retired = self.shared.retired.lock();
         if retired.len() < RETIRED_MAX || retired.contains_key(&sealer.key_hash()) {
             retired.insert(sealer.key_hash(), sealer.used());
             let used = retired.get(&next.key_hash()).copied().unwrap_or(0);
@@ -165,7 +166,7 @@ impl GossipSocket {
     pub fn stats(&self) -> GossipStats {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let shared = &self.shared;
-        GossipStats { sent: load(&shared.sent), received: load(&shared.received), refused: load(&shared.refused) }
+        GossipStats { sent: load(&shared.sent), received: load(&shared.received), rejected: load(&shared.refused) }
     }
 }
 
@@ -198,7 +199,7 @@ impl Shared {
                 }
             };
             if self.rekeyed.swap(false, Ordering::AcqRel)
-                && let Some(key) = self.next_key.lock().unwrap_or_else(PoisonError::into_inner).take()
+                && let Some(key) = self.next_key.lock().take()
             {
                 last = Some((std::mem::replace(&mut opener, Opener::new(&key, self.node)), Instant::now()));
             }
@@ -292,7 +293,7 @@ mod tests {
         plain.send_to(&[0; 2000], a.local_addr()).unwrap();
         b.send(&[1; 16], a.local_addr(), b"still here").unwrap();
         assert_eq!(inbox.recv().unwrap().2, b"still here");
-        assert_eq!(a.stats(), GossipStats { sent: 0, received: 2, refused: 3 });
+        assert_eq!(a.stats(), GossipStats { sent: 0, received: 2, rejected: 3 });
     }
 
     #[test]
@@ -318,19 +319,19 @@ mod tests {
         let say = |from: &GossipSocket, what: &[u8]| from.send(&[1; 16], a.local_addr(), what).unwrap();
         say(&b, b"old");
         assert_eq!(inbox.recv().unwrap(), b"old");
-        a.open_with(&NEXT);
+        a.set_decryption_key(&NEXT);
         say(&b, b"still old");
         assert_eq!(inbox.recv().unwrap(), b"still old");
-        b.seal_with(&NEXT);
+        b.set_encryption_key(&NEXT);
         say(&b, b"new");
         assert_eq!(inbox.recv().unwrap(), b"new");
         // Another change: a key from two changes ago is no longer accepted.
-        a.open_with(&[10; 32]);
-        b.seal_with(&[10; 32]);
+        a.set_decryption_key(&[10; 32]);
+        b.set_encryption_key(&[10; 32]);
         say(&banned, b"let me in");
         say(&b, b"newer");
         assert_eq!(inbox.recv().unwrap(), b"newer");
-        assert_eq!(a.stats().refused, 1);
+        assert_eq!(a.stats().rejected, 1);
     }
 
     #[test]
@@ -342,9 +343,9 @@ mod tests {
         let say = |what: &[u8]| b.send(&[1; 16], a.local_addr(), what).unwrap();
         say(b"first");
         assert_eq!(inbox.recv().unwrap(), b"first");
-        b.seal_with(&KEY);
-        b.seal_with(&[9; 32]);
-        b.seal_with(&KEY);
+        b.set_encryption_key(&KEY);
+        b.set_encryption_key(&[9; 32]);
+        b.set_encryption_key(&KEY);
         // A reused nonce would be rejected as a replay.
         say(b"second");
         assert_eq!(inbox.recv().unwrap(), b"second");

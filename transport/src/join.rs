@@ -21,7 +21,7 @@ pub(crate) const ANSWER_BYTES_MAX: usize = 1 + 64 + 4 + CHAIN_BYTES_MAX + 4 + ME
 /// Binds a proof to one TLS channel: the TLS exporter's output for (mesh, joiner, inviter).
 pub(crate) type Binding = [u8; 32];
 
-/// A join request waiting for the node's decision. Dropping it answers [`JoinRefusal::Busy`].
+/// A join request waiting for the node's decision. Dropping it answers [`JoinRejection::Busy`].
 pub struct JoinRequest {
     /// The joiner's public key.
     pub peer_id: PeerId,
@@ -33,7 +33,7 @@ pub struct JoinRequest {
     pub ticket: Option<[u8; 16]>,
     pub(crate) proof: [u8; 32],
     pub(crate) binding: Binding,
-    pub(crate) answer: oneshot::Sender<Result<Admission, JoinRefusal>>,
+    pub(crate) answer: oneshot::Sender<Result<Admission, JoinRejection>>,
 }
 
 impl JoinRequest {
@@ -50,7 +50,7 @@ impl JoinRequest {
     }
 
     /// Rejects the joiner with a reason.
-    pub fn refuse(self, refusal: JoinRefusal) {
+    pub fn reject(self, refusal: JoinRejection) {
         let _ = self.answer.send(Err(refusal));
     }
 }
@@ -94,7 +94,7 @@ impl fmt::Debug for Admission {
 /// Why a joiner was rejected, as the inviter reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[repr(u8)]
-pub enum JoinRefusal {
+pub enum JoinRejection {
     /// The inviter never issued the ticket, or dropped it.
     #[error("the inviter does not know this ticket; get a new one with `meshnode invite` on a member")]
     Unknown = 1,
@@ -124,9 +124,9 @@ pub enum JoinRefusal {
     Banned = 8,
 }
 
-impl JoinRefusal {
+impl JoinRejection {
     fn from_wire(byte: u8) -> Option<Self> {
-        use JoinRefusal::{Banned, Busy, Expired, NotAMember, NotApproved, OtherMesh, Unknown, UsedUp};
+        use JoinRejection::{Banned, Busy, Expired, NotAMember, NotApproved, OtherMesh, Unknown, UsedUp};
         [Unknown, Expired, UsedUp, NotApproved, OtherMesh, NotAMember, Busy, Banned]
             .into_iter()
             .find(|r| *r as u8 == byte)
@@ -168,7 +168,7 @@ impl Ask {
     }
 }
 
-pub(crate) fn encode_answer(answer: &Result<Admission, JoinRefusal>) -> Vec<u8> {
+pub(crate) fn encode_answer(answer: &Result<Admission, JoinRejection>) -> Vec<u8> {
     let admission = match answer {
         Ok(admission) => admission,
         Err(refusal) => return vec![*refusal as u8],
@@ -180,7 +180,7 @@ pub(crate) fn encode_answer(answer: &Result<Admission, JoinRefusal>) -> Vec<u8> 
     out
 }
 
-pub(crate) fn decode_answer(bytes: &[u8]) -> Option<Result<Admission, JoinRefusal>> {
+pub(crate) fn decode_answer(bytes: &[u8]) -> Option<Result<Admission, JoinRejection>> {
     let mut r = Reader::new(bytes);
     match r.u8()? {
         0 => {
@@ -190,7 +190,7 @@ pub(crate) fn decode_answer(bytes: &[u8]) -> Option<Result<Admission, JoinRefusa
             r.end().map(|()| Ok(Admission { chain, mesh_key, members }))
         }
         code => {
-            let refusal = JoinRefusal::from_wire(code)?;
+            let refusal = JoinRejection::from_wire(code)?;
             r.end().map(|()| Err(refusal))
         }
     }
@@ -221,7 +221,7 @@ mod tests {
         long.encode(&mut bytes);
         assert_eq!(Ask::decode(&bytes).unwrap().name, "ö".repeat(NAME_BYTES_MAX / 2));
         assert_eq!(printable("a\x1b[31mb\n", NAME_BYTES_MAX), "a[31mb");
-        for answer in [Ok(admission()), Err(JoinRefusal::UsedUp), Err(JoinRefusal::NotApproved)] {
+        for answer in [Ok(admission()), Err(JoinRejection::UsedUp), Err(JoinRejection::NotApproved)] {
             assert_eq!(decode_answer(&encode_answer(&answer)), Some(answer));
         }
         assert_eq!(admission().credentials().root_secret, None);

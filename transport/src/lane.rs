@@ -5,11 +5,12 @@
 //! compressed first) goes to a bounded queue, which a task drains.
 use bytes::Bytes;
 use futures::future::BoxFuture;
+use parking_lot::{Mutex, MutexGuard};
 use std::{
     collections::VecDeque,
     fmt,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicUsize, Ordering},
     },
     task::{Context, Poll, Waker},
@@ -250,7 +251,7 @@ impl<P: Pipe> Lane<P> {
 
     fn lock(&self) -> MutexGuard<'_, State<P>> {
         // No code panics while it holds the lock; even then the state would be consistent.
-        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.state.lock()
     }
 }
 
@@ -340,7 +341,7 @@ mod tests {
 
     impl Fake {
         fn make_room(&self, bytes: usize) {
-            let mut inner = self.0.inner.lock().unwrap();
+            let mut inner = self.0.inner.lock();
             inner.room += bytes;
             if let Some(waker) = inner.waiting.take() {
                 waker.wake();
@@ -350,8 +351,8 @@ mod tests {
         async fn written(&self, bytes: usize) -> Vec<u8> {
             loop {
                 let grown = self.0.grown.notified();
-                if self.0.inner.lock().unwrap().written.len() >= bytes {
-                    return self.0.inner.lock().unwrap().written.clone();
+                if self.0.inner.lock().written.len() >= bytes {
+                    return self.0.inner.lock().written.clone();
                 }
                 grown.await;
             }
@@ -360,7 +361,7 @@ mod tests {
 
     impl Pipe for Fake {
         fn poll_write(&mut self, cx: &mut Context<'_>, bufs: &mut [Bytes]) -> Poll<Result<(), PipeError>> {
-            let mut inner = self.0.inner.lock().unwrap();
+            let mut inner = self.0.inner.lock();
             if let Some(error) = inner.ended {
                 return Poll::Ready(Err(error));
             }
@@ -402,7 +403,7 @@ mod tests {
         let (lane, budget) = lane(Some(pipe.clone()), &pipe, 100);
         pipe.make_room(5);
         lane.send(ready(b"abc")).unwrap();
-        assert_eq!(pipe.0.inner.lock().unwrap().written, b"abc", "no task was needed");
+        assert_eq!(pipe.0.inner.lock().written, b"abc", "no task was needed");
         lane.send(ready(b"defg")).unwrap();
         lane.send(Item::Later(3, Box::new(|| [Bytes::from_static(b"h"), Bytes::from_static(b"i")]))).unwrap();
         lane.send(ready(b"jk")).unwrap();
@@ -440,7 +441,7 @@ mod tests {
         let pipe = Fake::default();
         let (lane, budget) = lane(Some(pipe.clone()), &pipe, 10);
         lane.send(ready(b"abc")).unwrap();
-        pipe.0.inner.lock().unwrap().ended = Some(PipeError::Stopped);
+        pipe.0.inner.lock().ended = Some(PipeError::Stopped);
         tokio::task::yield_now().await;
         pipe.make_room(1);
         while !pipe.0.stopped.load(Ordering::SeqCst) {

@@ -3,40 +3,43 @@
 //! A node holds one `Endpoint`. Every sending method may be called from any thread and never blocks. Events are
 //! reported through the [`Sink`].
 use crate::bulk::{self, RequestError, Response, Serve};
-use crate::certificate::{Chain, MeshCredentials};
-use crate::event::{Event, Sink};
-use crate::frame::{Expectation, FrameHead, PAYLOAD_BYTES_MAX, Route};
+use crate::certificate::MeshCredentials;
+use crate::close::CloseCode;
+use crate::event::Sink;
+use crate::frame::{Expectation, PAYLOAD_BYTES_MAX, Route, WireHeader};
 use crate::identity::{Identity, NodeId, PeerId, node_id};
-use crate::lane::LaneError;
 use crate::probe::{self, Link};
 use crate::revocation::Revocation;
 use crate::socket::{self, BindError, Buffers};
 use bytes::Bytes;
 use config::Configs;
+use inner::Inner;
+use outgoing::Outgoing;
+use parking_lot::{Mutex, RwLock};
 use peer::Peer;
-use slots::{Outgoing, Slots};
 use std::{
     collections::BTreeMap,
     io,
     net::SocketAddr,
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock},
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    sync::{Arc, OnceLock},
+    time::Duration,
 };
-use thiserror::Error;
 use tokio::io::AsyncWriteExt;
 use tokio::runtime::Handle;
 
-pub use close::{CloseCode, DialError, Disconnect};
 pub use join::JoinError;
+pub use outgoing::SendError;
 pub use peer::{Limits, PeerStats, Priority};
 pub use receive::MESSAGE_BYTES_MAX;
 
 mod accept;
-mod close;
 mod config;
 mod dial;
+mod handshakes;
 mod hello;
+mod inner;
 mod join;
+mod outgoing;
 mod peer;
 mod receive;
 mod slots;
@@ -58,29 +61,6 @@ pub struct Options {
     pub credentials: Option<MeshCredentials>,
     /// Resource limits.
     pub limits: Limits,
-}
-
-struct Inner {
-    endpoint: quinn::Endpoint,
-    configs: Configs,
-    identity: Identity,
-    credentials: RwLock<Option<Arc<MeshCredentials>>>,
-    limits: Limits,
-    sink: Arc<dyn Sink>,
-    server: Arc<dyn Serve>,
-    runtime: Handle,
-    buffers: Buffers,
-    /// Random: distinguishes this incarnation of the endpoint from earlier ones.
-    instance: u64,
-    slots: Mutex<Slots>,
-    /// Banned peers, each with its revocation. They and all members with one of them in their certificate chain are
-    /// rejected.
-    banned: RwLock<BTreeMap<PeerId, Revocation>>,
-    /// Handshakes in progress with unauthenticated peers, by source address.
-    handshakes: Arc<accept::Handshakes>,
-    expectations: RwLock<BTreeMap<u64, BTreeMap<Route, Expectation>>>,
-    /// The task that accepts connections.
-    accepting: OnceLock<tokio::task::AbortHandle>,
 }
 
 impl Endpoint {
@@ -146,13 +126,13 @@ impl Endpoint {
 
     /// Sets or replaces this node's credentials.
     pub fn set_credentials(&self, credentials: MeshCredentials) {
-        *self.0.credentials.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(credentials));
+        *self.0.credentials.write() = Some(Arc::new(credentials));
     }
 
     /// Replaces the set of banned peers. Closes the connections to them and to every member that one of them certified,
     /// and rejects new ones. A banned node that dials receives the revocation.
     pub fn ban(&self, banned: BTreeMap<PeerId, Revocation>) {
-        *self.0.banned.write().unwrap_or_else(PoisonError::into_inner) = banned;
+        *self.0.banned.write() = banned;
         let peers: Vec<_> = self.0.slots().peers().cloned().collect();
         for peer in peers {
             if let Some(banned) = self.0.banned_of(peer.through.iter().copied().chain([peer.peer_id])) {
@@ -172,7 +152,8 @@ impl Endpoint {
         self.0.slots().learn(peer_id, addrs);
     }
 
-    /// Connects to a peer unless a connection exists; reports [`Event::Connected`] or [`Event::Disconnected`].
+    /// Connects to a peer unless a connection exists; reports [`Event::Connected`](crate::Event::Connected)
+    /// or [`Event::Disconnected`](crate::Event::Disconnected).
     pub fn connect(&self, peer_id: PeerId, addrs: Vec<SocketAddr>) {
         self.0.slots().learn(peer_id, addrs);
         dial::connect(&self.0, node_id(&peer_id));
@@ -195,7 +176,7 @@ impl Endpoint {
         }
         match self.0.peer(&node) {
             Some(peer) => peer.send_message(bytes).map_err(SendError::from),
-            None => self.0.send_later(node, Outgoing::Message(bytes)),
+            None => self.send_later(node, Outgoing::Message(bytes)),
         }
     }
 
@@ -209,7 +190,7 @@ impl Endpoint {
     pub fn send_frame(
         &self,
         node: NodeId,
-        head: FrameHead,
+        head: WireHeader,
         payload: Bytes,
         priority: Priority,
     ) -> Result<(), SendError> {
@@ -220,16 +201,16 @@ impl Endpoint {
             return Err(SendError::TooLong { bytes: payload.len(), most: PAYLOAD_BYTES_MAX });
         }
         match self.0.peer(&node) {
-            Some(peer) if priority == Priority::Copy && peer.is_behind() => Err(SendError::LeftOut),
+            Some(peer) if priority == Priority::Standby && peer.is_behind() => Err(SendError::CopyDropped),
             Some(peer) => peer.send_frame(head, payload, priority).map_err(SendError::from),
-            None => self.0.send_later(node, Outgoing::Frame(head, payload, priority)),
+            None => self.send_later(node, Outgoing::Frame(head, payload, priority)),
         }
     }
 
     /// Accepts frames of `route` that match `expectation` from now on. A frame of the route that does not match closes
     /// the connection; a stream of a route without expectation is stopped.
     pub fn expect(&self, route: Route, expectation: Expectation) {
-        let mut expectations = self.0.expectations.write().unwrap_or_else(PoisonError::into_inner);
+        let mut expectations = self.0.expectations.write();
         let routes = expectations.entry(route.job).or_default();
         routes.insert(route, expectation);
         while routes.len() > ROUTES_PER_JOB_MAX {
@@ -239,7 +220,7 @@ impl Endpoint {
 
     /// Ends a job: removes its expectations and ends its streams.
     pub fn forget(&self, job: u64) {
-        self.0.expectations.write().unwrap_or_else(PoisonError::into_inner).remove(&job);
+        self.0.expectations.write().remove(&job);
         self.0.slots().peers().for_each(|peer| peer.forget(job));
     }
 
@@ -260,7 +241,7 @@ impl Endpoint {
     /// Not connected, or the connection ended.
     pub async fn measure(&self, node: NodeId) -> Result<Link, RequestError> {
         let (send, recv) = self.open_bulk(&node, receive::PROBE).await?;
-        let link = probe::measure(send, recv).await.map_err(|_| RequestError::Cut)?;
+        let link = probe::measure(send, recv).await.map_err(|_| RequestError::Truncated)?;
         if let Some(peer) = self.0.peer(&node) {
             peer.learn_link(link.bytes_per_second);
         }
@@ -281,11 +262,23 @@ impl Endpoint {
         let _ = tokio::time::timeout(SHUTDOWN_MAX, self.0.endpoint.wait_idle()).await;
     }
 
+    fn send_later(&self, node: NodeId, outgoing: Outgoing) -> Result<(), SendError> {
+        let peer = self.0.slots().wait(&node, outgoing)?;
+        match peer {
+            // The peer has connected in the meantime.
+            Some((peer, outgoing)) => outgoing.send(&peer).map_err(SendError::from),
+            None => {
+                dial::connect(&self.0, node);
+                Ok(())
+            }
+        }
+    }
+
     async fn open_bulk(&self, node: &NodeId, kind: u8) -> Result<(quinn::SendStream, quinn::RecvStream), RequestError> {
         let peer = self.0.peer(node).ok_or(RequestError::NotConnected)?;
-        let (mut send, recv) = peer.connection.open_bi().await.map_err(|_| RequestError::Cut)?;
+        let (mut send, recv) = peer.connection.open_bi().await.map_err(|_| RequestError::Truncated)?;
         let _ = send.set_priority(peer::BULK);
-        send.write_u8(kind).await.map_err(|_| RequestError::Cut)?;
+        send.write_u8(kind).await.map_err(|_| RequestError::Truncated)?;
         Ok((send, recv))
     }
 }
@@ -296,104 +289,7 @@ impl std::fmt::Debug for Endpoint {
     }
 }
 
-impl Inner {
-    fn slots(&self) -> MutexGuard<'_, Slots> {
-        // Every change of the table is a single step, so the table is consistent even after a panic.
-        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn peer(&self, node: &NodeId) -> Option<Arc<Peer>> {
-        self.slots().peer(node)
-    }
-
-    fn credentials(&self) -> Option<Arc<MeshCredentials>> {
-        self.credentials.read().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    fn chain(&self) -> Option<Chain> {
-        self.credentials().map(|c| c.chain.clone())
-    }
-
-    /// The first banned peer among `peers`.
-    fn banned_of(&self, peers: impl IntoIterator<Item = PeerId>) -> Option<PeerId> {
-        let banned = self.banned.read().unwrap_or_else(PoisonError::into_inner);
-        peers.into_iter().find(|peer| banned.contains_key(peer))
-    }
-
-    fn revocation_of(&self, peer: &PeerId) -> Option<Revocation> {
-        self.banned.read().unwrap_or_else(PoisonError::into_inner).get(peer).cloned()
-    }
-
-    fn expected(&self, route: &Route) -> Option<Expectation> {
-        let expectations = self.expectations.read().unwrap_or_else(PoisonError::into_inner);
-        expectations.get(&route.job)?.get(route).cloned()
-    }
-
-    fn send_later(self: &Arc<Self>, node: NodeId, outgoing: Outgoing) -> Result<(), SendError> {
-        let peer = self.slots().wait(&node, outgoing)?;
-        match peer {
-            // The peer has connected in the meantime.
-            Some((peer, outgoing)) => slots::send(&peer, outgoing).map_err(SendError::from),
-            None => {
-                dial::connect(self, node);
-                Ok(())
-            }
-        }
-    }
-
-    fn refused(&self, from: Option<PeerId>, addr: SocketAddr, why: impl Into<String>) {
-        self.sink.event(Event::Refused { from, addr, why: why.into() });
-    }
-}
-
-/// Wall clock in unix seconds, for certificate expiry.
-fn now_unix() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
-}
-
 /// Maximum routes of one job, over its epochs and edges; the oldest epoch is evicted first.
 const ROUTES_PER_JOB_MAX: usize = 256;
 /// Longest wait for the endpoint to become idle after the connections are closed.
 const SHUTDOWN_MAX: Duration = Duration::from_millis(500);
-
-/// Why a message or frame was not sent.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-pub enum SendError {
-    /// No connection and no address.
-    #[error("no connection to this node and no address of it: connect to it first")]
-    Unknown,
-    /// The peer's queue is full; its connection is being reset.
-    #[error("the peer is too slow: its queue is full")]
-    Slow,
-    /// A frame for a standby that has not read the earlier ones.
-    #[error("copy for a standby dropped: the standby is too slow, its queue is full")]
-    LeftOut,
-    /// The peer stopped this stream, or the connection is ending.
-    #[error("the stream to the peer has ended")]
-    Ended,
-    /// Larger than the bound.
-    #[error("{bytes} bytes, at most {most} may be sent")]
-    TooLong {
-        /// Size of the message or payload.
-        bytes: usize,
-        /// The bound.
-        most: usize,
-    },
-    /// The payload does not match its header.
-    #[error("a payload of {bytes} bytes, its header declares {expected}")]
-    Shape {
-        /// Size of the payload.
-        bytes: usize,
-        /// Size implied by count, width and dtype.
-        expected: u64,
-    },
-}
-
-impl From<LaneError> for SendError {
-    fn from(error: LaneError) -> Self {
-        match error {
-            LaneError::Full => SendError::Slow,
-            LaneError::Ended(_) => SendError::Ended,
-        }
-    }
-}

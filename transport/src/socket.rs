@@ -62,7 +62,7 @@ pub enum BindError {
         addr: SocketAddr,
     },
     /// The address is not one of this machine's.
-    #[error("{} is no address of this machine; choose one with --listen (0.0.0.0 is all)", addr.ip())]
+    #[error("{} is not an address of this machine; choose one with --listen (0.0.0.0: all addresses)", addr.ip())]
     NoSuchAddress {
         /// The requested address.
         addr: SocketAddr,

@@ -1,8 +1,6 @@
 //! Rate limiter that keeps weight transfers to their share of a link, so that decode frames do not queue behind them.
-use std::{
-    sync::{Mutex, PoisonError},
-    time::Duration,
-};
+use parking_lot::Mutex;
+use std::time::Duration;
 use tokio::time::{Instant, sleep_until};
 
 /// Paces writers to a rate; unlimited while no rate is set.
@@ -18,7 +16,7 @@ struct State {
 
 impl Throttle {
     pub(crate) fn set(&self, bytes_per_second: Option<u64>) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).bytes_per_second = bytes_per_second.map(|b| b.max(1));
+        self.0.lock().bytes_per_second = bytes_per_second.map(|b| b.max(1));
     }
 
     /// Waits until `bytes` more may be sent.
@@ -31,7 +29,7 @@ impl Throttle {
 
     /// Reserves `bytes` and returns when the writer may start; `None` means now.
     fn reserve(&self, bytes: usize, now: Instant) -> Option<Instant> {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.0.lock();
         let rate = state.bytes_per_second?;
         let clear = state.clear.filter(|t| *t > now).unwrap_or(now);
         let nanos = (bytes as u128 * 1_000_000_000 / u128::from(rate)).min(u128::from(NANOS_MAX));

@@ -60,17 +60,17 @@ impl Ticket {
     }
 
     fn decode(bytes: &[u8]) -> Result<Self, TicketError> {
-        let (body, checksum) = bytes.split_last_chunk::<4>().ok_or(TicketError::Cut)?;
+        let (body, checksum) = bytes.split_last_chunk::<4>().ok_or(TicketError::Damaged)?;
         if crc32fast::hash(body) != u32::from_le_bytes(*checksum) {
-            return Err(TicketError::Cut);
+            return Err(TicketError::Damaged);
         }
         let mut r = Reader::new(body);
         match r.u8() {
             Some(VERSION) => {}
             Some(found) => return Err(TicketError::Version { found }),
-            None => return Err(TicketError::Cut),
+            None => return Err(TicketError::Damaged),
         }
-        Self::read(&mut r).filter(|_| r.end().is_some()).ok_or(TicketError::Nonsense)
+        Self::read(&mut r).filter(|_| r.end().is_some()).ok_or(TicketError::Malformed)
     }
 
     fn read(r: &mut Reader<'_>) -> Option<Self> {
@@ -114,14 +114,14 @@ impl FromStr for Ticket {
         let text = text.trim();
         // Longest possible ticket, with some slack; longer input is not a ticket.
         if text.len() > TEXT_MAX {
-            return Err(TicketError::Nonsense);
+            return Err(TicketError::Malformed);
         }
         let body = text
             .get(..PREFIX.len())
             .filter(|head| head.eq_ignore_ascii_case(PREFIX))
             .map(|_| &text[PREFIX.len()..])
             .ok_or(TicketError::Prefix)?;
-        let bytes = BASE32_NOPAD_NOCASE.decode(body.as_bytes()).map_err(|_| TicketError::Cut)?;
+        let bytes = BASE32_NOPAD_NOCASE.decode(body.as_bytes()).map_err(|_| TicketError::Damaged)?;
         Self::decode(&bytes)
     }
 }
@@ -144,11 +144,13 @@ const TEXT_MAX: usize = 512;
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum TicketError {
     /// The prefix is missing.
-    #[error("a ticket begins with \"{PREFIX}\"; get one with `meshnode invite` on a member")]
+    #[error(
+        "expected a ticket, which begins with \"{PREFIX}\", or an address such as /ip4/192.168.1.5/tcp/9471; get a ticket with `meshnode invite` on a member"
+    )]
     Prefix,
     /// Characters are missing, added or mistyped.
     #[error("the ticket's checksum is wrong: part of it is missing or mistyped; copy it again, whole")]
-    Cut,
+    Damaged,
     /// The ticket was issued by a newer meshnode.
     #[error("the ticket has format {found}, this meshnode reads format {VERSION}; update meshnode here or there")]
     Version {
@@ -157,7 +159,7 @@ pub enum TicketError {
     },
     /// The checksum is valid, but the content is not.
     #[error("this is not a meshnode ticket; get one with `meshnode invite` on a member")]
-    Nonsense,
+    Malformed,
 }
 
 #[cfg(test)]
@@ -192,9 +194,9 @@ mod tests {
         let text = ticket().to_string();
         assert_eq!("hello".parse::<Ticket>(), Err(TicketError::Prefix));
         assert_eq!("".parse::<Ticket>(), Err(TicketError::Prefix));
-        assert_eq!("mesh1".parse::<Ticket>(), Err(TicketError::Cut));
-        assert_eq!(text[..text.len() - 3].parse::<Ticket>(), Err(TicketError::Cut));
-        assert_eq!(format!("mesh1{}", "a".repeat(1000)).parse::<Ticket>(), Err(TicketError::Nonsense));
+        assert_eq!("mesh1".parse::<Ticket>(), Err(TicketError::Damaged));
+        assert_eq!(text[..text.len() - 3].parse::<Ticket>(), Err(TicketError::Damaged));
+        assert_eq!(format!("mesh1{}", "a".repeat(1000)).parse::<Ticket>(), Err(TicketError::Malformed));
         let mut newer = ticket().encode();
         newer[0] = 2;
         let end = newer.len() - 4;

@@ -3,11 +3,11 @@
 //! To prototype a rule, start with [`Around`].
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Tensor, TensorData};
-use kernels::grid::lbm::{Collision, LatticeFluid};
-use kernels::grid::life::Life;
-use kernels::grid::rule::{CellMap, Rule};
-use kernels::grid::rule_file::FIELDS_MAX;
-use kernels::grid::{Face, Grid};
+use kernels_grids::lbm::{Collision, LatticeFluid};
+use kernels_grids::life::Life;
+use kernels_grids::rule::Rule;
+use kernels_grids::rule_file::FIELDS_MAX;
+use kernels_grids::{CellMap, Face, Grid};
 
 /// A field of a grid: `[z, y, x]`, x innermost.
 pub type Field<B> = Tensor<B, 3>;
@@ -108,7 +108,6 @@ pub fn step<B: Backend>(grid: &Grid, rule: &Rule, fields: &[Field<B>]) -> Result
         Rule::D2q9(rule) => flow(grid, rule, fields),
         Rule::D3q19(rule) => flow(grid, rule, fields),
         Rule::Text(_) => missing(),
-        _ => missing(),
     }
 }
 

@@ -3,8 +3,8 @@ use burn::tensor::activation::{sigmoid, softmax};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
 use kernels::order::Activation;
-use kernels::recipe::{LayerRecipe, Recipe};
-use kernels::weights::{ModelConfig, ModelFile, Rope, RopeKind};
+use kernels_models::recipe::{LayerRecipe, Recipe};
+use kernels_models::weights::{ModelConfig, ModelFile, Rope, RopeKind};
 
 /// Logits `[tokens, vocabulary]` after each token of a sequence.
 ///

@@ -2,15 +2,15 @@
 use std::sync::Arc;
 
 use burn::backend::Flex;
-use kernels::grid::lbm::{Collision, Fluid, Fluid3};
-use kernels::grid::life::Life;
-use kernels::grid::rule::Rule;
-use kernels::grid::rule_file::TextRule;
-use kernels::grid::scalar::{GrayScott, Heat, Wave};
-use kernels::grid::tile::Tile;
-use kernels::grid::{Face, Grid};
 use kernels::threads::Threads;
 use kernels_burn::grid::{Field, map, step};
+use kernels_grids::lbm::{Collision, Fluid, Fluid3};
+use kernels_grids::life::Life;
+use kernels_grids::rule::Rule;
+use kernels_grids::rule_file::TextRule;
+use kernels_grids::scalar::{GrayScott, Heat, Wave};
+use kernels_grids::tile::Tile;
+use kernels_grids::{Face, Grid};
 
 /// A hash of a cell's position as a number in 0..1.
 fn noise([x, y, z]: [usize; 3], salt: usize) -> f32 {
@@ -34,7 +34,6 @@ fn difference(grid: &Grid, rule: &Rule, steps: usize, cell: &dyn Fn([usize; 3]) 
         Rule::D2q9(fluid) => fluid.solid.clone(),
         Rule::D3q19(fluid) => fluid.solid.clone(),
         Rule::Life(_) | Rule::Heat(_) | Rule::Wave(_) | Rule::GrayScott(_) | Rule::Text(_) => None,
-        _ => None,
     };
     let [width, height, _] = grid.size();
     let mut worst = 0f32;

@@ -3,12 +3,12 @@ use std::sync::Arc;
 
 use burn::backend::{Cuda, Flex};
 use burn::tensor::backend::Backend;
-use kernels::load_cpu_stage;
 use kernels::quant::QuantType;
-use kernels::stage::{Activations, Rows, RowsIn, RowsOut, StageOptions, Want};
 use kernels::threads::Threads;
-use kernels::weights::testing::TinyModel;
-use kernels::weights::{Architecture, ModelFile};
+use kernels_models::load_cpu_stage;
+use kernels_models::stage::{Activations, RequestedOutput, Rows, RowsIn, RowsOut, StageOptions};
+use kernels_models::weights::testing::TinyModel;
+use kernels_models::weights::{Architecture, ModelFile};
 
 /// Arbitrary tokens of the small vocabulary.
 const TOKENS: [u32; 11] = [1, 77, 30, 200, 5, 5, 266, 131, 12, 99, 254];
@@ -21,8 +21,12 @@ fn engine(file: &Arc<ModelFile>) -> Vec<Vec<f32>> {
     let options = StageOptions { layers, sequences: 1, context: 16, activations: Activations::F32, threads: 1 };
     let mut stage = load_cpu_stage(Arc::clone(file), options).unwrap();
     let step = |(position, token): (usize, &u32)| {
-        let rows =
-            Rows { sequence: 1, position, input: RowsIn::Tokens(std::slice::from_ref(token)), want: Want::Logits };
+        let rows = Rows {
+            sequence: 1,
+            position,
+            input: RowsIn::Tokens(std::slice::from_ref(token)),
+            output: RequestedOutput::Logits,
+        };
         match stage.forward(&mut Threads::new(1).unwrap(), &[rows]).unwrap().remove(0) {
             RowsOut::Logits(logits) => logits,
             RowsOut::Hidden(_) | RowsOut::Token(_) | RowsOut::Nothing => panic!("expected logits"),

@@ -5,15 +5,15 @@ use cubecl::features::MmaConfig;
 use cubecl::ir::{ElemType, FloatKind, IntKind, StorageType, UIntKind};
 use cubecl::prelude::*;
 use half::f16;
-use kernels::order::{Activation, EXP, EXP_MAX, GELU, INVERSE_SQRT_GUESS, LN_2, RECIPROCAL_GUESS, ROUND};
-use kernels::stage::StageError;
+use kernels::order::{Activation, CHUNKS, EXP, EXP_MAX, GELU, INVERSE_SQRT_GUESS, LN_2, RECIPROCAL_GUESS, ROUND};
+use kernels_models::stage::StageError;
 
-use crate::engine::failed;
-use crate::{Platform, array};
+use crate::error::failed;
+use crate::platform::{Platform, array};
 
 /// Device features that kernels may use. Results do not depend on them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Abilities {
+pub struct Features {
     /// The device's fused multiply-add rounds once. Mesa's software driver rounds twice; there it is emulated with f64.
     pub fused: bool,
     /// The device converts f16.
@@ -22,7 +22,7 @@ pub struct Abilities {
     pub matrices: bool,
 }
 
-impl Abilities {
+impl Features {
     /// Queries and tests a device.
     ///
     /// # Errors
@@ -84,7 +84,7 @@ const ROUND_BITS: u32 = 0x4b40_0000;
 
 /// a · b + c, rounded once.
 #[cube]
-pub(crate) fn fused(a: f32, b: f32, c: f32, #[comptime] able: Abilities) -> f32 {
+pub(crate) fn fused(a: f32, b: f32, c: f32, #[comptime] able: Features) -> f32 {
     if comptime!(able.fused) { fma(a, b, c) } else { by_doubles(a, b, c) }
 }
 
@@ -118,7 +118,7 @@ pub(crate) fn opaque_float(x: f32) -> f32 {
 
 /// See [`kernels::order::reciprocal`].
 #[cube]
-pub(crate) fn reciprocal(x: f32, #[comptime] able: Abilities) -> f32 {
+pub(crate) fn reciprocal(x: f32, #[comptime] able: Features) -> f32 {
     let mut y = f32::reinterpret(RECIPROCAL_GUESS - u32::reinterpret(x));
     #[unroll]
     for _ in 0..4u32 {
@@ -129,7 +129,7 @@ pub(crate) fn reciprocal(x: f32, #[comptime] able: Abilities) -> f32 {
 
 /// See [`kernels::order::inverse_sqrt`].
 #[cube]
-pub(crate) fn inverse_sqrt(x: f32, #[comptime] able: Abilities) -> f32 {
+pub(crate) fn inverse_sqrt(x: f32, #[comptime] able: Features) -> f32 {
     let half = 0.5f32 * x;
     let mut y = f32::reinterpret(INVERSE_SQRT_GUESS - (u32::reinterpret(x) >> 1u32));
     #[unroll]
@@ -142,7 +142,7 @@ pub(crate) fn inverse_sqrt(x: f32, #[comptime] able: Abilities) -> f32 {
 /// See [`kernels::order::exp`].
 #[allow(clippy::needless_range_loop, reason = "loops of kernels are unrolled over numbers")]
 #[cube]
-pub(crate) fn exp(x: f32, #[comptime] able: Abilities) -> f32 {
+pub(crate) fn exp(x: f32, #[comptime] able: Features) -> f32 {
     let x = select(x < -EXP_MAX, -EXP_MAX, x); // this order of operands keeps NaN
     let x = select(x > EXP_MAX, EXP_MAX, x);
     let t = u32::reinterpret(fused(x, comptime!(std::f32::consts::LOG2_E), ROUND, able));
@@ -158,19 +158,19 @@ pub(crate) fn exp(x: f32, #[comptime] able: Abilities) -> f32 {
 
 /// See [`kernels::order::sigmoid`].
 #[cube]
-fn sigmoid(x: f32, #[comptime] able: Abilities) -> f32 {
+fn sigmoid(x: f32, #[comptime] able: Features) -> f32 {
     reciprocal(1.0f32 + exp(-x, able), able)
 }
 
 /// See [`kernels::order::soft_cap`].
 #[cube]
-pub(crate) fn soft_cap(x: f32, cap: f32, #[comptime] able: Abilities) -> f32 {
+pub(crate) fn soft_cap(x: f32, cap: f32, #[comptime] able: Features) -> f32 {
     fused(sigmoid(x * (2.0f32 / cap), able), 2.0f32 * cap, -cap, able)
 }
 
 /// See [`Activation::gate`].
 #[cube]
-pub(crate) fn gate(gate: f32, up: f32, #[comptime] activation: Activation, #[comptime] able: Abilities) -> f32 {
+pub(crate) fn gate(gate: f32, up: f32, #[comptime] activation: Activation, #[comptime] able: Features) -> f32 {
     let mut argument = gate;
     if comptime!(activation == Activation::Gelu) {
         argument = gate * fused(gate * gate, comptime!(GELU[1]), comptime!(GELU[0]), able);
@@ -178,9 +178,15 @@ pub(crate) fn gate(gate: f32, up: f32, #[comptime] activation: Activation, #[com
     gate * sigmoid(argument, able) * up
 }
 
+/// The groups of columns of a chunk as (start, end): see [`kernels::order::chunk`].
+#[cube]
+pub(crate) fn chunk_range(groups: usize, chunk: usize) -> (usize, usize) {
+    (chunk * groups / comptime!(CHUNKS), (chunk + 1) * groups / comptime!(CHUNKS))
+}
+
 /// The f16 in the low 16 bits of a word, as f32.
 #[cube]
-pub(crate) fn from_half(bits: u32, #[comptime] able: Abilities) -> f32 {
+pub(crate) fn from_half(bits: u32, #[comptime] able: Features) -> f32 {
     if comptime!(able.halves) {
         f32::cast_from(Vector::<f16, Const<2>>::reinterpret(bits)[0])
     } else {
@@ -195,7 +201,7 @@ pub(crate) fn from_half(bits: u32, #[comptime] able: Abilities) -> f32 {
 
 /// Both f16 of a word as f32, the low one first.
 #[cube]
-pub(crate) fn both_halves(word: u32, #[comptime] able: Abilities) -> (f32, f32) {
+pub(crate) fn both_halves(word: u32, #[comptime] able: Features) -> (f32, f32) {
     if comptime!(able.halves) {
         let both = Vector::<f32, Const<2>>::cast_from(Vector::<f16, Const<2>>::reinterpret(word));
         (both[0], both[1])

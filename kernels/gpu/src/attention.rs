@@ -6,11 +6,11 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use kernels::order::{LANES, POSITIONS};
 
-use crate::arithmetic::{Abilities, both_halves, exp, fused, inverse_sqrt, reciprocal, soft_cap, to_half};
+use crate::arithmetic::{Features, both_halves, exp, fused, inverse_sqrt, reciprocal, soft_cap, to_half};
 use crate::inline::{await_previous, release_next};
-use crate::product::Activations;
-use crate::rows::{UNITS, Wanted, put, square_sum};
-use crate::{Platform, array};
+use crate::platform::{Platform, array};
+use crate::product::operands::Activations;
+use crate::rows::{RowFormats, UNITS, put, square_sum};
 
 /// Shape of a layer's attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -122,7 +122,7 @@ impl Pages {
 /// `queries[count, heads · head_dim]`, and keys and values to their pages.
 pub(crate) fn place<R: Platform>(
     client: &ComputeClient<R>,
-    able: Abilities,
+    able: Features,
     heads: Heads,
     layer: &LayerHeads<'_>,
     places: &Places,
@@ -172,7 +172,7 @@ fn place_kernel(
     #[comptime] heads: Heads,
     #[comptime] biased: bool,
     #[comptime] normed: bool,
-    #[comptime] able: Abilities,
+    #[comptime] able: Features,
 ) {
     release_next(able);
     await_previous(able);
@@ -267,14 +267,14 @@ pub(crate) struct Partials {
 /// Attention of `queries[count, heads · head_dim]` over the KV cache; writes activations in the formats `wanted`.
 pub(crate) fn attend<R: Platform>(
     client: &ComputeClient<R>,
-    able: Abilities,
+    able: Features,
     heads: Heads,
     layer: &LayerHeads<'_>,
     places: &Places,
     queries: &Handle,
     pages: &Pages,
     partials: &Partials,
-    wanted: Wanted,
+    wanted: RowFormats,
     x: &Activations,
 ) {
     let each = (partials.room / places.blocks).max(1);
@@ -370,7 +370,7 @@ fn score_vector(
     scores: &mut Array<f32>,
     #[comptime] heads: Heads,
     #[comptime] group: usize,
-    #[comptime] able: Abilities,
+    #[comptime] able: Features,
 ) {
     let dims = comptime!(heads.head_dim);
     if comptime!(heads.half_cells) {
@@ -415,7 +415,7 @@ fn attend_kernel(
     #[comptime] share: usize,
     #[comptime] windowed: bool,
     #[comptime] capped: bool,
-    #[comptime] able: Abilities,
+    #[comptime] able: Features,
 ) {
     release_next(able);
     await_previous(able);
@@ -617,8 +617,8 @@ fn combine_kernel(
     window: u32,
     #[comptime] heads: Heads,
     #[comptime] windowed: bool,
-    #[comptime] wanted: Wanted,
-    #[comptime] able: Abilities,
+    #[comptime] wanted: RowFormats,
+    #[comptime] able: Features,
 ) {
     release_next(able);
     await_previous(able);

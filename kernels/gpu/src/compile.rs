@@ -12,12 +12,12 @@ use ::cubecl::prelude::KernelId;
 use cudarc::driver::{result as driver, sys};
 use cudarc::nvrtc::result as nvrtc;
 use cudarc::nvrtc::sys::{nvrtcGetCUBIN, nvrtcGetCUBINSize, nvrtcProgram};
-use kernels::stage::StageError;
+use kernels_models::stage::StageError;
 use serde::{Deserialize, Serialize};
 
 use crate::cache::{Key, Store};
 use crate::device::{cuda, toolkit};
-use crate::engine::failed;
+use crate::error::failed;
 
 mod cubecl;
 
@@ -33,7 +33,7 @@ pub(crate) fn keep_in(dir: &Path) {
 }
 
 /// The kernel cache: its folder, the bytes in use and the limit. `None` before [`crate::use_cache`].
-pub fn kept_kernels() -> Option<(PathBuf, u64, u64)> {
+pub fn kernel_cache_usage() -> Option<(PathBuf, u64, u64)> {
     STORE.get().map(Store::usage).map(|(dir, used, limit)| (dir.to_path_buf(), used, limit))
 }
 
@@ -43,6 +43,9 @@ pub(crate) struct Source {
     pub(crate) text: String,
     pub(crate) entry: EntryPoint,
 }
+
+/// The instruction that waits for the preceding kernel. Only kernels that contain it may be launched early.
+pub(crate) const AWAITS: &str = "griddepcontrol.wait";
 
 /// How a kernel is launched. A cache entry holds it in front of the code.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

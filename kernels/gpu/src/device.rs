@@ -3,7 +3,6 @@
 //! A driver can hang, crash or panic, and CUDA keeps a context for the life of a process. So each driver is probed in a child
 //! process, which answers with one line: a broken driver costs its own devices and nothing else. A program must call
 //! [`use_cache`] and then [`answer_probe`] before anything else.
-use std::fmt;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::panic::catch_unwind;
 use std::path::Path;
@@ -13,43 +12,17 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 use kernels::device::{Device, cpu};
-use serde::{Deserialize, Serialize};
 
-use crate::engine::panic_text;
+use crate::error::panic_text;
 
 pub(crate) mod cuda;
+mod report;
 pub(crate) mod toolkit;
 mod vulkan;
 
+use report::Kind;
+pub use report::{Fault, Probe};
 pub(crate) use vulkan::wgpu_device;
-
-/// Result of device discovery.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Probe {
-    /// The CPU, then CUDA devices, then Vulkan devices; discrete Vulkan devices come first.
-    pub devices: Vec<Device>,
-    /// What this machine does not have, one line each: `cuda: what is missing`.
-    pub notes: Vec<String>,
-    /// Drivers and devices that are present but cannot be used.
-    pub faults: Vec<Fault>,
-}
-
-/// A driver or device that is present but cannot be used.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Fault {
-    /// `cuda` or `vulkan`.
-    pub driver: String,
-    /// What is wrong.
-    pub seen: String,
-    /// What to do about it.
-    pub advice: String,
-}
-
-impl fmt::Display for Fault {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}: {}", self.driver, self.seen, self.advice)
-    }
-}
 
 /// Caches compiled kernels in `dir/kernels`, and also searches `dir/cuda` for the CUDA compiler. Call it first in `main`, because
 /// it may set `CUDA_PATH`: see `device/toolkit.rs`. A relative `dir` is ignored.
@@ -71,44 +44,13 @@ const ANSWER_BYTES_MAX: u64 = 1 << 16;
 
 static ANSWERS: AtomicBool = AtomicBool::new(false);
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
-    Cuda,
-    Vulkan,
-}
-
 impl Kind {
-    const ALL: [Self; 2] = [Self::Cuda, Self::Vulkan];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Cuda => "cuda",
-            Self::Vulkan => "vulkan",
-        }
-    }
-
     fn probe(self) -> Probe {
         let probe = match self {
             Self::Cuda => cuda::probe,
             Self::Vulkan => vulkan::probe,
         };
         catch_unwind(probe).unwrap_or_else(|panic| self.broken(&panic_text(panic.as_ref())))
-    }
-
-    fn fault(self, seen: impl Into<String>, advice: impl Into<String>) -> Fault {
-        Fault { driver: self.name().into(), seen: seen.into(), advice: advice.into() }
-    }
-
-    /// The result for a driver that crashed its process or timed out.
-    fn broken(self, what: &str) -> Probe {
-        let advice = match self {
-            Self::Cuda => {
-                "run `nvidia-smi` for details; restart the machine if the driver was just updated, else reinstall it"
-            }
-            Self::Vulkan => "run `vulkaninfo` for details; update the GPU's driver",
-        };
-        let fault = self.fault(format!("the driver does not work, so its GPUs are not used: {what}"), advice);
-        Probe { faults: vec![fault], ..Probe::default() }
     }
 }
 

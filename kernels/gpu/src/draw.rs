@@ -1,19 +1,19 @@
-//! Sampling on the device: draws the same tokens as [`kernels::sampler`] from the same logits.
+//! Sampling on the device: draws the same tokens as [`kernels_models::sampler`] from the same logits.
 //!
 //! Three launches for any settings: `survey` finds the extremes of the logits, `weigh` adds the weights of tokens into buckets by
 //! logit, `choose` finds the bucket in which a cumulative weight falls and orders its tokens. Weights are the integers of
-//! `kernels::sampler::order`, so sums are exact in any order. The host draws for rows that the kernels cannot decide: non-finite
+//! `kernels_models::sampler::order`, so sums are exact in any order. The host draws for rows that the kernels cannot decide: non-finite
 //! logits, or more tokens in one bucket than a cube can order.
 //!
 //! CubeCL may alias a variable initialised from a parameter with the parameter, so loop counters start from `UNIT_POS_X`, not `unit`.
 //! Kernel compilers also fuse products and sums of f64, so each product passes through [`opaque`]. Next: `draw/choose.rs`.
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use kernels::sampler::order::{BUCKETS, OCTAVE_SHIFT, OCTAVES_MIN, ORIGIN, POWERS, STEP_SHIFT, STEPS};
-use kernels::sampler::{SamplerSettings, random};
+use kernels_models::sampler::order::{BUCKETS, OCTAVE_SHIFT, OCTAVES_MIN, ORIGIN, POWERS, STEP_SHIFT, STEPS};
+use kernels_models::sampler::{SamplerSettings, random};
 
 use crate::arithmetic::opaque;
-use crate::{Platform, array};
+use crate::platform::{Platform, array};
 
 mod choose;
 
@@ -281,7 +281,7 @@ fn double(#[comptime] bits: u64) -> f64 {
     f64::reinterpret(bits.read())
 }
 
-/// The place of a logit on the weight scale: see `Scale::place` in `kernels::sampler::order`.
+/// The place of a logit on the weight scale: see `Scale::fixed_point_octaves` in `kernels_models::sampler::order`.
 #[cube]
 pub(crate) fn place(logit: f32, greatest: f64, octaves: f64) -> u64 {
     let far = opaque((f64::cast_from(logit) - greatest) * octaves);
@@ -299,7 +299,7 @@ const CUBE: f64 = LN2 * LN2 * LN2 / 6.0;
 const ROUND_BITS: u64 = ((1u64 << 52) as f64).to_bits();
 const STEP_MASK: u64 = (1 << STEP_SHIFT) - 1;
 
-/// The weight at a [`place`]: see `weight` in `kernels::sampler::order`.
+/// The weight at a [`place`]: see `weight` in `kernels_models::sampler::order`.
 #[cube]
 pub(crate) fn weight(place: u64, powers: &Array<u64>) -> u64 {
     let middle =

@@ -1,49 +1,46 @@
 //! The GPU inference engine: weights, KV cache and scratch of a model's layers, and the forward pass that their recipe describes.
 //!
 //! If the runtime has graphs, a step of few rows replays one graph (`engine/steps.rs`); other passes upload their rows and launch
-//! kernel by kernel. Next: `kernels::decoder`, which turns an engine into a stage.
+//! kernel by kernel. Next: `kernels_models::decoder`, which turns an engine into a stage.
 use std::collections::VecDeque;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
 use cubecl::bytes::Bytes;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use kernels::decoder::{self, Decoder, PassInput, RowAt};
-use kernels::gpu::{Coming, submitted};
 use kernels::order::POSITIONS;
-use kernels::recipe::{LayerRecipe, Recipe};
-use kernels::rotary::{RotaryTable, RotaryTables};
-use kernels::sampler::SamplerSettings;
-use kernels::stage::{self, ResidentBytes, SequenceId, StageError, StageOptions};
 use kernels::threads::Threads;
 use kernels::tile::Layout;
-use kernels::weights::{ModelConfig, ModelFile, RopeKind};
+use kernels_gpu_grids::{PendingRead, submit_read};
+use kernels_models::decoder::{self, Decoder, PassInput, RowAt};
+use kernels_models::recipe::{LayerRecipe, Recipe};
+use kernels_models::rotary::{RotaryTable, RotaryTables};
+use kernels_models::sampler::SamplerSettings;
+use kernels_models::stage::{self, ResidentBytes, SequenceId, StageError, StageOptions};
+use kernels_models::weights::{ModelConfig, ModelFile, RopeKind};
 
-use crate::Platform;
-use crate::arithmetic::Abilities;
+use crate::arithmetic::Features;
 use crate::attention::{Heads, LayerHeads, Pages, Places, attend, place};
+use crate::error::{failed, guarded, input};
 use crate::load::{LoadPhases, Loader, Part, Weights, fill, timed};
 use crate::pages::Pool;
-use crate::product::{Activations, Target, gate_product, gates, product};
-use crate::rows::{Wanted, cap, embed, gated, norm, norm_add};
+use crate::platform::Platform;
+use crate::product::operands::{Activations, Target};
+use crate::product::{gate_product, gates, product};
+use crate::rows::{RowFormats, cap, embed, gated, norm, norm_add};
 
 pub(crate) mod memory;
-mod profile;
+pub(crate) mod profile;
 mod steps;
 mod times;
 
-use memory::{Memory, Release, Scratch, buffer_max, check_memory, scratch_bytes};
-pub use profile::{Launches, Profiled};
+use memory::{Memory, ROWS, Release, Scratch, buffer_max, check_memory, scratch_bytes};
 use steps::{FEW, Steps};
-
-/// Maximum rows of a forward pass.
-const ROWS: usize = 512;
 
 /// Layers of a model on a GPU.
 pub struct GpuEngine<R: Platform> {
     client: ComputeClient<R>,
-    able: Abilities,
+    able: Features,
     config: ModelConfig,
     options: StageOptions,
     recipe: Recipe,
@@ -70,7 +67,7 @@ enum Queued {
     /// A replayed step with `numbers` results.
     Step { numbers: usize },
     /// A pass launched by CubeCL, and the read of its results.
-    Read(Coming),
+    Read(PendingRead),
 }
 
 /// The steps of a layer, in order.
@@ -180,7 +177,7 @@ impl<R: Platform> GpuEngine<R> {
     ) -> Result<Self, StageError> {
         let start = Instant::now();
         let _release = Release::new(&client); // first, so that it is dropped after all buffers if loading fails
-        let able = Abilities::of(&client)?;
+        let able = Features::of(&client)?;
         let recipe = Recipe::of(&config);
         let heads = Heads {
             heads: config.heads,
@@ -200,9 +197,9 @@ impl<R: Platform> GpuEngine<R> {
         let range = options.layers.clone();
         let table = (range.start == 0).then(|| loader.matrices(&["token_embd.weight".to_owned()])).transpose()?;
         let mut layers = Vec::with_capacity(range.len());
-        let mut tables = RotaryTables::of(file, &recipe, range.clone())?;
+        let mut tables = RotaryTables::load(file, &recipe, range.clone())?;
         tables.grow(options.context);
-        let rotary = tables.all().iter().map(|table| rotary(&memory, table, options.context));
+        let rotary = tables.tables().iter().map(|table| rotary(&memory, table, options.context));
         let rotary = rotary.collect::<Result<Vec<Handle>, _>>()?;
         for index in range.clone() {
             let rotary = rotary[tables.table_of(index - range.start)].clone();
@@ -391,7 +388,7 @@ impl<R: Platform> GpuEngine<R> {
 
     /// Whether gate and up are one matrix and the product kernel applies the activation ([`gate_product`]).
     fn gates(&self, layer: &Layer, count: usize) -> bool {
-        let integers = Wanted { floats: false, integers: true };
+        let integers = RowFormats { floats: false, integers: true };
         let [part] = &layer.gated[..] else { return false };
         self.wanted(&layer.gated) == integers
             && self.wanted(&layer.down) == integers
@@ -400,10 +397,10 @@ impl<R: Platform> GpuEngine<R> {
     }
 
     /// The formats of activations that these matrices read.
-    fn wanted(&self, parts: &[Part]) -> Wanted {
+    fn wanted(&self, parts: &[Part]) -> RowFormats {
         let codes = |part: &Part| Layout::of(part.matrix.kind).bits > 0;
         let integers = self.options.activations == stage::Activations::Int8;
-        Wanted { floats: !integers || !parts.iter().all(codes), integers: integers && parts.iter().any(codes) }
+        RowFormats { floats: !integers || !parts.iter().all(codes), integers: integers && parts.iter().any(codes) }
     }
 
     fn norm<L: Platform>(
@@ -413,7 +410,7 @@ impl<R: Platform> GpuEngine<R> {
         weight: &Handle,
         rows: Option<&Handle>,
         count: usize,
-        wanted: Wanted,
+        wanted: RowFormats,
         x: &Activations,
     ) {
         norm(client, self.able, hidden, weight, self.config.norm_eps, rows, count, wanted, x);
@@ -481,7 +478,7 @@ impl<R: Platform> GpuEngine<R> {
     /// Starts to read numbers back. Flushes first to get errors: after a failure the device would return stale data.
     fn read(&mut self, numbers: Handle) -> Result<(), StageError> {
         self.client.flush().map_err(failed)?;
-        self.queued.push_back(Queued::Read(submitted(self.client.clone(), numbers)));
+        self.queued.push_back(Queued::Read(submit_read(self.client.clone(), numbers)));
         Ok(())
     }
 
@@ -527,11 +524,11 @@ impl<R: Platform> decoder::Engine for GpuEngine<R> {
         guarded(|| self.run(rows, input, wanted))
     }
 
-    fn passed(&mut self) -> Result<Vec<f32>, StageError> {
+    fn collect_pass(&mut self) -> Result<Vec<f32>, StageError> {
         guarded(|| self.arrive())
     }
 
-    fn draws(&self, rows: usize, settings: &SamplerSettings) -> bool {
+    fn can_sample(&self, rows: usize, settings: &SamplerSettings) -> bool {
         self.draws_rows(rows, settings)
     }
 
@@ -597,26 +594,4 @@ fn rotary<R: Platform>(memory: &Memory<'_, R>, table: &RotaryTable, positions: u
     };
     let numbers: Vec<f32> = (0..positions).flat_map(row).collect();
     memory.created(bytemuck::cast_slice(&numbers).to_vec(), "rotary tables")
-}
-
-/// Turns panics into errors: CubeCL panics when a kernel does not compile or a device is lost.
-pub(crate) fn guarded<T>(work: impl FnOnce() -> Result<T, StageError>) -> Result<T, StageError> {
-    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(StageError::Device(panic_text(panic.as_ref()))))
-}
-
-/// The start of a panic message; the message for a kernel that does not compile contains its whole source.
-pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
-    const MOST: usize = 600;
-    let text = panic.downcast_ref::<String>().map(String::as_str);
-    let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("panic without a message");
-    text.chars().take(MOST).collect()
-}
-
-/// A device error: the start of the error's text.
-pub(crate) fn failed(error: impl std::fmt::Debug) -> StageError {
-    StageError::Device(format!("{error:?}").chars().take(600).collect())
-}
-
-fn input(text: impl Into<String>) -> StageError {
-    StageError::Input(text.into())
 }

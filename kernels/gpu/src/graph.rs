@@ -3,10 +3,11 @@
 //! CubeCL has no graphs, and each launch through it costs the host about 8 µs; a step has hundreds. So we run the functions that
 //! launch kernels on a [`Recorder`], a runtime that only records launches. The recorded kernels are compiled, captured on our own
 //! stream, and replayed there.
+use parking_lot::Mutex;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{CString, c_void};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use cubecl::bytes::Bytes;
 use cubecl::cuda::{CudaCompiler, CudaRuntime};
@@ -26,13 +27,11 @@ use cubecl_runtime::logging::ServerLogger;
 use cubecl_runtime::memory_management::ManagedMemoryHandle;
 use cubecl_runtime::storage::{ComputeStorage, ManagedResource, StorageHandle, StorageId};
 use cudarc::driver::{result, sys};
-use kernels::stage::StageError;
+use kernels_models::stage::StageError;
 
-use crate::Platform;
-use crate::compile::{Compiler, EntryPoint, Source};
+use crate::compile::{AWAITS, Compiler, EntryPoint, Source};
 use crate::device::cuda::capability;
-use crate::engine::failed;
-use crate::inline::AWAITS;
+use crate::error::failed;
 
 /// A runtime that records launches instead of executing them.
 #[derive(Clone, Debug)]
@@ -57,10 +56,10 @@ thread_local! {
     static BOUND: RefCell<Vec<Handle>> = const { RefCell::new(Vec::new()) };
 }
 
-impl Platform for Recorder {
-    fn bind(handle: &Handle) -> Handle {
+impl Recorder {
+    /// Notes a buffer of this thread's next launch; called in the order of the launch's arguments.
+    pub(crate) fn note(handle: &Handle) {
         BOUND.with_borrow_mut(|bound| bound.push(handle.clone()));
-        handle.clone()
     }
 }
 
@@ -125,7 +124,7 @@ static PROPERTIES: Mutex<BTreeMap<u16, DeviceProperties>> = Mutex::new(BTreeMap:
 
 impl DeviceService for RecorderServer {
     fn init(device: DeviceId) -> Self {
-        let known = PROPERTIES.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = PROPERTIES.lock();
         let properties = known.get(&device.index_id).expect("set before a recorder's client is created").clone();
         Self(Arc::new(ServerUtilities::new(properties, Arc::new(ServerLogger::default()), (), NoMemory)))
     }
@@ -209,10 +208,7 @@ impl ComputeServer for RecorderServer {
             CubeCount::Static(x, y, z) => (x, y, z),
             CubeCount::Dynamic(_) => (0, 0, 0), // rejected by `Graphs::record`
         };
-        RECORDED
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push((stream, RecordedLaunch { kernel, cubes, arguments }));
+        RECORDED.lock().push((stream, RecordedLaunch { kernel, cubes, arguments }));
     }
 
     fn flush(&mut self, _: StreamId) -> Result<(), ServerError> {
@@ -243,7 +239,7 @@ fn recorded(
 ) -> Result<(Vec<RecordedLaunch>, Vec<Handle>), StageError> {
     let stream = StreamId::current();
     let take = || -> Vec<RecordedLaunch> {
-        let mut all = RECORDED.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = RECORDED.lock();
         let (mine, others) = all.drain(..).partition(|(of, _)| *of == stream);
         *all = others;
         mine.into_iter().map(|(_, recorded): (_, RecordedLaunch)| recorded).collect()
@@ -259,7 +255,7 @@ fn recorded(
 pub(crate) fn launches(properties: &DeviceProperties, launch: impl FnOnce(&ComputeClient<Recorder>)) -> usize {
     /// A number that no device has: these launches are neither compiled nor replayed.
     const COUNTED: u16 = u16::MAX - 1;
-    PROPERTIES.lock().unwrap_or_else(PoisonError::into_inner).insert(COUNTED, properties.clone());
+    PROPERTIES.lock().insert(COUNTED, properties.clone());
     let recorder = Recorder::client(&RecorderDevice(COUNTED.into()));
     recorded(&recorder, launch).expect("recording does not fail").0.len()
 }
@@ -288,7 +284,7 @@ impl Source {
         launch: impl FnOnce(&ComputeClient<Recorder>),
     ) -> Result<Vec<Self>, StageError> {
         const NONE: u16 = u16::MAX;
-        PROPERTIES.lock().unwrap_or_else(PoisonError::into_inner).insert(NONE, properties);
+        PROPERTIES.lock().insert(NONE, properties);
         let recorder = Recorder::client(&RecorderDevice(NONE.into()));
         let mut known = std::collections::HashSet::new();
         let (recorded, _) = recorded(&recorder, launch)?;
@@ -450,7 +446,7 @@ impl Graphs {
             (context, result::stream::create(result::stream::StreamKind::NonBlocking).map_err(failed)?)
         };
         let properties = cuda.properties().clone();
-        PROPERTIES.lock().unwrap_or_else(PoisonError::into_inner).insert(device as u16, properties);
+        PROPERTIES.lock().insert(device as u16, properties);
         Ok(Self {
             cuda: cuda.clone(),
             recorder: Recorder::client(&RecorderDevice(device)),
@@ -522,7 +518,7 @@ impl Graphs {
     fn function(&self, kernel: &dyn CubeTask<CudaCompiler>) -> Result<Function, StageError> {
         let id = kernel.id();
         // Locked while loading: another stage may need the same kernel.
-        let mut all = FUNCTIONS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = FUNCTIONS.lock();
         let functions = all.entry(self.number).or_default();
         if let Some(function) = functions.get(&id) {
             return Ok(*function);

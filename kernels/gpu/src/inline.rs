@@ -6,7 +6,8 @@ use cubecl::intrinsic;
 use cubecl::ir::{NonSemantic, Variable, VariableKind};
 use cubecl::prelude::*;
 
-use crate::arithmetic::Abilities;
+use crate::arithmetic::Features;
+use crate::compile::AWAITS;
 
 /// Inserts statements into the CUDA source of a kernel.
 fn statement(scope: &mut Scope, code: &str) {
@@ -57,12 +58,9 @@ pub(crate) fn wait_groups(#[comptime] pending: usize) {
     })
 }
 
-/// The instruction that waits for the preceding kernel. Only kernels that contain it may be launched early.
-pub(crate) const AWAITS: &str = "griddepcontrol.wait";
-
 /// Lets the next kernel start as soon as there is room for its cubes; it waits for this one at [`await_previous`].
 #[cube]
-pub(crate) fn release_next(#[comptime] able: Abilities) {
+pub(crate) fn release_next(#[comptime] able: Features) {
     if comptime!(able.matrices) {
         intrinsic!(|scope| on_hopper(scope, "griddepcontrol.launch_dependents"));
     }
@@ -71,7 +69,7 @@ pub(crate) fn release_next(#[comptime] able: Abilities) {
 /// Waits until the preceding kernel is complete and its results are visible. Before this call a kernel must not write, and must
 /// not read anything that another kernel writes.
 #[cube]
-pub(crate) fn await_previous(#[comptime] able: Abilities) {
+pub(crate) fn await_previous(#[comptime] able: Features) {
     if comptime!(able.matrices) {
         intrinsic!(|scope| on_hopper(scope, AWAITS));
     }

@@ -10,21 +10,21 @@ use std::time::Instant;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use kernels::quant::QuantType;
-use kernels::stage::StageError;
-use kernels::tile::{Layout, ROWS, sum_of_words};
-use kernels::weights::ModelFile;
+use kernels::tile::{Layout, ROWS, word_checksum};
+use kernels_models::stage::StageError;
+use kernels_models::weights::ModelFile;
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
-use crate::engine::failed;
 use crate::engine::memory::{Memory, buffer_max};
-use crate::product::Matrix;
+use crate::error::failed;
+use crate::platform::{Platform, array};
+use crate::product::operands::Matrix;
 use crate::upload::Upload;
-use crate::{Platform, array};
 
 pub(crate) mod random;
 
-use random::Strip;
+use random::TileRow;
 
 /// Where a stage's matrices come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,7 +90,7 @@ enum Route {
     /// Converted as a whole, and passed to the runtime.
     Whole,
     /// Generated on the device from 16 random rows of its format and columns.
-    Random(BTreeMap<(QuantType, usize), Strip>),
+    Random(BTreeMap<(QuantType, usize), TileRow>),
 }
 
 /// An upload and its checksum on the host.
@@ -126,7 +126,7 @@ impl Joined<'_> {
     }
 }
 
-/// A matrix whose outputs are a part of a wider output row: see [`crate::product::Target`].
+/// A matrix whose outputs are a part of a wider output row: see [`crate::product::operands::Target`].
 #[derive(Clone, Debug)]
 pub(crate) struct Part {
     pub(crate) matrix: Matrix,
@@ -238,7 +238,7 @@ impl<'a, R: Platform> Loader<'a, R> {
         }
         let (words, name) = (all.len(), &names[0]);
         let bytes: Vec<u8> = bytemuck::cast_slice(&all).to_vec();
-        let sum = sum_of_words(&bytes);
+        let sum = word_checksum(&bytes);
         let buffer = timed(&mut self.phases.upload_s, || self.memory.created(bytes, name))?;
         self.sent(Sent { name: name.clone(), words, sum, buffer: buffer.clone(), copy: 0 })?;
         Ok(buffer)
@@ -368,8 +368,8 @@ fn converted(
     threads.install(|| {
         let sums = tiles.par_chunks_mut(piece).enumerate().map(|(i, out)| {
             let first = rows.start + i * rows_each;
-            tensor.tiles(first..rows.end.min(first + rows_each), out)?;
-            Ok(sum_of_words(out))
+            tensor.read_tiles(first..rows.end.min(first + rows_each), out)?;
+            Ok(word_checksum(out))
         });
         sums.try_reduce(|| 0, |a, b| Ok(a.wrapping_add(b)))
     })

@@ -8,22 +8,24 @@ use cubecl::prelude::*;
 use cubecl::wgpu::{WgpuDevice, WgpuRuntime};
 use kernels::bench::Speed;
 use kernels::device::{Device, DeviceId};
-use kernels::gpu::grid::{cuda_tile, vulkan_tile};
-use kernels::grid::any_tile::GridTile;
-use kernels::grid::rule::Rule;
-use kernels::grid::tile::Tile;
-use kernels::grid::{Grid, GridError, Region};
-use kernels::load_cpu_stage;
 use kernels::quant::QuantType;
-use kernels::stage::{Stage, StageError, StageOptions};
-use kernels::weights::ModelFile;
+use kernels_gpu_grids::{cuda_tile, vulkan_tile};
+use kernels_grids::any_tile::GridTile;
+use kernels_grids::rule::Rule;
+use kernels_grids::tile::Tile;
+use kernels_grids::{Grid, GridError, Region};
+use kernels_models::load_cpu_stage;
+use kernels_models::stage::{Stage, StageError, StageOptions};
+use kernels_models::weights::ModelFile;
 
-use crate::Platform;
 use crate::compile::{is_started, keep, prepare};
 use crate::device::{probe_report, wgpu_device};
 use crate::engine::memory::Release;
-use crate::engine::{Profiled, load, load_weights, panic_text};
+use crate::engine::profile::Profiled;
+use crate::engine::{load, load_weights};
+use crate::error::panic_text;
 use crate::load::Weights;
+use crate::platform::Platform;
 use crate::selftest::{Check, checks};
 use crate::shapes::Shape;
 use crate::speed::{cache_speed, copy_speed, speed};
@@ -125,7 +127,7 @@ pub fn selftest(device: DeviceId) -> Result<Vec<Check>, String> {
 
 /// Measured rates of a GPU.
 #[derive(Clone, Debug, PartialEq)]
-pub struct GpuSpeed {
+pub struct GpuRates {
     /// Rates of a stage without attention, or why the measurement failed.
     pub products: Result<Speed, String>,
     /// Bytes of the KV cache that attention of one row reads per second, or why the measurement failed.
@@ -138,13 +140,13 @@ pub struct GpuSpeed {
 ///
 /// # Errors
 /// The device is missing or is the CPU.
-pub fn gpu_speed(device: DeviceId) -> Result<GpuSpeed, String> {
-    fn measured<R: Platform>(device: &R::Device, number: usize) -> GpuSpeed {
+pub fn measure_gpu(device: DeviceId) -> Result<GpuRates, String> {
+    fn measured<R: Platform>(device: &R::Device, number: usize) -> GpuRates {
         let client = match client::<R>(device) {
             Ok(client) => client,
             Err(why) => {
                 let why = why.to_string();
-                return GpuSpeed {
+                return GpuRates {
                     products: Err(why.clone()),
                     cache_bytes_s: Err(why.clone()),
                     copy_bytes_s: Err(why),
@@ -157,7 +159,7 @@ pub fn gpu_speed(device: DeviceId) -> Result<GpuSpeed, String> {
         let products = freed(&client, || caught(|| speed(&client, number, slow)));
         let cache_bytes_s = freed(&client, || caught(|| cache_speed(&client, number, slow)));
         let copy_bytes_s = freed(&client, || caught(|| copy_speed(&client, slow)));
-        GpuSpeed { products, cache_bytes_s, copy_bytes_s }
+        GpuRates { products, cache_bytes_s, copy_bytes_s }
     }
     let speed = match gpu(device)? {
         None => return Err(format!("expected a GPU, found {device}")),

@@ -2,7 +2,7 @@
 use std::collections::BTreeMap;
 
 use kernels::order::POSITIONS;
-use kernels::stage::SequenceId;
+use kernels_models::stage::SequenceId;
 
 /// The pages of each sequence, and the free pages. A page holds [`POSITIONS`] positions of all layers.
 #[derive(Debug)]

@@ -3,112 +3,26 @@
 //! One plane computes a chunk of columns, or one unit per matrix row does; chunk sums are added in shared memory. A tile row
 //! (`strip` in the code) is the tiles of 16 matrix rows. Next: `rows.rs`.
 use cubecl::prelude::*;
-use cubecl::server::Handle;
-use kernels::order::{CHUNKS, GROUP};
-use kernels::quant::QuantType;
+use kernels::order::CHUNKS;
 use kernels::tile::{Layout, ROWS, Scales};
 
-use crate::arithmetic::Abilities;
+use crate::arithmetic::Features;
+use crate::platform::{Platform, array};
 use crate::tiles::NIBBLES;
-use crate::{Platform, array};
 
 mod few;
 mod gates;
 mod matrices;
+pub(crate) mod operands;
 mod panel;
 mod plain;
 
-use few::{Shape, few_kernel};
+use few::{FEW, Shape, few_kernel};
 pub(crate) use gates::{gate_product, gates};
+use operands::{Activations, Finish, Matrix, Target};
 use panel::{PANEL_ROWS, panel_kernel, panel_tokens};
 use plain::plain_kernel;
 
-/// A matrix of tiles on a device.
-#[derive(Clone, Debug)]
-pub(crate) struct Matrix {
-    /// Quantisation format of the tiles.
-    pub(crate) kind: QuantType,
-    /// Elements of an output row; the tiles are padded to multiples of 16.
-    pub(crate) rows: usize,
-    /// Elements of an input row.
-    pub(crate) cols: usize,
-    /// [`kernels::tile::Tiles::bytes`].
-    pub(crate) tiles: Handle,
-}
-
-impl Matrix {
-    /// Words of all tiles.
-    pub(crate) fn words(&self) -> usize {
-        Layout::of(self.kind).matrix_bytes(self.rows, self.cols) / 4
-    }
-
-    fn groups(&self) -> usize {
-        self.cols.div_ceil(GROUP)
-    }
-}
-
-/// Activations of `count` rows on a device.
-#[derive(Clone, Debug)]
-pub(crate) struct Activations {
-    /// `[count, cols]` f32; used with unquantised matrices, and with all matrices in strict arithmetic.
-    pub(crate) floats: Handle,
-    /// 8-bit integers, `[count, groups, 16]` words: word `4 · (slot mod 4) + 2 · block + slot / 4` of a group holds the four columns
-    /// of a slot of one of its two blocks. A lane reads four words at a time.
-    pub(crate) codes: Handle,
-    /// `[count, blocks, 4]`: scale; scale times the sum of the codes; as integers, the sum of all codes and of the first 16.
-    pub(crate) scales: Handle,
-    /// Elements of a row.
-    pub(crate) cols: usize,
-}
-
-impl Activations {
-    /// Allocates room for rows. Codes and scales are zeroed, because the padding of the last group is never written.
-    pub(crate) fn new<R: Platform>(client: &ComputeClient<R>, rows: usize, cols: usize) -> Self {
-        let zeros = |bytes: usize| client.create(cubecl::bytes::Bytes::from_bytes_vec(vec![0u8; bytes]));
-        let groups = cols.div_ceil(GROUP);
-        Self {
-            floats: client.empty(rows * cols * 4),
-            codes: zeros(rows * groups * GROUP),
-            scales: zeros(rows * groups * 2 * 16),
-            cols,
-        }
-    }
-
-    pub(crate) fn code_words(&self, rows: usize) -> usize {
-        rows * self.cols.div_ceil(GROUP) * 16
-    }
-
-    pub(crate) fn scale_words(&self, rows: usize) -> usize {
-        rows * self.cols.div_ceil(GROUP) * 8
-    }
-}
-
-/// Output of a product: columns `offset ..` of rows of `stride` elements.
-#[derive(Clone, Debug)]
-pub(crate) struct Target<'a> {
-    /// `[count, stride]` f32.
-    pub(crate) rows: &'a Handle,
-    /// Elements of a row.
-    pub(crate) stride: usize,
-    /// First column of the product.
-    pub(crate) offset: usize,
-    /// Rows of the matrix, without the padding of the last tile.
-    pub(crate) width: usize,
-    /// Added to the product.
-    pub(crate) bias: Option<&'a Handle>,
-    /// Adds the product to the existing values instead of overwriting them.
-    pub(crate) add: bool,
-}
-
-/// Epilogue of a product.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Finish {
-    bias: bool,
-    add: bool,
-}
-
-/// Activation rows per pass over the weights with matrix instructions.
-const FEW: usize = 8;
 /// Matrices with at least this number of tile rows let a plane compute two of them.
 const TWO_STRIPS: usize = 1024;
 /// From this number of activation rows on, the panel kernel is used.
@@ -117,7 +31,7 @@ const PANEL_FROM: usize = 17;
 /// Multiplies `count` rows of `x` by a matrix. `integers`: uses 8-bit activations if the matrix is quantised.
 pub(crate) fn product<R: Platform>(
     client: &ComputeClient<R>,
-    able: Abilities,
+    able: Features,
     matrix: &Matrix,
     x: &Activations,
     integers: bool,
@@ -217,22 +131,4 @@ pub(crate) fn product<R: Platform>(
         }
         first += rows;
     }
-}
-
-/// The groups of columns of a chunk as (start, end): see [`kernels::order::chunk`].
-#[cube]
-pub(crate) fn chunk_range(groups: usize, chunk: usize) -> (usize, usize) {
-    (chunk * groups / comptime!(CHUNKS), (chunk + 1) * groups / comptime!(CHUNKS))
-}
-
-#[cube]
-fn finish_element(y: &mut Array<f32>, at: usize, sum: f32, bias: &Array<f32>, row: usize, #[comptime] finish: Finish) {
-    let mut value = sum;
-    if comptime!(finish.bias) {
-        value += bias[row];
-    }
-    if comptime!(finish.add) {
-        value += y[at];
-    }
-    y[at] = value;
 }

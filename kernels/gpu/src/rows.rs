@@ -3,15 +3,15 @@
 //! A cube has 256 units. Eight neighbouring units hold a block of 32 columns, four per unit. Next: `attention.rs`.
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use kernels::order::{Activation, CHUNKS, GROUP, LANES, SMALLEST};
+use kernels::order::{Activation, CHUNKS, GROUP, LANES, QUANTISE_MIN};
 use kernels::quant::QuantType;
 use kernels::tile::ROWS;
 
-use crate::arithmetic::{Abilities, fused, gate, inverse_sqrt, opaque_float, reciprocal};
+use crate::arithmetic::{Features, chunk_range, fused, gate, inverse_sqrt, opaque_float, reciprocal};
 use crate::inline::{await_previous, release_next};
-use crate::product::{Activations, Matrix, chunk_range};
+use crate::platform::{Platform, array};
+use crate::product::operands::{Activations, Matrix};
 use crate::tiles::{tile_words, weight};
-use crate::{Platform, array};
 
 /// Units per cube: one per lane of each chunk of a sum of squares.
 pub(crate) const UNITS: u32 = (CHUNKS * LANES) as u32;
@@ -22,7 +22,7 @@ const SEGMENT: usize = 4 * UNITS as usize;
 /// outside it are not written.
 pub(crate) fn embed<R: Platform>(
     client: &ComputeClient<R>,
-    able: Abilities,
+    able: Features,
     table: &Matrix,
     first: usize,
     tokens: &Handle,
@@ -61,7 +61,7 @@ fn embed_kernel(
     scale: f32,
     #[comptime] kind: QuantType,
     #[comptime] scaled: bool,
-    #[comptime] able: Abilities,
+    #[comptime] able: Features,
 ) {
     release_next(able);
     await_previous(able);
@@ -83,7 +83,7 @@ fn embed_kernel(
 
 /// Formats in which activations are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Wanted {
+pub(crate) struct RowFormats {
     /// f32, for unquantised matrices and for strict arithmetic.
     pub(crate) floats: bool,
     /// 8-bit integers with their scales.
@@ -93,13 +93,13 @@ pub(crate) struct Wanted {
 /// RMSNorm of rows `hidden[count, cols]` times `weight`, in the formats `wanted`. Output row i is row `rows[i]` if given, else row i.
 pub(crate) fn norm<R: Platform>(
     client: &ComputeClient<R>,
-    able: Abilities,
+    able: Features,
     hidden: &Handle,
     weight: &Handle,
     eps: f32,
     rows: Option<&Handle>,
     count: usize,
-    wanted: Wanted,
+    wanted: RowFormats,
     x: &Activations,
 ) {
     let cols = x.cols;
@@ -152,8 +152,8 @@ fn norm_kernel(
     eps: f32,
     #[comptime] chosen: bool,
     #[comptime] held: Option<(usize, usize)>,
-    #[comptime] wanted: Wanted,
-    #[comptime] able: Abilities,
+    #[comptime] wanted: RowFormats,
+    #[comptime] able: Features,
 ) {
     release_next(able);
     await_previous(able);
@@ -216,7 +216,7 @@ fn lane_columns(cols: usize) -> (usize, usize) {
 
 /// The sum of the squares of a row. All 256 units must call it, and all get the result.
 #[cube]
-pub(crate) fn square_sum(x: &Slice<f32>, shared: &mut SharedMemory<f32>, #[comptime] able: Abilities) -> f32 {
+pub(crate) fn square_sum(x: &Slice<f32>, shared: &mut SharedMemory<f32>, #[comptime] able: Features) -> f32 {
     let (mut i, end) = lane_columns(x.len());
     let mut sum = 0.0f32;
     while i < end {
@@ -232,7 +232,7 @@ fn held_square_sum(
     x: &Slice<f32>,
     shared: &mut SharedMemory<f32>,
     #[comptime] lanes: usize,
-    #[comptime] able: Abilities,
+    #[comptime] able: Features,
 ) -> f32 {
     let (start, end) = lane_columns(x.len());
     let mut numbers = Array::<f32>::new(lanes);
@@ -252,7 +252,7 @@ fn held_square_sum(
 
 /// Adds lanes as a tree, then chunks in order.
 #[cube]
-fn add_chunks(sum: f32, shared: &mut SharedMemory<f32>, #[comptime] able: Abilities) -> f32 {
+fn add_chunks(sum: f32, shared: &mut SharedMemory<f32>, #[comptime] able: Features) -> f32 {
     let unit = UNIT_POS_X as usize;
     let lane = unit % comptime!(LANES);
     if comptime!(able.matrices) {
@@ -302,8 +302,8 @@ pub(crate) fn put(
     floats: &mut Array<f32>,
     codes: &mut Array<u32>,
     scales: &mut Array<Vector<f32, Const<4>>>,
-    #[comptime] wanted: Wanted,
-    #[comptime] able: Abilities,
+    #[comptime] wanted: RowFormats,
+    #[comptime] able: Features,
 ) {
     if comptime!(wanted.floats) {
         #[unroll]
@@ -341,7 +341,7 @@ pub(crate) fn put(
         if size >= INFINITE {
             let nan = RuntimeCell::<u32>::new(NAN.runtime()); // a literal cannot be reinterpreted
             scale = f32::reinterpret(nan.read());
-        } else if largest > SMALLEST {
+        } else if largest > QUANTISE_MIN {
             inverse = 127.0f32 * reciprocal(largest, able);
             scale = largest * comptime!(1.0f32 / 127.0f32);
         }
@@ -391,11 +391,11 @@ pub(crate) fn put(
 /// activation(gate) · up of rows `[count, 2 · cols]` (gates, then ups), in the formats `wanted`.
 pub(crate) fn gated<R: Platform>(
     client: &ComputeClient<R>,
-    able: Abilities,
+    able: Features,
     both: &Handle,
     activation: Activation,
     count: usize,
-    wanted: Wanted,
+    wanted: RowFormats,
     x: &Activations,
 ) {
     let cols = x.cols;
@@ -425,8 +425,8 @@ fn gated_kernel(
     scales: &mut Array<Vector<f32, Const<4>>>,
     cols: u32,
     #[comptime] activation: Activation,
-    #[comptime] wanted: Wanted,
-    #[comptime] able: Abilities,
+    #[comptime] wanted: RowFormats,
+    #[comptime] able: Features,
 ) {
     release_next(able);
     await_previous(able);
@@ -448,7 +448,7 @@ fn gated_kernel(
 /// Adds the RMSNorm of `delta[count, cols]` times `weight` to `hidden`: for models that normalise the output of a block.
 pub(crate) fn norm_add<R: Platform>(
     client: &ComputeClient<R>,
-    able: Abilities,
+    able: Features,
     delta: &Handle,
     weight: &Handle,
     eps: f32,
@@ -481,7 +481,7 @@ fn norm_add_kernel(
     cols: u32,
     inverse: f32,
     eps: f32,
-    #[comptime] able: Abilities,
+    #[comptime] able: Features,
 ) {
     release_next(able);
     await_previous(able);
@@ -498,7 +498,7 @@ fn norm_add_kernel(
 }
 
 /// Soft cap of `len` numbers in place.
-pub(crate) fn cap<R: Platform>(client: &ComputeClient<R>, able: Abilities, numbers: &Handle, len: usize, cap: f32) {
+pub(crate) fn cap<R: Platform>(client: &ComputeClient<R>, able: Features, numbers: &Handle, len: usize, cap: f32) {
     // SAFETY: units past the end do nothing.
     unsafe {
         cap_kernel::launch_unchecked::<R>(
@@ -514,7 +514,7 @@ pub(crate) fn cap<R: Platform>(client: &ComputeClient<R>, able: Abilities, numbe
 }
 
 #[cube(launch_unchecked)]
-fn cap_kernel(numbers: &mut Array<f32>, cap: f32, len: u32, #[comptime] able: Abilities) {
+fn cap_kernel(numbers: &mut Array<f32>, cap: f32, len: u32, #[comptime] able: Features) {
     if ABSOLUTE_POS < len as usize {
         numbers[ABSOLUTE_POS] = crate::arithmetic::soft_cap(numbers[ABSOLUTE_POS], cap, able);
     }

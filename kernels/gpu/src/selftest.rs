@@ -4,14 +4,14 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use kernels::load_plain_stage;
 use kernels::quant::{QUANT_TYPES, QuantType};
-use kernels::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions, Want};
 use kernels::threads::Threads;
-use kernels::weights::testing::TinyModel;
-use kernels::weights::{Architecture, ModelFile};
+use kernels_models::load_plain_stage;
+use kernels_models::stage::{Activations, RequestedOutput, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions};
+use kernels_models::weights::testing::TinyModel;
+use kernels_models::weights::{Architecture, ModelFile};
 
-use crate::engine::panic_text;
+use crate::error::panic_text;
 
 /// Result of one check.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -108,9 +108,12 @@ fn check_split(
     let (mut first, mut second) = (stage(0..1)?, stage(1..end)?);
     let hidden = first.forward(threads, &rows(batch)).map_err(text)?;
     let hidden = hidden.iter().zip(batch).filter_map(|(out, (sequence, position, _))| match out {
-        RowsOut::Hidden(hidden) => {
-            Some(Rows { sequence: *sequence, position: *position, input: RowsIn::Hidden(hidden), want: Want::Logits })
-        }
+        RowsOut::Hidden(hidden) => Some(Rows {
+            sequence: *sequence,
+            position: *position,
+            input: RowsIn::Hidden(hidden),
+            output: RequestedOutput::Logits,
+        }),
         RowsOut::Logits(_) | RowsOut::Token(_) | RowsOut::Nothing => None,
     });
     let found = numbers(second.forward(threads, &hidden.collect::<Vec<_>>()).map_err(text)?);
@@ -121,7 +124,12 @@ fn check_split(
 fn rows(batch: &[Entry]) -> Vec<Rows<'_>> {
     let mut all = Vec::with_capacity(batch.len());
     for (sequence, position, tokens) in batch {
-        all.push(Rows { sequence: *sequence, position: *position, input: RowsIn::Tokens(tokens), want: Want::Logits });
+        all.push(Rows {
+            sequence: *sequence,
+            position: *position,
+            input: RowsIn::Tokens(tokens),
+            output: RequestedOutput::Logits,
+        });
     }
     all
 }

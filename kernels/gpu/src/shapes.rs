@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use kernels::quant::{QuantType, random_blocks};
-use kernels::stage::StageError;
-use kernels::weights::testing::{GgufWriter, TensorSource};
-use kernels::weights::{Architecture, ModelFile};
+use kernels_models::stage::StageError;
+use kernels_models::weights::testing::{GgufWriter, TensorSource};
+use kernels_models::weights::{Architecture, ModelFile};
 
 /// Shape of a dense model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -8,19 +8,20 @@ use std::time::{Duration, Instant};
 use cubecl::bytes::Bytes;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use kernels::bench::{ASLEEP, Speed, usual_ns};
-use kernels::gpu::copy;
+use kernels::bench::{IDLE, Speed, lower_quartile_ns};
 use kernels::order::POSITIONS;
 use kernels::quant::{QuantType, random_blocks};
 use kernels::tile::{Layout, ROWS, convert};
+use kernels_gpu_grids::copy;
 
-use crate::Platform;
-use crate::arithmetic::Abilities;
+use crate::arithmetic::Features;
 use crate::attention::{Heads, LayerHeads, Pages, Partials, Places, attend};
 use crate::graph::Graphs;
 use crate::load::fill;
-use crate::product::{Activations, Matrix, Target, product};
-use crate::rows::Wanted;
+use crate::platform::Platform;
+use crate::product::operands::{Activations, Matrix, Target};
+use crate::product::product;
+use crate::rows::RowFormats;
 
 /// Rows and columns of the matrices of a layer of an 8B model: QKV, output, gate with up, down.
 const LAYER: [(usize, usize); 4] = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)];
@@ -68,7 +69,7 @@ const STEPS: usize = 12;
 /// # Errors
 /// The device failed.
 pub(crate) fn speed<R: Platform>(client: &ComputeClient<R>, number: usize, small: bool) -> Result<Speed, String> {
-    let able = Abilities::of(client).map_err(|error| error.to_string())?;
+    let able = Features::of(client).map_err(|error| error.to_string())?;
     let (divisor, passes) = if small { (4, 1) } else { (1, PASSES) };
     let shapes = LAYER.map(|(rows, cols)| (rows / divisor, cols / divisor));
     let matrices: Vec<Matrix> =
@@ -119,7 +120,7 @@ pub(crate) fn speed<R: Platform>(client: &ComputeClient<R>, number: usize, small
 /// # Errors
 /// The device failed.
 pub(crate) fn cache_speed<R: Platform>(client: &ComputeClient<R>, number: usize, small: bool) -> Result<u64, String> {
-    let able = Abilities::of(client).map_err(|error| error.to_string())?;
+    let able = Features::of(client).map_err(|error| error.to_string())?;
     let (blocks, layers) = if small { (BLOCKS / 8, 2) } else { (BLOCKS, CACHED) };
     let bytes = blocks * HEADS.page_bytes();
     let pages: Vec<Pages> = (0..layers).map(|_| Pages { pages: client.empty(bytes), count: blocks }).collect();
@@ -162,7 +163,7 @@ trait Recorded {
 
 /// Layers without attention, for one row.
 struct Layers<'a> {
-    able: Abilities,
+    able: Features,
     /// [`LAYER`] for each layer.
     matrices: &'a [Matrix],
     inputs: &'a [Activations],
@@ -187,7 +188,7 @@ impl Recorded for Layers<'_> {
 
 /// Attention of one row, in each layer.
 struct Attends<'a> {
-    able: Abilities,
+    able: Features,
     pages: &'a [Pages],
     places: Places,
     queries: &'a Handle,
@@ -207,7 +208,7 @@ impl Recorded for Attends<'_> {
             cap: None,
             eps: 1e-5,
         };
-        let wanted = Wanted { floats: false, integers: true };
+        let wanted = RowFormats { floats: false, integers: true };
         for pages in self.pages {
             let (places, queries, partials) = (&self.places, self.queries, self.partials);
             attend(client, self.able, HEADS, &layer, places, queries, pages, partials, wanted, self.x);
@@ -218,7 +219,7 @@ impl Recorded for Attends<'_> {
 /// Multiplies `rows` rows by a matrix, into the beginning of `y`.
 fn multiply<R: Platform>(
     client: &ComputeClient<R>,
-    able: Abilities,
+    able: Features,
     matrix: &Matrix,
     x: &Activations,
     rows: usize,
@@ -231,13 +232,13 @@ fn multiply<R: Platform>(
 /// Runs launches like stages do.
 struct Runner<'a, R: Platform> {
     client: &'a ComputeClient<R>,
-    able: Abilities,
+    able: Features,
     /// `None` if the runtime has no graphs.
     graphs: Option<Graphs>,
 }
 
 impl<'a, R: Platform> Runner<'a, R> {
-    fn new(client: &'a ComputeClient<R>, able: Abilities, number: usize) -> Result<Self, String> {
+    fn new(client: &'a ComputeClient<R>, able: Features, number: usize) -> Result<Self, String> {
         let graphs = if able.matrices { R::graphs(client, number) } else { Ok(None) };
         Ok(Self { client, able, graphs: graphs.map_err(|error| error.to_string())? })
     }
@@ -251,7 +252,7 @@ impl<'a, R: Platform> Runner<'a, R> {
         let Some(graphs) = &mut self.graphs else {
             return timed(self.client, || launches.launch(self.client));
         };
-        let text = |error: kernels::stage::StageError| error.to_string();
+        let text = |error: kernels_models::stage::StageError| error.to_string();
         graphs.join().map_err(text)?; // CubeCL fills the buffers on another stream
         let graph = graphs.record(|recorder| launches.launch(recorder)).map_err(text)?;
         median(|| graphs.replay(&graph).map_err(text))
@@ -259,20 +260,20 @@ impl<'a, R: Platform> Runner<'a, R> {
 
     /// Latency in nanoseconds of a nearly empty step on an idle device: upload, launch, read back.
     fn step_ns(&mut self, tiny: &Matrix, y: &Handle) -> Result<u64, String> {
-        let text = |error: kernels::stage::StageError| error.to_string();
+        let text = |error: kernels_models::stage::StageError| error.to_string();
         let mut steps = Vec::with_capacity(STEPS);
         let (client, able) = (self.client, self.able);
         let Some(graphs) = &mut self.graphs else {
             let read = y.clone().offset_end(y.size() - 4 * tiny.rows as u64);
             for _ in 0..STEPS {
-                std::thread::sleep(ASLEEP);
+                std::thread::sleep(IDLE);
                 let start = Instant::now();
                 let x = Activations::new(client, 1, tiny.cols);
                 multiply(client, able, tiny, &x, 1, y);
                 client.read_one(read.clone()).map_err(|error| format!("{error:?}"))?;
                 steps.push(start.elapsed());
             }
-            return Ok(usual_ns(steps));
+            return Ok(lower_quartile_ns(steps));
         };
         let x = Activations::new(client, 1, tiny.cols);
         graphs.join().map_err(text)?;
@@ -281,13 +282,13 @@ impl<'a, R: Platform> Runner<'a, R> {
         let (mut sent, mut got) = (graphs.pinned(tiny.cols).map_err(text)?, graphs.pinned(tiny.rows).map_err(text)?);
         let mark = graphs.mark().map_err(text)?;
         for _ in 0..STEPS {
-            std::thread::sleep(ASLEEP);
+            std::thread::sleep(IDLE);
             let start = Instant::now();
             graphs.queue((sent.words(), &words, 0), &graph, (got.words(), &out), &mark).map_err(text)?;
             graphs.wait(&mark).map_err(text)?;
             steps.push(start.elapsed());
         }
-        Ok(usual_ns(steps))
+        Ok(lower_quartile_ns(steps))
     }
 }
 

@@ -6,7 +6,7 @@ use kernels::device::DeviceId;
 use kernels::order::{self, Activation};
 
 use crate::arithmetic::*;
-use crate::{Platform, array};
+use crate::platform::{Platform, array};
 
 mod compile;
 mod draws;
@@ -37,7 +37,7 @@ fn functions(
     c: &Array<f32>,
     y: &mut Array<f32>,
     words: &mut Array<u32>,
-    #[comptime] able: Abilities,
+    #[comptime] able: Features,
 ) {
     if ABSOLUTE_POS < a.len() {
         let (p, q, r) = (a[ABSOLUTE_POS], b[ABSOLUTE_POS], c[ABSOLUTE_POS]);
@@ -80,7 +80,7 @@ fn functions_have_the_bits_of_the_reference() {
 }
 
 fn functions_on<R: Platform>(client: &ComputeClient<R>) {
-    let able = Abilities::of(client).unwrap();
+    let able = Features::of(client).unwrap();
     let n = 1 << 15;
     let (a, b, mut c) = (random(n, 1), random(n, 2), random(n, 3));
     for i in (0..n).step_by(3) {
@@ -88,6 +88,7 @@ fn functions_on<R: Platform>(client: &ComputeClient<R>) {
     }
     let up = |v: &[f32]| client.create_from_slice(bytemuck::cast_slice(v));
     let (y, words) = (client.empty(n * 8 * 4), client.empty(n * 4));
+    // SAFETY: there is one unit per element of `a`, `b` and `c`; it writes one of `words` and its own eight of `y`.
     unsafe {
         functions::launch_unchecked::<R>(
             client,

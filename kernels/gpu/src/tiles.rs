@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use kernels::quant::QuantType;
 use kernels::tile::{Layout, ROWS, Scales};
 
-use crate::arithmetic::{Abilities, both_halves, from_half, fused};
+use crate::arithmetic::{Features, both_halves, from_half, fused};
 
 pub(crate) const NIBBLES: u32 = 0x0f0f_0f0f;
 
@@ -53,7 +53,7 @@ pub(crate) fn slot_codes(
 
 /// A row's f16 in a word that holds one for each of two rows, as f32.
 #[cube]
-fn half_of_row(word: u32, row: usize, #[comptime] able: Abilities) -> f32 {
+fn half_of_row(word: u32, row: usize, #[comptime] able: Features) -> f32 {
     from_half((word >> (16 * (row % 2) as u32)) & 0xffffu32, able)
 }
 
@@ -72,7 +72,7 @@ pub(crate) fn row_scales(
     #[comptime] block: usize,
     row: usize,
     #[comptime] kind: QuantType,
-    #[comptime] able: Abilities,
+    #[comptime] able: Features,
 ) -> (f32, f32, f32) {
     let form = comptime!(Layout::of(kind).scales);
     if comptime!(form == Scales::Half || form == Scales::HalfAndMinimum) {
@@ -257,7 +257,7 @@ pub(crate) fn lane_block_scales(
     #[comptime] at: usize,
     #[comptime] block: usize,
     #[comptime] kind: QuantType,
-    #[comptime] able: Abilities,
+    #[comptime] able: Features,
     out: &mut Array<f32>,
 ) {
     let form = comptime!(Layout::of(kind).scales);
@@ -302,7 +302,7 @@ pub(crate) fn weight(
     row: usize,
     column: usize,
     #[comptime] kind: QuantType,
-    #[comptime] able: Abilities,
+    #[comptime] able: Features,
 ) -> f32 {
     let layout = comptime!(Layout::of(kind));
     let at = column * comptime!(ROWS) + row;

@@ -6,9 +6,9 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use cudarc::driver::{result, sys};
-use kernels::stage::StageError;
+use kernels_models::stage::StageError;
 
-use crate::engine::failed;
+use crate::error::failed;
 
 /// Two pinned slabs and the stream that copies them to CubeCL's buffers.
 ///

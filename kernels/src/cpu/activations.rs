@@ -2,11 +2,11 @@
 use std::ops::Range;
 
 use super::simd::{Kernel, Simd};
-use crate::order::{BLOCK, GROUP, SMALLEST, reciprocal};
+use crate::order::{BLOCK, GROUP, QUANTISE_MIN, reciprocal};
 
 /// Rows of activations, padded with zeros to whole groups of 64 columns, in both forms.
 #[derive(Default)]
-pub(crate) struct Rows {
+pub struct Rows {
     count: usize,
     cols: usize,
     floats: Vec<Line>,
@@ -16,27 +16,29 @@ pub(crate) struct Rows {
 /// 16 numbers on a cache line.
 #[derive(Clone, Copy, Default)]
 #[repr(C, align(64))]
-pub(crate) struct Line(pub(crate) [f32; 16]);
+struct Line([f32; 16]);
 
 /// 32 quantised activations.
 #[derive(Clone, Copy)]
 #[repr(C, align(16))]
-pub(crate) struct Block {
+pub struct Block {
     /// Codes within ±127.
-    pub(crate) codes: [i8; BLOCK],
-    pub(crate) scale: f32,
+    pub codes: [i8; BLOCK],
+    /// Value of a code.
+    pub scale: f32,
     /// Scale times the sum of the codes: the factor of a weight block's minimum.
-    pub(crate) total: f32,
+    pub total: f32,
     /// Sums of the codes of each half: the factors of a weight offset.
-    pub(crate) sums: [i32; 2],
+    pub sums: [i32; 2],
 }
 
-pub(crate) const ZERO: Block = Block { codes: [0; BLOCK], scale: 0.0, total: 0.0, sums: [0; 2] };
+/// 32 zeros.
+pub const ZERO: Block = Block { codes: [0; BLOCK], scale: 0.0, total: 0.0, sums: [0; 2] };
 
 impl Block {
     /// Codes of four columns, packed in one integer.
     #[inline(always)]
-    pub(crate) fn slot(&self, index: usize) -> i32 {
+    pub fn slot(&self, index: usize) -> i32 {
         let four = [0, 1, 2, 3].map(|i| self.codes[4 * index + i].cast_unsigned());
         i32::from_le_bytes(four)
     }
@@ -44,7 +46,7 @@ impl Block {
 
 impl Rows {
     /// Makes room for `count` rows of `cols`. Contents are unspecified until written, except that the padding is zero.
-    pub(crate) fn shape(&mut self, count: usize, cols: usize) {
+    pub fn shape(&mut self, count: usize, cols: usize) {
         let lines = count * line_count(cols);
         if self.cols != cols || self.floats.len() < lines {
             self.floats.clear(); // padding must be zero, and moves with the number of columns
@@ -55,38 +57,40 @@ impl Rows {
         (self.count, self.cols) = (count, cols);
     }
 
-    pub(crate) fn count(&self) -> usize {
+    /// Number of rows.
+    pub fn count(&self) -> usize {
         self.count
     }
 
-    pub(crate) fn cols(&self) -> usize {
+    /// Columns, without the padding.
+    pub fn cols(&self) -> usize {
         self.cols
     }
 
     /// Write access to all rows, for several threads.
-    pub(crate) fn rows_mut(&mut self) -> RowsMut<'_> {
+    pub fn rows_mut(&mut self) -> RowsMut<'_> {
         RowsMut { floats: self.floats.as_mut_ptr().cast(), blocks: self.blocks.as_mut_ptr(), rows: self }
     }
 
     /// Pointer to the floats of a row, zero-padded to whole groups.
-    pub(crate) fn floats_at(&self, index: usize) -> *const f32 {
+    pub fn floats_at(&self, index: usize) -> *const f32 {
         self.floats[index * line_count(self.cols)..].as_ptr().cast()
     }
 
     /// Pointer to the integer blocks of a row.
-    pub(crate) fn blocks_at(&self, index: usize) -> *const Block {
+    pub fn blocks_at(&self, index: usize) -> *const Block {
         self.blocks[index * block_count(self.cols)..].as_ptr()
     }
 
     /// Allocated bytes.
-    pub(crate) fn bytes(&self) -> usize {
+    pub fn bytes(&self) -> usize {
         self.floats.capacity() * size_of::<Line>() + self.blocks.capacity() * size_of::<Block>()
     }
 }
 
 /// Rows that several threads fill, each thread its own rows.
 #[derive(Clone, Copy)]
-pub(crate) struct RowsMut<'a> {
+pub struct RowsMut<'a> {
     floats: *mut f32,
     blocks: *mut Block,
     rows: &'a Rows,
@@ -103,7 +107,7 @@ impl RowsMut<'_> {
     /// # Safety
     /// No two live borrows of the same index.
     #[allow(clippy::mut_from_ref)]
-    pub(crate) unsafe fn row(&self, index: usize) -> (&mut [f32], &mut [Block]) {
+    pub unsafe fn row(&self, index: usize) -> (&mut [f32], &mut [Block]) {
         let (lines, blocks) = (line_count(self.rows.cols), block_count(self.rows.cols));
         assert!(index < self.rows.count, "row {index} of {}", self.rows.count);
         // SAFETY: `shape` made room for `count` rows; rows do not overlap.
@@ -120,7 +124,7 @@ impl RowsMut<'_> {
     /// # Safety
     /// No two live borrows overlap.
     #[allow(clippy::mut_from_ref)]
-    pub(crate) unsafe fn part(&self, index: usize, part: Range<usize>) -> &mut [f32] {
+    pub unsafe fn part(&self, index: usize, part: Range<usize>) -> &mut [f32] {
         assert!(index < self.rows.count && part.end <= self.rows.cols, "{part:?} of row {index}");
         let place = index * line_count(self.rows.cols) * 16 + part.start;
         // SAFETY: in bounds, and disjoint by contract.
@@ -130,11 +134,11 @@ impl RowsMut<'_> {
 
 /// Quantises one row: each block of 32 has scale = largest magnitude / 127 ([`crate::order::quantise`]), or NaN if one
 /// of its numbers is not finite.
-pub(crate) struct Quantise<'a> {
+pub struct Quantise<'a> {
     /// The row without padding; zeros up to a whole group follow it in memory.
-    pub(crate) floats: &'a [f32],
+    pub floats: &'a [f32],
     /// The row's blocks, for whole groups.
-    pub(crate) blocks: &'a mut [Block],
+    pub blocks: &'a mut [Block],
 }
 
 impl Kernel for Quantise<'_> {
@@ -157,7 +161,7 @@ impl Kernel for Quantise<'_> {
                 let largest = S::max_lane(S::max(S::abs(low), S::abs(high)));
                 // x - x is 0 if all numbers are finite, else NaN.
                 let zero = S::sum4([S::sub(low, low), S::sub(high, high), S::splat(0.0), S::splat(0.0)]);
-                let some = largest > SMALLEST;
+                let some = largest > QUANTISE_MIN;
                 let inverse = S::splat(if some { 127.0 * reciprocal(largest) } else { 0.0 });
                 block.scale = if some { largest * (1.0 / 127.0) } else { 0.0 } + zero[0] + zero[1];
                 S::store_i8(S::mul(low, inverse), block.codes.as_mut_ptr());
@@ -171,7 +175,7 @@ impl Kernel for Quantise<'_> {
 }
 
 /// Blocks per row, for whole groups.
-pub(crate) fn block_count(cols: usize) -> usize {
+pub fn block_count(cols: usize) -> usize {
     cols.div_ceil(GROUP) * (GROUP / BLOCK)
 }
 

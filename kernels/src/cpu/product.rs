@@ -13,15 +13,17 @@ use crate::quant::QuantType;
 use crate::tile::{Layout, ROWS, Scales, Tiles};
 
 /// A range of the output rows of a product, for all rows of activations.
-pub(crate) struct Product<'a> {
-    pub(crate) weights: Tiles<'a>,
-    pub(crate) x: &'a Rows,
+pub struct Product<'a> {
+    /// The weights.
+    pub weights: Tiles<'a>,
+    /// The activations.
+    pub x: &'a Rows,
     /// Weight rows to compute; must begin at the first row of a tile.
-    pub(crate) rows: Range<usize>,
+    pub rows: Range<usize>,
     /// Whether activations are used as integers; weights that are not quantised always use floats.
-    pub(crate) integers: bool,
+    pub integers: bool,
     /// Element (m, n) goes to `out[m * weights.rows() + n]`.
-    pub(crate) out: *mut f32,
+    pub out: *mut f32,
 }
 
 impl Product<'_> {
@@ -30,7 +32,7 @@ impl Product<'_> {
     /// # Safety
     /// `isa` was detected, `out` is valid for the elements of `rows`, and no other thread accesses those during the
     /// call.
-    pub(crate) unsafe fn run(self, isa: Isa) {
+    pub unsafe fn run(self, isa: Isa) {
         assert!(self.x.cols() == self.weights.cols() && self.rows.end <= self.weights.rows(), "shapes of a product");
         assert!(self.rows.start.is_multiple_of(ROWS), "rows of whole tiles");
         // SAFETY: rows and columns are in bounds; the rest is the caller's contract.

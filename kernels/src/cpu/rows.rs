@@ -6,8 +6,11 @@ use crate::order::{
 };
 
 /// [`crate::order::exp`] of 16 numbers.
+///
+/// # Safety
+/// The machine has the instruction set of `S`.
 #[inline(always)]
-pub(crate) unsafe fn exp<S: Simd>(x: S::F) -> S::F {
+pub unsafe fn exp<S: Simd>(x: S::F) -> S::F {
     // SAFETY: the caller's contract: the machine has `S`.
     unsafe {
         let x = S::min(S::splat(EXP_MAX), S::max(S::splat(-EXP_MAX), x)); // this operand order propagates NaN
@@ -44,23 +47,29 @@ unsafe fn sigmoid<S: Simd>(x: S::F) -> S::F {
 }
 
 /// [`crate::order::soft_cap`] of 16 numbers.
+///
+/// # Safety
+/// The machine has the instruction set of `S`.
 #[inline(always)]
-pub(crate) unsafe fn soft_cap<S: Simd>(x: S::F, cap: f32) -> S::F {
+pub unsafe fn soft_cap<S: Simd>(x: S::F, cap: f32) -> S::F {
     // SAFETY: the caller's contract.
     unsafe { S::fma(sigmoid::<S>(S::mul(x, S::splat(2.0 / cap))), S::splat(2.0 * cap), S::splat(-cap)) }
 }
 
 /// hidden += delta, then x = hidden / rms(hidden) · weight.
-pub(crate) struct NormRow<'a> {
-    pub(crate) hidden: &'a mut [f32],
+pub struct NormRow<'a> {
+    /// A row of the residual stream.
+    pub hidden: &'a mut [f32],
     /// Added to `hidden`; may be empty.
-    pub(crate) delta: &'a [f32],
-    pub(crate) weight: &'a [f32],
-    pub(crate) eps: f32,
+    pub delta: &'a [f32],
+    /// Weights of the norm.
+    pub weight: &'a [f32],
+    /// Added to the mean square.
+    pub eps: f32,
     /// At least as long as `hidden`.
-    pub(crate) x: &'a mut [f32],
+    pub x: &'a mut [f32],
     /// Receives `x` as integers; empty if not needed.
-    pub(crate) blocks: &'a mut [Block],
+    pub blocks: &'a mut [Block],
 }
 
 impl Kernel for NormRow<'_> {
@@ -103,9 +112,12 @@ unsafe fn inverse_rms<S: Simd>(row: &[f32], eps: f32) -> f32 {
     }
 }
 
-/// [`crate::order::tree`].
+/// [`crate::order::butterfly_sum`].
+///
+/// # Safety
+/// The machine has the instruction set of `S`.
 #[inline(always)]
-pub(crate) unsafe fn tree<S: Simd>(lanes: [S::F; LANES / 16]) -> f32 {
+pub unsafe fn tree<S: Simd>(lanes: [S::F; LANES / 16]) -> f32 {
     // SAFETY: the caller's contract.
     unsafe {
         let zero = S::splat(0.0);
@@ -114,11 +126,13 @@ pub(crate) unsafe fn tree<S: Simd>(lanes: [S::F; LANES / 16]) -> f32 {
 }
 
 /// In-place RMSNorm of each head of a row.
-pub(crate) struct NormHeads<'a> {
+pub struct NormHeads<'a> {
     /// Whole heads of `weight.len()` each.
-    pub(crate) row: &'a mut [f32],
-    pub(crate) weight: &'a [f32],
-    pub(crate) eps: f32,
+    pub row: &'a mut [f32],
+    /// Weights of the norm.
+    pub weight: &'a [f32],
+    /// Added to the mean square.
+    pub eps: f32,
 }
 
 impl Kernel for NormHeads<'_> {
@@ -135,14 +149,17 @@ impl Kernel for NormHeads<'_> {
 }
 
 /// x = activation(gate) · up.
-pub(crate) struct GateRow<'a> {
-    pub(crate) activation: Activation,
-    pub(crate) gate: &'a [f32],
-    pub(crate) up: &'a [f32],
+pub struct GateRow<'a> {
+    /// The function of the gate.
+    pub activation: Activation,
+    /// Gates.
+    pub gate: &'a [f32],
+    /// Factors.
+    pub up: &'a [f32],
     /// Padded to whole vectors.
-    pub(crate) x: &'a mut [f32],
+    pub x: &'a mut [f32],
     /// Receives `x` as integers; empty if not needed.
-    pub(crate) blocks: &'a mut [Block],
+    pub blocks: &'a mut [Block],
 }
 
 impl Kernel for GateRow<'_> {
@@ -173,16 +190,19 @@ impl Kernel for GateRow<'_> {
 }
 
 /// Rotary embedding: rotates the first `2 · cos.len()` elements of each head by the angles of a position.
-pub(crate) struct RotateHeads<'a> {
+pub struct RotateHeads<'a> {
     /// Whole heads.
-    pub(crate) row: &'a mut [f32],
-    pub(crate) head_dim: usize,
+    pub row: &'a mut [f32],
+    /// Elements per head.
+    pub head_dim: usize,
     /// Whether pairs are (i, i + pairs) instead of (2i, 2i + 1).
-    pub(crate) halves: bool,
-    pub(crate) cos: &'a [f32],
-    pub(crate) sin: &'a [f32],
+    pub halves: bool,
+    /// Cosines, one per pair.
+    pub cos: &'a [f32],
+    /// Sines, one per pair.
+    pub sin: &'a [f32],
     /// Factor applied after the rotation: the attention scale for queries, 1 for keys.
-    pub(crate) scale: f32,
+    pub scale: f32,
 }
 
 impl Kernel for RotateHeads<'_> {

@@ -10,7 +10,7 @@ use super::words::Words;
 
 /// A computation that can be compiled for each instruction set. `run` must be `#[inline(always)]`, and so must
 /// everything it calls that touches vectors.
-pub(crate) trait Kernel {
+pub trait Kernel {
     /// The result.
     type Output;
     /// Runs with the vectors of `S`.
@@ -25,7 +25,8 @@ pub(crate) trait Kernel {
 /// # Safety of all functions
 /// The machine has the instruction set; pointers are valid for the lanes that are read or written. No alignment is
 /// needed. Every floating-point function is the IEEE operation of its name, rounded to nearest even, lane by lane.
-pub(crate) trait Simd: Words {
+#[allow(clippy::missing_safety_doc)] // above, for all of them
+pub trait Simd: Words {
     /// 16 `f32`.
     type F: Copy;
     /// 16 `i32`.

@@ -12,7 +12,8 @@ use super::{avx2::Avx2, avx512::Avx512};
 ///
 /// # Safety of all functions
 /// The machine has the instruction set; pointers are valid for `WORDS` words. No alignment is needed.
-pub(crate) trait Words: Copy {
+#[allow(clippy::missing_safety_doc)] // above, for all of them
+pub trait Words: Copy {
     /// Words per vector: eight, except for [`One`].
     const WORDS: usize = 8;
     /// A vector of `WORDS` `u64`.
@@ -175,7 +176,7 @@ impl Words for Portable {
 
 /// A single word, for the remainder of a row.
 #[derive(Clone, Copy)]
-pub(crate) struct One;
+pub struct One;
 
 impl Words for One {
     const WORDS: usize = 1;

@@ -59,7 +59,7 @@ pub enum Claim {
 
 /// Why a joiner is rejected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Refusal {
+pub enum Rejection {
     /// The ticket was never issued here, or was dropped.
     Unknown,
     /// The ticket expired.
@@ -125,18 +125,18 @@ impl InviteBook {
     ///
     /// # Errors
     /// Why the peer is rejected.
-    pub fn decide(&mut self, peer: NodeId, claim: Claim, local: bool, now_unix: u64) -> Result<Admitted, Refusal> {
+    pub fn decide(&mut self, peer: NodeId, claim: Claim, local: bool, now_unix: u64) -> Result<Admitted, Rejection> {
         let open = self.open && local;
         match claim {
             Claim::Secret(id) => {
-                let invite = self.invites.get_mut(&id).ok_or(Refusal::Unknown)?;
+                let invite = self.invites.get_mut(&id).ok_or(Rejection::Unknown)?;
                 if now_unix > invite.expiry {
-                    return Err(Refusal::Expired);
+                    return Err(Rejection::Expired);
                 }
-                invite.uses_left = invite.uses_left.checked_sub(1).ok_or(Refusal::UsedUp)?;
+                invite.uses_left = invite.uses_left.checked_sub(1).ok_or(Rejection::UsedUp)?;
                 Ok(Admitted::Invited)
             }
-            Claim::UnknownSecret if !open => Err(Refusal::Unknown),
+            Claim::UnknownSecret if !open => Err(Rejection::Unknown),
             Claim::UnknownSecret | Claim::Nothing => self.decide_by_name(peer, open),
         }
     }
@@ -165,7 +165,7 @@ impl InviteBook {
         self.invites.iter().map(|(id, invite)| (*id, *invite)).collect()
     }
 
-    fn decide_by_name(&mut self, peer: NodeId, open: bool) -> Result<Admitted, Refusal> {
+    fn decide_by_name(&mut self, peer: NodeId, open: bool) -> Result<Admitted, Rejection> {
         if self.approved.remove(&peer) {
             return Ok(Admitted::Approved);
         }
@@ -178,7 +178,7 @@ impl InviteBook {
             }
             self.waiting.push_back(peer);
         }
-        Err(Refusal::NotApproved)
+        Err(Rejection::NotApproved)
     }
 }
 
@@ -199,28 +199,28 @@ mod tests {
     fn a_ticket_admits_up_to_its_number_of_uses() {
         let mut book = book();
         assert_eq!(book.decide(PEER, Claim::Secret(TICKET), FAR, 50), Ok(Admitted::Invited));
-        assert_eq!(book.decide(PEER, Claim::Secret(TICKET), FAR, 50), Err(Refusal::UsedUp));
+        assert_eq!(book.decide(PEER, Claim::Secret(TICKET), FAR, 50), Err(Rejection::UsedUp));
         assert_eq!(book.invites()[0].1.uses_left, 0);
     }
 
     #[test]
     fn a_ticket_expires() {
         assert_eq!(book().decide(PEER, Claim::Secret(TICKET), FAR, 100), Ok(Admitted::Invited));
-        assert_eq!(book().decide(PEER, Claim::Secret(TICKET), FAR, 101), Err(Refusal::Expired));
-        assert_eq!(book().decide(PEER, Claim::Secret([8; 16]), FAR, 50), Err(Refusal::Unknown));
-        assert_eq!(book().decide(PEER, Claim::UnknownSecret, FAR, 50), Err(Refusal::Unknown));
+        assert_eq!(book().decide(PEER, Claim::Secret(TICKET), FAR, 101), Err(Rejection::Expired));
+        assert_eq!(book().decide(PEER, Claim::Secret([8; 16]), FAR, 50), Err(Rejection::Unknown));
+        assert_eq!(book().decide(PEER, Claim::UnknownSecret, FAR, 50), Err(Rejection::Unknown));
     }
 
     #[test]
     fn approval_is_for_one_peer_and_one_admission() {
         let mut book = book();
-        assert_eq!(book.decide(PEER, Claim::Nothing, FAR, 50), Err(Refusal::NotApproved));
+        assert_eq!(book.decide(PEER, Claim::Nothing, FAR, 50), Err(Rejection::NotApproved));
         assert_eq!(book.waiting().collect::<Vec<_>>(), [PEER]);
         book.approve(PEER);
         assert_eq!(book.waiting().count(), 0);
-        assert_eq!(book.decide(NodeId([2; 16]), Claim::Nothing, FAR, 50), Err(Refusal::NotApproved));
+        assert_eq!(book.decide(NodeId([2; 16]), Claim::Nothing, FAR, 50), Err(Rejection::NotApproved));
         assert_eq!(book.decide(PEER, Claim::Nothing, FAR, 50), Ok(Admitted::Approved));
-        assert_eq!(book.decide(PEER, Claim::Nothing, FAR, 50), Err(Refusal::NotApproved));
+        assert_eq!(book.decide(PEER, Claim::Nothing, FAR, 50), Err(Rejection::NotApproved));
     }
 
     #[test]
@@ -229,7 +229,7 @@ mod tests {
         for i in 0..1000u16 {
             let mut id = [0; 16];
             id[..2].copy_from_slice(&i.to_le_bytes());
-            assert_eq!(book.decide(NodeId(id), Claim::Nothing, FAR, 0), Err(Refusal::NotApproved));
+            assert_eq!(book.decide(NodeId(id), Claim::Nothing, FAR, 0), Err(Rejection::NotApproved));
             book.issue(id, Invite { expiry: u64::from(i), uses_left: 1, issued: 10 });
         }
         assert_eq!(book.waiting().count(), WAITING_MAX);
@@ -261,8 +261,8 @@ mod tests {
     #[test]
     fn an_open_mesh_admits_only_the_local_network_and_without_the_right_to_invite() {
         let mut book = InviteBook::new([], true);
-        assert_eq!(book.decide(PEER, Claim::Nothing, FAR, 0), Err(Refusal::NotApproved));
-        assert_eq!(book.decide(PEER, Claim::UnknownSecret, FAR, 0), Err(Refusal::Unknown));
+        assert_eq!(book.decide(PEER, Claim::Nothing, FAR, 0), Err(Rejection::NotApproved));
+        assert_eq!(book.decide(PEER, Claim::UnknownSecret, FAR, 0), Err(Rejection::Unknown));
         assert_eq!(book.decide(PEER, Claim::Nothing, LOCAL, 0), Ok(Admitted::Open));
         assert_eq!(book.decide(PEER, Claim::UnknownSecret, LOCAL, 0), Ok(Admitted::Open));
         assert!(!Admitted::Open.may_invite() && Admitted::Invited.may_invite());
@@ -276,7 +276,7 @@ mod tests {
         let made = [invite(3, 100, 10), invite(0, 100, 10), invite(1, 40, 10), invite(2, 100, 60)];
         let mut book = InviteBook::new(made.iter().enumerate().map(|(i, invite)| ([i as u8; 16], *invite)), false);
         assert_eq!(book.void(50, 50), [invite(3, 100, 10)], "neither the used up nor the expired");
-        assert_eq!(book.decide(PEER, Claim::Secret([0; 16]), FAR, 50), Err(Refusal::Unknown));
+        assert_eq!(book.decide(PEER, Claim::Secret([0; 16]), FAR, 50), Err(Rejection::Unknown));
         assert_eq!(book.decide(PEER, Claim::Secret([3; 16]), FAR, 61), Ok(Admitted::Invited), "made after the ban");
     }
 }

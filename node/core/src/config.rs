@@ -1,6 +1,6 @@
 //! Configuration of a node at start; nothing here changes while it runs.
 use crate::id::{Generation, NodeId};
-use crate::limits::{OWN_MEMORY_KEPT, SHARED_MEMORY_KEPT_PERCENT};
+use crate::limits::{DEDICATED_MEMORY_RESERVED, SHARED_MEMORY_RESERVED_PERCENT};
 use alloc::{string::String, vec::Vec};
 use core::net::SocketAddr;
 
@@ -95,15 +95,15 @@ impl Capacity {
     /// What a node with this device offers. `wish`: bytes of memory that its owner configured, if any.
     ///
     /// The only place where memory is held back: plans may fill all that a node offers. Of a device with dedicated memory,
-    /// [`OWN_MEMORY_KEPT`] is never offered. Of the machine's memory, [`SHARED_MEMORY_KEPT_PERCENT`] of what is free is held
+    /// [`DEDICATED_MEMORY_RESERVED`] is never offered. Of the machine's memory, [`SHARED_MEMORY_RESERVED_PERCENT`] of what is free is held
     /// back unless the owner configured how much to offer.
     #[must_use]
     pub fn of(device: Measured, wish: Option<u64>) -> Self {
         let free = device.memory_free;
         let offered = match (device.own_memory, wish) {
-            (true, wish) => free.saturating_sub(OWN_MEMORY_KEPT).min(wish.unwrap_or(u64::MAX)),
+            (true, wish) => free.saturating_sub(DEDICATED_MEMORY_RESERVED).min(wish.unwrap_or(u64::MAX)),
             (false, Some(wish)) => wish,
-            (false, None) => free / 100 * (100 - SHARED_MEMORY_KEPT_PERCENT),
+            (false, None) => free / 100 * (100 - SHARED_MEMORY_RESERVED_PERCENT),
         };
         let Speed {
             bytes_per_second,

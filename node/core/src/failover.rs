@@ -23,7 +23,7 @@ pub enum FailoverOutput {
     /// An executor failed while it ran the job's requests.
     Strike { job: JobId, reason: String },
     /// For the log.
-    Refused { from: NodeId, what: String },
+    Rejected { from: NodeId, what: String },
 }
 
 /// The participants of the jobs that this node coordinates, and the nodes excluded from each.
@@ -168,7 +168,7 @@ impl Failover {
 
     /// A node joined or rejoined: it may be used again.
     pub fn handle_peer_up(&mut self, node: NodeId) {
-        if planted::has(Planted::BackIgnored) {
+        if planted::has(Planted::RejoinIgnored) {
             return;
         }
         for roster in self.jobs.values_mut() {
@@ -178,7 +178,7 @@ impl Failover {
 
     /// A lost participant is heard again before a new placement was made: it may be used.
     pub fn handle_back(&mut self, job: JobId, node: NodeId) {
-        if planted::has(Planted::BackIgnored) {
+        if planted::has(Planted::RejoinIgnored) {
             return;
         }
         if let Some(roster) = self.jobs.get_mut(&job) {
@@ -194,7 +194,7 @@ impl Failover {
         if roster.standbys.remove(&node) {
             roster.excluded.insert(node, now + EXCLUDED);
             let what = format!("standby of job {:x} failed: {reason}", job.0);
-            self.out.push_back(FailoverOutput::Refused { from: node, what });
+            self.out.push_back(FailoverOutput::Rejected { from: node, what });
             return self.out.push_back(FailoverOutput::StandbyLost { job, node });
         }
         if !roster.emptied.insert(node) {
@@ -206,7 +206,7 @@ impl Failover {
             roster.excluded.insert(node, now + EXCLUDED);
         }
         let what = format!("stage of job {:x} failed: {reason}", job.0);
-        self.out.push_back(FailoverOutput::Refused { from: node, what });
+        self.out.push_back(FailoverOutput::Rejected { from: node, what });
         if strikes {
             // Once per placement: stages that fail together are one failure of the batch that ran on them.
             self.out.push_back(FailoverOutput::Strike { job, reason });
@@ -220,7 +220,7 @@ impl Failover {
         roster.excluded.insert(node, now + EXCLUDED);
         let owns = !roster.standbys.remove(&node);
         let what = format!("cannot hold a stage of job {:x}: {reason}", job.0);
-        self.out.push_back(FailoverOutput::Refused { from: node, what });
+        self.out.push_back(FailoverOutput::Rejected { from: node, what });
         if owns {
             self.replan(job);
         }
@@ -253,10 +253,20 @@ impl Failover {
         self.out.push_back(replan);
     }
 
+    /// Asserts what holds between two inputs. `coordinates`: whether this node coordinates a job.
+    ///
+    /// # Panics
+    /// An invariant is violated.
+    pub fn assert_invariants(&self, coordinates: impl Fn(JobId) -> bool) {
+        assert!(self.out.is_empty(), "{} outputs of failover are not routed", self.out.len());
+        let over = self.jobs.keys().find(|job| !coordinates(**job));
+        assert!(over.is_none(), "failover watches {over:?}, which this node does not coordinate");
+    }
+
     /// Nodes that the job's next plan must not use.
     pub fn excluded(&self, now: Instant, job: JobId) -> impl Iterator<Item = NodeId> + '_ {
         let excluded = self.jobs.get(&job).into_iter().flat_map(|roster| &roster.excluded);
-        let lasts = move |until: Instant| now < until || planted::has(Planted::BackIgnored);
+        let lasts = move |until: Instant| now < until || planted::has(Planted::RejoinIgnored);
         excluded.filter(move |(_, until)| lasts(**until)).map(|(&node, _)| node)
     }
 
@@ -381,7 +391,7 @@ mod tests {
                 FailoverOutput::Replan { .. }
                 | FailoverOutput::StandbyLost { .. }
                 | FailoverOutput::Strike { .. }
-                | FailoverOutput::Refused { .. } => None,
+                | FailoverOutput::Rejected { .. } => None,
             });
             lost.collect::<Vec<_>>()
         };
@@ -408,7 +418,7 @@ mod tests {
         failover.handle_stage_failed(at(1), JOB, standby, true, "out of memory".into());
         let outputs = outputs(&mut failover);
         assert!(
-            matches!(outputs[..], [FailoverOutput::Refused { .. }, FailoverOutput::StandbyLost { .. }]),
+            matches!(outputs[..], [FailoverOutput::Rejected { .. }, FailoverOutput::StandbyLost { .. }]),
             "{outputs:?}"
         );
         assert_eq!(failover.excluded(at(2), JOB).collect::<Vec<_>>(), vec![standby]);

@@ -134,7 +134,7 @@ pub enum TensorId {
     /// Received with a frame. Numbered by the shell.
     Arrived(u64),
     /// Produced by a run. Numbered by the core.
-    Made(u64),
+    Produced(u64),
 }
 
 /// One unit of work given to the executor, numbered by the core.

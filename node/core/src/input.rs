@@ -4,7 +4,7 @@ use crate::id::{CallId, ContentId, Epoch, JobId, LoadId, NodeId, PartId, TensorI
 use crate::message::FrameHeader;
 use crate::work::serve::Request;
 use crate::work::steps::SaveKind;
-use crate::work::{Asked, JobSpec, Loaded, Made, PlanSpec};
+use crate::work::{JobSpec, Loaded, PlanSpec, QuestionOrigin, RunResult};
 use alloc::{boxed::Box, string::String, vec::Vec};
 use core::net::SocketAddr;
 use partitioner::Answer;
@@ -59,7 +59,7 @@ pub enum Input {
     /// A local caller requests a plan for a job, and with `standbys` the choice of standbys too.
     Plan { call: CallId, what: Box<PlanSpec>, standbys: bool },
     /// The planner answered `Output::Plan`.
-    Planned { asked: Asked, answer: Answer },
+    Planned { asked: QuestionOrigin, answer: Answer },
     /// A local caller submits a request to a model that this node coordinates.
     Submit { call: CallId, job: JobId, request: Box<Request> },
     /// A local caller submits a request to a model that another node serves.
@@ -85,13 +85,13 @@ pub enum Input {
     /// A run of a tile has computed its halo strips, which the shell holds under their names: elements and bytes of each.
     Halos { job: JobId, part: PartId, work: WorkId, sizes: Vec<(u32, u64)> },
     /// The answer to `Output::Run`.
-    Ran { job: JobId, part: PartId, work: WorkId, result: Result<Made, String> },
+    Ran { job: JobId, part: PartId, work: WorkId, result: Result<RunResult, String> },
 
     // ---- states of simulations
     /// The answer to `Output::Collect`.
     Collected { job: JobId, part: PartId, step: u32, kind: SaveKind, result: Result<(), String> },
     /// The answer to `Output::KeepCheckpoint`.
-    Kept { job: JobId, step: u32, result: Result<(), String> },
+    CheckpointKept { job: JobId, step: u32, result: Result<(), String> },
     /// The answer to `Output::Mirror`.
     Mirrored { job: JobId, step: u32, result: Result<(), String> },
 }

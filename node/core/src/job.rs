@@ -27,16 +27,16 @@ use crate::planted::{self, Planted};
 use crate::time::Instant;
 use crate::work::serve::{DoneReason, FromCaller, ModelSpec, Request, ToCaller};
 use crate::work::steps::{GridSpec, SaveKind};
-use crate::work::{Asked, Change, Ending, Inheritance, JobSpec, PlanSpec};
+use crate::work::{Ending, JobSpec, PlanSpec, PredictedChange, QuestionOrigin, Takeover};
 use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{format, string::String, vec::Vec};
-pub use domains::{Apart, Domains};
+pub use domains::{Domains, SharedDomain};
 use gateway::Gateway;
 use lifecycle::{Job, Role};
 use output::Out;
-pub use output::{Ask, Holdings, JobOutput, Measured, What};
-use partitioner::tiles::{GridPlan, Paces};
+pub use output::{JobOutput, JobQuestion, Measured, PlannerQuestion, ResidentBytes};
+use partitioner::tiles::{GridPlan, RuleRates};
 use partitioner::{Answer, ModelAnswer, Plan};
 pub use rebalance::Moved;
 use serve::{Caller, Serve, Submitted};
@@ -71,7 +71,7 @@ struct PlanCall {
 
 /// A participant could not do what the coordinator ordered. Failover decides what follows.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Complaint {
+pub enum ParticipantFailure {
     /// It cannot hold its part.
     Unprepared {
         /// Reason.
@@ -171,23 +171,23 @@ impl Jobs {
                 let served = self.served(model);
                 let (job, resident, present) = match served {
                     Some((job, holdings, plan)) => (Some(job), holdings, Some(Box::new(plan.clone()))),
-                    None => (None, Holdings::new(), None),
+                    None => (None, ResidentBytes::new(), None),
                 };
-                let asked = What::Model { work: model.work.clone(), repair: None, present, caller: true };
-                Ask { job, resident, without: BTreeSet::new(), what: asked }
+                let asked = JobQuestion::Model { work: model.work.clone(), repair: None, present, caller: true };
+                PlannerQuestion { job, resident, without: BTreeSet::new(), what: asked }
             }
             PlanSpec::Grid(work, depth) => {
                 let (work, depth) = (work.clone(), *depth);
-                let asked = What::Grid { work, depth, rates: Paces::default(), present: None };
-                Ask { job: None, resident: Holdings::new(), without: BTreeSet::new(), what: asked }
+                let asked = JobQuestion::Grid { work, depth, rates: RuleRates::default(), present: None };
+                PlannerQuestion { job: None, resident: ResidentBytes::new(), without: BTreeSet::new(), what: asked }
             }
         };
         self.plans.insert(call, PlanCall { what: Box::new(what), standbys, cut: None });
-        self.out.push_back(JobOutput::Ask { asked: Asked::Caller(call), ask: Box::new(ask) });
+        self.out.push_back(JobOutput::Ask { asked: QuestionOrigin::Caller(call), ask: Box::new(ask) });
     }
 
     /// The job that serves a model, the memory that nodes hold for it, and its placement.
-    fn served(&self, model: &ModelSpec) -> Option<(JobId, Holdings, &Plan)> {
+    fn served(&self, model: &ModelSpec) -> Option<(JobId, ResidentBytes, &Plan)> {
         self.jobs.values().find_map(|job| {
             let Workload::Serve(serve) = &job.workload else { return None };
             serve.present(model).map(|plan| (job.id, job.holdings(), plan))
@@ -195,10 +195,10 @@ impl Jobs {
     }
 
     /// The planner answered.
-    pub fn handle_planned(&mut self, now: Instant, asked: Asked, answer: Answer) {
+    pub fn handle_planned(&mut self, now: Instant, asked: QuestionOrigin, answer: Answer) {
         match asked {
-            Asked::Caller(call) => self.answer_caller(call, answer),
-            Asked::Job { job, question } => {
+            QuestionOrigin::Caller(call) => self.answer_caller(call, answer),
+            QuestionOrigin::Job { job, question } => {
                 if let Some(job) = self.jobs.get_mut(&job) {
                     job.handle_answer(now, question, answer, &mut self.out);
                 }
@@ -214,7 +214,7 @@ impl Jobs {
                 let ModelAnswer { plan, before_ns, moved_bytes, standbys } = *answer;
                 let change = before_ns.map(|before_ns| {
                     let after_ns = plan.token_ns();
-                    Change { before_ns, after_ns, bytes: moved_bytes }
+                    PredictedChange { before_ns, after_ns, bytes: moved_bytes }
                 });
                 let result = Ok(Box::new(plan));
                 self.out.push_back(JobOutput::Notify(Event::PlanReady { call, result, standbys, change }));
@@ -226,11 +226,11 @@ impl Jobs {
             (Answer::Grid(Ok(plan)), PlanSpec::Grid(work, _)) if asked.standbys => {
                 let owners = plan.tiles().iter().map(|tile| (tile.device, tile.block)).collect();
                 let (work, depth, step_ns) = (work.clone(), plan.depth(), plan.step_ns());
-                let what = What::GridStandbys { work, owners, depth, step_ns, kept: Vec::new() };
-                let ask = Ask { job: None, resident: Holdings::new(), without: BTreeSet::new(), what };
+                let what = JobQuestion::GridStandbys { work, owners, depth, step_ns, kept: Vec::new() };
+                let ask = PlannerQuestion { job: None, resident: ResidentBytes::new(), without: BTreeSet::new(), what };
                 asked.cut = Some(plan);
                 self.plans.insert(call, asked);
-                self.out.push_back(JobOutput::Ask { asked: Asked::Caller(call), ask: Box::new(ask) });
+                self.out.push_back(JobOutput::Ask { asked: QuestionOrigin::Caller(call), ask: Box::new(ask) });
             }
             (Answer::Grid(result), _) => {
                 self.out.push_back(JobOutput::Notify(Event::GridPlan { call, result, standbys: Vec::new() }));
@@ -291,7 +291,7 @@ impl Jobs {
 
     /// The coordinator of a call's request answers.
     pub fn handle_to_caller(&mut self, now: Instant, from: NodeId, call: CallId, say: ToCaller) {
-        self.gateway.handle_said(now, from, call, say, &mut self.out);
+        self.gateway.handle_answer(now, from, call, say, &mut self.out);
     }
 
     /// A caller cancelled or disconnected. Also ends its wait for a job or a plan.
@@ -322,7 +322,7 @@ impl Jobs {
         self.leaving = true;
         // From now on a successor's claim to the job is easier to believe (`handle_claim`).
         self.jobs.values_mut().for_each(|job| job.was_absent = true);
-        for (_, mut job) in self.jobs.extract_if(.., |_, job| job.workload.goes_on_without_callers()) {
+        for (_, mut job) in self.jobs.extract_if(.., |_, job| job.workload.survives_coordinator()) {
             if job.can_be_left() {
                 job.leave(&mut self.out);
             } else {
@@ -352,7 +352,7 @@ impl Jobs {
         id: JobId,
         epoch: Epoch,
         say: ToCoordinator,
-    ) -> Option<Complaint> {
+    ) -> Option<ParticipantFailure> {
         let job = self.jobs.get_mut(&id)?;
         let out = &mut self.out;
         if let ToCoordinator::Prepared { part, result: Ok(ready) } = say {
@@ -368,7 +368,7 @@ impl Jobs {
                 job.handle_unprepared(now, from, part, &reason, out)?;
                 // An owner of another part is only unfit as this part's standby.
                 let owns = job.owners().contains(&from) && job.role(from, part) != Some(Role::Owner);
-                (!owns).then_some(Complaint::Unprepared { reason })
+                (!owns).then_some(ParticipantFailure::Unprepared { reason })
             }
             ToCoordinator::Failed { part, held, reason } => {
                 let role = job.role(from, part)?;
@@ -379,7 +379,7 @@ impl Jobs {
                 }
                 // A failed executor may have damaged the node's own tile. For a stage, the next batch would show it.
                 let both = held && !matches!(job.workload, Workload::Serve(_));
-                (role == Role::Owner || both || !owns).then_some(Complaint::Failed { held, reason })
+                (role == Role::Owner || both || !owns).then_some(ParticipantFailure::Failed { held, reason })
             }
             say @ (ToCoordinator::Prepared { .. }
             | ToCoordinator::Fetched { .. }
@@ -389,7 +389,7 @@ impl Jobs {
             | ToCoordinator::Stage(_)
             | ToCoordinator::Tile(_)) => {
                 let result = job.handle_report(now, from, epoch, say, out);
-                result.err().map(|reason| Complaint::Failed { held: true, reason })
+                result.err().map(|reason| ParticipantFailure::Failed { held: true, reason })
             }
         };
         self.sweep(now);
@@ -458,7 +458,7 @@ impl Jobs {
     }
 
     /// This node takes a job over. Returns false if it cannot, or coordinates the job already.
-    pub fn handle_inherited(&mut self, inheritance: Inheritance) -> bool {
+    pub fn handle_inherited(&mut self, inheritance: Takeover) -> bool {
         let id = inheritance.job;
         if self.leaving || self.jobs.contains_key(&id) {
             return false;
@@ -489,7 +489,7 @@ impl Jobs {
     }
 
     /// This node stood still for longer than a lease: successors may have taken its jobs over.
-    pub fn handle_stood_still(&mut self) {
+    pub fn handle_clock_leap(&mut self) {
         self.jobs.values_mut().for_each(|job| job.was_absent = true);
     }
 
@@ -513,7 +513,7 @@ impl Jobs {
     }
 
     /// A member is down, for any reason.
-    pub fn handle_gone(&mut self, now: Instant, node: NodeId) {
+    pub fn handle_down(&mut self, now: Instant, node: NodeId) {
         self.jobs.values_mut().for_each(|job| job.handle_gone(now, node, &mut self.out));
         self.jobs.values_mut().filter_map(Job::serve).for_each(|serve| serve.requests.handle_gone(now, node));
         self.gateway.handle_gone(now, node, &mut self.out);
@@ -594,8 +594,23 @@ impl Jobs {
     // ---- views
 
     /// Bytes that nodes hold for a job, as they reported.
-    pub fn holdings(&self, job: JobId) -> Holdings {
+    pub fn holdings(&self, job: JobId) -> ResidentBytes {
         self.jobs.get(&job).map(Job::holdings).unwrap_or_default()
+    }
+
+    /// Asserts what holds between two inputs.
+    ///
+    /// # Panics
+    /// An invariant is violated.
+    pub fn assert_invariants(&self) {
+        assert!(self.out.is_empty(), "{} outputs of jobs are not routed", self.out.len());
+        for (id, job) in &self.jobs {
+            assert_eq!(*id, job.id, "a job under the id of another one");
+            job.assert_invariants();
+        }
+        let lost = self.calls.iter().find(|(_, job)| !self.jobs.contains_key(*job));
+        assert!(lost.is_none(), "a running call of a job that is over: {lost:?}");
+        self.gateway.assert_invariants();
     }
 
     /// Whether this node coordinates no job.

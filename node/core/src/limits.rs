@@ -65,10 +65,10 @@ pub const STANDBY_LAG_MAX: u32 = 48;
 pub const STANDBY_RETRY: Duration = Duration::from_secs(1);
 /// Bytes of a GPU's dedicated memory that no plan fills: the driver's context and the compiled kernels take about half of it,
 /// allocator rounding the rest.
-pub const OWN_MEMORY_KEPT: u64 = 1 << 30;
+pub const DEDICATED_MEMORY_RESERVED: u64 = 1 << 30;
 /// Percent of a machine's free memory that the node holds back unless it is configured how much to offer: for the user's
 /// programs, this process and allocator rounding.
-pub const SHARED_MEMORY_KEPT_PERCENT: u64 = 25;
+pub const SHARED_MEMORY_RESERVED_PERCENT: u64 = 25;
 /// Interval of heartbeats between peers that share a job: six fit into a [`LEASE`], so that one lost datagram expires none.
 pub const HEARTBEAT: Duration = Duration::from_millis(50);
 /// Silence after which a neighbour counts as crashed: a stall of 250 ms (slow disk, garbage collector, scheduler) right before
@@ -78,6 +78,9 @@ pub const LEASE: Duration = Duration::from_millis(340);
 pub const DEGRADED_MAX: Duration = Duration::from_secs(30);
 /// How long a participant keeps its parts of a job whose coordinator is silent: other jobs may need the memory.
 pub const ORPHAN_MAX: Duration = Duration::from_secs(10);
+/// The same while a successor may take the job over: twice [`SERVE_SUCCESSION_COLD`], because votes and turns take longer on
+/// busy machines.
+pub const ORPHAN_SUCCEEDED_MAX: Duration = Duration::from_secs(15);
 /// Interval of the push-pull of full member state with one random peer: repairs what gossip lost.
 pub const PUSH_PULL: Duration = Duration::from_secs(30);
 /// How often the coordinator repeats an unanswered `Prepare`: a broken connection may have lost it.
@@ -102,7 +105,7 @@ pub const EXCLUDED: Duration = Duration::from_secs(10);
 /// Interval of placement reviews of a running job after the mesh changed: a review costs a planner run.
 pub const MOVE_EVERY: Duration = Duration::from_secs(5);
 /// Consecutive reviews that must agree before a job moves: a link or machine that is slow for seconds must move nothing.
-pub const MOVE_LOOKS: u32 = 3;
+pub const MOVE_REVIEWS: u32 = 3;
 /// Percent of its time per token that a job must gain to be moved: smaller gains are within measurement noise.
 pub const MOVE_GAIN_PERCENT: u64 = 20;
 /// How long a job stays where it is after a loss or a move: each move pauses its requests.
@@ -149,11 +152,8 @@ pub const CHECKPOINT_PARTS_AT_ONCE: usize = 2;
 pub const HALO_LOG_BYTES_MAX: u64 = 256 << 20;
 /// Bytes of halo strips sent to a standby and not yet acknowledged: a few round trips' worth on a fast link.
 pub const HALO_WINDOW_BYTES: u64 = 8 << 20;
-/// Nodes to which one tile sends its halo for one neighbour: the neighbour's owner and standby, of this epoch and the previous
-/// one.
-pub const FEEDS_MAX: usize = 4;
 /// Received halo strips queued at a tile for their step: those of the next exchange, and a standby's window of small strips.
-pub const STRIPS_WAITING_MAX: usize = 16_384;
+pub const HALO_STRIPS_QUEUED_MAX: usize = 16_384;
 /// Output frames of a tile that wait to be fetched before the tile pauses: one in transfer and one computed meanwhile. A tile
 /// retains one full state of each kind, which is what the planner charges.
 pub const SAVES_WAITING_MAX: usize = 2;
@@ -163,7 +163,7 @@ pub const REPORTS_KEPT: usize = 16;
 pub const TILE_PROGRESS: Duration = Duration::from_millis(200);
 /// How long after a (re)start a tile reports progress every [`TILE_HELD`], so that the coordinator measures the failover stall
 /// precisely.
-pub const TILE_BEGINS: Duration = Duration::from_secs(2);
+pub const RESTART_REPORTING: Duration = Duration::from_secs(2);
 /// How often a standby acknowledges the halos it holds to its senders: often enough that a window never limits a fast link for
 /// long.
 pub const TILE_HELD: Duration = Duration::from_millis(20);
@@ -185,7 +185,7 @@ pub const SUCCESSION_TURN: Duration = Duration::from_secs(1);
 /// paused keeps its callers.
 pub const SERVE_SUCCESSION: Duration = Duration::from_secs(1);
 /// The same delay where the coordinator owns a stage without standby: its weights must be loaded again, perhaps from that node
-/// alone. Shorter than [`ORPHAN_MAX`], so that the other stages still have their caches.
+/// alone. Far shorter than [`ORPHAN_SUCCEEDED_MAX`], so that the other stages still have their caches.
 pub const SERVE_SUCCESSION_COLD: Duration = Duration::from_secs(7);
 /// How often successors receive the additions to the token log: tokens lost with the coordinator are computed again.
 pub const LOG_EVERY: Duration = Duration::from_millis(50);
@@ -201,10 +201,12 @@ pub const UNUSED_MAX: Duration = Duration::from_secs(60);
 /// Calls of this node whose requests another node coordinates: bounds the table.
 pub const CALLS_AWAY_MAX: usize = 1024;
 /// How long a node waits for a token from another coordinator before it asks again: the answer may be lost.
-pub const ASK_AGAIN: Duration = Duration::from_secs(2);
+pub const TOKEN_RETRY: Duration = Duration::from_secs(2);
 /// How long a participant's vote that the coordinator is silent counts: it is repeated three times within this time. Shorter
 /// than [`SERVE_SUCCESSION`], so that a short outage costs no coordinator its model.
 pub const VOTE_MAX: Duration = Duration::from_millis(600);
+/// The same where the successor waits for [`SERVE_SUCCESSION_COLD`]: a busy machine that votes late must not restart that wait.
+pub const VOTE_MAX_COLD: Duration = Duration::from_secs(2);
 /// How long a participant retains the orders of a successor while it still hears the coordinator: the successor repeats them.
 pub const DEFERRED_MAX: Duration = PREPARE_RETRY;
 /// How soon a failed copy of a checkpoint to a successor is repeated: each attempt transfers all of it.
@@ -218,16 +220,16 @@ pub const TILE_PIECE: Duration = Duration::from_millis(20);
 /// most.
 pub const TILE_PASS: Duration = Duration::from_secs(1);
 /// Time after a (re)start that is not measured: the first steps of a simulation are slower than later ones.
-pub const RATES_WARM: Duration = Duration::from_millis(500);
+pub const RATES_WARM_UP: Duration = Duration::from_millis(500);
 /// Minimum time over which the step rates of tiles are measured: several progress reports.
 pub const RATES_WINDOW: Duration = Duration::from_millis(1500);
 /// Delay from a change of the mesh to the search for a better partition: links are measured first, and several nodes may join
 /// together.
-pub const RATES_SETTLES: Duration = Duration::from_secs(5);
+pub const RATES_SETTLE: Duration = Duration::from_secs(5);
 /// How long a rebalanced partition stays, doubled with each further rebalance: the speed of nodes fluctuates.
 pub const RATES_EVERY: Duration = Duration::from_secs(30);
 /// Longest replay to find the step in which a field became infinite or NaN: a new run with `check_every = 1` finds it too.
-pub const SEARCH_MOST: Duration = Duration::from_secs(120);
+pub const SEARCH_MAX: Duration = Duration::from_secs(120);
 /// How soon a failed write of a checkpoint or frame is repeated: a full or slow disk may recover.
 pub const COLLECT_RETRY: Duration = Duration::from_secs(2);
 

@@ -45,7 +45,7 @@ impl Links {
     }
 
     /// Whether this broken connection was reported.
-    pub(crate) fn is_told(&self, node: NodeId) -> bool {
+    pub(crate) fn is_reported(&self, node: NodeId) -> bool {
         self.broken.get(&node).and_then(|broken| broken.missed.as_ref()).is_some_and(|missed| missed.reported)
     }
 
@@ -95,11 +95,11 @@ mod tests {
         assert!(links.handle_disconnected(A) && !links.handle_disconnected(A), "an attempt that failed");
         links.handle_disconnected(B);
         assert_eq!(links.take_due(at(0), matters), vec![(A, Duration::ZERO)], "to be dialled");
-        assert!(!links.is_told(A));
+        assert!(!links.is_reported(A));
         assert_eq!(links.next_wakeup(matters).map(|(at, _)| at), Some(at(500)));
         assert_eq!(links.take_due(at(499), matters), vec![]);
         assert_eq!(links.take_due(at(500), matters), vec![(A, Duration::from_millis(500))]);
-        assert!(links.is_told(A) && !links.is_told(B));
+        assert!(links.is_reported(A) && !links.is_reported(B));
         assert_eq!(links.take_due(at(1000), matters), vec![(A, Duration::from_millis(1000))]);
         assert_eq!((links.handle_connected(A), links.handle_connected(B)), (Some(true), Some(false)));
         assert_eq!(links.handle_connected(A), None);

@@ -156,6 +156,19 @@ impl Liveness {
         beat.into_iter().chain(leases.map(|at| (at, "lease"))).min()
     }
 
+    /// Asserts what holds between two inputs.
+    ///
+    /// # Panics
+    /// An invariant is violated.
+    pub fn assert_invariants(&self) {
+        assert!(self.output.is_empty(), "{} outputs of liveness are not routed", self.output.len());
+        assert_eq!(self.next_beat.is_some(), !self.jobs.is_empty(), "heartbeats are sent while a job is shared");
+        for (job, watch) in &self.jobs {
+            assert!(watch.running.len() <= RUNNING_MAX, "{} operations of {job:?} run", watch.running.len());
+            watch.leases.values().for_each(Lease::assert_invariants);
+        }
+    }
+
     /// The heartbeat is due every 50 ms, so it shows how late this thread is. A late thread must not blame its peers: their
     /// messages may still wait in its queue.
     fn excuse_lateness(&mut self, now: Instant) {

@@ -25,6 +25,7 @@ mod view;
 mod adverts;
 mod claims;
 mod health;
+mod invariants;
 mod probes;
 mod reach;
 mod swim;
@@ -56,7 +57,7 @@ pub enum MembershipOutput {
     /// Peers to announce to after a restart, for persisting.
     Remember { peers: Vec<Contact> },
     /// Something was rejected, for the log.
-    Refused { from: NodeId, what: &'static str },
+    Rejected { from: NodeId, what: &'static str },
 }
 
 /// The membership machine of one node.
@@ -447,7 +448,7 @@ impl Membership {
         if let Some(peer) = self.peers.get_mut(&from) {
             peer.refused = peer.refused.saturating_add(1);
         }
-        self.output.push_back(MembershipOutput::Refused { from, what });
+        self.output.push_back(MembershipOutput::Rejected { from, what });
     }
 
     fn settle(&mut self, now: Instant, out: Vec<SwimOutput>) {

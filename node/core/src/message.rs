@@ -114,7 +114,7 @@ pub enum ToTile {
     /// From the owner to a standby: a snapshot is saved.
     Saved { part: PartId, step: u32, bytes: u64 },
     /// From the node that fetches a saved state: the state was fetched, or is not needed.
-    Taken { part: PartId, step: u32, kind: SaveKind },
+    Fetched { part: PartId, step: u32, kind: SaveKind },
 }
 
 /// Messages from participants to the coordinator of a job.

@@ -9,7 +9,7 @@ use crate::config::Config;
 use crate::failover::Failover;
 use crate::id::{JobId, NodeId};
 use crate::input::Input;
-use crate::job::{Complaint, JobOutput, JobView, Jobs};
+use crate::job::{JobOutput, JobView, Jobs, ParticipantFailure};
 use crate::limits::{LEASE, LINK_BROKEN, LINK_CUT};
 use crate::links::Links;
 use crate::liveness::{Liveness, LivenessOutput};
@@ -17,13 +17,14 @@ use crate::membership::{Member, MemberState, Membership, MembershipOutput};
 use crate::message::{FrameHeader, Message, ToCoordinator, ToParticipant};
 use crate::output::{Event, Output};
 use crate::part::{PartOutput, Parts};
-use crate::speeds::Speeds;
+use crate::speeds::MeasuredSpeeds;
 use crate::time::{Duration, Instant};
 use crate::work::steps::SaveKind;
-use crate::work::{DownReason, HeldPart, Inheritance, Payload};
+use crate::work::{DownReason, HeldPart, Payload, Takeover};
 use alloc::collections::{BTreeSet, VecDeque};
 use alloc::{format, string::String, vec::Vec};
 
+mod invariants;
 mod losses;
 mod planning;
 
@@ -39,7 +40,7 @@ pub struct Node {
     parts: Parts,
     jobs: Jobs,
     failover: Failover,
-    speeds: Speeds,
+    speeds: MeasuredSpeeds,
     now: Instant,
     links: Links,
     /// This node's executor is stalled, and the jobs coordinated here were notified.
@@ -65,7 +66,7 @@ impl Node {
             parts: Parts::new(me),
             jobs: Jobs::new(me, config.generation),
             failover: Failover::default(),
-            speeds: Speeds::default(),
+            speeds: MeasuredSpeeds::default(),
             now: Instant::default(),
             links: Links::default(),
             stalled: false,
@@ -80,7 +81,7 @@ impl Node {
         // closed lid), and may have been replaced.
         if now.since(self.now) >= LEASE {
             self.parts.withhold();
-            self.jobs.handle_stood_still();
+            self.jobs.handle_clock_leap();
             let late = self.next_wakeup().map_or(Duration::ZERO, |(due, _)| now.since(due));
             self.parts.excuse(late);
         }
@@ -283,7 +284,7 @@ impl Node {
             Input::Collected { job, part, step, kind, result } => {
                 self.jobs.handle_collected(now, job, (part, step, kind), result);
             }
-            Input::Kept { job, step, result } => self.jobs.handle_kept(now, job, step, result),
+            Input::CheckpointKept { job, step, result } => self.jobs.handle_kept(now, job, step, result),
             Input::Mirrored { job, step, result } => self.parts.handle_mirrored(now, job, step, &result),
         }
     }
@@ -360,8 +361,10 @@ impl Node {
                 }
             }
             Message::ToCoordinator { job, epoch, say } => match self.jobs.handle_message(now, from, job, epoch, say) {
-                Some(Complaint::Unprepared { reason }) => self.failover.handle_unprepared(now, job, from, &reason),
-                Some(Complaint::Failed { held, reason }) => {
+                Some(ParticipantFailure::Unprepared { reason }) => {
+                    self.failover.handle_unprepared(now, job, from, &reason)
+                }
+                Some(ParticipantFailure::Failed { held, reason }) => {
                     self.failover.handle_stage_failed(now, job, from, held, reason);
                 }
                 None => {}
@@ -423,7 +426,7 @@ impl Node {
             MembershipOutput::PeerDown { node, reason } => self.peer_down(node, reason),
             MembershipOutput::AdvertChanged { node: _ } => self.fleet_changed(),
             MembershipOutput::Remember { peers } => self.out.push_back(Output::Remember { peers }),
-            MembershipOutput::Refused { from, what } => self.refused(Some(from), what.into()),
+            MembershipOutput::Rejected { from, what } => self.refused(Some(from), what.into()),
         }
     }
 
@@ -439,7 +442,7 @@ impl Node {
     fn peer_down(&mut self, node: NodeId, reason: DownReason) {
         let heard = self.liveness.is_fresh(self.now, node);
         self.failover.handle_peer_down(self.now, node, reason, heard);
-        self.jobs.handle_gone(self.now, node);
+        self.jobs.handle_down(self.now, node);
         self.speeds.forget(node);
         if reason == DownReason::Left {
             self.jobs.handle_peer_left(node);
@@ -477,7 +480,7 @@ impl Node {
                 }
             }
             // Heartbeats arrive, but the connection is still down.
-            LivenessOutput::Back { node, .. } if self.links.is_told(node) => {}
+            LivenessOutput::Back { node, .. } if self.links.is_reported(node) => {}
             LivenessOutput::Back { job, node } => self.report(job, node, Duration::ZERO),
         }
     }
@@ -561,7 +564,7 @@ impl Node {
     }
 
     /// Takes over a job whose coordinator is silent.
-    fn succeed(&mut self, inheritance: Inheritance) {
+    fn succeed(&mut self, inheritance: Takeover) {
         let (job, before) = (inheritance.job, inheritance.epoch.issuer);
         let participants = inheritance.record.participants(&inheritance.order.owners);
         let silent = self.liveness.last_heard(job, before).map_or(LEASE, |(at, _)| self.now.since(at));
@@ -602,7 +605,7 @@ impl Node {
     }
 
     fn refused(&mut self, from: Option<NodeId>, what: String) {
-        self.notify(Event::Refused { from, what });
+        self.notify(Event::Rejected { from, what });
     }
 }
 

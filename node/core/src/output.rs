@@ -3,7 +3,9 @@ use crate::id::{CallId, Epoch, JobId, LoadId, NodeId, PartId, RequestId, TensorI
 use crate::message::FrameHeader;
 use crate::work::serve::DoneReason;
 use crate::work::steps::{SaveKind, SimulationId, StepsEvent};
-use crate::work::{Asked, Change, Contact, DownReason, Ending, Figures, Inherited, Order, Payload, Placement, Run};
+use crate::work::{
+    Contact, DownReason, Ending, Figures, Inherited, Order, Payload, Placement, PredictedChange, QuestionOrigin, Run,
+};
 use alloc::{boxed::Box, string::String, vec::Vec};
 use core::net::SocketAddr;
 use partitioner::tiles::{Block, GridError, GridPlan, TileStandby};
@@ -34,7 +36,7 @@ pub enum Output {
     /// Verify a peer's signature (answer: `Verified`).
     Verify { token: u64, peer_id: Vec<u8>, bytes: Vec<u8>, signature: Vec<u8> },
     /// Answer the question with `Question::answer` (answer: `Planned`).
-    Plan { asked: Asked, question: Question },
+    Plan { asked: QuestionOrigin, question: Question },
     /// Load a part: its data from disk, or from `sources` by content hash; or initialise its cells as the order says (a tile's
     /// standby gets none yet). The answer (`Loaded`) comes when kernels are compiled and a first step has run. The parts of the
     /// job that it `replaces` are dropped; data they share may be reused.
@@ -42,7 +44,7 @@ pub enum Output {
     /// Initialise a tile from the collected snapshot (answer: `Loaded`).
     Restore { job: JobId, load: LoadId, part: PartId, step: u32 },
     /// The part continues under this epoch: expect its frames under this epoch.
-    Keep { job: JobId, epoch: Epoch, order: Box<Order> },
+    Continue { job: JobId, epoch: Epoch, order: Box<Order> },
     /// Fetch the data of this part to disk, from `sources` by content hash, without stopping what runs (answer: `Fetched`).
     Fetch { job: JobId, epoch: Epoch, order: Box<Order>, sources: Vec<NodeId> },
     /// Run [`CHALLENGE_STEPS`](crate::limits::CHALLENGE_STEPS) steps of one row through the stage, after its queued work, on a
@@ -65,7 +67,7 @@ pub enum Output {
     Collect { job: JobId, from: NodeId, part: PartId, step: u32, kind: SaveKind, bytes: u64 },
     /// Drop a state that was saved or collected.
     Forget { job: JobId, part: PartId, step: u32, kind: SaveKind },
-    /// All parts of this checkpoint are on disk: make it the one to resume from (answer: `Kept`).
+    /// All parts of this checkpoint are on disk: make it the one to resume from (answer: `CheckpointKept`).
     KeepCheckpoint { job: JobId, step: u32 },
     /// Fetch another coordinator's checkpoint, in these parts of at most the given number of bytes, and store it: this node may
     /// have to succeed that coordinator (answer: `Mirrored`).
@@ -88,7 +90,12 @@ pub enum Event {
     PeerDown { node: NodeId, reason: DownReason },
     /// Answer to `Input::Plan` of a model: the plan and its standbys. If the model is served already, also the change from the
     /// present placement to this plan.
-    PlanReady { call: CallId, result: Result<Box<Plan>, PlanError>, standbys: Vec<Standby>, change: Option<Change> },
+    PlanReady {
+        call: CallId,
+        result: Result<Box<Plan>, PlanError>,
+        standbys: Vec<Standby>,
+        change: Option<PredictedChange>,
+    },
     /// Answer to `Input::Plan` of a grid.
     GridPlan { call: CallId, result: Result<Box<GridPlan>, GridError>, standbys: Vec<TileStandby> },
     /// Answer to `Input::Survey`: the fleet as the planner sees it, and the planner's options.
@@ -105,7 +112,7 @@ pub enum Event {
     JobDegraded { call: Option<CallId>, job: JobId, reason: String },
     /// A running job moves, because another placement is better or because a node leaves. The weights of a model are fetched
     /// first; a simulation continues from its last checkpoint.
-    JobMoves { job: JobId, change: Change },
+    JobMoves { job: JobId, change: PredictedChange },
     /// A job ended on this node.
     JobEnded { job: JobId, ending: Ending, figures: Figures },
     /// The next token of a call: once per position, in order.
@@ -121,5 +128,5 @@ pub enum Event {
     /// The standby of a part becomes its owner.
     Promoted { job: JobId, epoch: Epoch, part: PartId, node: NodeId },
     /// Something was rejected or dropped, for the log.
-    Refused { from: Option<NodeId>, what: String },
+    Rejected { from: Option<NodeId>, what: String },
 }

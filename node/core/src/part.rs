@@ -5,6 +5,7 @@
 //! `Stale`. A part that is the same under the new epoch keeps its state; any other part is loaded. Every part is fed by
 //! channels, keeps a log of what it sent, and reports its progress. Next: `part/program.rs`, `part/sent.rs`,
 //! `part/stage.rs`, `part/tile.rs`, then `part/succession.rs`.
+mod invariants;
 mod messages;
 mod orders;
 mod output;
@@ -19,20 +20,20 @@ mod tile;
 pub use output::PartOutput;
 
 use crate::id::{Epoch, JobId, LoadId, NodeId, PartId, TensorId, WorkId};
-use crate::limits::{EPOCHS_FORGOTTEN_MAX, LEASE, ORPHAN_MAX, TILE_HELD, TILE_PROGRESS};
+use crate::limits::{EPOCHS_FORGOTTEN_MAX, LEASE, TILE_HELD, TILE_PROGRESS};
 use crate::message::ToCoordinator;
 use crate::output::Output;
 use crate::planted::{self, Planted};
 use crate::time::{Duration, Instant};
 use crate::work::steps::SaveKind;
-use crate::work::{HeldPart, Loaded, Made, Order, Run};
+use crate::work::{HeldPart, Loaded, Order, Run, RunResult};
 use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::{string::String, vec::Vec};
 use output::{Names, Out, Started, discard};
 use program::Program;
 use succession::Succession;
-use tile::{Collected, TileRun};
+use tile::{AfterSnapshot, TileRun};
 
 /// All parts of this node.
 ///
@@ -64,20 +65,20 @@ pub struct Parts {
 struct HeldJob {
     epoch: Epoch,
     /// `Go` was received: all parts of the job are ready, and neighbours should send heartbeats.
-    gone: bool,
+    go_received: bool,
     /// This node issued the epoch, and no longer coordinates the job.
-    left: bool,
+    stood_down: bool,
 
     /// Until when progress is reported often: the job has just started, or resumed after a loss.
     begins_until: Instant,
     coordinator_heard: Instant,
     succession: Succession,
-    parts: BTreeMap<PartId, Held>,
+    parts: BTreeMap<PartId, LocalPart>,
 }
 
 /// One part.
 #[derive(Debug)]
-struct Held {
+struct LocalPart {
     order: Box<Order>,
     /// Epoch of its last order.
     epoch: Epoch,
@@ -118,7 +119,15 @@ struct Flight {
 impl HeldJob {
     fn new(now: Instant, epoch: Epoch) -> Self {
         let (succession, parts) = (Succession::default(), BTreeMap::new());
-        HeldJob { epoch, gone: false, left: false, begins_until: now, coordinator_heard: now, succession, parts }
+        HeldJob {
+            epoch,
+            go_received: false,
+            stood_down: false,
+            begins_until: now,
+            coordinator_heard: now,
+            succession,
+            parts,
+        }
     }
 
     /// The coordinator gave a sign of life.
@@ -129,13 +138,13 @@ impl HeldJob {
 
     /// Since when no coordinator has been heard. `None` if this node coordinates the job.
     fn silent_since(&self, me: NodeId) -> Option<Instant> {
-        (self.epoch.issuer != me || self.left).then_some(self.coordinator_heard)
+        (self.epoch.issuer != me || self.stood_down).then_some(self.coordinator_heard)
     }
 
     /// Whether this node hears another coordinator than `from`, or is that coordinator. It obeys a successor only if
     /// not: whatever majority the successor claims, this node has not lost the coordinator.
     fn hears_another(&self, me: NodeId, from: NodeId) -> bool {
-        let coordinates = self.epoch.issuer == me && !self.left;
+        let coordinates = self.epoch.issuer == me && !self.stood_down;
         let another = self.epoch.issuer != from && from != me;
         another && (coordinates || self.epoch.issuer != me && !self.succession.is_silent())
     }
@@ -155,7 +164,7 @@ impl HeldJob {
     }
 
     /// Drops parts.
-    fn drop_parts(&mut self, job: JobId, gone: impl Fn(PartId, &Held) -> bool, out: &mut Out) {
+    fn drop_parts(&mut self, job: JobId, gone: impl Fn(PartId, &LocalPart) -> bool, out: &mut Out) {
         for (part, mut held) in self.parts.extract_if(.., |part, held| gone(*part, held)) {
             held.run.end(out);
             out.push_back(PartOutput::Shell(Output::Drop { job, part }));
@@ -163,7 +172,7 @@ impl HeldJob {
     }
 }
 
-impl Held {
+impl LocalPart {
     /// Whether this part can stay under a new order, whatever its neighbours.
     fn may_stay(&self, order: &Order) -> bool {
         let failed = matches!(self.load, Load::Failed(_));
@@ -322,7 +331,7 @@ impl Parts {
         if answered && held.order.standby.is_some() && held.load == Load::Resident {
             // If another part has brought a higher epoch, this standby starts when its own order arrives.
             if epoch <= held.epoch {
-                self.start_shadow(job, part);
+                self.start_following(job, part);
             }
         } else {
             self.answer(now, job, part);
@@ -338,7 +347,7 @@ impl Parts {
     }
 
     /// A run is done, or failed.
-    pub fn handle_ran(&mut self, now: Instant, part: PartId, work: WorkId, result: Result<Made, String>) {
+    pub fn handle_ran(&mut self, now: Instant, part: PartId, work: WorkId, result: Result<RunResult, String>) {
         let Some(flight) = self.in_flight.remove(&work) else { return };
         self.answered = now;
         let job = flight.job;
@@ -370,7 +379,7 @@ impl Parts {
             return self.out.push_back(PartOutput::Shell(Output::Forget { job, part, step, kind }));
         };
         let Some(tile) = held.run.tile() else { return };
-        if tile.handle_collected(now, step, result, &mut self.out) == Collected::Restore {
+        if tile.handle_collected(now, step, result, &mut self.out) == AfterSnapshot::Restore {
             let load = self.names.load();
             held.load = Load::Loading(load);
             self.out.push_back(PartOutput::Shell(Output::Restore { job, load, part, step }));
@@ -456,12 +465,12 @@ impl Parts {
     /// the next coordinator may order them.
     pub fn handle_left(&mut self, now: Instant, job: JobId, successor: Option<NodeId>) {
         if let Some(held) = self.jobs.get_mut(&job).filter(|held| held.epoch.issuer == self.me) {
-            (held.left, held.coordinator_heard) = (true, now);
+            (held.stood_down, held.coordinator_heard) = (true, now);
             if let Some(issuer) = successor {
                 // This node may have issued higher epochs while it was absent. Its parts obey any epoch of the
                 // successor.
                 held.obey(issuer, &mut self.out);
-                held.left = false;
+                held.stood_down = false;
                 self.watch(job);
             }
         }
@@ -473,7 +482,7 @@ impl Parts {
     /// Timers.
     pub fn handle_wakeup(&mut self, now: Instant) {
         let drops = !planted::has(Planted::OrphansStay);
-        let orphaned = |held: &HeldJob| held.silent_since(self.me).is_some_and(|since| now.since(since) >= ORPHAN_MAX);
+        let orphaned = |held: &HeldJob| self.orphaned_at(held).is_some_and(|at| at <= now);
         let orphans: Vec<JobId> = self.jobs.iter().filter(|(_, held)| orphaned(held)).map(|(&job, _)| job).collect();
         orphans.into_iter().filter(|_| drops).for_each(|job| self.drop_job(job));
         for known in self.jobs.values_mut().flat_map(|held| held.parts.values_mut()) {
@@ -502,10 +511,15 @@ impl Parts {
         }
     }
 
+    /// When the parts of a job are dropped, unless a coordinator is heard before.
+    fn orphaned_at(&self, held: &HeldJob) -> Option<Instant> {
+        held.silent_since(self.me).map(|since| since + held.orphan_max(held.epoch.issuer))
+    }
+
     /// When to come back, and the reason.
     pub fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
         let all = || self.jobs.values().flat_map(|held| held.parts.values());
-        let periodic = |held: &Held| held.run.is_periodic();
+        let periodic = |held: &LocalPart| held.run.is_periodic();
         let stages =
             all().filter_map(|held| held.run.report_at()).min().map(|at| (at, "parts: a stage reports what it holds"));
         let shadows = all().any(|held| periodic(held) && held.order.standby.is_some());
@@ -515,8 +529,7 @@ impl Parts {
         let silent = |held: &HeldJob| held.succession.is_silent();
         let periodic = all().any(periodic) || self.jobs.values().any(silent);
         let progress = periodic.then_some((self.progress_at, "parts: progress is reported"));
-        let silent_since = self.jobs.values().filter_map(|held| held.silent_since(self.me));
-        let orphan = silent_since.map(|since| since + ORPHAN_MAX).min();
+        let orphan = self.jobs.values().filter_map(|held| self.orphaned_at(held)).min();
         let orphan = orphan.filter(|_| !planted::has(Planted::OrphansStay));
         let orphan = orphan.map(|at| (at, "parts: a job's coordinator is silent"));
         [stages, held, progress, orphan].into_iter().flatten().min()

@@ -26,7 +26,7 @@ pub enum Planted {
     /// A lost node may be part of the next plan.
     LostNotExcluded = 10,
     /// A node that rejoins stays excluded.
-    BackIgnored = 11,
+    RejoinIgnored = 11,
     /// The coordinator does not apply its list of banned nodes.
     BanIgnored = 12,
     /// Stages whose coordinator is down are never dropped.
@@ -40,7 +40,7 @@ pub enum Planted {
     /// A successor takes a job over without a majority.
     SuccessionWithoutMajority = 17,
     /// Reports of tiles from before a simulation's rollback are summed with those after it.
-    ReportsOfTwoCuts = 18,
+    ReportsOfTwoPartitions = 18,
     /// A simulation is not cancelled.
     SimulationCancelDropped = 19,
     /// A checkpoint is missing one tile.

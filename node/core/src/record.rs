@@ -183,7 +183,7 @@ mod tests {
     use super::*;
     use crate::config::Capacity;
     use crate::id::{CallId, Generation, NodeId};
-    use crate::work::Asked;
+    use crate::work::QuestionOrigin;
     use alloc::vec;
     use partitioner::{Answer, PlanError};
 
@@ -215,7 +215,7 @@ mod tests {
         let mut bytes = begin(&config, 10, "test");
         append_input(&mut bytes, Instant(1), &Input::CapacityChanged(capacity));
         let answer = Answer::Model(Err(PlanError::NoDevices));
-        let planned = Input::Planned { asked: Asked::Caller(CallId(3)), answer };
+        let planned = Input::Planned { asked: QuestionOrigin::Caller(CallId(3)), answer };
         append_input(&mut bytes, Instant(2), &planned);
         append_polled(&mut bytes);
         append_input(&mut bytes, Instant(3), &Input::Message { from: NodeId([1; 16]), bytes: vec![1, 2, 3] });

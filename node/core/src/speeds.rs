@@ -13,7 +13,7 @@ use partitioner::Device;
 
 /// Results of challenges.
 #[derive(Debug, Default)]
-pub(crate) struct Speeds {
+pub(crate) struct MeasuredSpeeds {
     timed: BTreeMap<NodeId, Timed>,
     /// Output digests of the last challenges, by job and layer range, each with its nonce; at most [`DIGESTS_MAX`] per range.
     digests: BTreeMap<(JobId, u32, u32), VecDeque<(u64, Digest)>>,
@@ -51,7 +51,7 @@ const DIGESTS_MAX: usize = 8;
 /// A node that is as fast as advertised.
 const AS_ADVERTISED: u64 = 100;
 
-impl Speeds {
+impl MeasuredSpeeds {
     /// A node with these numerics was timed. Returns its percentage if plans must use a new one.
     ///
     /// Requests slow a challenge down, so a challenge beside running requests counts only if the node is far slower.
@@ -183,7 +183,7 @@ mod tests {
         Timing { quiet: false, ..quiet(took_ms) }
     }
 
-    fn bytes_per_second(speeds: &Speeds, node: NodeId) -> u64 {
+    fn bytes_per_second(speeds: &MeasuredSpeeds, node: NodeId) -> u64 {
         let mut device = device(node);
         speeds.correct(&mut device);
         device.bytes_per_second
@@ -191,7 +191,7 @@ mod tests {
 
     #[test]
     fn speeds_are_corrected_both_ways_by_what_stages_take() {
-        let mut speeds = Speeds::default();
+        let mut speeds = MeasuredSpeeds::default();
         assert_eq!(speeds.handle_measured(A, 1, quiet(12)), None, "within the variation of timings");
         assert_eq!(speeds.handle_measured(A, 1, quiet(20)), Some(200), "half as fast as advertised");
         assert_eq!(bytes_per_second(&speeds, A), 500);
@@ -207,7 +207,7 @@ mod tests {
     #[test]
     fn all_figures_of_a_stage_are_scaled_alike() {
         let figures = |took_ms: u64| {
-            let mut speeds = Speeds::default();
+            let mut speeds = MeasuredSpeeds::default();
             speeds.handle_measured(A, 1, quiet(took_ms));
             let mut corrected = device(A);
             speeds.correct(&mut corrected);
@@ -218,7 +218,7 @@ mod tests {
         assert_eq!(figures(20), (500, 1_000, 20, 40), "half as fast");
         assert_eq!(figures(5), (2_000, 4_000, 5, 10), "twice as fast");
         let mut unmeasured = Device { cache_bytes_per_second: 0, ..device(A) };
-        let mut speeds = Speeds::default();
+        let mut speeds = MeasuredSpeeds::default();
         speeds.handle_measured(A, 1, quiet(20));
         speeds.correct(&mut unmeasured);
         assert_eq!(unmeasured.cache_bytes_per_second, 0, "unmeasured figures stay unmeasured");
@@ -226,7 +226,7 @@ mod tests {
 
     #[test]
     fn a_node_over_three_times_slower_than_advertised_is_planned_with_its_measured_speed() {
-        let mut speeds = Speeds::default();
+        let mut speeds = MeasuredSpeeds::default();
         assert_eq!(speeds.handle_measured(A, 1, busy(29)), None, "requests may explain this");
         assert_eq!(speeds.handle_measured(A, 1, busy(100)), Some(1_000), "requests cannot explain this");
         assert_eq!(speeds.handle_measured(A, 1, busy(110)), None, "no change");
@@ -241,7 +241,7 @@ mod tests {
 
     #[test]
     fn no_node_looks_faster_than_it_answers_nor_slower_than_its_link() {
-        let mut speeds = Speeds::default();
+        let mut speeds = MeasuredSpeeds::default();
         let far = |took_ms: u64| Timing { way_ns: 30 * MILLISECOND, ..quiet(took_ms) };
         assert_eq!(speeds.handle_measured(A, 1, far(32)), None, "2 to 32 ms for what should take 10");
         assert_eq!(speeds.handle_measured(A, 1, far(5)), Some(50), "5 ms at most");
@@ -250,7 +250,7 @@ mod tests {
 
     #[test]
     fn a_node_never_timed_counts_as_the_best_timed_node() {
-        let mut speeds = Speeds::default();
+        let mut speeds = MeasuredSpeeds::default();
         speeds.handle_measured(A, 1, quiet(15));
         assert_eq!(bytes_per_second(&speeds, C), 666, "a stage takes 1.5 times its products: C's will too");
         speeds.handle_measured(B, 2, quiet(13));
@@ -263,7 +263,7 @@ mod tests {
 
     #[test]
     fn different_digests_with_the_same_numerics_are_reported() {
-        let mut speeds = Speeds::default();
+        let mut speeds = MeasuredSpeeds::default();
         assert_eq!(speeds.handle_digest(JobId(1), &(0..4), A, 7, (1, 42)), None);
         assert_eq!(speeds.handle_digest(JobId(1), &(4..8), B, 7, (1, 43)), None, "other layers");
         assert_eq!(speeds.handle_digest(JobId(1), &(4..8), A, 8, (1, 44)), None, "other numerics");

@@ -19,11 +19,11 @@ use partitioner::Tier;
 use partitioner::tiles::{Block, GridWork};
 use serde::{Deserialize, Serialize};
 use serve::{Item, ItemResult, ModelSpec, Position, ServeRecord, StageOrder};
-use steps::{GridSpec, SimulationId, StepsRecord, TileFigures, TileMade, TileOrder, TileWork};
+use steps::{GridSpec, SimulationId, StepsRecord, TileFigures, TileOrder, TileResult, TileWork};
 
 /// The origin of a question to the planner. The router returns the answer to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub enum Asked {
+pub enum QuestionOrigin {
     /// A local caller. The answer places nothing.
     Caller(CallId),
     /// A job that this node coordinates.
@@ -65,7 +65,7 @@ pub struct Order {
     /// The tier, if the receiver is the part's standby. `None` if it is the owner.
     pub standby: Option<Tier>,
     /// Other parts of this job at the receiver, as owner or standby. The receiver drops stages that are not listed.
-    pub beside: Vec<PartId>,
+    pub other_parts: Vec<PartId>,
     /// Memory that the plan allows the part, in bytes.
     pub bytes_max: u64,
     /// Nodes that may take the job over when the coordinator falls silent, in order.
@@ -106,13 +106,13 @@ impl Order {
         self.part == other.part && same
     }
 
-    /// Whether this order repeats `before`. `beside` may differ.
+    /// Whether this order repeats `before`. `other_parts` may differ.
     pub fn is_repeated(&self, before: &Order) -> bool {
-        *self == Order { beside: self.beside.clone(), ..before.clone() }
+        *self == Order { other_parts: self.other_parts.clone(), ..before.clone() }
     }
 
     /// Why node `me` cannot follow the order. `None` if the order is valid.
-    pub fn unsound(&self, me: NodeId) -> Option<String> {
+    pub fn problem(&self, me: NodeId) -> Option<String> {
         let parts = match &self.work {
             PartWork::Stage(stage) => stage.layers.len(),
             PartWork::Tile(tile) => tile.blocks.len(),
@@ -127,8 +127,8 @@ impl Order {
                 self.previous.len()
             ));
         }
-        if self.beside.len() > PARTS_MAX {
-            return Some(format!("{} other parts at this node, expected at most {PARTS_MAX}", self.beside.len()));
+        if self.other_parts.len() > PARTS_MAX {
+            return Some(format!("{} other parts at this node, expected at most {PARTS_MAX}", self.other_parts.len()));
         }
         match self.owner(self.part) {
             None => return Some(format!("the order is for part {}, expected less than {parts}", self.part)),
@@ -154,7 +154,7 @@ impl Order {
 
     /// The downstream part that sends nothing back: the next stage. There may be no part of this number. `None` for
     /// tiles.
-    pub fn fed(&self, part: PartId) -> Option<PartId> {
+    pub fn downstream(&self, part: PartId) -> Option<PartId> {
         match &self.work {
             PartWork::Stage(_) => Some(part.after()),
             PartWork::Tile(_) => None,
@@ -162,7 +162,7 @@ impl Order {
     }
 
     /// Parts that send to `part`: the previous stage, or the neighbouring tiles.
-    pub fn feeders(&self, part: PartId) -> Vec<PartId> {
+    pub fn upstream(&self, part: PartId) -> Vec<PartId> {
         match &self.work {
             PartWork::Stage(_) => part.before().into_iter().collect(),
             PartWork::Tile(tile) => tile.peers(part),
@@ -176,12 +176,12 @@ pub struct Ready {
     /// Memory that it takes, in bytes.
     pub bytes: u64,
     /// State that it holds.
-    pub has: Has,
+    pub has: PartState,
 }
 
 /// State that a part holds when it is ordered. The coordinator computes from it where the job resumes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Has {
+pub enum PartState {
     /// A stage: cached positions, by request.
     Stage(Vec<Position>),
     /// A tile.
@@ -202,12 +202,12 @@ pub enum Resume {
     Tile(Vec<u32>),
 }
 
-impl Has {
+impl PartState {
     /// Cached positions, by request. Empty for a tile.
     pub fn positions(&self) -> &[Position] {
         match self {
-            Has::Stage(positions) => positions,
-            Has::Tile { .. } => &[],
+            PartState::Stage(positions) => positions,
+            PartState::Tile { .. } => &[],
         }
     }
 }
@@ -266,11 +266,11 @@ pub enum Task {
 
 /// Result of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Made {
+pub enum RunResult {
     /// One result per item, in order.
     Batch(Vec<ItemResult>),
     /// Result of time steps.
-    Steps(TileMade),
+    Steps(TileResult),
 }
 
 /// A part that this node holds.
@@ -379,7 +379,7 @@ impl Record {
 
 /// A job that its successor takes over.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Inheritance {
+pub struct Takeover {
     /// Job id.
     pub job: JobId,
     /// Epoch under which it ran. Its issuer is the silent coordinator.
@@ -420,7 +420,7 @@ pub enum Payload {
 
 /// Predicted effect of moving a job to another placement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Change {
+pub struct PredictedChange {
     /// Nanoseconds per token or step under the present placement, on the mesh as it is now.
     pub before_ns: u64,
     /// Nanoseconds per token or step under the new placement.

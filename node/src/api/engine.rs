@@ -1,17 +1,18 @@
 //! The interface between the API and the node, narrow enough to test the API without a mesh.
 use crate::handle::{
-    BanReport, Elsewhere, GenerateRequest, ModelHandle, ModelOptions, ModelRef, NodeError, NodeHandle, PlanReport,
-    StateView, TokenEvent, TokenStream, Words,
+    BanReport, GenerateRequest, ModelHandle, ModelOptions, ModelRef, NodeError, NodeHandle, PlanReport, RemoteModel,
+    StateView, TextCodec, TokenEvent, TokenStream,
 };
+use crate::report::SimulationPlan;
 use crate::submissions::Submissions;
-use kernels::chat_template::ChatMessage;
-use kernels::grid::simulation::Simulation;
+use kernels_models::chat_template::ChatMessage;
+use kernels_simulations::Simulation;
 use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
 /// A running node.
-pub trait Engine: Clone + Send + Sync + 'static {
+pub(crate) trait Engine: Clone + Send + Sync + 'static {
     /// The event stream of a request.
     type Tokens: Tokens;
 
@@ -72,7 +73,7 @@ pub trait Engine: Clone + Send + Sync + 'static {
         None
     }
     /// Plans the decomposition of a simulation without running it.
-    fn plan_grid(&self, simulation: Simulation) -> impl Future<Output = Result<serde_json::Value, NodeError>> + Send {
+    fn plan_grid(&self, simulation: Simulation) -> impl Future<Output = Result<SimulationPlan, NodeError>> + Send {
         let _ = simulation;
         std::future::ready(Err(NodeError::NotFound("this node runs no simulations".into())))
     }
@@ -83,14 +84,14 @@ pub trait Engine: Clone + Send + Sync + 'static {
 }
 
 /// The events of one request. Dropping it cancels the request.
-pub trait Tokens: Send + 'static {
+pub(crate) trait Tokens: Send + 'static {
     /// The next event; `None` after the end.
     fn next(&mut self) -> impl Future<Output = Option<TokenEvent>> + Send;
 }
 
 /// A served model as the API sees it.
 #[derive(Clone)]
-pub struct Served {
+pub(crate) struct Served {
     /// Name in requests.
     pub name: String,
     /// Tokens of context per request.
@@ -100,12 +101,12 @@ pub struct Served {
     /// Tokenizer and chat template.
     pub text: Arc<dyn Text>,
     /// The serving member, unless it is this node.
-    pub elsewhere: Option<Elsewhere>,
+    pub elsewhere: Option<RemoteModel>,
 }
 
 /// A model that is served as soon as it is placed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Starting {
+pub(crate) struct Starting {
     /// Name in requests.
     pub name: String,
     /// Tokens of context per request.
@@ -113,7 +114,7 @@ pub struct Starting {
 }
 
 /// A tokenizer with a chat template. Calls take milliseconds for long texts: keep them off async threads.
-pub trait Text: Send + Sync {
+pub(crate) trait Text: Send + Sync {
     /// Token ids of a prompt. Control tokens are parsed, and the model's prefix (such as BOS) is added.
     ///
     /// # Errors
@@ -133,7 +134,7 @@ pub trait Text: Send + Sync {
     fn vocabulary(&self) -> u32;
 }
 
-impl Text for Words {
+impl Text for TextCodec {
     fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
         self.tokenizer.encode_prompt(text).map_err(|e| e.to_string())
     }
@@ -239,7 +240,7 @@ impl Engine for NodeHandle {
         Some(NodeHandle::submissions(self))
     }
 
-    async fn plan_grid(&self, simulation: Simulation) -> Result<serde_json::Value, NodeError> {
+    async fn plan_grid(&self, simulation: Simulation) -> Result<SimulationPlan, NodeError> {
         NodeHandle::plan_grid(self, simulation).await
     }
 

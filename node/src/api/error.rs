@@ -42,7 +42,7 @@ impl ApiError {
     /// 400: the prompt does not fit the context.
     pub(crate) fn too_long(prompt: usize, context: u32) -> Self {
         let message = format!(
-            "this model's context is {context} tokens, but the prompt alone has {prompt}: shorten it, or serve the model with a larger --context"
+            "this model's context is {context} tokens, but the prompt alone has {prompt}: shorten the prompt, or serve the model with a larger --context"
         );
         Self { code: Some("context_length_exceeded"), ..Self::invalid("messages", message) }
     }

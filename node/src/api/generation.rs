@@ -3,7 +3,7 @@ use super::engine::{Engine, Served, Tokens};
 use super::error::ApiError;
 use super::pieces::Pieces;
 use crate::handle::{GenerateRequest, TokenEvent};
-use crate::telemetry::Metrics;
+use crate::metrics::Metrics;
 use node_core::work::serve::{DoneReason, RequestKey, Sampling};
 use std::time::{Duration, Instant};
 
@@ -150,19 +150,12 @@ impl<T: Tokens> Generation<T> {
 
     fn count(&mut self) {
         let now = Instant::now();
-        let labels = [("model", self.model.name.as_str())];
-        self.metrics.count("tokens_generated_total", "Tokens generated for callers of this node.", &labels, 1);
+        let model = self.model.name.as_str();
         if self.figures.first.is_none() {
             self.figures.first = Some(now);
-            let time = now - self.figures.started;
-            self.metrics.observe(
-                "first_token_seconds",
-                "Time from a request's arrival to its first token.",
-                &labels,
-                time,
-            );
-        } else if let Some(last) = self.figures.last {
-            self.metrics.observe("token_seconds", "Time between consecutive tokens of a request.", &labels, now - last);
+            self.metrics.first_token(model, now - self.figures.started);
+        } else {
+            self.metrics.token(model, self.figures.last.map(|last| now - last));
         }
         self.figures.last = Some(now);
         self.figures.tokens += 1;
@@ -174,12 +167,10 @@ impl<T: Tokens> Generation<T> {
     }
 
     /// Stops the request if it is running, and counts it once.
-    fn end(&mut self, outcome: &str) {
+    fn end(&mut self, outcome: &'static str) {
         if self.tokens.take().is_some() {
-            let labels = [("model", self.model.name.as_str()), ("outcome", outcome)];
-            self.metrics.count("requests_total", "Generation requests by outcome.", &labels, 1);
-            let prompt = self.figures.prompt_tokens as u64;
-            self.metrics.count("prompt_tokens_total", "Prompt tokens of ended requests.", &labels[..1], prompt);
+            self.metrics.request_ended(&self.model.name, outcome);
+            self.metrics.prompt_tokens(&self.model.name, self.figures.prompt_tokens as u64);
         }
     }
 }
@@ -187,8 +178,7 @@ impl<T: Tokens> Generation<T> {
 impl<T> Drop for Generation<T> {
     fn drop(&mut self) {
         if self.tokens.is_some() {
-            let labels = [("model", self.model.name.as_str()), ("outcome", "disconnected")];
-            self.metrics.count("requests_total", "Generation requests by outcome.", &labels, 1);
+            self.metrics.request_ended(&self.model.name, "disconnected");
         }
     }
 }

@@ -1,11 +1,14 @@
 //! Simulation endpoints: submit, plan, observe and cancel.
+use super::app::App;
+use super::body::{self, off_thread};
 use super::engine::Engine;
 use super::error::ApiError;
 use super::fields::{self, Field};
 use super::guard::Caller;
-use super::{App, off_thread};
-use crate::submissions::look::{Found, Look, Sight, with_step};
-use crate::submissions::report::Around;
+use crate::report::{Cancelled, SimulationPlan, SimulationReport, Submitted};
+use crate::submissions::answers::Found;
+use crate::submissions::look::{QueryKind, SimulationQuery, with_step};
+use crate::submissions::report::ReportContext;
 use crate::submissions::run_folder::Existing;
 use crate::submissions::{Submissions, Submit};
 use axum::Json;
@@ -16,9 +19,8 @@ use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use data_encoding::BASE64;
 use futures::stream;
-use kernels::grid::simulation::{SIMULATION_MAX, Simulation};
+use kernels_simulations::{SIMULATION_MAX, Simulation};
 use serde::Deserialize;
-use serde_json::{Value, json};
 use std::borrow::Cow;
 use std::convert::Infallible;
 use std::path::PathBuf;
@@ -69,7 +71,7 @@ impl SubmitBody<'_> {
 /// Largest body: the largest simulation in base64, plus the other fields.
 const BODY_BYTES_MAX: usize = SIMULATION_MAX.div_ceil(3) * 4 + (64 << 10);
 
-/// Allow one body at a time above [`super::BODY_BYTES_MAX`], separately for callers without (0) and with (1) the key,
+/// Allow one body at a time above [`body::BODY_BYTES_MAX`], separately for callers without (0) and with (1) the key,
 /// so that a slow upload without the key cannot block one with it.
 static LARGE: [Semaphore; 2] = [Semaphore::const_new(1), Semaphore::const_new(1)];
 
@@ -83,16 +85,16 @@ struct Unpacked {
 
 async fn unpack(request: Request) -> Result<Unpacked, ApiError> {
     let length = request.headers().get(header::CONTENT_LENGTH).and_then(|text| text.to_str().ok()?.parse().ok());
-    let large = length.is_none_or(|bytes: usize| bytes > super::BODY_BYTES_MAX);
+    let large = length.is_none_or(|bytes: usize| bytes > body::BODY_BYTES_MAX);
     let has_key = request.extensions().get::<Caller>().is_some_and(|caller| caller.has_key);
     let _turn = if large { LARGE[usize::from(has_key)].acquire().await.ok() } else { None };
-    let bytes = super::body_bytes_up_to(request, if large { BODY_BYTES_MAX } else { super::BODY_BYTES_MAX }).await?;
+    let bytes = body::body_bytes_up_to(request, if large { BODY_BYTES_MAX } else { body::BODY_BYTES_MAX }).await?;
     off_thread(move || {
         // The check improves error messages, but doubles the memory, so it is skipped for a large body.
         if !large {
             fields::checked(&bytes, SUBMIT)?;
         }
-        let requested: SubmitBody<'_> = super::parse(&bytes)?;
+        let requested: SubmitBody<'_> = body::parse(&bytes)?;
         let existing = requested.existing()?;
         let packed = BASE64
             .decode(requested.simulation.as_bytes())
@@ -111,10 +113,14 @@ fn here<E: Engine>(app: &App<E>) -> Result<Arc<Submissions>, ApiError> {
 }
 
 /// Finds a simulation by job id, whichever member coordinates it.
-async fn find<E: Engine>(app: &App<E>, job: &str, sight: Sight) -> Result<(Arc<Submissions>, Around, Found), ApiError> {
+async fn find<E: Engine>(
+    app: &App<E>,
+    job: &str,
+    sight: QueryKind,
+) -> Result<(Arc<Submissions>, ReportContext, Found), ApiError> {
     let all = here(app)?;
     let around = all.around().await;
-    let found = match Look::new(job, sight) {
+    let found = match SimulationQuery::new(job, sight) {
         Some(look) => all.look(&look, &around).await,
         None => None,
     };
@@ -128,12 +134,15 @@ async fn find<E: Engine>(app: &App<E>, job: &str, sight: Sight) -> Result<(Arc<S
 }
 
 /// Another member's report.
-fn parsed(answer: &Bytes) -> Result<Value, ApiError> {
+fn parsed(answer: &Bytes) -> Result<SimulationReport, ApiError> {
     serde_json::from_slice(answer)
         .map_err(|e| ApiError::failed(format!("the coordinator's report cannot be read: {e}")))
 }
 
-pub(crate) async fn submit<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
+pub(crate) async fn submit<E: Engine>(
+    State(app): State<App<E>>,
+    request: Request,
+) -> Result<Json<Submitted>, ApiError> {
     let all = here(&app)?;
     let Unpacked { simulation, out, claim, existing } = unpack(request).await?;
     let folders = app.folders.clone();
@@ -143,24 +152,27 @@ pub(crate) async fn submit<E: Engine>(State(app): State<App<E>>, request: Reques
         all.submit(Submit { simulation, out, existing }).map_err(|what| ApiError::invalid("out", what))
     })
     .await?;
-    Ok(Json(json!({"job": format!("{:016x}", submission.job.0), "from_step": submission.told().begun_at})))
+    Ok(Json(Submitted { job: format!("{:016x}", submission.job.0), from_step: submission.told().begun_at }))
 }
 
-pub(crate) async fn plan<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
+pub(crate) async fn plan<E: Engine>(
+    State(app): State<App<E>>,
+    request: Request,
+) -> Result<Json<SimulationPlan>, ApiError> {
     Ok(Json(app.engine.plan_grid(unpack(request).await?.simulation).await?))
 }
 
-pub(crate) async fn list<E: Engine>(State(app): State<App<E>>) -> Result<Json<Value>, ApiError> {
+pub(crate) async fn list<E: Engine>(State(app): State<App<E>>) -> Result<Json<Vec<SimulationReport>>, ApiError> {
     let all = here(&app)?;
     let around = all.around().await;
-    Ok(Json(json!(all.reports(&around).await)))
+    Ok(Json(all.reports(&around).await))
 }
 
 pub(crate) async fn view<E: Engine>(
     State(app): State<App<E>>,
     Path(job): Path<String>,
-) -> Result<Json<Value>, ApiError> {
-    match find(&app, &job, Sight::Report).await? {
+) -> Result<Json<SimulationReport>, ApiError> {
+    match find(&app, &job, QueryKind::Report).await? {
         (all, around, Found::Here(submission)) => Ok(Json(all.report(&submission, &around))),
         (_, _, Found::There(answer)) => Ok(Json(parsed(&answer)?)),
     }
@@ -169,12 +181,12 @@ pub(crate) async fn view<E: Engine>(
 pub(crate) async fn cancel<E: Engine>(
     State(app): State<App<E>>,
     Path(job): Path<String>,
-) -> Result<Json<Value>, ApiError> {
-    let (all, submission) = match find(&app, &job, Sight::Report).await? {
+) -> Result<Json<Cancelled>, ApiError> {
+    let (all, submission) = match find(&app, &job, QueryKind::Report).await? {
         (all, _, Found::Here(submission)) => (all, submission),
         (_, _, Found::There(answer)) => {
             let report = parsed(&answer)?;
-            let who = report["coordinator"]["name"].as_str().unwrap_or("another node").to_owned();
+            let who = report.coordinator().and_then(|node| node.name.as_deref()).unwrap_or("another node");
             return Err(ApiError::over(format!("{who} coordinates the simulation `{job}`: cancel it there")));
         }
     };
@@ -184,7 +196,7 @@ pub(crate) async fn cancel<E: Engine>(
         return Err(ApiError::over(format!("the simulation `{job}` has ended: {how}")));
     }
     all.cancel(submission.job);
-    Ok(Json(json!({"job": format!("{:016x}", submission.job.0), "cancelled": true})))
+    Ok(Json(Cancelled { job: format!("{:016x}", submission.job.0), cancelled: true }))
 }
 
 /// JSON lines: a report after every change, until the simulation ends.
@@ -192,7 +204,7 @@ pub(crate) async fn events<E: Engine>(
     State(app): State<App<E>>,
     Path(job): Path<String>,
 ) -> Result<Response, ApiError> {
-    let (all, submission) = match find(&app, &job, Sight::Report).await? {
+    let (all, submission) = match find(&app, &job, QueryKind::Report).await? {
         (all, _, Found::Here(submission)) => (all, submission),
         (_, _, Found::There(_)) => return Ok(followed(app, job)),
     };
@@ -208,17 +220,13 @@ pub(crate) async fn events<E: Engine>(
                 }
             }
             let _ = changes.borrow_and_update();
-            let line = all.report(&submission, &all.around().await);
+            let report = all.report(&submission, &all.around().await);
             // Decided by the report just sent, so that the last line contains the final state.
-            let next = if is_over(&line) { None } else { Some((submission, changes, false)) };
-            Some((Ok::<_, Infallible>(format!("{line}\n")), next))
+            let next = if report.state().is_over() { None } else { Some((submission, changes, false)) };
+            Some((Ok::<_, Infallible>(report.to_json() + "\n"), next))
         }
     });
     Ok(([(header::CONTENT_TYPE, "application/jsonl")], Body::from_stream(lines)).into_response())
-}
-
-fn is_over(report: &Value) -> bool {
-    ["done", "failed", "cancelled"].iter().any(|state| report["state"] == *state)
 }
 
 /// The events of a simulation on another member, by polling its coordinator. Ends when no member answers.
@@ -228,12 +236,12 @@ fn followed<E: Engine>(app: App<E>, job: String) -> Response {
         if !first {
             tokio::time::sleep(FOLLOWED_EVERY).await;
         }
-        let line = match find(&app, &job, Sight::Report).await.ok()? {
+        let report = match find(&app, &job, QueryKind::Report).await.ok()? {
             (all, around, Found::Here(submission)) => all.report(&submission, &around),
             (_, _, Found::There(answer)) => parsed(&answer).ok()?,
         };
-        let next = if is_over(&line) { None } else { Some((app, job, false)) };
-        Some((Ok::<_, Infallible>(format!("{line}\n")), next))
+        let next = if report.state().is_over() { None } else { Some((app, job, false)) };
+        Some((Ok::<_, Infallible>(report.to_json() + "\n"), next))
     });
     ([(header::CONTENT_TYPE, "application/jsonl")], Body::from_stream(lines)).into_response()
 }
@@ -243,7 +251,7 @@ pub(crate) async fn picture<E: Engine>(
     State(app): State<App<E>>,
     Path(job): Path<String>,
 ) -> Result<Response, ApiError> {
-    let (step, png) = match find(&app, &job, Sight::Picture).await? {
+    let (step, png) = match find(&app, &job, QueryKind::Picture).await? {
         (_, _, Found::Here(submission)) => {
             let (step, png) = off_thread(move || submission.picture().ok_or_else(nothing_yet)).await?;
             (step, Bytes::from(png))
@@ -288,7 +296,7 @@ pub(crate) async fn text<E: Engine>(
     Query(size): Query<Terminal>,
 ) -> Result<Response, ApiError> {
     let (columns, lines) = (size.columns.clamp(8, 1000), size.lines.clamp(4, 500));
-    let (step, text) = match find(&app, &job, Sight::Text(columns as u16, lines as u16)).await? {
+    let (step, text) = match find(&app, &job, QueryKind::Text(columns as u16, lines as u16)).await? {
         (_, _, Found::Here(submission)) => {
             let (step, text) = off_thread(move || submission.text(columns, lines).ok_or_else(nothing_yet)).await?;
             (step, Bytes::from(text))

@@ -4,12 +4,13 @@
 //! This node keeps completed answers. A successor of the entry node continues a running request. A node that does not
 //! know the key runs the request again; unless the client chose a seed, the seed is derived from the key, so it samples
 //! the same tokens.
+use super::answer::Finished;
 use super::error::ApiError;
-use super::openai::Finished;
 use axum::http::HeaderMap;
 use node_core::work::serve::RequestKey;
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// Request header with the client's key.
 pub(crate) const HEADER: &str = "idempotency-key";
@@ -156,7 +157,7 @@ impl Answers {
     }
 
     fn lock(&self) -> MutexGuard<'_, AnswerTable> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

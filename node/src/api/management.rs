@@ -1,4 +1,6 @@
 //! `/api/v1/…` endpoints for the command line, and `/healthz`, `/readyz`, `/metrics` for monitoring.
+use super::app::App;
+use super::body::{body, off_thread};
 use super::engine::Engine;
 use super::error::ApiError;
 use super::fields::Field;
@@ -7,10 +9,8 @@ use super::guard::Caller;
 use super::idempotency::Key;
 use super::openai::{find, find_or_serve};
 use super::request::{self, MessageBody, Prompt, Settings, chat_prompt};
-use super::{App, body, off_thread};
 use crate::handle::{ModelOptions, ModelRef};
-use crate::telemetry::Metrics;
-use crate::transfer::WeightsView;
+use crate::metrics;
 use axum::Extension;
 use axum::Json;
 use axum::body::Body;
@@ -48,48 +48,7 @@ pub(crate) async fn ready<E: Engine>(State(app): State<App<E>>) -> Response {
 
 pub(crate) async fn metrics<E: Engine>(State(app): State<App<E>>) -> Response {
     let state = app.engine.state().await;
-    let metrics = &app.metrics;
-    metrics.gauge(
-        "info",
-        "Version and name of this node.",
-        &[("version", env!("CARGO_PKG_VERSION")), ("name", &state.name)],
-        1.0,
-    );
-    for label in ["alive", "suspect", "down", "left", "banned"] {
-        let count = state.peers.iter().filter(|p| p.state == label).count();
-        metrics.gauge("peers", "Known members by state, including this node.", &[("state", label)], count as f64);
-    }
-    let sum = |value: fn(&crate::handle::JobView) -> u32| state.jobs.iter().map(|j| f64::from(value(j))).sum::<f64>();
-    metrics.gauge("jobs", "Jobs this node coordinates or takes part in.", &[], state.jobs.len() as f64);
-    metrics.gauge("requests_running", "Running requests of the jobs this node coordinates.", &[], sum(|j| j.running));
-    metrics.gauge("requests_queued", "Queued requests of the jobs this node coordinates.", &[], sum(|j| j.queued));
-    if let Some(own) = state.peers.iter().find(|p| p.this_node) {
-        metrics.gauge("memory_offered_bytes", "Memory this node offers to the mesh.", &[], own.memory_total as f64);
-        metrics.gauge("memory_free_bytes", "Offered memory that is free.", &[], own.memory_free as f64);
-    }
-    let frames = "Bytes of activation rows sent to the next stage, and of copies sent to its standby.";
-    let boundary = &state.boundary;
-    metrics.total("frame_bytes_total", frames, &[("to", "stage")], boundary.stage_bytes);
-    metrics.total("frame_bytes_total", frames, &[("to", "standby")], boundary.standby_bytes);
-    let left_out = "Copies skipped because the link to the standby was too slow; the standby requests them later.";
-    metrics.total("copies_left_out_total", left_out, &[], boundary.copies_left_out);
-    weights(metrics, &state.weights);
-    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], metrics.render()).into_response()
-}
-
-/// The weight cache and the transfers per peer.
-fn weights(metrics: &Metrics, weights: &WeightsView) {
-    metrics.gauge("weights_cache_bytes", "Size of the cache of fetched weights.", &[], weights.cache_used as f64);
-    metrics.gauge("weights_cache_limit_bytes", "Limit of the weight cache.", &[], weights.cache_limit as f64);
-    metrics.gauge("weights_transfers", "Running weight transfers to this node.", &[], weights.transfers.len() as f64);
-    metrics.total("weights_given_bytes_total", "Bytes of weights sent to peers.", &[], weights.given_bytes);
-    for peer in &weights.peers {
-        let from = [("peer", peer.node.as_str())];
-        metrics.total("weights_fetched_bytes_total", "Bytes of weights fetched from a peer.", &from, peer.bytes);
-        metrics.total("weights_fetched_chunks_total", "Chunks of weights fetched from a peer.", &from, peer.chunks);
-        let refused = "Chunks from a peer with a wrong hash.";
-        metrics.total("weights_refused_chunks_total", refused, &from, peer.refused);
-    }
+    ([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], app.metrics.render(&state)).into_response()
 }
 
 pub(crate) async fn state<E: Engine>(State(app): State<App<E>>) -> Response {

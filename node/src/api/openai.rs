@@ -1,19 +1,21 @@
 //! OpenAI-compatible `/v1/…` endpoints: models, chat completions and completions, streaming or not.
+use super::answer::{Answer, END_TEXT, Finished, SentEvent, Shape, event, is_new};
+use super::app::App;
+use super::body::{body_bytes, off_thread};
 use super::engine::{Engine, Served, Tokens};
 use super::error::ApiError;
+use super::fields;
 use super::generation::{Figures, Generation, Order, Step};
 use super::guard;
 use super::idempotency::{self, Begun, Fingerprint, Key, Turn, last_event};
 use super::request::{self, Body};
-use super::{App, body_bytes, fields, off_thread};
 use axum::Json;
 use axum::extract::{Path, Request, State};
 use axum::http::HeaderValue;
-use axum::response::sse::{Event, KeepAlive, Sse};
+use axum::response::sse::{KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures::{StreamExt, stream};
 use serde_json::{Value, json};
-use std::convert::Infallible;
 use std::time::{Duration, Instant};
 
 /// Interval of SSE comments while no token arrives (a long prefill, a stage being replaced), so that clients and
@@ -109,21 +111,6 @@ pub(crate) async fn find_or_serve<E: Engine>(
     }
 }
 
-#[derive(Clone, Copy)]
-enum Shape {
-    Chat,
-    Completion,
-}
-
-impl Shape {
-    fn path(self) -> &'static str {
-        match self {
-            Shape::Chat => "/v1/chat/completions",
-            Shape::Completion => "/v1/completions",
-        }
-    }
-}
-
 async fn generate<E: Engine>(app: App<E>, request: Request, shape: Shape) -> Result<Response, ApiError> {
     let (key, after) = (Key::of(request.headers())?, last_event(request.headers())?);
     let secret = guard::bearer(request.headers()).unwrap_or_default().to_owned();
@@ -135,7 +122,11 @@ async fn generate<E: Engine>(app: App<E>, request: Request, shape: Shape) -> Res
     let name = id.request_key(&secret);
     if key.is_some() {
         match app.answers.begin(name, Fingerprint::of(shape.path(), &bytes), after.is_some())? {
-            Begun::Again(finished) => return Ok(finished.replay(streaming.then_some(include_usage), after)),
+            Begun::Again(finished) => {
+                let mut response = finished.replay(streaming.then_some(include_usage), after);
+                response.headers_mut().insert(idempotency::REPLAYED, HeaderValue::from_static("true"));
+                return Ok(response);
+            }
             Begun::New(turn) => record.turn = Some(turn),
         }
     }
@@ -147,7 +138,7 @@ async fn generate<E: Engine>(app: App<E>, request: Request, shape: Shape) -> Res
         Shape::Completion => body.completion(&for_order),
     })
     .await?;
-    let answer = Answer::new(shape, &id, &model);
+    let answer = Answer::new(shape, id.seed(), &model.name);
     let generation = Generation::start(&app.engine, model, order, name, &app.metrics).await?;
     let running = Running { generation, answer, record, after };
     let mut response = if streaming { stream_answer(running, include_usage) } else { whole_answer(running).await? };
@@ -191,46 +182,6 @@ impl Record {
     }
 }
 
-/// A completed answer.
-pub(crate) struct Finished {
-    answer: Answer,
-    text: String,
-    marks: Vec<(u64, usize)>,
-    finish: &'static str,
-    figures: Figures,
-}
-
-impl Finished {
-    /// Approximate memory use.
-    pub(crate) fn bytes(&self) -> usize {
-        let marks = self.marks.len() * size_of::<(u64, usize)>();
-        self.text.len() + marks + self.answer.id.len() + self.answer.model.len() + size_of::<Self>()
-    }
-
-    /// Replays the answer. `Some(include_usage)` streams the events that follow `after`.
-    fn replay(&self, stream: Option<bool>, after: Option<u64>) -> Response {
-        let mut response = match stream {
-            None => Json(self.answer.whole(&self.text, self.finish, &self.figures)).into_response(),
-            Some(include_usage) => {
-                let known = self.marks.iter().rev().find(|(event, _)| after.is_some_and(|after| *event <= after));
-                let rest = self.text.get(known.map_or(0, |(_, length)| *length)..).unwrap_or_default();
-                let begin = self.answer.begin(include_usage);
-                let end = self.answer.end(rest, self.finish, &self.figures, include_usage);
-                let events = begin.into_iter().chain(end).filter(|sent| is_new(sent, after));
-                Sse::new(stream::iter(events.map(event).collect::<Vec<_>>())).into_response()
-            }
-        };
-        response.headers_mut().insert(idempotency::REPLAYED, HeaderValue::from_static("true"));
-        response
-    }
-
-    #[cfg(test)]
-    pub(crate) fn sample(text: &str) -> Self {
-        let answer = Answer { shape: Shape::Chat, id: String::new(), created: 0, model: String::new() };
-        Self { answer, text: text.to_owned(), marks: Vec::new(), finish: "stop", figures: Figures::none() }
-    }
-}
-
 async fn whole_answer<T: Tokens>(running: Running<T>) -> Result<Response, ApiError> {
     let Running { mut generation, answer, mut record, .. } = running;
     let mut whole = String::new();
@@ -247,15 +198,6 @@ async fn whole_answer<T: Tokens>(running: Running<T>) -> Result<Response, ApiErr
             Step::Failed(error) => return Err(error),
         }
     }
-}
-
-/// An event of a stream: its increasing id, and its data. The id of a token is the number of tokens so far, so it is
-/// the same on every node that streams the answer.
-type SentEvent = (u64, String);
-
-/// Whether a client has not received an event yet.
-fn is_new(sent: &SentEvent, after: Option<u64>) -> bool {
-    after.is_none_or(|after| sent.0 > after)
 }
 
 /// The state of a stream.
@@ -276,10 +218,6 @@ fn stream_answer<T: Tokens>(running: Running<T>, include_usage: bool) -> Respons
     });
     let new = begin.chain(rest).filter(move |sent| std::future::ready(is_new(sent, after)));
     Sse::new(new.map(event)).keep_alive(KeepAlive::new().interval(KEEP_ALIVE).text("waiting")).into_response()
-}
-
-fn event((id, data): SentEvent) -> Result<Event, Infallible> {
-    Ok(Event::default().id(id.to_string()).data(data))
 }
 
 /// The next event with text, the end, or the error.
@@ -307,115 +245,6 @@ async fn advance<T: Tokens>(mut running: Box<Running<T>>, include_usage: bool) -
             }
         }
     }
-}
-
-/// Ids of the last events, as offsets to the number of tokens: held-back text, finish reason, usage, end mark.
-const END_TEXT: u64 = 1;
-const END_REASON: u64 = 2;
-const END_USAGE: u64 = 3;
-const END_MARK: u64 = 4;
-
-/// The fields that all chunks of an answer share.
-struct Answer {
-    shape: Shape,
-    id: String,
-    created: u64,
-    model: String,
-}
-
-impl Answer {
-    fn new(shape: Shape, id: &Key, model: &Served) -> Self {
-        let prefix = match shape {
-            Shape::Chat => "chatcmpl",
-            Shape::Completion => "cmpl",
-        };
-        let created = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs());
-        Self { shape, id: format!("{prefix}-{:016x}", id.seed()), created, model: model.name.clone() }
-    }
-
-    fn whole(&self, text: &str, finish: &str, figures: &Figures) -> Value {
-        let (object, choice) = match self.shape {
-            Shape::Chat => {
-                let message = json!({"role": "assistant", "content": text, "refusal": null});
-                ("chat.completion", json!({"index": 0, "message": message, "logprobs": null, "finish_reason": finish}))
-            }
-            Shape::Completion => {
-                ("text_completion", json!({"index": 0, "text": text, "logprobs": null, "finish_reason": finish}))
-            }
-        };
-        let mut value = self.envelope(object, vec![choice]);
-        value["usage"] = usage(figures);
-        value
-    }
-
-    /// The first event of a stream.
-    fn begin(&self, include_usage: bool) -> Option<SentEvent> {
-        match self.shape {
-            Shape::Chat => Some((0, self.chunk(Some(""), None, include_usage, true))),
-            Shape::Completion => None,
-        }
-    }
-
-    /// The last events of a stream, beginning with the held-back `text`.
-    fn end(&self, text: &str, finish: &str, figures: &Figures, include_usage: bool) -> Vec<SentEvent> {
-        let tokens = u64::from(figures.tokens);
-        let mut events = Vec::new();
-        if !text.is_empty() {
-            events.push((tokens + END_TEXT, self.chunk(Some(text), None, include_usage, false)));
-        }
-        events.push((tokens + END_REASON, self.chunk(None, Some(finish), include_usage, false)));
-        if include_usage {
-            events.push((tokens + END_USAGE, self.usage_chunk(figures)));
-        }
-        events.push((tokens + END_MARK, "[DONE]".into()));
-        events
-    }
-
-    fn chunk(&self, text: Option<&str>, finish: Option<&str>, include_usage: bool, begin: bool) -> String {
-        let choice = match self.shape {
-            Shape::Chat => {
-                let delta = match (begin, text) {
-                    (true, _) => json!({"role": "assistant", "content": ""}),
-                    (false, Some(text)) => json!({"content": text}),
-                    (false, None) => json!({}),
-                };
-                json!({"index": 0, "delta": delta, "logprobs": null, "finish_reason": finish})
-            }
-            Shape::Completion => {
-                json!({"index": 0, "text": text.unwrap_or(""), "logprobs": null, "finish_reason": finish})
-            }
-        };
-        let mut value = self.envelope(self.chunk_object(), vec![choice]);
-        if include_usage {
-            value["usage"] = Value::Null;
-        }
-        value.to_string()
-    }
-
-    fn usage_chunk(&self, figures: &Figures) -> String {
-        let mut value = self.envelope(self.chunk_object(), vec![]);
-        value["usage"] = usage(figures);
-        value.to_string()
-    }
-
-    fn chunk_object(&self) -> &'static str {
-        match self.shape {
-            Shape::Chat => "chat.completion.chunk",
-            Shape::Completion => "text_completion",
-        }
-    }
-
-    fn envelope(&self, object: &str, choices: Vec<Value>) -> Value {
-        json!({
-            "id": self.id, "object": object, "created": self.created, "model": self.model,
-            "system_fingerprint": null, "choices": choices,
-        })
-    }
-}
-
-fn usage(figures: &Figures) -> Value {
-    let (prompt, completion) = (figures.prompt_tokens, figures.tokens as usize);
-    json!({"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion})
 }
 
 fn model_view(name: &str, context: u32, created: u64, state: &str) -> Value {

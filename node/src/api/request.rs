@@ -3,7 +3,7 @@ use super::engine::Served;
 use super::error::ApiError;
 use super::fields::Field;
 use super::generation::Order;
-use kernels::chat_template::ChatMessage;
+use kernels_models::chat_template::ChatMessage;
 use node_core::work::serve::{LOGIT_BIASES_MAX, Sampling};
 use serde::Deserialize;
 use serde_json::Value;
@@ -225,7 +225,10 @@ impl Prompt {
             }
         };
         match ids.iter().find(|id| **id >= model.text.vocabulary()) {
-            Some(id) => Err(ApiError::invalid("prompt", format!("token {id} is not in the model's vocabulary"))),
+            Some(id) => Err(ApiError::invalid(
+                "prompt",
+                format!("token {id} is not in the model's vocabulary: expected ids below {}", model.text.vocabulary()),
+            )),
             None => Ok(ids),
         }
     }
@@ -234,7 +237,7 @@ impl Prompt {
 /// The token ids of a conversation in the model's chat format.
 pub(crate) fn chat_prompt(messages: Vec<MessageBody>, model: &Served) -> Result<Vec<u32>, ApiError> {
     if messages.is_empty() {
-        return Err(ApiError::invalid("messages", "`messages` is empty"));
+        return Err(ApiError::invalid("messages", "`messages` is empty: expected at least one message"));
     }
     let messages = messages.into_iter().map(turn).collect::<Result<Vec<_>, _>>()?;
     match model.text.chat(&messages) {
@@ -242,7 +245,7 @@ pub(crate) fn chat_prompt(messages: Vec<MessageBody>, model: &Served) -> Result<
         Some(Err(error)) => {
             Err(ApiError::invalid("messages", format!("the model's chat template rejected the messages: {error}")))
         }
-        None => Err(ApiError::invalid("messages", "this model has no chat template: use /v1/completions")),
+        None => Err(ApiError::invalid("messages", "this model has no chat template: send `prompt` to /v1/completions")),
     }
 }
 
@@ -250,7 +253,12 @@ fn turn(message: MessageBody) -> Result<ChatMessage, ApiError> {
     let role = match message.role.as_str() {
         "developer" => "system".to_owned(), // OpenAI's newer name
         "system" | "user" | "assistant" => message.role,
-        other => return Err(ApiError::unsupported("messages", format!("the role `{other}` is not supported"))),
+        other => {
+            return Err(ApiError::unsupported(
+                "messages",
+                format!("the role `{other}` is not supported: expected system, developer, user or assistant"),
+            ));
+        }
     };
     let content = match message.content {
         None => String::new(),
@@ -259,9 +267,10 @@ fn turn(message: MessageBody) -> Result<ChatMessage, ApiError> {
             .into_iter()
             .map(|part| match (part.kind.as_str(), part.text) {
                 ("text", Some(text)) => Ok(text),
-                (kind, _) => {
-                    Err(ApiError::unsupported("messages", format!("content of type `{kind}` is not supported")))
-                }
+                (kind, _) => Err(ApiError::unsupported(
+                    "messages",
+                    format!("content of type `{kind}` is not supported: expected type `text` with `text`"),
+                )),
             })
             .collect::<Result<_, _>>()?,
     };

@@ -3,28 +3,17 @@
 //!
 //! It is not a cookie, because a browser sends cookies to every port of a host, and so to other users' programs on this
 //! machine. The token is in the fragment of the link, which a browser sends to no server.
-use super::engine::Engine;
-use super::error::ApiError;
-use super::fields::Field;
-use super::listener::Connection;
-use super::{App, body};
 use crate::api_key::ApiKey;
-use axum::Json;
-use axum::extract::{Query, Request, State};
-use serde::Deserialize;
-use serde_json::{Value, json};
+use parking_lot::Mutex;
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Lifetime of a link: enough to copy it into a browser.
-const LINK_TTL: Duration = Duration::from_secs(5 * 60);
+pub(super) const LINK_TTL: Duration = Duration::from_secs(5 * 60);
 /// Lifetime of a session: a working day.
 const SESSION_TTL: Duration = Duration::from_secs(12 * 3600);
 /// Most links, and most sessions: one user has few. The oldest is dropped.
 const EACH_MAX: usize = 16;
-/// Longest nonce in a request for a proof; our client sends 64 digits.
-const NONCE_BYTES_MAX: usize = 128;
 
 /// Unused links, and sessions that may administer the node.
 #[derive(Debug, Default)]
@@ -35,13 +24,13 @@ pub(crate) struct Sessions {
 
 impl Sessions {
     /// A new token for a link.
-    fn link(&self, now: Instant) -> Result<ApiKey, String> {
+    pub(super) fn link(&self, now: Instant) -> Result<ApiKey, String> {
         add(&self.links, now + LINK_TTL)
     }
 
     /// A session key, if `token` belongs to an unused link that has not expired.
-    fn begin(&self, token: &str, now: Instant) -> Option<Result<ApiKey, String>> {
-        let mut links = self.links.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    pub(super) fn begin(&self, token: &str, now: Instant) -> Option<Result<ApiKey, String>> {
+        let mut links = self.links.lock();
         links.retain(|(_, end)| *end > now);
         let at = links.iter().position(|(link, _)| link.is(token))?;
         links.remove(at);
@@ -54,63 +43,19 @@ impl Sessions {
     }
 
     fn holds_at(&self, key: &str, now: Instant) -> bool {
-        let pages = self.pages.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let pages = self.pages.lock();
         pages.iter().any(|(page, end)| *end > now && page.is(key))
     }
 }
 
 fn add(list: &Mutex<VecDeque<(ApiKey, Instant)>>, end: Instant) -> Result<ApiKey, String> {
     let key = ApiKey::random()?;
-    let mut list = list.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let mut list = list.lock();
     while list.len() >= EACH_MAX {
         list.pop_front();
     }
     list.push_back((key.clone(), end));
     Ok(key)
-}
-
-/// Creates a link to the page.
-pub(crate) async fn open<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
-    let _: Value = body(request, &[]).await?; // require JSON here too: an HTML form cannot send it
-    let token = app.guard.sessions.link(Instant::now()).map_err(ApiError::failed)?;
-    Ok(Json(json!({"fragment": format!("token={}", token.as_str()), "seconds": LINK_TTL.as_secs()})))
-}
-
-#[derive(Deserialize)]
-struct TokenBody {
-    token: String,
-}
-
-/// Exchanges the token of a link for a session key.
-pub(crate) async fn begin<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
-    let given: TokenBody = body(request, &[Field::text("token").required()]).await?;
-    match app.guard.sessions.begin(&given.token, Instant::now()) {
-        Some(key) => Ok(Json(json!({"key": key.map_err(ApiError::failed)?.as_str()}))),
-        None => Err(ApiError::unauthorised(
-            "this link was already used or is older than five minutes: run `meshnode open` again for a new one",
-        )),
-    }
-}
-
-#[derive(Deserialize)]
-pub(crate) struct Question {
-    nonce: String,
-}
-
-/// Proves to a command, before it sends its key, that this node knows the key of its data directory.
-pub(crate) async fn proof<E: Engine>(
-    State(app): State<App<E>>,
-    Query(question): Query<Question>,
-    request: Request,
-) -> Result<Json<Value>, ApiError> {
-    if !(16..=NONCE_BYTES_MAX).contains(&question.nonce.len()) {
-        return Err(ApiError::invalid("nonce", format!("`nonce` must be 16 to {NONCE_BYTES_MAX} characters")));
-    }
-    let local = request.extensions().get::<Arc<Connection>>().map(|connection| connection.local());
-    let proof = local.and_then(|local| app.guard.proof(local, &question.nonce));
-    proof
-        .map(|proof| Json(json!({"proof": proof})))
-        .ok_or_else(|| ApiError::not_found("no_key", "this node has no key of its own"))
 }
 
 #[cfg(test)]
@@ -136,6 +81,6 @@ mod tests {
         let first = sessions.link(now).unwrap();
         (0..EACH_MAX).for_each(|_| drop(sessions.link(now).unwrap()));
         assert!(sessions.begin(first.as_str(), now).is_none(), "the oldest was dropped");
-        assert_eq!(sessions.links.lock().unwrap().len(), EACH_MAX);
+        assert_eq!(sessions.links.lock().len(), EACH_MAX);
     }
 }

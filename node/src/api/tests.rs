@@ -1,20 +1,23 @@
 //! Tests of the API over real HTTP against a fake node: bytes are tokens, and it generates a fixed script.
+use super::body::BODY_BYTES_MAX;
 use super::engine::{Served, Text, Tokens};
 use super::*;
-use crate::handle::{
-    BanReport, GenerateRequest, JobView, ModelOptions, ModelRef, NodeError, PlanReport, StateView, TokenEvent,
-};
-use kernels::chat_template::ChatMessage;
+use crate::handle::{BanReport, GenerateRequest, ModelOptions, ModelRef, NodeError, PlanReport, StateView, TokenEvent};
+use crate::submissions::Submissions;
+use crate::views::JobView;
+use kernels_models::chat_template::ChatMessage;
 use node_core::work::serve::DoneReason;
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::mpsc;
 
 mod access;
+mod grids;
 mod idempotency;
 
 /// A tokenizer with one token per byte: token = byte.
@@ -51,6 +54,7 @@ struct FakeNode {
     requests: Arc<Mutex<Vec<GenerateRequest>>>,
     stopped: Arc<Mutex<Vec<String>>>,
     jobs: Arc<Mutex<Vec<JobView>>>,
+    simulations: Option<Arc<Submissions>>,
 }
 
 impl FakeNode {
@@ -64,6 +68,7 @@ impl FakeNode {
             requests,
             stopped: Arc::default(),
             jobs: Arc::default(),
+            simulations: None,
         }
     }
 
@@ -100,7 +105,7 @@ impl Engine for FakeNode {
         let (sender, events) = mpsc::channel(4);
         self.running.fetch_add(1, Ordering::SeqCst);
         let position = request.prompt.len() as u32;
-        self.requests.lock().unwrap().push(request);
+        self.requests.lock().push(request);
         let (script, done, endless) = (self.script, self.done.clone(), self.endless);
         tokio::spawn(async move {
             let bytes: Box<dyn Iterator<Item = u8> + Send> =
@@ -132,7 +137,7 @@ impl Engine for FakeNode {
     }
 
     async fn undeploy(&self, model: &str) -> Result<(), NodeError> {
-        self.stopped.lock().unwrap().push(model.to_owned());
+        self.stopped.lock().push(model.to_owned());
         Ok(())
     }
 
@@ -149,9 +154,9 @@ impl Engine for FakeNode {
             membership_ends: 0,
             banned: None,
             peers: vec![],
-            jobs: self.jobs.lock().unwrap().clone(),
+            jobs: self.jobs.lock().clone(),
             waiting: vec![],
-            weights: crate::transfer::WeightsView::default(),
+            weights: crate::transfer::view::WeightsView::default(),
             boundary: crate::boundary::BoundaryView::default(),
         }
     }
@@ -168,8 +173,12 @@ impl Engine for FakeNode {
         Ok(BanReport { banned: peer, with_it: vec!["12D3guest".into()], ..BanReport::default() })
     }
 
+    fn submissions(&self) -> Option<Arc<Submissions>> {
+        self.simulations.clone()
+    }
+
     fn drain(&self, draining: bool) {
-        self.stopped.lock().unwrap().push(format!("draining: {draining}"));
+        self.stopped.lock().push(format!("draining: {draining}"));
     }
 
     async fn leave(&self) {}
@@ -190,10 +199,14 @@ fn start(engine: FakeNode) -> Server {
 }
 
 fn start_with_key(engine: FakeNode, key: Option<&str>) -> Server {
+    start_with(engine, key, Folders::default())
+}
+
+fn start_with(engine: FakeNode, key: Option<&str>, folders: Folders) -> Server {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let api = runtime.block_on(Api::bind("127.0.0.1:0".parse().unwrap(), key.map(str::to_owned))).unwrap();
     let address = api.address().unwrap();
-    let api = api.administered_with(ApiKey::given(KEY));
+    let api = api.administered_with(ApiKey::given(KEY)).writing_below(folders);
     runtime.spawn(api.serve(engine.clone(), Metrics::default(), std::future::pending()));
     Server { address, engine, _runtime: runtime }
 }
@@ -267,7 +280,7 @@ fn a_chat_completion_has_text_reason_and_usage() {
     assert_eq!(answer["choices"][0]["message"], json!({"role": "assistant", "content": "Hello.", "refusal": null}));
     assert_eq!(answer["choices"][0]["finish_reason"], "stop");
     assert_eq!(answer["usage"], json!({"prompt_tokens": 8, "completion_tokens": 6, "total_tokens": 14}));
-    let request = server.engine.requests.lock().unwrap()[0].clone();
+    let request = server.engine.requests.lock()[0].clone();
     assert_eq!(request.prompt, "<user>Hi".bytes().map(u32::from).collect::<Vec<_>>());
     assert_eq!((request.sampling.temperature_e6, request.sampling.seed), (0, u64::MAX));
     assert_eq!(request.max_tokens, 64 - 8, "the rest of the context");
@@ -279,7 +292,7 @@ fn penalties_and_bias_reach_the_sampler_in_millionths() {
     let extra = json!({"presence_penalty": -0.5, "frequency_penalty": 1.25, "logit_bias": {"65": -100, "7": 0.5}});
     let (status, answer) = server.post("/v1/chat/completions", chat_body(extra));
     assert_eq!(status, 200, "{answer}");
-    let sampling = server.engine.requests.lock().unwrap()[0].sampling.clone();
+    let sampling = server.engine.requests.lock()[0].sampling.clone();
     assert_eq!((sampling.presence_penalty_e6, sampling.frequency_penalty_e6), (-500_000, 1_250_000));
     assert_eq!(sampling.logit_bias_e6, [(7, 500_000), (65, -100_000_000)]);
 }
@@ -510,7 +523,7 @@ fn a_node_that_holds_its_part_is_ready_one_that_loads_is_not() {
     let server = start(FakeNode::generating(""));
     let with = |states: &[&str]| {
         let job = |state: &&str| JobView { state: (*state).to_owned(), ..JobView::default() };
-        *server.engine.jobs.lock().unwrap() = states.iter().map(job).collect();
+        *server.engine.jobs.lock() = states.iter().map(job).collect();
         server.call("GET /readyz", "").0
     };
     assert_eq!(with(&[]), 200);
@@ -525,7 +538,7 @@ fn a_drained_node_can_accept_work_again() {
     let server = start(FakeNode::generating(""));
     assert_eq!(server.post("/api/v1/drain", json!({"on": true})), (200, json!({"draining": true})));
     assert_eq!(server.post("/api/v1/drain", json!({"on": false})), (200, json!({"draining": false})));
-    assert_eq!(*server.engine.stopped.lock().unwrap(), ["draining: true", "draining: false"]);
+    assert_eq!(*server.engine.stopped.lock(), ["draining: true", "draining: false"]);
     assert_eq!(server.post("/api/v1/drain", json!({})).0, 400);
 }
 
@@ -536,7 +549,7 @@ fn a_model_is_stopped_by_name_or_path() {
         let (status, _, body) = server.call(&format!("DELETE {path}"), "");
         assert_eq!((status, body.as_str()), (200, r#"{"model":"tiny","served":false}"#), "{path}");
     }
-    assert_eq!(*server.engine.stopped.lock().unwrap(), ["tiny"; 3]);
+    assert_eq!(*server.engine.stopped.lock(), ["tiny"; 3]);
     let (status, _, body) = server.call("DELETE /api/v1/models/other", "");
     assert_eq!(status, 404, "{body}");
 }

@@ -48,7 +48,7 @@ impl State {
             // The data directory has joined another mesh since.
             FromFile::OtherMesh => Ok(begin),
             FromFile::Damaged => {
-                let aside = data_dir.join(format!("{FILE}.damaged-{}", crate::handle::unix_seconds()));
+                let aside = data_dir.join(format!("{FILE}.damaged-{}", crate::clock::unix_seconds()));
                 std::fs::rename(&path, &aside)?;
                 tracing::warn!(
                     "{} was damaged and has been moved to {}: this node has no list of banned nodes until it connects to another \
@@ -191,7 +191,7 @@ enum FromFile {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::handle::unix_seconds;
+    use crate::clock::unix_seconds;
     use transport::{Identity, Roles};
 
     struct Mesh {
@@ -348,5 +348,53 @@ mod tests {
         std::fs::write(dir.path().join(FILE), State { key: [0; 32], ..state.clone() }.encode()).unwrap();
         let expected = State { key: mesh.held.mesh_key, ..state };
         assert_eq!(State::load(dir.path(), &mesh.held).unwrap(), expected, "the key was stored with the membership");
+    }
+
+    #[test]
+    fn the_digest_does_not_depend_on_the_order_of_arrival() {
+        let mesh = mesh();
+        let states = [mesh.ban(0, 1, 5), mesh.founder_ban(2, 6), mesh.ban(1, 0, 6), mesh.ban(2, 0, 5)];
+        let digest = mesh.merged(&states).digest();
+        for first in 0..states.len() {
+            let mut order = states.clone();
+            order.rotate_left(first);
+            order.swap(1, 3);
+            assert_eq!(mesh.merged(&order).digest(), digest, "beginning with {first}");
+        }
+        assert_ne!(mesh.merged(&states[1..]).digest(), digest);
+    }
+
+    #[test]
+    fn the_head_has_the_bans_of_the_founder_newest_first() {
+        let mesh = mesh();
+        let state = mesh.merged(&[mesh.founder_ban(1, 5), mesh.ban(0, 2, 6), mesh.founder_ban(2, 7)]);
+        let state = State { number: 9, key: [9; 32], ..state };
+        let head = state.head();
+        assert_eq!(head.revocations.iter().map(|revocation| revocation.at).collect::<Vec<_>>(), [7, 5]);
+        assert_eq!((head.number, head.key), (0, [0; 32]), "the key comes with all revocations only");
+    }
+
+    #[test]
+    fn a_key_that_is_not_newer_brings_its_revocations_all_the_same() {
+        let mesh = mesh();
+        let own = State { number: 5, key: [5; 32], ..State::default() };
+        let received = State { number: 4, key: [9; 32], ..mesh.ban(0, 1, 5) };
+        let merged = own.merged(received, |_| true);
+        assert_eq!((merged.number, merged.key, merged.revocations.len()), (5, [5; 32], 1));
+    }
+
+    #[test]
+    fn the_largest_leap_of_the_key_number_is_accepted() {
+        let own = State { number: 5, key: [5; 32], ..State::default() };
+        let key = |number| own.clone().merged(State { number, key: [9; 32], ..State::default() }, |_| true).key;
+        assert_eq!(key(5 + NUMBER_LEAP_MAX), [9; 32]);
+        assert_eq!(key(5 + NUMBER_LEAP_MAX + 1), [5; 32]);
+    }
+
+    #[test]
+    fn a_revocation_that_is_not_valid_is_not_kept() {
+        let mesh = mesh();
+        let merged = State::default().merged(mesh.ban(0, 1, 5), |revocation| revocation.at > 5);
+        assert_eq!(merged, State::default());
     }
 }

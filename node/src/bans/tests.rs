@@ -1,11 +1,13 @@
 //! Tests of bans with several members in one process and real connections on loopback.
 use super::*;
-use crate::driver;
+use crate::driver::queue;
 use crate::store::Store;
 use state::BANS_MAX;
 use std::sync::OnceLock;
 use transport::bulk::REQUEST_BYTES_MAX;
 use transport::{Event, Identity, Limits, Options, Reply, Roles};
+
+mod rules;
 
 /// Far more than an exchange on loopback takes; a stalled test fails after this time.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -51,7 +53,7 @@ impl Member {
         let admission = Arc::new(Admission::new(identity.clone(), held.clone(), store, vec![], false));
         let gossip =
             GossipSocket::spawn("127.0.0.1:0".parse().unwrap(), identity.node_id(), 1, &held.mesh_key, |_, _, _| {});
-        let (driver, _) = driver::queue();
+        let (driver, _) = queue::channel();
         let name = format!("node {}", &identity.peer_id().to_string()[44..]);
         let bans =
             Bans::open(endpoint.clone(), admission, Arc::new(gossip.unwrap()), driver, dir.path().to_owned(), name)

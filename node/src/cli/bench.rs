@@ -1,9 +1,12 @@
 //! Commands that benchmark or test this machine: `bench`, `selftest`, `demo`.
+use super::compute;
+use super::failure::Failure;
+use super::global::{Global, answer};
 use super::interrupt::Interrupts;
 use super::model::fetch;
+use super::print::remark;
 use super::progress::Spinner;
 use super::table::{render, row};
-use super::{Failure, Global, answer, remark};
 use crate::config::UpOptions;
 use crate::demo::Kills;
 use serde_json::{Value, json};
@@ -17,16 +20,18 @@ mod sampler;
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
-  meshnode bench decode                    tokens per second, and the share of the memory bandwidth used
+  meshnode bench decode                    tokens/s, share of memory bandwidth
   meshnode bench decode --threads 1 --json
-  meshnode bench decode --device cuda --shape qwen2.5-7b --quant q4    random weights, generated on the GPU
+  meshnode bench decode --device cuda --shape qwen2.5-7b --quant q4
   meshnode bench decode --device cuda --shape qwen2.5-7b --requests 8 --temperature 1
   meshnode bench prefill --device cuda --shape qwen2.5-7b --prompt 512
-  meshnode bench device --device cuda:0    the speed and memory that a node would advertise for this GPU
-  meshnode bench lbm --json                lattice Boltzmann cell updates per second, and the share of the copy bandwidth used
+  meshnode bench device --device cuda:0    what a node on this GPU advertises
+  meshnode bench lbm --json                cell updates/s, share of copy bandwidth
   meshnode bench life --threads 2
-  meshnode bench sampler                   milliseconds per sampled token, by vocabulary size
-  meshnode bench net                       the data plane over loopback")]
+  meshnode bench sampler                   milliseconds per sampled token
+  meshnode bench net                       the data plane over loopback
+
+--shape generates random weights, on the GPU if --device names one.")]
 pub(super) struct BenchArgs {
     #[command(subcommand)]
     what: Bench,
@@ -88,11 +93,11 @@ pub(super) fn bench(global: &Global, args: &BenchArgs) -> Result<(), Failure> {
 
 #[derive(Debug, clap::Args)]
 struct DeviceArgs {
-    /// auto, cpu, cuda[:i] or vulkan[:i]
-    #[arg(long, value_name = "DEVICE", default_value = "auto", env = "MESHNODE_DEVICE", value_parser = super::model::device)]
+    /// Compute device: auto, cpu, cuda[:i] or vulkan[:i], where i is the number of the GPU
+    #[arg(long, value_name = "DEVICE", default_value = "auto", env = "MESHNODE_DEVICE", value_parser = compute::device)]
     device: String,
     /// Compute threads on the CPU [default: one per core]
-    #[arg(long, value_name = "N", env = "MESHNODE_THREADS", value_parser = super::model::threads)]
+    #[arg(long, value_name = "N", env = "MESHNODE_THREADS", value_parser = compute::threads)]
     threads: Option<usize>,
 }
 
@@ -112,8 +117,8 @@ Examples:
   meshnode selftest
   meshnode selftest --device cuda --json")]
 pub(super) struct SelftestArgs {
-    /// auto, cpu, cuda[:i] or vulkan[:i] [default: auto]
-    #[arg(long, value_name = "DEVICE", env = "MESHNODE_DEVICE", value_parser = super::model::device)]
+    /// Compute device: auto, cpu, cuda[:i] or vulkan[:i], where i is the number of the GPU [default: auto]
+    #[arg(long, value_name = "DEVICE", env = "MESHNODE_DEVICE", value_parser = compute::device)]
     device: Option<String>,
 }
 
@@ -149,8 +154,8 @@ fn selftest_text(value: &Value) -> String {
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
-Starts three node processes with their own directories and ports on 127.0.0.1, each with too little memory for the whole model,
-distributes the model over them, and kills one with SIGKILL during generation. Takes less than a minute.
+Starts three node processes with their own directories and ports on 127.0.0.1, each with too little memory for the \
+whole model, distributes the model over them, and kills one with SIGKILL during generation. Takes less than a minute.
 
 Examples:
   meshnode demo
@@ -171,7 +176,7 @@ pub(super) struct DemoArgs {
     /// Number of times to kill the coordinator after that, with --chaos: the client resumes at another node
     #[arg(long, value_name = "N", default_value_t = 1, requires = "chaos", value_parser = clap::value_parser!(u32).range(0..=100_000))]
     coordinator_kills: u32,
-    /// Seed that chooses the tokens to kill at, with --chaos
+    /// Seed that chooses the tokens to kill at, with --chaos [default: the process id]
     #[arg(long, value_name = "S", requires = "chaos")]
     seed: Option<u64>,
 }

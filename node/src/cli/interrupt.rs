@@ -1,11 +1,12 @@
 //! Ctrl-C and SIGTERM in commands that wait: the first signal ends the command gracefully, a second one immediately.
 //! Both remove temporary directories.
-use super::up::Signals;
-use super::{Failure, remark};
+use super::failure::Failure;
+use super::print::remark;
+use parking_lot::Mutex;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// Polling interval for interrupts and other events.
 pub(super) const GLANCE: Duration = Duration::from_millis(50);
@@ -59,7 +60,9 @@ impl Interrupts {
                 Ok(result) => return result,
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => {
-                    return Err(Failure::failed("internal error: the command panicked; this is a bug"));
+                    return Err(Failure::failed(
+                        "internal error: the command panicked. This is a bug: report it with the messages above",
+                    ));
                 }
             }
             if self.came() {
@@ -77,11 +80,32 @@ impl Interrupts {
 
 /// Removes `dir` when the process ends, however it ends (except by SIGKILL).
 pub(super) fn remove_at_end(dir: &Path) {
-    TEMPORARY.lock().unwrap_or_else(PoisonError::into_inner).push(dir.to_owned());
+    TEMPORARY.lock().push(dir.to_owned());
 }
 
 fn remove_temporary() {
-    for dir in TEMPORARY.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+    for dir in TEMPORARY.lock().drain(..) {
         let _ = std::fs::remove_dir_all(dir);
+    }
+}
+
+/// Ctrl-C and SIGTERM, caught from `listen` on: a signal before the call of `next` is not lost.
+pub(super) struct Signals {
+    interrupt: Signal,
+    terminate: Signal,
+}
+
+impl Signals {
+    /// Must be called within a runtime.
+    pub(super) fn listen() -> Result<Self, Failure> {
+        let kind = |kind| signal(kind).map_err(|e| Failure::failed(format!("cannot wait for signals: {e}")));
+        Ok(Self { interrupt: kind(SignalKind::interrupt())?, terminate: kind(SignalKind::terminate())? })
+    }
+
+    pub(super) async fn next(&mut self) {
+        tokio::select! {
+            _ = self.interrupt.recv() => {}
+            _ = self.terminate.recv() => {}
+        }
     }
 }

@@ -1,12 +1,17 @@
 //! Commands that query or administer a running node: thin clients of `/api/v1`.
+use super::failure::Failure;
+use super::global::{Global, answer, is_local};
 use super::interrupt::GLANCE;
-use super::plan::{layers, stages, standbys};
+use super::plan::{stages, standbys};
+use super::print::{remark, say, say_json};
+use super::submit::progress;
 use super::table::{render, row};
-use super::{Failure, Global, answer, remark, say};
 use crate::api::INVITE_TTL_MAX;
 use crate::config::{Size, parse_duration};
 use crate::process::Process;
-use crate::views::count;
+use crate::report::SimulationReport;
+use crate::views::{JobView, MoveView, PeerView, StateView, count};
+use partitioner::explain::layers;
 use serde_json::{Value, json};
 use std::fmt::Write;
 use std::time::{Duration, Instant};
@@ -60,10 +65,12 @@ Examples:
   meshnode ban old-laptop         by name, if only one member has it
   meshnode ban 12D3KooWQ…         by PeerId
 
-The ban reaches all connected members within a second, others when they reconnect. The mesh key is rotated, and banned nodes do
-not receive the new one. Nodes that joined with a ticket of the banned member are banned with it: invite them again. Tickets that
-members created before the ban become void. A ban applies to the node's key for ever; its machine can join again with a new
-ticket and a new --data-dir. If two members ban each other, the first ban takes effect; the founder's overrides all others.")]
+The ban reaches all connected members within a second, others when they reconnect. The mesh key is rotated, and banned \
+nodes do not receive the new one. Nodes that joined with a ticket of the banned member are banned with it: invite them \
+again. Tickets that members created before the ban become void.
+
+A ban of a key is permanent; the machine can join again with a new ticket and a new --data-dir. If two members ban \
+each other, the first ban takes effect; the founder's overrides all others.")]
 pub(super) struct BanArgs {
     /// Name, id or PeerId of a member; for one that is not connected, its PeerId
     peer: String,
@@ -110,7 +117,7 @@ pub(super) fn leave(global: &Global) -> Result<(), Failure> {
     let value = global.client()?.post("/api/v1/leave", &json!({}))?;
     let process: Option<Process> = serde_json::from_value(value["process"].clone()).ok();
     // The process can be observed only on this machine.
-    let here = global.api().is_none_or(|api| super::model::is_local(&api));
+    let here = global.api().is_none_or(|api| is_local(&api));
     let Some(process) = process.filter(|_| here) else {
         answer(global, &value, |_| "the node is leaving the mesh; its process will exit".into());
         return Ok(());
@@ -176,146 +183,137 @@ pub(super) fn ban(global: &Global, args: &BanArgs) -> Result<(), Failure> {
 }
 
 pub(super) fn status(global: &Global, args: &PeersArgs) -> Result<(), Failure> {
-    let state = global.client()?.get("/api/v1/state")?;
+    let state: StateView = global.client()?.get_as("/api/v1/state")?;
     answer(global, &state, |state| status_text(state, args.all));
-    let degraded = list(&state["jobs"]).any(|j| j["state"] == "degraded");
+    let degraded = state.jobs.iter().any(|job| job.state == "degraded");
     if degraded { Err(Failure::failed("a job is degraded: see `meshnode jobs`")) } else { Ok(()) }
 }
 
 pub(super) fn peers(global: &Global, args: &PeersArgs) -> Result<(), Failure> {
-    let state = global.client()?.get("/api/v1/state")?;
-    if let Some(notice) = state["banned"].as_str() {
+    let state: StateView = global.client()?.get_as("/api/v1/state")?;
+    if let Some(notice) = &state.banned {
         remark(notice);
     }
-    answer(global, &state["peers"], |peers| peers_text(peers, args.all));
+    answer(global, &state.peers, |peers| peers_text(peers, args.all));
     Ok(())
 }
 
 pub(super) fn jobs(global: &Global) -> Result<(), Failure> {
     let client = global.client()?;
-    let (jobs, simulations) = (client.get("/api/v1/jobs")?, client.get("/api/v1/grids")?);
+    let jobs: Vec<JobView> = client.get_as("/api/v1/jobs")?;
+    let simulations: Vec<SimulationReport> = client.get_as("/api/v1/grids")?;
     if global.json {
-        let all: Vec<&Value> = list(&jobs).chain(list(&simulations)).collect();
-        say(serde_json::json!(all));
+        let models = jobs.iter().map(|job| json!(job));
+        say_json(&models.chain(simulations.iter().map(|simulation| json!(simulation))).collect::<Vec<_>>());
         return Ok(());
     }
-    let models = if list(&simulations).next().is_some() && list(&jobs).next().is_none() { None } else { Some(&jobs) };
-    let text = models.map_or_else(String::new, jobs_text) + &simulations_text(&simulations);
-    say(text.trim_end());
+    let models = if jobs.is_empty() && !simulations.is_empty() { String::new() } else { jobs_text(&jobs) };
+    say((models + &simulations_text(&simulations)).trim_end());
     Ok(())
 }
 
-fn status_text(state: &Value, all: bool) -> String {
-    let cache = |of: &str| Size(state["weights"][of].as_u64().unwrap_or(0));
+fn status_text(state: &StateView, all: bool) -> String {
+    let weights = &state.weights;
     let mut text = render(&[
-        row(["node", string(&state["name"])]),
-        row(["id", string(&state["node"])]),
-        row(["peer id", string(&state["peer_id"])]),
-        row(["mesh", string(&state["mesh"])]),
-        vec!["weights cache".to_owned(), format!("{} of {}", cache("cache_used"), cache("cache_limit"))],
+        row(["node", &state.name]),
+        row(["id", &state.node]),
+        row(["peer id", &state.peer_id]),
+        row(["mesh", &state.mesh]),
+        vec!["weights cache".to_owned(), format!("{} of {}", Size(weights.cache_used), Size(weights.cache_limit))],
     ]);
-    let _ = write!(text, "\n{}", peers_text(&state["peers"], all));
-    if list(&state["jobs"]).next().is_some() {
-        let _ = write!(text, "\n{}", jobs_text(&state["jobs"]));
+    let _ = write!(text, "\n{}", peers_text(&state.peers, all));
+    if !state.jobs.is_empty() {
+        let _ = write!(text, "\n{}", jobs_text(&state.jobs));
     }
-    let bytes = |value: &Value| Size(value.as_u64().unwrap_or(0));
-    for transfer in list(&state["weights"]["transfers"]) {
+    for transfer in &weights.transfers {
         let _ = writeln!(
             text,
             "\nfetching {}, layers {}: {} of {} from {}",
-            string(&transfer["model"]),
-            layers(transfer),
-            bytes(&transfer["bytes_done"]),
-            bytes(&transfer["bytes_total"]),
-            count(transfer["peers"].as_u64().unwrap_or(0) as usize, "peer"),
+            transfer.model,
+            layers(&(transfer.first_layer as u32..transfer.end_layer as u32)),
+            Size(transfer.bytes_done),
+            Size(transfer.bytes_total),
+            count(transfer.peers, "peer"),
         );
     }
-    if let Some(notice) = state["banned"].as_str() {
+    if let Some(notice) = &state.banned {
         let _ = writeln!(text, "\n{notice}");
     }
-    if let Some(advice) = state["membership_ends"].as_u64().and_then(crate::renewal::advice) {
+    if let Some(advice) = crate::renewal::advice(state.membership_ends) {
         let _ = writeln!(text, "\n{advice}");
     }
-    for peer in list(&state["waiting"]) {
-        let _ = writeln!(text, "\na peer waits for approval; to admit it: meshnode approve {}", string(peer));
+    for peer in &state.waiting {
+        let _ = writeln!(text, "\na peer waits for approval; to admit it: meshnode approve {peer}");
     }
     text
 }
 
 /// The table of peers. Nodes that left are listed only with `all`, because they need no action.
-fn peers_text(peers: &Value, all: bool) -> String {
+fn peers_text(peers: &[PeerView], all: bool) -> String {
     let mut rows =
         vec![row(["NAME", "STATE", "DEVICE", "DECODE", "ATTENTION", "PREFILL", "FREE", "OF", "RTT", "LINK", "NODE"])];
     // The column is shown only if any zone is known.
-    let zone = |peer: &Value| peer["zone"].as_str().filter(|zone| !zone.is_empty()).map(str::to_owned);
-    let zones = list(peers).any(|peer| zone(peer).is_some());
+    let zones = peers.iter().any(|peer| !peer.zone.is_empty());
     if zones {
         rows[0].insert(3, "ZONE".into());
     }
-    for peer in list(peers).filter(|peer| all || peer["state"] != "left") {
-        let mut state = string(&peer["state"]).to_owned();
-        if peer["draining"] == true {
+    for peer in peers.iter().filter(|peer| all || peer.state != "left") {
+        let mut state = peer.state.clone();
+        if peer.draining {
             state.push_str(", draining");
         }
-        let memory = |of: &str| match (string(&peer["state"]), peer[of].as_u64()) {
-            ("banned", _) | (_, None) => "–".into(),
-            (_, Some(bytes)) => Size(bytes).to_string(),
-        };
-        let rtt = match (peer["this_node"] == true, peer["rtt_ms"].as_f64()) {
+        let memory = |bytes: u64| if peer.state == "banned" { "–".into() } else { Size(bytes).to_string() };
+        let rtt = match (peer.this_node, peer.rtt_ms) {
             (true, _) => "this node".into(),
             (false, Some(millis)) => format!("{millis:.2} ms"),
             (false, None) => "–".into(),
         };
         let mut cells = vec![
-            string(&peer["name"]).to_owned(),
+            peer.name.clone(),
             state,
-            string(&peer["device"]).to_owned(),
-            crate::measure::per_second(peer["bytes_per_second"].as_u64(), "B"),
-            crate::measure::per_second(peer["cache_bytes_per_second"].as_u64(), "B"),
-            crate::measure::per_second(peer["flops_per_second"].as_u64(), "FLOP"),
-            memory("memory_free"),
-            memory("memory_total"),
+            peer.device.clone(),
+            crate::measure::per_second(Some(peer.bytes_per_second), "B"),
+            crate::measure::per_second(Some(peer.cache_bytes_per_second), "B"),
+            crate::measure::per_second(Some(peer.flops_per_second), "FLOP"),
+            memory(peer.memory_free),
+            memory(peer.memory_total),
             rtt,
-            peer["link_bytes_per_second"].as_u64().map_or_else(|| "–".into(), |bytes| format!("{}/s", Size(bytes))),
-            string(&peer["node"]).chars().take(12).collect(),
+            peer.link_bytes_per_second.map_or_else(|| "–".into(), |bytes| format!("{}/s", Size(bytes))),
+            peer.node.chars().take(12).collect(),
         ];
         if zones {
-            cells.insert(3, zone(peer).unwrap_or_else(|| "–".into()));
+            cells.insert(3, if peer.zone.is_empty() { "–".into() } else { peer.zone.clone() });
         }
         rows.push(cells);
     }
     render(&rows)
 }
 
-fn jobs_text(jobs: &Value) -> String {
-    if list(jobs).next().is_none() {
+fn jobs_text(jobs: &[JobView]) -> String {
+    if jobs.is_empty() {
         return "no jobs: start one with `meshnode serve MODEL` or `meshnode submit JOB.toml`\n".into();
     }
-    list(jobs)
+    jobs.iter()
         .map(|job| {
-            let role = match (job["head"] == true, job["coordinator"].as_str()) {
-                (true, _) => "coordinated here".to_owned(),
-                (false, Some(coordinator)) => format!("coordinated by {coordinator}"),
-                (false, None) => "coordinated by another node".to_owned(),
-            };
-            let figures = match (job["context"].as_u64(), job["sequences"].as_u64()) {
+            let role =
+                if job.head { "coordinated here".to_owned() } else { format!("coordinated by {}", job.coordinator) };
+            let figures = match (job.context, job.sequences) {
                 (Some(context), Some(sequences)) => {
                     format!(", context {context}, {}", count(sequences as usize, "sequence"))
                 }
                 _ => String::new(),
             };
-            let reason = job["reason"].as_str().map_or_else(String::new, |reason| format!("  {reason}\n"));
-            let has_stages = list(&job["stages"]).next().is_some();
+            let reason = job.reason.as_ref().map_or_else(String::new, |reason| format!("  {reason}\n"));
             format!(
                 "{} {} ({role}{figures}, epoch {}, {} running, {} queued)\n{reason}{}{}{}",
-                string(&job["model"]),
-                string(&job["state"]),
-                job["epoch"],
-                job["running"],
-                job["queued"],
-                if has_stages { stages(&job["stages"]) } else { String::new() },
-                standbys(&job["standbys"]),
-                moved(&job["moved"]),
+                job.model,
+                job.state,
+                job.epoch,
+                job.running,
+                job.queued,
+                if job.stages.is_empty() { String::new() } else { stages(&job.stages) },
+                standbys(&job.standbys),
+                job.moved.as_ref().map_or_else(String::new, moved),
             )
         })
         .collect::<Vec<_>>()
@@ -323,26 +321,24 @@ fn jobs_text(jobs: &Value) -> String {
 }
 
 /// The simulations that the node coordinates or takes part in, one per line.
-fn simulations_text(simulations: &Value) -> String {
+fn simulations_text(simulations: &[SimulationReport]) -> String {
     let mut rows = vec![row(["SIMULATION", "NAME", "STATE", "STEP", "SPEED", "TILES", "ROLE", "COORDINATOR"])];
-    for job in list(simulations) {
-        // The coordinator reports all tiles, other nodes only those that they hold.
-        let tiles = list(&job["tiles"]).chain(list(&job["held"])).count();
+    for report in simulations {
         rows.push(vec![
-            string(&job["job"]).to_owned(),
-            string(&job["name"]).to_owned(),
-            string(&job["state"]).to_owned(),
-            format!("{} of {}", job["step"], job["steps"]),
-            job["mlups"].as_f64().map_or_else(|| "–".into(), |speed| format!("{speed:.1} M cells/s")),
-            tiles.to_string(),
-            string(&job["role"]).to_owned(),
-            string(&job["coordinator"]["name"]).to_owned(),
+            report.job().to_owned(),
+            report.name().to_owned(),
+            report.state().to_string(),
+            progress(report),
+            report.run().map_or_else(|| "–".into(), |run| format!("{:.1} M cells/s", run.mlups)),
+            report.tiles().to_string(),
+            report.role().to_string(),
+            report.coordinator().and_then(|node| node.name.clone()).unwrap_or_else(|| "?".into()),
         ]);
     }
     let mut text = if rows.len() == 1 { String::new() } else { format!("\n{}", render(&rows)) };
-    for job in list(simulations) {
-        if let Some(why) = job["error"].as_str().or(job["waiting"].as_str()) {
-            let id: String = string(&job["job"]).chars().take(8).collect();
+    for report in simulations {
+        if let Some(why) = report.error().or(report.waiting()) {
+            let id: String = report.job().chars().take(8).collect();
             let _ = writeln!(text, "{id}: {why}");
         }
     }
@@ -350,18 +346,13 @@ fn simulations_text(simulations: &Value) -> String {
 }
 
 /// The last migration of a job.
-fn moved(moved: &Value) -> String {
-    let ms = |name: &str| moved[name].as_f64().unwrap_or(0.0);
-    let bytes = |name: &str| Size(moved[name].as_u64().unwrap_or(0));
-    if moved.is_null() {
-        return String::new();
-    }
+fn moved(moved: &MoveView) -> String {
     format!(
         "moved to this placement for {:.2} ms/token instead of {:.2}: {} of weights moved, {} of them fetched from peers\n",
-        ms("after_ms"),
-        ms("before_ms"),
-        bytes("moved_bytes"),
-        bytes("fetched_bytes")
+        moved.change.after_ms,
+        moved.change.before_ms,
+        Size(moved.change.moved_bytes),
+        Size(moved.fetched_bytes)
     )
 }
 
@@ -379,25 +370,36 @@ mod tests {
 
     #[test]
     fn a_degraded_model_shows_the_reason() {
-        let job = json!({"model": "tiny", "state": "degraded", "head": true, "epoch": 3, "running": 0, "queued": 2,
-            "reason": "no plan fits: 12 MiB are missing"});
-        let text = jobs_text(&json!([job]));
+        let job = JobView {
+            model: "tiny".into(),
+            state: "degraded".into(),
+            head: true,
+            epoch: 3,
+            queued: 2,
+            reason: Some("no plan fits: 12 MiB are missing".into()),
+            ..JobView::default()
+        };
+        let text = jobs_text(&[job]);
         assert!(text.contains("tiny degraded (coordinated here"), "{text}");
         assert!(text.contains("no plan fits: 12 MiB are missing"), "{text}");
     }
 
+    fn peer(name: &str, state: &str, zone: &str) -> PeerView {
+        PeerView { name: name.into(), state: state.into(), zone: zone.into(), ..PeerView::default() }
+    }
+
     #[test]
     fn nodes_that_left_are_listed_on_request() {
-        let peers = json!([{"name": "here", "state": "alive"}, {"name": "gone", "state": "left"}]);
+        let peers = [peer("here", "alive", ""), peer("gone", "left", "")];
         assert!(!peers_text(&peers, false).contains("gone"));
         assert!(peers_text(&peers, true).contains("gone"));
     }
 
     #[test]
     fn the_zone_column_is_shown_if_a_zone_is_known() {
-        let peers = json!([{"name": "here", "state": "alive", "zone": ""}, {"name": "there", "state": "alive"}]);
+        let peers = [peer("here", "alive", ""), peer("there", "alive", "")];
         assert!(!peers_text(&peers, false).contains("ZONE"));
-        let peers = json!([{"name": "here", "state": "alive", "zone": "attic"}, {"name": "there", "state": "alive"}]);
+        let peers = [peer("here", "alive", "attic"), peer("there", "alive", "")];
         let text = peers_text(&peers, false);
         assert!(text.contains("ZONE") && text.contains("attic"), "{text}");
     }

@@ -1,4 +1,5 @@
 //! Progress on stderr: bars on a terminal, a few lines in a log.
+use super::print::remark;
 use crate::pull::Progress;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::time::Duration;
@@ -26,7 +27,7 @@ impl Progress for Bar {
         }
         self.0.set_position(from);
         if self.0.is_hidden() {
-            super::remark(format!("fetching {what}"));
+            remark(format!("fetching {what}"));
         }
     }
 
@@ -35,7 +36,7 @@ impl Progress for Bar {
     }
 
     fn note(&self, text: &str) {
-        self.0.suspend(|| super::remark(text));
+        self.0.suspend(|| remark(text));
     }
 }
 

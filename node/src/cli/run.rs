@@ -1,8 +1,11 @@
 //! `meshnode run`: sends a prompt to a model and streams the answer.
+use super::failure::Failure;
+use super::global::Global;
 use super::interrupt::{GLANCE, Interrupts};
-use super::model::{ModelArgs, Service};
+use super::model::ModelArgs;
+use super::print::{remark, say};
 use super::progress::Spinner;
-use super::{Failure, Global, remark, say};
+use super::service::Service;
 use crate::views::count;
 use serde_json::{Value, json};
 use std::io::{IsTerminal, Read, Write};
@@ -18,9 +21,10 @@ Examples:
   meshnode run ./model.gguf --greedy --max-tokens 64 --json < question.txt
   meshnode run smollm2-135m --raw --prompt 'Once upon a time' --temperature 0.8 --seed 7
 
-Unless --raw, the prompt is formatted as one user message with the model's chat template. A model that the node did not serve
-before is unloaded a few seconds after the answer, unless it is in use or --keep was given. --json prints text, tokens, token_ids,
-prompt_tokens, finish_reason, tokens_per_s, first_token_ms.")]
+Unless --raw, the prompt is formatted as one user message with the model's chat template. A model that the node did \
+not serve before is unloaded a few seconds after the answer, unless it is in use or --keep was given.
+
+--json prints text, tokens, token_ids, prompt_tokens, finish_reason, tokens_per_s, first_token_ms.")]
 pub(super) struct RunArgs {
     #[command(flatten)]
     model: ModelArgs,
@@ -80,7 +84,8 @@ pub(super) fn run(global: &Global, args: &RunArgs) -> Result<(), Failure> {
         None => read_prompt()?,
     };
     let interrupts = Interrupts::listen()?;
-    let (service, served) = Service::ask(&interrupts, global, &args.model, None, ("/api/v1/deploy", !args.keep))?;
+    let (service, served): (_, Value) =
+        Service::ask(&interrupts, global, &args.model, None, ("/api/v1/deploy", !args.keep))?;
     let request = args.request(&served["model"], prompt);
 
     let waiting = Spinner::new("reading the prompt");
@@ -104,7 +109,9 @@ pub(super) fn run(global: &Global, args: &RunArgs) -> Result<(), Failure> {
             }
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => {
-                return Err(Failure::failed("the node closed the stream before the answer was complete"));
+                return Err(Failure::failed(
+                    "the node closed the stream before the answer was complete: see its log, and run the command again",
+                ));
             }
         }
         if interrupts.came() {

@@ -1,8 +1,11 @@
 //! `meshnode serve`: serves a model through an OpenAI-compatible API, on a running node or on one that it starts.
+use super::failure::Failure;
+use super::global::{Global, answer};
 use super::interrupt::Interrupts;
-use super::model::{ModelArgs, Service, listen_address};
-use super::{Failure, Global, answer, remark};
-use serde_json::json;
+use super::model::ModelArgs;
+use super::print::remark;
+use super::service::Service;
+use serde_json::{Value, json};
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
@@ -11,11 +14,13 @@ Examples:
   curl http://127.0.0.1:9470/v1/chat/completions -H 'content-type: application/json' \\
        -d '{\"model\": \"smollm2-135m\", \"messages\": [{\"role\": \"user\", \"content\": \"Hello!\"}]}'
 
-  meshnode serve smollm2-135m --context 8192    with a larger context; running requests end with an error
+  meshnode serve smollm2-135m --context 8192    running requests end with an error
   meshnode serve smollm2-135m --stop
 
-If a node is running, it serves the model from now on, also after a restart, and this command returns. Otherwise this command
-runs a node itself, until Ctrl-C. --json prints model, base_url, context, own_node, also_served_by (other members serving it).")]
+If a node is running, it serves the model from now on, also after a restart, and this command returns. Otherwise this \
+command runs a node itself, until Ctrl-C.
+
+--json prints model, base_url, context, own_node, also_served_by (other members serving it).")]
 pub(super) struct ServeArgs {
     #[command(flatten)]
     model: ModelArgs,
@@ -28,9 +33,10 @@ pub(super) fn serve(global: &Global, args: &ServeArgs) -> Result<(), Failure> {
     if args.stop {
         return stop(global, &args.model.model);
     }
-    let address = listen_address(global)?;
+    let address = global.listen_address()?;
     let interrupts = Interrupts::listen()?;
-    let (service, served) = Service::ask(&interrupts, global, &args.model, Some(address), ("/api/v1/deploy", false))?;
+    let (service, served): (_, Value) =
+        Service::ask(&interrupts, global, &args.model, Some(address), ("/api/v1/deploy", false))?;
     let name = served["model"].as_str().unwrap_or(&args.model.model);
     let base = format!("{}/v1", service.address);
     let value = json!({
@@ -38,7 +44,7 @@ pub(super) fn serve(global: &Global, args: &ServeArgs) -> Result<(), Failure> {
         "also_served_by": served["also_served_by"],
     });
     answer(global, &value, |_| format!("serving {name} at {base}"));
-    for member in served["also_served_by"].as_array().into_iter().flatten().filter_map(serde_json::Value::as_str) {
+    for member in served["also_served_by"].as_array().into_iter().flatten().filter_map(Value::as_str) {
         remark(format!(
             "{member} also serves {name}: the mesh now holds a second copy of its weights. To free it, run \
              `meshnode serve {name} --stop` on one of the two nodes"

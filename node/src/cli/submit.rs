@@ -1,16 +1,20 @@
 //! `meshnode submit` and `cancel`: submits a job file, shows progress, and prints a summary at the end.
+use super::compute::ComputeArgs;
+use super::failure::Failure;
+use super::global::{Global, answer, is_local};
 use super::interrupt::{GLANCE, Interrupts};
-use super::model::{ComputeArgs, Service};
-use super::{Failure, Global, answer, remark, say};
+use super::print::{remark, say, say_json};
+use super::service::Service;
 use crate::client::ClientError;
 use crate::config::Size;
 use crate::folders::Claim;
+use crate::report::{Cancelled, ForceReport, RunReport, RunState, SimulationReport, Submitted};
 use crate::submissions::run_folder::{Existing, check};
 use crate::views::count;
 use data_encoding::BASE64;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use kernels::grid::simulation::Simulation;
-use serde_json::{Value, json};
+use kernels_simulations::Simulation;
+use serde_json::json;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -93,7 +97,7 @@ pub(super) fn submit(global: &Global, args: &SubmitArgs) -> Result<(), Failure> 
         }
     }
     let (out, claim) = match &args.out {
-        Some(out) if global.api().is_none_or(|api| super::model::is_local(&api)) => {
+        Some(out) if global.api().is_none_or(|api| is_local(&api)) => {
             let out = std::path::absolute(out).unwrap_or_else(|_| out.clone());
             match create_claim(&out) {
                 Ok((out, claim)) => (Some(out), Some(claim)),
@@ -115,7 +119,7 @@ pub(super) fn submit(global: &Global, args: &SubmitArgs) -> Result<(), Failure> 
             return Err(ClientError::Unreachable { base: client.base().to_owned() }.into());
         }
         let service = Service::find(&for_service, &compute, None, None)?;
-        let submitted = match service.client.post("/api/v1/grids", &body) {
+        let submitted: Submitted = match service.client.post_as("/api/v1/grids", &body) {
             // A usage error: a folder that must not be written to, or no checkpoint to resume from.
             Err(ClientError::Refused { status: 400, message }) => return Err(Failure::usage(message)),
             submitted => submitted?,
@@ -123,15 +127,15 @@ pub(super) fn submit(global: &Global, args: &SubmitArgs) -> Result<(), Failure> 
         Ok((service, submitted))
     })?;
     drop(claim);
-    let job = submitted["job"].as_str().unwrap_or_default().to_owned();
+    let job = &submitted.job;
     if !args.wait {
-        placed(&service, &job)?;
+        placed(&service, job)?;
         answer(global, &submitted, |_| {
             format!("{job}\nwatch it with `meshnode watch {job}`, cancel it with `meshnode cancel {job}`")
         });
         return Ok(());
     }
-    follow(global, &service, &interrupts, &job)
+    follow(global, &service, &interrupts, job)
 }
 
 /// Creates the folder, and a claim that proves to the node that this user may write there. The returned path has no
@@ -149,13 +153,16 @@ const PLACED_MAX: Duration = Duration::from_secs(2);
 fn placed(service: &Service, job: &str) -> Result<(), Failure> {
     let end = Instant::now() + PLACED_MAX;
     while Instant::now() < end {
-        let report = service.client.get(&format!("/api/v1/grids/{job}"))?;
-        match report["state"].as_str() {
-            Some("failed" | "cancelled") => {
-                return Err(Failure::failed(report["error"].as_str().unwrap_or("the simulation failed")));
-            }
-            Some("starting") if report["tiles"].as_array().is_none_or(Vec::is_empty) => std::thread::sleep(GLANCE),
-            _ => return Ok(()),
+        let report: SimulationReport = service.client.get_as(&format!("/api/v1/grids/{job}"))?;
+        match report.state() {
+            RunState::Failed | RunState::Cancelled => return Err(failed(&report)),
+            RunState::Starting if report.tiles() == 0 => std::thread::sleep(GLANCE),
+            RunState::Starting
+            | RunState::Running
+            | RunState::Waiting
+            | RunState::Done
+            | RunState::Computing
+            | RunState::Lost => return Ok(()),
         }
     }
     Ok(())
@@ -163,7 +170,7 @@ fn placed(service: &Service, job: &str) -> Result<(), Failure> {
 
 /// Shows the progress of a job until it ends.
 fn follow(global: &Global, service: &Service, interrupts: &Interrupts, job: &str) -> Result<(), Failure> {
-    let lines = service.client.get_stream(&format!("/api/v1/grids/{job}/events"))?;
+    let lines = service.client.get_stream::<SimulationReport>(&format!("/api/v1/grids/{job}/events"))?;
     let (sender, receiver) = channel();
     std::thread::spawn(move || {
         for line in lines {
@@ -176,9 +183,9 @@ fn follow(global: &Global, service: &Service, interrupts: &Interrupts, job: &str
     let style =
         ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len}").unwrap_or_else(|_| ProgressStyle::default_bar());
     bar.set_style(style);
-    let (mut waiting, mut checkpoint) = (None, None);
+    let (mut waiting, mut checkpoint) = (None::<String>, None);
     loop {
-        let report: Value = match receiver.recv_timeout(GLANCE) {
+        let report = match receiver.recv_timeout(GLANCE) {
             Ok(line) => line.map_err(|_| left())?,
             Err(RecvTimeoutError::Timeout) => {
                 if interrupts.came() {
@@ -192,52 +199,53 @@ fn follow(global: &Global, service: &Service, interrupts: &Interrupts, job: &str
                 return Err(left());
             }
         };
-        if report["waiting"] != waiting.clone().unwrap_or_default() {
-            waiting = Some(report["waiting"].clone());
-            if let Some(why) = report["waiting"].as_str() {
+        if report.waiting() != waiting.as_deref() {
+            waiting = report.waiting().map(str::to_owned);
+            if let Some(why) = &waiting {
                 bar.suspend(|| remark(format!("waiting: {why}")));
             }
         }
         if global.json {
-            say(&report);
+            say_json(&report);
         }
-        checkpoint = report["checkpoint"].as_u64().or(checkpoint);
-        bar.set_length(report["steps"].as_u64().unwrap_or(0));
-        bar.set_position(report["step"].as_u64().unwrap_or(0));
-        let left = report["seconds_left"].as_f64().map_or_else(String::new, |s| {
-            format!(", {} left", indicatif::HumanDuration(Duration::from_secs_f64(s.clamp(0.0, 1e9))))
-        });
-        bar.set_message(format!("{} {}{left}", report["name"].as_str().unwrap_or(""), rate(cells_per_s_now(&report))));
-        match report["state"].as_str() {
-            Some("done") => {
+        checkpoint = report.checkpoint().or(checkpoint);
+        bar.set_length(report.steps().unwrap_or(0));
+        bar.set_position(report.step().unwrap_or(0).into());
+        let run = report.run();
+        let left = run.and_then(|run| run.seconds_left).map_or_else(String::new, time_left);
+        bar.set_message(format!("{} {}{left}", report.name(), rate(run.map_or(0.0, cells_per_s_now))));
+        match report.state() {
+            RunState::Done => {
                 bar.finish_and_clear();
-                if !global.json {
-                    say(summary(&report).trim_end());
+                if let Some(run) = run.filter(|_| !global.json) {
+                    say(summary(run).trim_end());
                 }
                 return Ok(());
             }
-            Some("failed" | "cancelled") => {
+            RunState::Failed | RunState::Cancelled => {
                 bar.finish_and_clear();
-                return Err(Failure::failed(report["error"].as_str().unwrap_or("the simulation failed")));
+                return Err(failed(&report));
             }
-            _ => {}
+            RunState::Starting | RunState::Running | RunState::Waiting | RunState::Computing | RunState::Lost => {}
         }
     }
 }
 
 /// Cancels a job, and describes what its folder contains then.
-fn ended(service: &Service, job: &str, checkpoint: Option<u64>) -> String {
+fn ended(service: &Service, job: &str, checkpoint: Option<u32>) -> String {
     let path = format!("/api/v1/grids/{job}");
     let _ = service.client.delete(&path);
     let end = Instant::now() + PLACED_MAX;
-    let mut report = Value::Null;
+    let mut report: Option<SimulationReport> = None;
     // Files being written are complete once the job reports that it has ended.
-    while Instant::now() < end && !matches!(report["state"].as_str(), Some("cancelled" | "failed" | "done")) {
+    while Instant::now() < end && !report.as_ref().is_some_and(|report| report.state().is_over()) {
         std::thread::sleep(GLANCE);
-        report = service.client.get(&path).unwrap_or_default();
+        report = service.client.get_as(&path).ok();
     }
-    let checkpoint = report["checkpoint"].as_u64().or(checkpoint);
-    match (checkpoint, report["replaced"].as_str(), report["out"].as_str()) {
+    let run = report.as_ref().and_then(SimulationReport::run);
+    let checkpoint = run.and_then(|run| run.checkpoint).or(checkpoint);
+    let (replaced, out) = run.map_or((None, None), |run| (run.replaced.as_deref(), run.out.as_deref()));
+    match (checkpoint, replaced, out) {
         (Some(step), _, _) => format!("cancelled: to continue from the checkpoint of step {step}, pass --resume"),
         (None, Some(before), _) => format!(
             "cancelled before the first checkpoint; the folder still holds the previous run, {before}: --resume \
@@ -246,6 +254,22 @@ fn ended(service: &Service, job: &str, checkpoint: Option<u64>) -> String {
         (None, None, Some(_)) => "cancelled before the first checkpoint: to start again, pass --overwrite".to_owned(),
         (None, None, None) => "cancelled; nothing was saved, because --out was not given".to_owned(),
     }
+}
+
+/// The error of a simulation that ended before its last step.
+pub(super) fn failed(report: &SimulationReport) -> Failure {
+    Failure::failed(report.error().unwrap_or("the simulation failed"))
+}
+
+/// As `3 of 10`; `null` for what the reporting node does not know.
+pub(super) fn progress(report: &SimulationReport) -> String {
+    let number = |number: Option<u64>| number.map_or_else(|| "null".into(), |number| number.to_string());
+    format!("{} of {}", number(report.step().map(u64::from)), number(report.steps()))
+}
+
+/// As `, 3 minutes left`.
+pub(super) fn time_left(seconds: f64) -> String {
+    format!(", {} left", indicatif::HumanDuration(Duration::from_secs_f64(seconds.clamp(0.0, 1e9))))
 }
 
 /// The error if the node that the simulation was submitted to ends.
@@ -258,21 +282,18 @@ fn left() -> Failure {
 }
 
 /// The recent speed while the simulation runs, the average once it has ended.
-pub(super) fn cells_per_s_now(report: &Value) -> f64 {
-    let number = |name: &str| report[name].as_f64();
-    let all = number("cells_per_s").unwrap_or(0.0);
-    match (number("steps_per_s_now"), number("steps_per_s")) {
-        (Some(now), Some(steps)) if steps > 0.0 => all * now / steps,
-        _ => all,
+pub(super) fn cells_per_s_now(run: &RunReport) -> f64 {
+    match run.steps_per_s_now {
+        Some(now) if run.steps_per_s > 0.0 => run.cells_per_s * now / run.steps_per_s,
+        Some(_) | None => run.cells_per_s,
     }
 }
 
 /// The names of the nodes that compute tiles, without duplicates.
-pub(super) fn nodes(report: &Value) -> String {
+pub(super) fn nodes(run: &RunReport) -> String {
     let mut names: Vec<&str> = Vec::new();
-    for tile in report["tiles"].as_array().into_iter().flatten() {
-        let name =
-            tile["name"].as_str().or_else(|| tile["node"].as_str().and_then(|node| node.get(..8))).unwrap_or("?");
+    for tile in &run.tiles {
+        let name = tile.name.as_deref().or_else(|| tile.node.get(..8)).unwrap_or("?");
         if !names.contains(&name) {
             names.push(name);
         }
@@ -300,86 +321,92 @@ pub(super) fn bandwidth(gigabytes: f64) -> String {
 }
 
 /// The summary of a completed run.
-fn summary(report: &Value) -> String {
-    let number = |name: &str| report[name].as_f64().unwrap_or(0.0);
-    let size: Vec<String> = report["size"].as_array().into_iter().flatten().map(ToString::to_string).collect();
+fn summary(run: &RunReport) -> String {
+    let size: Vec<String> = run.size.iter().map(ToString::to_string).collect();
     let mut text = format!(
         "{}: {} of {} cells in {:.2} s\n  {:.1} steps/s, {}, {} effective memory bandwidth\n",
-        report["name"].as_str().unwrap_or("simulation"),
-        count((number("step") - number("from_step")) as usize, "step"),
+        run.name,
+        count(run.step.saturating_sub(run.from_step) as usize, "step"),
         size.join(" x "),
-        number("seconds"),
-        number("steps_per_s"),
-        rate(number("cells_per_s")),
-        bandwidth(number("t_eff_gb_s")),
+        run.seconds,
+        run.steps_per_s,
+        rate(run.cells_per_s),
+        bandwidth(run.t_eff_gb_s),
     );
-    let tiles = report["tiles"].as_array().map_or(0, Vec::len);
+    let tiles = run.tiles.len();
     if tiles > 1 {
-        let hidden = report["communication_hidden"].as_f64().map_or(0.0, |share| share * 100.0);
+        let hidden = run.communication_hidden.map_or(0.0, |share| share * 100.0);
         let _ = writeln!(
             text,
             "  {tiles} tiles on {}, halo depth {}, {} sent, {hidden:.0} % of communication hidden",
-            nodes(report),
-            report["depth"],
-            Size(report["halo_bytes"].as_u64().unwrap_or(0)),
+            nodes(run),
+            run.depth,
+            Size(run.halo_bytes),
         );
     }
-    for total in report["totals"].as_array().into_iter().flatten() {
-        if let (Some(first), Some(last)) = (total["first"].as_f64(), total["last"].as_f64()) {
-            let name = match total["name"].as_str() {
+    for total in &run.totals {
+        if let (Some(first), Some(last)) = (total.first, total.last) {
+            let name = match total.name.as_str() {
                 // Relative to density 1, so that round-off is visible.
-                Some("mass") => "excess mass (relative to density 1)".to_owned(),
-                Some("population") => "living cells".to_owned(),
-                name => format!("sum of {}", name.unwrap_or("the field")),
+                "mass" => "excess mass (relative to density 1)".to_owned(),
+                "population" => "living cells".to_owned(),
+                name => format!("sum of {name}"),
             };
             // Living cells are whole numbers.
             let digits = if first.fract() == 0.0 && last.fract() == 0.0 { 0 } else { 9 };
             let _ = writeln!(text, "  {name}: start {first:.digits$}, end {last:.digits$}");
         }
     }
-    if let Some(force) = force(report) {
-        let _ = writeln!(text, "  {force}");
+    if let Some(report) = &run.force {
+        let _ = writeln!(text, "  {}", force(report));
     }
-    if report["losses"].as_u64().unwrap_or(0) > 0 {
-        let nodes = if report["losses"] == 1 { "node" } else { "nodes" };
-        let pause = number("longest_stall_ms");
-        let _ = writeln!(text, "  {} {nodes} lost, longest pause {pause:.0} ms", report["losses"]);
+    if run.losses > 0 {
+        let nodes = if run.losses == 1 { "node" } else { "nodes" };
+        let _ = writeln!(text, "  {} {nodes} lost, longest pause {:.0} ms", run.losses, run.longest_stall_ms);
     }
-    if let Some(out) = report["out"].as_str() {
+    if let Some(out) = &run.out {
         let _ = writeln!(text, "  outputs in {out}");
     }
-    let _ = writeln!(text, "  state hash {}", report["state_hash"].as_str().unwrap_or("-"));
+    let _ = writeln!(text, "  state hash {}", run.state_hash.as_deref().unwrap_or("-"));
     text
 }
 
-/// The force on solid cells, if the job requests it.
-fn force(report: &Value) -> Option<String> {
-    let list = |name: &str, digits: usize| {
-        let list = report["force"][name].as_array()?;
-        let numbers = list.iter().map(|number| format!("{:.digits$}", number.as_f64().unwrap_or(f64::NAN)));
-        Some(numbers.collect::<Vec<_>>().join(", "))
+/// The force on solid cells.
+fn force(report: &ForceReport) -> String {
+    let list = |numbers: &[f64], digits: usize| {
+        numbers.iter().map(|number| format!("{number:.digits$}")).collect::<Vec<_>>().join(", ")
     };
-    let coefficients = list("coefficients", 4).map_or_else(String::new, |list| format!("; coefficients {list}"));
-    Some(format!("force on solid cells {}{coefficients} (step {})", list("force", 9)?, report["force"]["step"]))
+    let coefficients = report.coefficients.as_ref().map_or_else(String::new, |numbers| {
+        let numbers: Vec<f64> = numbers.iter().map(|number| number.unwrap_or(f64::NAN)).collect();
+        format!("; coefficients {}", list(&numbers, 4))
+    });
+    format!("force on solid cells {}{coefficients} (step {})", list(&report.force, 9), report.step)
 }
 
 pub(super) fn cancel(global: &Global, args: &CancelArgs) -> Result<(), Failure> {
-    let ended = global.client()?.delete(&format!("/api/v1/grids/{}", args.job))?;
-    answer(global, &ended, |ended| format!("cancelled {}", ended["job"].as_str().unwrap_or("?")));
+    let ended: Cancelled = global.client()?.delete_as(&format!("/api/v1/grids/{}", args.job))?;
+    answer(global, &ended, |ended| format!("cancelled {}", ended.job));
     Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     #[test]
     fn the_summary_of_a_small_run_has_no_zeros_or_wrong_plurals() {
-        let tile = json!({"name": "a"});
-        let report = json!({"name": "drop", "size": [64, 64], "step": 1, "from_step": 0, "seconds": 0.5, "steps_per_s": 2.0,
-            "cells_per_s": 8192.0, "t_eff_gb_s": 0.0006, "tiles": [tile, tile], "depth": 1});
-        let text = summary(&report);
+        let tile = json!({
+            "name": "a", "node": "00", "from": [0, 0, 0], "to": [64, 32, 1], "standby": null, "compute_s": 0.1, "wait_s": 0.0,
+            "halo_bytes": 0,
+        });
+        let run: RunReport = serde_json::from_value(json!({
+            "job": "2a", "name": "drop", "rule": "wave", "size": [64, 64], "state": "done", "step": 1, "steps": 1,
+            "from_step": 0, "depth": 1, "seconds": 0.5, "steps_per_s": 2.0, "mlups": 0.0, "cells_per_s": 8192.0,
+            "t_eff_gb_s": 0.0006, "halo_bytes": 0, "standby_bytes": 0, "losses": 0, "longest_stall_ms": 0.0, "totals": [],
+            "tiles": [tile, tile], "role": "coordinator", "coordinator": {"name": "a", "node": "00"},
+        }))
+        .unwrap();
+        let text = summary(&run);
         assert!(text.starts_with("drop: 1 step of 64 x 64 cells"), "{text}");
         assert!(text.contains("halo depth 1,") && !text.contains("0.0 GB/s"), "{text}");
     }

@@ -1,20 +1,23 @@
 //! A node's life cycle: `up` and `join` run it until a signal or `leave`. Also `doctor`, which checks the machine
 //! first.
-use super::model::{ComputeArgs, listen_address};
-use super::{Failure, Global, remark, say};
+use super::compute::ComputeArgs;
+use super::failure::Failure;
+use super::global::Global;
+use super::interrupt::Signals;
+use super::print::{remark, say};
+use super::service::{BROKEN, runtime};
 use crate::api::Api;
-use crate::api_key::{Announced, ApiKey};
+use crate::api_key::{Announcement, ApiKey};
 use crate::config::{Advertised, PORT_DEFAULT, Size, UpOptions, Zone, data_dir_default, hostname};
 use crate::folders::Folders;
 use crate::handle::{NodeError, NodeHandle};
-use crate::telemetry::Metrics;
+use crate::metrics::Metrics;
 use clap::builder::FalseyValueParser;
 use kernels::device::Device;
 use serde_json::json;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// Time for a leaving node to hand over its work.
 const LEAVE_MAX: Duration = Duration::from_secs(10);
@@ -158,14 +161,16 @@ pub(super) fn join(global: &Global, args: &JoinArgs) -> Result<(), Failure> {
         }
     }
     if peers.is_empty() {
-        return Err(Failure::usage("expected a ticket or multiaddr, found none on stdin"));
+        return Err(Failure::usage(
+            "expected a ticket or multiaddr, found none on stdin: pipe the output of `meshnode invite` into this command",
+        ));
     }
     run_node(global, &args.node, peers)
 }
 
 pub(super) fn doctor(global: &Global, args: &DoctorArgs) -> Result<(), Failure> {
     let options = args.node.options(global, vec![]);
-    let api = listen_address(global)?;
+    let api = global.listen_address()?;
     let report = crate::doctor::examine(&options, api);
     if global.json {
         say(report.to_json())
@@ -180,7 +185,7 @@ fn run_node(global: &Global, args: &NodeArgs, join: Vec<String>) -> Result<(), F
     rustix::process::umask(rustix::fs::Mode::RWXG | rustix::fs::Mode::RWXO);
     let options = args.options(global, join);
     let folders = args.folders(global, &options.data_dir);
-    let listen = listen_address(global)?;
+    let listen = global.listen_address()?;
     let runtime = runtime()?;
     let result = runtime.block_on(async {
         let api = Api::bind(listen, global.api_key()).await?;
@@ -191,7 +196,7 @@ fn run_node(global: &Global, args: &NodeArgs, join: Vec<String>) -> Result<(), F
         let joined = !options.join.is_empty();
         let started = options.clone();
         let (handle, mut running) = crate::node::start(options).await?;
-        let _announced = Announced::new(address, &data_dir);
+        let _announced = Announcement::new(address, &data_dir);
         let mut signals = Signals::listen()?;
         let metrics = Metrics::default();
         let mut serving = tokio::spawn(api.serve(handle.clone(), metrics, std::future::pending()));
@@ -226,7 +231,7 @@ fn run_node(global: &Global, args: &NodeArgs, join: Vec<String>) -> Result<(), F
         tokio::select! {
             notice = banned(&handle), if joined => return Err(NodeError::Unauthorised(notice).into()),
             ended = &mut running.stopped => return ended.map_err(|_| Failure::failed(BROKEN)), // or `meshnode leave`
-            ended = &mut serving => remark(format!("the API server has stopped ({ended:?})")),
+            ended = &mut serving => remark(format!("the API server has stopped: the node leaves the mesh ({ended:?})")),
             () = signals.next() => {}
         }
         remark("leaving: waiting for running requests; press Ctrl-C again to exit immediately");
@@ -267,9 +272,6 @@ fn idle_gpu_advice(options: &UpOptions, api: SocketAddr, gpu: &Device, number: u
     )
 }
 
-/// The node's thread has panicked; its message is in the log.
-pub(super) const BROKEN: &str = "internal error: the node stopped; see its log above; this is a bug";
-
 /// Resolves with the reason if a member reports within [`LONELY`] that this node is banned; otherwise never. A node
 /// that was already a member stays up and reports the ban in its state.
 async fn banned(handle: &NodeHandle) -> String {
@@ -299,35 +301,6 @@ async fn diagnose_loneliness(handle: NodeHandle) {
          directions (run `meshnode doctor` on both machines), and that the ticket has not expired",
         LONELY.as_secs()
     ));
-}
-
-/// The async runtime of a node in this process.
-pub(super) fn runtime() -> Result<tokio::runtime::Runtime, Failure> {
-    tokio::runtime::Builder::new_multi_thread()
-        .enable_all()
-        .build()
-        .map_err(|e| Failure::failed(format!("cannot start threads: {e}")))
-}
-
-/// Ctrl-C and SIGTERM, caught from `listen` on: a signal before the call of `next` is not lost.
-pub(super) struct Signals {
-    interrupt: Signal,
-    terminate: Signal,
-}
-
-impl Signals {
-    /// Must be called within a runtime.
-    pub(super) fn listen() -> Result<Self, Failure> {
-        let kind = |kind| signal(kind).map_err(|e| Failure::failed(format!("cannot wait for signals: {e}")));
-        Ok(Self { interrupt: kind(SignalKind::interrupt())?, terminate: kind(SignalKind::terminate())? })
-    }
-
-    pub(super) async fn next(&mut self) {
-        tokio::select! {
-            _ = self.interrupt.recv() => {}
-            _ = self.terminate.recv() => {}
-        }
-    }
 }
 
 #[cfg(test)]

@@ -1,17 +1,20 @@
 //! `meshnode watch`: shows a running simulation in the terminal as coloured half blocks.
+use super::failure::Failure;
+use super::global::Global;
 use super::interrupt::{GLANCE, Interrupts};
-use super::submit::{bandwidth, cells_per_s_now, nodes, rate};
-use super::{Failure, Global, remark, say};
-use serde_json::Value;
+use super::print::{remark, say, say_json};
+use super::submit::{bandwidth, cells_per_s_now, failed, nodes, progress, rate, time_left};
+use crate::report::{RunState, SimulationReport};
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
-  meshnode watch 4f2a                      in this terminal; Ctrl-C stops watching, not the simulation
-  meshnode watch 4f2a --json               reports as JSON lines
-The web page at the printed address shows the same.")]
+  meshnode watch 4f2a
+  meshnode watch 4f2a --json    reports as JSON lines
+
+Ctrl-C stops watching, not the simulation. The web page at the printed address shows the same.")]
 pub(super) struct WatchArgs {
     /// Job id as shown by `meshnode jobs`, or a prefix of it
     job: String,
@@ -29,8 +32,8 @@ fn interval(text: &str) -> Result<Duration, String> {
 pub(super) fn watch(global: &Global, args: &WatchArgs) -> Result<(), Failure> {
     let (client, path) = (global.client()?, format!("/api/v1/grids/{}", args.job));
     let interrupts = Interrupts::listen()?;
-    let first = client.get(&path)?;
-    let page = format!("{}/watch/{}", client.base(), first["job"].as_str().unwrap_or(&args.job));
+    let first: SimulationReport = client.get_as(&path)?;
+    let page = format!("{}/watch/{}", client.base(), first.job());
     let terminal = std::io::stdout().is_terminal() && !global.json;
     if terminal {
         let _ = console::Term::stdout().clear_screen();
@@ -38,9 +41,9 @@ pub(super) fn watch(global: &Global, args: &WatchArgs) -> Result<(), Failure> {
         remark(&page);
     }
     loop {
-        let report = client.get(&path)?;
+        let report: SimulationReport = client.get_as(&path)?;
         if global.json {
-            say(&report);
+            say_json(&report);
         } else if terminal {
             let (lines, columns) = console::Term::stdout().size();
             let caption = [caption(&report), speed(&report), page.clone()];
@@ -57,12 +60,10 @@ pub(super) fn watch(global: &Global, args: &WatchArgs) -> Result<(), Failure> {
         } else {
             say(format!("{}; {}", caption(&report), speed(&report)));
         }
-        match report["state"].as_str() {
-            Some("done") => return Ok(()),
-            Some("failed" | "cancelled") => {
-                return Err(Failure::failed(report["error"].as_str().unwrap_or("the simulation failed")));
-            }
-            _ => {}
+        match report.state() {
+            RunState::Done => return Ok(()),
+            RunState::Failed | RunState::Cancelled => return Err(failed(&report)),
+            RunState::Starting | RunState::Running | RunState::Waiting | RunState::Computing | RunState::Lost => {}
         }
         let next = Instant::now() + args.every;
         while Instant::now() < next {
@@ -75,36 +76,31 @@ pub(super) fn watch(global: &Global, args: &WatchArgs) -> Result<(), Failure> {
 }
 
 /// State and progress.
-fn caption(report: &Value) -> String {
-    let left = report["seconds_left"].as_f64().filter(|_| report["state"] == "running");
-    let left = left.map_or_else(String::new, |s| {
-        format!(", {} left", indicatif::HumanDuration(Duration::from_secs_f64(s.clamp(0.0, 1e9))))
-    });
-    let state = match report["waiting"].as_str() {
+fn caption(report: &SimulationReport) -> String {
+    let left = report.run().and_then(|run| run.seconds_left).filter(|_| report.state() == RunState::Running);
+    let left = left.map_or_else(String::new, time_left);
+    let state = match report.waiting() {
         Some(why) => format!("waiting: {why}"),
-        None => report["state"].as_str().unwrap_or("").to_owned(),
+        None => report.state().to_string(),
     };
-    let name = report["name"].as_str().unwrap_or("");
-    let coordinator = report["coordinator"]["name"].as_str();
+    let coordinator = report.coordinator().and_then(|node| node.name.as_deref());
     let coordinator = coordinator.map_or_else(String::new, |name| format!(", coordinated by {name}"));
-    format!("{name}: {state}, step {} of {}{left}{coordinator}", report["step"], report["steps"])
+    format!("{}: {state}, step {}{left}{coordinator}", report.name(), progress(report))
 }
 
 /// Speed, and the nodes that compute.
-fn speed(report: &Value) -> String {
-    let number = |name: &str| report[name].as_f64().unwrap_or(0.0);
-    if report["cells_per_s"].is_null() {
+fn speed(report: &SimulationReport) -> String {
+    let Some(run) = report.run() else {
         return "the coordinator does not answer: this is the partial report of one of its nodes".into();
-    }
-    let cells = cells_per_s_now(report);
-    let now = if number("cells_per_s") > 0.0 { cells / number("cells_per_s") } else { 0.0 };
-    let tiles = report["tiles"].as_array().map_or(0, Vec::len);
-    let tiles = if tiles == 1 { "one tile".to_owned() } else { format!("{tiles} tiles") };
+    };
+    let cells = cells_per_s_now(run);
+    let now = if run.cells_per_s > 0.0 { cells / run.cells_per_s } else { 0.0 };
+    let tiles = if run.tiles.len() == 1 { "one tile".to_owned() } else { format!("{} tiles", run.tiles.len()) };
     format!(
         "{:.1} steps/s, {}, {} effective memory bandwidth; {tiles} on {}",
-        number("steps_per_s") * now,
+        run.steps_per_s * now,
         rate(cells),
-        bandwidth(number("t_eff_gb_s") * now),
-        nodes(report),
+        bandwidth(run.t_eff_gb_s * now),
+        nodes(run),
     )
 }

@@ -1,8 +1,9 @@
 //! `meshnode demo --chaos`: kills a stage during each of many generations, and measures the client's stalls.
 use super::{Demo, JOIN_MAX, Run, mib};
 use crate::cluster::LocalNode;
-use serde::Serialize;
-use serde_json::{Value, json};
+use crate::views::{JobView, StageView, StandbyView, StateView};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
 use std::cell::Cell;
 use std::io::{Error, Result};
 use std::time::{Duration, Instant};
@@ -22,7 +23,7 @@ const MARGIN: u64 = 4;
 
 /// The last line of `--chaos --json`.
 #[derive(Clone, Debug, Serialize)]
-pub struct ChaosSummary {
+pub(crate) struct ChaosSummary {
     /// Stages killed, each during a generation.
     pub kills: usize,
     /// Requests that did not complete.
@@ -58,7 +59,7 @@ pub struct ChaosSummary {
 
 /// Number of nodes to kill.
 #[derive(Clone, Copy, Debug)]
-pub struct Kills {
+pub(crate) struct Kills {
     /// Nodes with a stage, other than the coordinator.
     pub stages: usize,
     /// The coordinator, which is also the client's entry node.
@@ -112,9 +113,8 @@ impl Demo {
         for number in 0..coordinators {
             let (coordinator, job) = mesh.wait_covered()?;
             let moment = MARGIN + dice.next() % u64::from(self.options.tokens / 2).max(1);
-            let model = job["model"].as_str().unwrap_or_default();
             let key = format!("demo-{seed}-{number}");
-            let resumed = self.resumed(&mut mesh.nodes, coordinator, moment as usize, model, &key)?;
+            let resumed = self.resumed(&mut mesh.nodes, coordinator, moment as usize, &job.model, &key)?;
             let same = resumed.text == solo.run.text;
             lost += usize::from(!resumed.complete);
             equal &= same;
@@ -175,41 +175,47 @@ impl Mesh<'_> {
     /// standby, or, if there are none, all nodes with stages. A job that has moved to more nodes may have a stage for
     /// which no standby node is left.
     fn wait_hot(&self) -> Result<Vec<usize>> {
-        let current = |standby: &Value| standby["state"] == "current";
+        let coordinator = &self.nodes[0];
+        let current = |standby: &StandbyView| standby.state == "current";
         let loaded_since = Cell::new(None::<Instant>);
-        let settled = |job: &Value| {
+        let settled = |job: &JobView| {
             // The coordinator's own stage gets a standby only if other stages leave one, so it is not waited for.
-            let own = |standby: &&Value| {
-                let stage = standby["stage"].as_u64().and_then(|stage| usize::try_from(stage).ok());
-                stage.is_some_and(|stage| job["stages"][stage]["name"] == self.nodes[0].name.as_str())
+            let own = |standby: &StandbyView| {
+                job.stages.get(usize::from(standby.stage)).is_some_and(|stage| stage.name == coordinator.name)
             };
-            let standbys = || list(&job["standbys"]).filter(|standby| !own(standby));
-            if job["state"] != "ready" || standbys().any(|standby| standby["state"] == "loading") {
+            let standbys = || job.standbys.iter().filter(|standby| !own(standby));
+            if job.state != "ready" || standbys().any(|standby| standby.state == "loading") {
                 loaded_since.set(None);
                 return false;
             }
             let since = loaded_since.get().unwrap_or_else(Instant::now);
             loaded_since.set(Some(since));
-            let final_state = |standby: &Value| current(standby) || standby["state"] == "none";
+            let final_state = |standby: &StandbyView| current(standby) || standby.state == "none";
             standbys().any(current) && standbys().all(final_state) || since.elapsed() > WARM_AFTER
         };
-        let alive = |state: &Value| {
-            state["peers"]
-                .as_array()
-                .is_some_and(|peers| peers.iter().filter(|p| p["state"] == "alive").count() == NAMES.len())
+        let is_hot = |state: &StateView| {
+            let job = state.jobs.first();
+            if job.is_none() {
+                loaded_since.set(None);
+            }
+            all_alive(state) && job.is_some_and(settled)
         };
-        let state = self.nodes[0].wait_state(STANDBY_MAX, |state| alive(state) && settled(&state["jobs"][0]))?;
-        let job = &state["jobs"][0];
-        let covered: Vec<&Value> = list(&job["standbys"])
+        let state = coordinator
+            .wait_state(STANDBY_MAX, |state| StateView::deserialize(state).is_ok_and(|state| is_hot(&state)))?;
+        let state = StateView::deserialize(&state)?;
+        let (stages, standbys) =
+            state.jobs.first().map(|job| (job.stages.as_slice(), job.standbys.as_slice())).unwrap_or_default();
+        let covered: Vec<&StageView> = standbys
+            .iter()
             .filter(|standby| current(standby))
-            .filter_map(|standby| job["stages"].get(usize::try_from(standby["stage"].as_u64()?).ok()?))
-            .filter(|stage| stage["name"] != self.nodes[0].name.as_str())
+            .filter_map(|standby| stages.get(usize::from(standby.stage)))
+            .filter(|stage| stage.name != coordinator.name)
             .collect();
-        let stages = if covered.is_empty() { list(&job["stages"]).collect() } else { covered };
-        let holds = |name: &str| stages.iter().any(|stage| stage["name"] == name);
+        let stages = if covered.is_empty() { stages.iter().collect() } else { covered };
+        let holds = |name: &str| stages.iter().any(|stage| stage.name == name);
         let victims: Vec<usize> = (1..self.nodes.len()).filter(|&at| holds(&self.nodes[at].name)).collect();
         if victims.is_empty() {
-            let jobs = &state["jobs"];
+            let jobs = json!(state.jobs);
             return Err(Error::other(format!("expected a stage on another node than the coordinator: {jobs}")));
         }
         Ok(victims)
@@ -217,17 +223,17 @@ impl Mesh<'_> {
 
     /// Waits until the job runs, every standby is current, and every node is a member. Returns the coordinator and the
     /// job.
-    fn wait_covered(&self) -> Result<(usize, Value)> {
+    fn wait_covered(&self) -> Result<(usize, JobView)> {
         let end = Instant::now() + STANDBY_MAX;
         loop {
             for at in 0..self.nodes.len() {
                 let Ok(state) = self.nodes[at].get("/api/v1/state") else { continue };
-                let alive = list(&state["peers"]).filter(|peer| peer["state"] == "alive").count() == NAMES.len();
-                let covered = |job: &&Value| {
-                    let settled = |standby: &Value| standby["state"] == "current" || standby["state"] == "none";
-                    job["head"] == true && job["state"] == "ready" && list(&job["standbys"]).all(settled)
+                let state = StateView::deserialize(&state)?;
+                let covered = |job: &&JobView| {
+                    let settled = |standby: &StandbyView| standby.state == "current" || standby.state == "none";
+                    job.head && job.state == "ready" && job.standbys.iter().all(settled)
                 };
-                if let Some(job) = list(&state["jobs"]).find(covered).filter(|_| alive) {
+                if let Some(job) = state.jobs.iter().find(covered).filter(|_| all_alive(&state)) {
                     return Ok((at, job.clone()));
                 }
             }
@@ -265,13 +271,15 @@ impl Mesh<'_> {
     /// Drains the nodes without a stage; returns them once no stage has a standby.
     fn drain_spares(&self) -> Result<Vec<&LocalNode>> {
         self.wait_hot()?;
-        let jobs = self.nodes[0].get("/api/v1/jobs")?;
-        let holds = |node: &&LocalNode| list(&jobs[0]["stages"]).any(|stage| stage["name"] == node.name.as_str());
+        let jobs = Vec::<JobView>::deserialize(self.nodes[0].get("/api/v1/jobs")?)?;
+        let stages = jobs.first().map(|job| job.stages.as_slice()).unwrap_or_default();
+        let holds = |node: &&LocalNode| stages.iter().any(|stage| stage.name == node.name);
         let spares: Vec<&LocalNode> = self.nodes[1..].iter().filter(|node| !holds(node)).collect();
         spares.iter().try_for_each(|spare| drain(spare, true))?;
-        self.nodes[0].wait_state(STANDBY_MAX, |state| {
-            list(&state["jobs"][0]["standbys"]).all(|standby| standby["name"].is_null())
-        })?;
+        let none = |state: StateView| {
+            state.jobs.first().is_none_or(|job| job.standbys.iter().all(|standby| standby.name.is_none()))
+        };
+        self.nodes[0].wait_state(STANDBY_MAX, |state| StateView::deserialize(state).is_ok_and(none))?;
         Ok(spares)
     }
 
@@ -298,8 +306,8 @@ impl Mesh<'_> {
     }
 }
 
-fn list(value: &Value) -> impl Iterator<Item = &Value> {
-    value.as_array().into_iter().flatten()
+fn all_alive(state: &StateView) -> bool {
+    state.peers.iter().filter(|peer| peer.state == "alive").count() == NAMES.len()
 }
 
 fn drain(node: &LocalNode, on: bool) -> Result<()> {

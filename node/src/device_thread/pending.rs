@@ -1,13 +1,14 @@
 //! Work that a device computes while the device thread continues: its completion, and when it is answered.
-use super::{Command, guarded, nanos};
+use super::command::Command;
+use crate::panics::guarded;
 use crate::residency::Key;
 use crate::tensors::Tensor;
-use kernels::grid::any_tile::Mark;
+use kernels_grids::any_tile::Mark;
 use node_core::id::WorkId;
 use node_core::work::serve::Item;
-use node_core::work::steps::TileMade;
+use node_core::work::steps::TileResult;
 use std::sync::{Arc, OnceLock, Weak, mpsc};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Work whose answer is deferred.
 pub(super) struct Pending {
@@ -44,7 +45,7 @@ pub(super) enum PendingWork {
     },
     /// Steps of a tile. Answered when the *previous* run completes, so that the core sends the next run before the
     /// device goes idle. The last run of a job is answered on its own completion.
-    Steps { before: Option<Launched>, this: Launched, last: bool, made: TileMade },
+    Steps { before: Option<Launched>, this: Launched, last: bool, made: TileResult },
 }
 
 /// When a run completed, or its error.
@@ -74,7 +75,12 @@ impl Launched {
     }
 
     /// Waits until the run may be answered, and adds the time that the device took.
-    pub(super) fn made(&self, before: Option<&Launched>, last: bool, mut made: TileMade) -> Result<TileMade, String> {
+    pub(super) fn made(
+        &self,
+        before: Option<&Launched>,
+        last: bool,
+        mut made: TileResult,
+    ) -> Result<TileResult, String> {
         if let Some(before) = before {
             let (end, took) = before.wait()?;
             made.compute_ns = took;
@@ -137,7 +143,7 @@ fn watcher(thread: Weak<mpsc::Sender<Command>>) -> Result<mpsc::Sender<(Mark, Ar
             let result = guarded(|| mark.wait().map_err(|e| e.to_string()));
             let _ = end.set(result.map(|()| Instant::now()));
             if let Some(thread) = thread.upgrade() {
-                let _ = thread.send(Command::Reached);
+                let _ = thread.send(Command::MarkReached);
             }
         }
     };
@@ -146,4 +152,9 @@ fn watcher(thread: Weak<mpsc::Sender<Command>>) -> Result<mpsc::Sender<(Mark, Ar
         .spawn(watch)
         .map_err(|e| format!("the watcher thread could not be started: {e}"))?;
     Ok(sender)
+}
+
+/// A duration in the unit of the core's figures.
+pub(super) fn nanos(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }

@@ -2,7 +2,7 @@
 //!
 //! A client waits for each batch of a model, while the steps of a tile may take up to a second if they are not split.
 //! So stage commands overtake queued tile steps. Steps that a batch has overtaken run next, so that neither starves.
-use super::Command;
+use super::command::Command;
 use super::tiles::TileRun;
 use node_core::work::Task;
 use std::collections::VecDeque;
@@ -89,7 +89,7 @@ fn kind(work: &Work) -> Kind {
             | Command::Keep { .. }
             | Command::Drop { .. }
             | Command::Unload { .. }
-            | Command::Reached,
+            | Command::MarkReached,
         ) => Kind::Other,
     }
 }
@@ -97,7 +97,7 @@ fn kind(work: &Work) -> Kind {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tensors::Tensors;
+    use crate::tensors::TensorStore;
     use node_core::id::{Epoch, JobId, NodeId, PartId, RequestId, WorkId};
     use node_core::work::Run;
     use node_core::work::steps::TileWork;
@@ -154,7 +154,7 @@ mod tests {
         (1..4).for_each(|work| queue.push(batch(work)));
         let mut order = Vec::new();
         for _ in 0..3 {
-            queue.push_rest(TileRun::new(WorkId(1), (TILE, PartId(0)), task(), &Tensors::default()));
+            queue.push_rest(TileRun::new(WorkId(1), (TILE, PartId(0)), task(), &TensorStore::default()));
             let passing = queue.next();
             assert!(matches!(&passing, Some(Work::Command(_))), "a batch passes the rest");
             assert!(matches!(queue.next(), Some(Work::Rest(_))), "then the rest continues");

@@ -1,8 +1,8 @@
 //! The part of the device thread specific to model stages: batches in, results out, and numerics challenges.
-use crate::tensors::{Tensor, Tensors, join};
-use kernels::sampler::{Changes, SamplerSettings};
-use kernels::stage::{Draw, Rows, RowsIn, RowsOut, Stage, StageError, Submitted, Want};
+use crate::tensors::{Tensor, TensorStore, join};
 use kernels::threads::Threads;
+use kernels_models::sampler::{LogitChanges, SamplerSettings};
+use kernels_models::stage::{Draw, RequestedOutput, Rows, RowsIn, RowsOut, Stage, StageError, Submitted};
 use node_core::id::Epoch;
 use node_core::limits::CHALLENGE_STEPS;
 use node_core::work::Payload;
@@ -27,7 +27,7 @@ impl Held {
 }
 
 /// Takes the input rows of a batch out of `tensors`.
-pub(super) fn inputs(tensors: &Tensors, items: &[Item]) -> Vec<Option<Tensor>> {
+pub(super) fn inputs(tensors: &TensorStore, items: &[Item]) -> Vec<Option<Tensor>> {
     let take = |item: &Item| match &item.input {
         Payload::Tensor(id) => tensors.take(*id),
         Payload::Tensors(ids) => join(ids.iter().map(|id| tensors.take(*id)).collect()),
@@ -60,7 +60,7 @@ pub(super) fn finish(
 }
 
 /// The results of a batch as reported to the core; hidden rows go into `tensors` under the id that the core chose.
-pub(super) fn results(tensors: &Tensors, items: &[Item], outputs: Vec<RowsOut>) -> Vec<ItemResult> {
+pub(super) fn results(tensors: &TensorStore, items: &[Item], outputs: Vec<RowsOut>) -> Vec<ItemResult> {
     let result = |(item, output): (&Item, RowsOut)| match output {
         RowsOut::Hidden(rows) => {
             tensors.put(item.output, Tensor::Hidden(Arc::new(rows)));
@@ -99,7 +99,7 @@ fn digest(stage: &mut dyn Stage, threads: &mut Threads, nonce: u64) -> Result<u6
             sequence: CHALLENGE_SEQUENCE,
             position: position as usize,
             input,
-            want: if position + 1 == CHALLENGE_STEPS { Want::Logits } else { Want::Nothing },
+            output: if position + 1 == CHALLENGE_STEPS { RequestedOutput::Logits } else { RequestedOutput::Nothing },
         };
         // Every vocabulary has at least 256 tokens.
         let token = [u32::from(bytes[position as usize])];
@@ -123,21 +123,23 @@ fn rows<'a>(item: &'a Item, input: &'a Option<Tensor>) -> Result<Rows<'a>, Strin
     let input = match input {
         Some(Tensor::Tokens(tokens)) => RowsIn::Tokens(tokens),
         Some(Tensor::Hidden(rows)) => RowsIn::Hidden(rows),
-        Some(Tensor::Halo { .. }) => return Err("a stage got cells of a grid as input; expected rows or tokens".into()),
+        Some(Tensor::Halo { .. }) => {
+            return Err("a stage got cells of a grid as input; expected rows or tokens".into());
+        }
         None => return Err("the input rows of a frame were dropped before they were used".into()),
     };
     Ok(Rows {
         sequence: item.request.0,
         position: item.position as usize,
         input,
-        want: item.sample.as_ref().map_or(Want::Nothing, want),
+        output: item.sample.as_ref().map_or(RequestedOutput::Nothing, want),
     })
 }
 
-fn want(sample: &SampleSpec) -> Want<'_> {
+fn want(sample: &SampleSpec) -> RequestedOutput<'_> {
     let changes =
-        Changes { history: &sample.history, prompt: sample.prompt as usize, bias: &sample.sampling.logit_bias_e6 };
-    Want::Token(Draw { settings: settings(&sample.sampling), position: sample.position, changes })
+        LogitChanges { history: &sample.history, prompt: sample.prompt as usize, bias: &sample.sampling.logit_bias_e6 };
+    RequestedOutput::Token(Draw { settings: settings(&sample.sampling), position: sample.position, changes })
 }
 
 fn settings(s: &Sampling) -> SamplerSettings {

@@ -1,13 +1,15 @@
 //! Tests of the device thread through its queue: commands in, inputs of the core out.
 use super::*;
 use crate::config::UpOptions;
-use crate::driver::{self, DriverQueue};
-use kernels::stage::{ResidentBytes, Rows, SequenceId, StageError, Submitted};
-use node_core::id::{ContentId, NodeId, PartId, TensorId};
+use crate::driver::queue::{DriverQueue, channel};
+use crate::residency::Residency;
+use kernels_models::stage::{ResidentBytes, Rows, SequenceId, Stage, StageError, Submitted};
+use kernels_simulations::Simulation;
+use node_core::id::{ContentId, JobId, NodeId, PartId, RequestId, TensorId};
 use node_core::work::Payload;
-use node_core::work::steps::{Schedule, SimulationId, Stop, StopKind, TileMade, TileWork};
+use node_core::work::steps::{Action, ActionKind, Schedule, SimulationId, TileOrder, TileResult, TileWork};
+use parking_lot::Mutex;
 use partitioner::tiles::Block;
-use std::sync::Mutex;
 
 /// Longest wait for an answer; no machine is this slow.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -25,7 +27,7 @@ struct Bench {
 
 impl Bench {
     fn new(device: &str) -> Self {
-        let (driver, queue) = driver::queue();
+        let (driver, queue) = channel();
         let folder = std::env::temp_dir();
         let options = UpOptions { device: device.into(), threads: Some(2), ..UpOptions::solo(folder.clone(), folder) };
         let device = Arc::new(Compute::open(&options).unwrap());
@@ -42,7 +44,7 @@ impl Bench {
         let file = folder.path().join("t.toml");
         std::fs::write(&file, text).unwrap();
         let simulation = Simulation::read(&file).unwrap();
-        let work = crate::submissions::work(&simulation);
+        let work = crate::submissions::spec::work(&simulation);
         let whole = Block { from: [0; 3], to: work.size };
         let order = TileOrder {
             simulation: SimulationId { content: ContentId([0; 32]), bytes: 1 },
@@ -71,7 +73,7 @@ impl Bench {
 
     fn run(&mut self, job: JobId, from: u32, to: u32) {
         self.works += 1;
-        let stops = vec![Stop { step: to, what: StopKind::Report { hash: true } }];
+        let stops = vec![Action { step: to, what: ActionKind::Report { hash: true } }];
         let task = TileWork { from, to, halos_in: Vec::new(), halos_out: Vec::new(), stops };
         self.give(job, Task::Steps(task));
     }
@@ -83,16 +85,16 @@ impl Bench {
 
     /// The next answer, as (job, whether it is a load, the result of a run).
     #[expect(clippy::wildcard_enum_match_arm, reason = "only two of the node's inputs are answers")]
-    fn answer(&self) -> (JobId, bool, TileMade) {
+    fn answer(&self) -> (JobId, bool, TileResult) {
         loop {
             match self.queue.next_input(PATIENCE).expect("an answer") {
                 Input::Loaded { job, result, .. } => {
                     assert_eq!(result.unwrap().step, Some(0));
-                    return (job, true, TileMade::default());
+                    return (job, true, TileResult::default());
                 }
                 Input::Ran { job, result, .. } => match result.unwrap() {
-                    Made::Steps(made) => return (job, false, made),
-                    Made::Batch(results) => panic!("{results:?} of a tile"),
+                    RunResult::Steps(made) => return (job, false, made),
+                    RunResult::Batch(results) => panic!("{results:?} of a tile"),
                 },
                 _ => {}
             }
@@ -104,7 +106,7 @@ impl Bench {
 fn initialising_a_tile_does_not_delay_another() {
     let (mut bench, small, large) = (Bench::new("cpu"), JobId(1), JobId(2));
     bench.load(small, 256);
-    assert_eq!(bench.answer(), (small, true, TileMade::default()));
+    assert_eq!(bench.answer(), (small, true, TileResult::default()));
     bench.load(large, LARGE);
     for piece in 0..5 {
         bench.run(small, 10 * piece, 10 * piece + 10);
@@ -112,7 +114,7 @@ fn initialising_a_tile_does_not_delay_another() {
         assert!(job == small && !loaded, "the large tile was loaded before piece {piece} of the small one");
         assert_eq!(made.reports.len(), 1);
     }
-    assert_eq!(bench.answer(), (large, true, TileMade::default()));
+    assert_eq!(bench.answer(), (large, true, TileResult::default()));
 }
 
 #[test]
@@ -121,7 +123,7 @@ fn a_dropped_tile_stops_initialising() {
     bench.load(large, LARGE);
     bench.commands.send(Command::Drop { key: (large, PartId(0)) }).unwrap();
     bench.load(small, 256);
-    assert_eq!(bench.answer(), (small, true, TileMade::default()), "the dropped tile is not reported");
+    assert_eq!(bench.answer(), (small, true, TileResult::default()), "the dropped tile is not reported");
     bench.run(small, 0, 10);
     assert_eq!(bench.answer().0, small);
 }
@@ -136,7 +138,7 @@ struct Pretended {
 
 impl Pretended {
     fn log(&self, what: &str) {
-        self.log.lock().unwrap().push(format!("{what} {}", self.name));
+        self.log.lock().push(format!("{what} {}", self.name));
     }
 }
 
@@ -154,7 +156,7 @@ impl Stage for Pretended {
         Ok(batch.iter().map(|_| RowsOut::Nothing).collect())
     }
 
-    fn held(&self, _: SequenceId) -> usize {
+    fn cached_positions(&self, _: SequenceId) -> usize {
         0
     }
 
@@ -192,7 +194,7 @@ impl Bench {
     fn batch(&mut self, job: JobId) {
         self.works += 1;
         let input = Payload::Tokens(vec![1]);
-        let (request, output) = (RequestId(7), TensorId::Made(self.works));
+        let (request, output) = (RequestId(7), TensorId::Produced(self.works));
         self.give(job, Task::Batch(vec![Item { request, position: 0, count: 1, input, sample: None, output }]));
     }
 
@@ -203,7 +205,7 @@ impl Bench {
 
     /// The next answer: job, work id and result of a run, or `None` for a load.
     #[expect(clippy::wildcard_enum_match_arm, reason = "only two of the node's inputs are answers")]
-    fn next(&self) -> Option<(JobId, WorkId, Result<Made, String>)> {
+    fn next(&self) -> Option<(JobId, WorkId, Result<RunResult, String>)> {
         loop {
             match self.queue.next_input(PATIENCE).expect("an answer") {
                 Input::Loaded { result, .. } => {
@@ -229,7 +231,7 @@ fn a_batch_is_submitted_while_the_device_computes_another() {
     let answers = [(1, 1), (2, 2), (2, 3)].map(|(job, work)| (JobId(job), WorkId(work)));
     assert_eq!(answers.map(|_| bench.next().map(|(job, work, _)| (job, work)).unwrap()), answers);
     let asked = ["submit a", "submit b", "finish a", "finish b", "release b", "submit b", "finish b"];
-    assert_eq!(*log.lock().unwrap(), asked, "a stage gets no call while its batch is on the device");
+    assert_eq!(*log.lock(), asked, "a stage gets no call while its batch is on the device");
 }
 
 #[test]
@@ -270,12 +272,12 @@ fn a_batch_overtakes_a_tile_run_without_changing_its_result() {
         assert_eq!(bench.next().unwrap().0, model, "the batch overtakes the run");
         bench.batch(model);
         let answers = [bench.next().unwrap(), bench.next().unwrap()];
-        assert_eq!(log.lock().unwrap().len(), 6);
+        assert_eq!(log.lock().len(), 6);
         answers.into_iter().find(|(job, ..)| *job == tile).expect("an answer to the run").2.unwrap()
     };
     let reports = |made| match made {
-        Made::Steps(made) => made.reports,
-        Made::Batch(results) => panic!("{results:?} of a tile"),
+        RunResult::Steps(made) => made.reports,
+        RunResult::Batch(results) => panic!("{results:?} of a tile"),
     };
     assert_eq!(reports(hash(true)), reports(hash(false)));
 }

@@ -1,30 +1,28 @@
 //! The part of the device thread specific to tiles of simulations: their initial state, and steps computed in pieces.
-use super::{Command, Commands, Shared, guarded};
+use super::command::{CellSource, Command, Commands};
+use super::pending::Launched;
+use super::shared::Shared;
 use crate::device::Compute;
+use crate::panics::guarded;
+use crate::regions::{common, region};
 use crate::residency::Key;
 use crate::states::{StateName, States};
-use crate::submissions::Watched;
-use crate::tensors::{Tensor, Tensors};
+use crate::submissions::view::LiveView;
+use crate::tensors::{Tensor, TensorStore};
 use bytes::Bytes;
-use kernels::grid::any_tile::{GridTile, Mark};
-use kernels::grid::simulation::Simulation;
-use kernels::grid::{Link, Look, Region};
 use kernels::threads::Threads;
+use kernels_grids::any_tile::{GridTile, Mark};
+use kernels_grids::{FieldCheck, Link, Region};
+use kernels_simulations::Simulation;
 use node_core::id::{LoadId, PartId, WorkId};
 use node_core::input::Input;
 use node_core::limits::TILE_PIECE;
 use node_core::work::Loaded;
-use node_core::work::steps::{Report, SaveKind, Stop, StopKind, TileMade, TileOrder, TileStart, TileWork};
-use partitioner::tiles::Block;
+use node_core::work::steps::{Action, ActionKind, Report, SaveKind, TileOrder, TileResult, TileStart, TileWork};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
+use transport::buffer_pool::Buffer;
 use transport::frame::Dtype;
-use transport::spare::Buffer;
-
-use super::pending::Launched;
-
-/// Returns the cells of a box, in the layout of a saved state. Blocks.
-pub type CellSource = Box<dyn Fn(Region) -> Result<Vec<u8>, String> + Send>;
 
 /// A tile of this node.
 pub(super) struct Held {
@@ -53,7 +51,7 @@ pub(super) struct TileRun {
     pub(super) key: Key,
     pub(super) work: WorkId,
     pub(super) task: TileWork,
-    pub(super) made: TileMade,
+    pub(super) made: TileResult,
     /// Time spent on it so far.
     pub(super) took: Duration,
     /// Halos that the tile has not received yet, by link.
@@ -66,10 +64,10 @@ pub(super) struct TileRun {
 
 impl TileRun {
     /// A run that has not begun. Takes its halos out of `tensors`.
-    pub(super) fn new(work: WorkId, key: Key, task: TileWork, tensors: &Tensors) -> Self {
+    pub(super) fn new(work: WorkId, key: Key, task: TileWork, tensors: &TensorStore) -> Self {
         let halos = task.halos_in.iter().map(|&(link, id)| (link, tensors.take(id))).collect();
         let step = task.from;
-        Self { key, work, task, made: TileMade::default(), took: Duration::ZERO, halos, step, stopped: 0 }
+        Self { key, work, task, made: TileResult::default(), took: Duration::ZERO, halos, step, stopped: 0 }
     }
 }
 
@@ -214,7 +212,7 @@ impl Held {
                 tile.unpack(link.into(), &bytes).map_err(|e| e.to_string())?;
             }
         }
-        let yields = yields && !tile.is_detached();
+        let yields = yields && !tile.is_asynchronous();
         let piece = if yields { TILE_PIECE.as_nanos() / self.step.as_nanos().max(1) } else { u128::MAX };
         let piece = u32::try_from(piece).unwrap_or(u32::MAX).max(1);
         let began = Instant::now();
@@ -271,14 +269,14 @@ impl Making<'_> {
             }
             // Continue to the next stop. If neighbours wait for its halos, the last pass is computed separately.
             let alone = !self.run.task.halos_out.is_empty();
-            let tail = (tile.tail() as u32).min(self.piece);
+            let tail = (tile.split_steps_max() as u32).min(self.piece);
             let until = self.run.task.stops.get(self.run.stopped).map_or(to, |stop| stop.step).min(to);
             let until = if alone && until == to && to - step > tail { to - tail } else { until };
             let until = until.min(step.saturating_add(self.piece));
             let began = Instant::now();
-            if alone && until == to && tile.left() == (to - step) as usize {
-                tile.strips(threads).map_err(|e| e.to_string())?;
-                if tile.is_detached() {
+            if alone && until == to && tile.steps_left() == (to - step) as usize {
+                tile.compute_halo_strips(threads).map_err(|e| e.to_string())?;
+                if tile.is_asynchronous() {
                     tile.interior(threads).map_err(|e| e.to_string())?;
                     self.pack(tile)?;
                 } else {
@@ -303,7 +301,7 @@ impl Making<'_> {
         let mut sizes = Vec::with_capacity(self.run.task.halos_out.len());
         for &(link, id) in &self.run.task.halos_out {
             let room = tile.bytes_out(link.into()).map_err(|e| e.to_string())?;
-            let mut halo = Buffer::with_room(room);
+            let mut halo = Buffer::with_capacity(room);
             tile.pack_into(link.into(), &mut halo).map_err(|e| e.to_string())?;
             if halo.is_empty() {
                 // No population crosses this link, but the neighbour waits for the step: a frame has at least one
@@ -321,13 +319,13 @@ impl Making<'_> {
         Ok(())
     }
 
-    fn stop(&mut self, tile: &dyn GridTile, threads: &mut Threads, stop: &Stop) -> Result<(), String> {
+    fn stop(&mut self, tile: &dyn GridTile, threads: &mut Threads, stop: &Action) -> Result<(), String> {
         match stop.what {
-            StopKind::Report { hash } => {
+            ActionKind::Report { hash } => {
                 let report = report(self.simulation, tile, threads, hash).map_err(|e| e.to_string())?;
                 self.run.made.reports.push((stop.step, report));
             }
-            StopKind::Save(kind) => {
+            ActionKind::Save(kind) => {
                 let bytes: Bytes = match kind {
                     SaveKind::Checkpoint | SaveKind::Snapshot => {
                         tile.save(tile.region()).map_err(|e| e.to_string())?.into()
@@ -346,16 +344,16 @@ impl Making<'_> {
     fn output(&self, tile: &dyn GridTile, number: u16) -> Result<Bytes, String> {
         let outputs = self.simulation.outputs();
         let (quantity, (shown, stride)) = match outputs.get(usize::from(number)) {
-            Some(output) => (output.quantity.as_str(), self.simulation.shown(output)),
+            Some(output) => (output.quantity.as_str(), self.simulation.output_view(output)),
             // Numbers past the job's own outputs are for live viewers.
             None => {
-                let watched = Watched::of(self.simulation);
+                let watched = LiveView::of(self.simulation);
                 (watched.quantity, watched.shown)
             }
         };
         let mut bytes = Vec::new();
         if let Some(part) = common(&shown, &tile.region()) {
-            for quantity in self.simulation.needs(quantity) {
+            for quantity in self.simulation.source_quantities(quantity) {
                 let values = self.simulation.sample(tile, quantity, part, stride).map_err(|e| e.to_string())?;
                 bytes.extend_from_slice(&transport::frame::from_f32(&values));
             }
@@ -369,27 +367,15 @@ fn report(
     tile: &dyn GridTile,
     threads: &mut Threads,
     hash: bool,
-) -> Result<Report, kernels::grid::GridError> {
-    let Look { totals, not_finite } = simulation.look(tile, threads)?;
+) -> Result<Report, kernels_grids::GridError> {
+    let FieldCheck { totals, not_finite } = simulation.check_fields(tile, threads)?;
     let hash = if hash { Some(tile.state_hash(threads)?) } else { None };
     let not_finite = not_finite.map(|(cell, field)| (cell.map(|at| at as u64), field as u16));
     Ok(Report { totals, hash, not_finite })
 }
 
-/// Converts a block to a region of the kernels.
-pub fn region(block: &Block) -> Region {
-    Region { start: block.from.map(|at| at as usize), end: block.to.map(|at| at as usize) }
-}
-
-/// The intersection of two regions, or `None` if it is empty.
-pub fn common(a: &Region, b: &Region) -> Option<Region> {
-    let start: [usize; 3] = std::array::from_fn(|axis| a.start[axis].max(b.start[axis]));
-    let end: [usize; 3] = std::array::from_fn(|axis| a.end[axis].min(b.end[axis]));
-    (0..3).all(|axis| start[axis] < end[axis]).then_some(Region { start, end })
-}
-
 /// The frame layout of halos for a rule with this number of bits per cell.
-pub fn dtype(cell_bits: u64) -> Dtype {
+pub(crate) fn dtype(cell_bits: u64) -> Dtype {
     match cell_bits {
         bits if bits.is_multiple_of(32) => Dtype::Cells,
         // A fluid's cell has an odd number of fields.

@@ -14,7 +14,7 @@ pub(super) fn examine(requested: &str) -> Vec<Finding> {
         findings.push(Finding::ok(subject, text));
     }
     findings.extend(probe.faults.iter().map(|fault| Finding::warn(&fault.driver, &fault.seen, &fault.advice)));
-    if let Some((dir, used, limit)) = kernels_gpu::kept_kernels() {
+    if let Some((dir, used, limit)) = kernels_gpu::kernel_cache_usage() {
         let seen = format!("{}: {} of {} used by compiled kernels", dir.display(), Size(used), Size(limit));
         findings.push(Finding::ok("kernel cache", seen));
     }

@@ -1,7 +1,10 @@
 //! After a restart, serves the models that were served before it, and shows their state meanwhile.
+use super::NodeHandle;
 use super::demand::DeployMode;
+use super::model::ModelRef;
+use super::opened::Opened;
 use super::remembered::{Entry, Starting};
-use super::{ModelRef, NodeError, NodeHandle, Opened};
+use crate::error::NodeError;
 use crate::views::JobView;
 use std::sync::atomic::Ordering;
 use std::time::Duration;

@@ -1,11 +1,8 @@
 //! Serves a requested model that this node has on disk but does not serve, with the options the mesh last used. So any
 //! member can take over the requests of a lost coordinator.
-use super::{ModelHandle, ModelOptions, ModelRef, NodeError, NodeHandle};
-use node_core::id::ContentId;
-use node_core::limits::JOBS_MAX;
-use node_core::work::serve::StageOrder;
-use std::collections::VecDeque;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use super::NodeHandle;
+use super::model::{ModelHandle, ModelOptions, ModelRef};
+use crate::error::NodeError;
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -62,66 +59,10 @@ impl ModelOptions {
     }
 }
 
-/// The last options of the models that this node took part in, latest last, and which of them its user stopped.
-#[derive(Default)]
-pub(crate) struct LastOptions(Mutex<VecDeque<(ContentId, Memory)>>);
-
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Memory {
-    options: ModelOptions,
-    stopped: bool,
-}
-
-impl LastOptions {
-    /// Records the options of a stage that this node is ordered to hold.
-    pub(crate) fn note(&self, stage: &StageOrder) {
-        let options =
-            ModelOptions { int8: Some(stage.int8), context: Some(stage.context), sequences: Some(stage.sequences) };
-        self.put(stage.content, Memory { options, stopped: false });
-    }
-
-    /// Records that the user stopped the model.
-    pub(super) fn stop(&self, content: ContentId) {
-        let options = self.get(content).options;
-        self.put(content, Memory { options, stopped: true });
-    }
-
-    /// The options of the last run; the defaults if the model is unknown.
-    ///
-    /// # Errors
-    /// The user stopped the model here.
-    pub(super) fn options(&self, content: ContentId) -> Result<ModelOptions, NodeError> {
-        match self.get(content) {
-            Memory { stopped: true, .. } => {
-                Err(NodeError::NotFound("the model was stopped on this node: serve it with `meshnode serve`".into()))
-            }
-            Memory { options, stopped: false } => Ok(options),
-        }
-    }
-
-    fn get(&self, content: ContentId) -> Memory {
-        self.lock().iter().find(|(known, _)| *known == content).map(|(_, memory)| memory.clone()).unwrap_or_default()
-    }
-
-    fn put(&self, content: ContentId, memory: Memory) {
-        let mut known = self.lock();
-        known.retain(|(other, _)| *other != content);
-        known.push_back((content, memory));
-        // A node can take part in this many jobs at a time.
-        if known.len() > JOBS_MAX {
-            known.pop_front();
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, VecDeque<(ContentId, Memory)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 impl NodeHandle {
     /// Whether this node could serve a model of that name: from its own cache, or because it served it before a
     /// restart. Paths are not accepted: a request must not reveal which files exist.
-    pub fn has(&self, name: &str) -> bool {
+    pub(crate) fn has(&self, name: &str) -> bool {
         crate::pull::is_cached(name, &self.inner.models_dir) || self.inner.remembered.get(name).is_some()
     }
 
@@ -131,7 +72,7 @@ impl NodeHandle {
     ///
     /// # Errors
     /// Those of [`NodeHandle::deploy`]; or the user stopped the model here.
-    pub async fn serve_on_demand(&self, name: &str) -> Result<ModelHandle, NodeError> {
+    pub(crate) async fn serve_on_demand(&self, name: &str) -> Result<ModelHandle, NodeError> {
         let (node, model, end) = (self.clone(), ModelRef(name.to_owned()), Instant::now() + PLACE_MAX);
         let deploying = tokio::spawn(async move {
             let mut smaller = 0;
@@ -157,11 +98,6 @@ impl NodeHandle {
 mod tests {
     use super::*;
 
-    fn stage(content: u8, context: u32) -> StageOrder {
-        let (content, layers) = (ContentId([content; 32]), vec![0..1, 1..2]);
-        StageOrder { content, layers, sequences: 3, context, width: 8, int8: false }
-    }
-
     #[test]
     fn reduced_options_halve_the_context() {
         let usual = ModelOptions { int8: Some(false), context: None, sequences: None };
@@ -176,18 +112,33 @@ mod tests {
     }
 
     #[test]
-    fn the_last_options_are_kept_until_the_model_is_stopped() {
-        let (last_options, tiny) = (LastOptions::default(), ContentId([1; 32]));
-        assert_eq!(last_options.options(tiny).unwrap(), ModelOptions::default());
-        last_options.note(&stage(1, 64));
-        last_options.note(&stage(1, 128));
-        let last = ModelOptions { int8: Some(false), context: Some(128), sequences: Some(3) };
-        assert_eq!(last_options.options(tiny).unwrap(), last);
-        last_options.stop(tiny);
-        assert!(matches!(last_options.options(tiny), Err(NodeError::NotFound(_))));
-        last_options.note(&stage(1, 64));
-        assert_eq!(last_options.options(tiny).unwrap().context, Some(64));
-        (2..2 + JOBS_MAX as u8).for_each(|other| last_options.note(&stage(other, 64)));
-        assert_eq!(last_options.options(tiny).unwrap(), ModelOptions::default(), "only the latest JOBS_MAX are kept");
+    fn reductions_never_reach_a_context_of_zero() {
+        let small = ModelOptions { context: Some(3), ..ModelOptions::default() };
+        let sizes: Vec<_> = (1..=SMALLER_MAX + 3).map(|steps| small.clone().smaller(steps, 2048).context).collect();
+        assert_eq!(sizes[..3], [Some(3), Some(1), Some(1)]);
+        assert!(sizes.iter().all(|context| *context >= Some(1)), "{sizes:?}");
+    }
+
+    #[test]
+    fn a_set_context_is_reduced_instead_of_the_default() {
+        let usual = ModelOptions { context: Some(1000), sequences: Some(8), int8: None };
+        let less = usual.smaller(2, 2048);
+        assert_eq!((less.context, less.sequences), (Some(500), Some(1)));
+    }
+
+    #[test]
+    fn only_the_last_attempt_on_demand_explains_a_failure() {
+        let on_demand = |smaller| DeployMode::OnDemand { smaller };
+        assert!((0..SMALLER_MAX).all(|smaller| !on_demand(smaller).is_last()));
+        assert!(on_demand(SMALLER_MAX).is_last() && DeployMode::AfterRestart.is_last());
+        let requested = |temporary| DeployMode::Requested { options: ModelOptions::default(), temporary };
+        assert!(requested(true).is_last() && requested(false).is_last());
+    }
+
+    #[test]
+    fn only_a_run_of_a_command_is_temporary() {
+        let requested = |temporary| DeployMode::Requested { options: ModelOptions::default(), temporary };
+        assert!(requested(true).is_temporary() && !requested(false).is_temporary());
+        assert!(!DeployMode::OnDemand { smaller: 0 }.is_temporary() && !DeployMode::AfterRestart.is_temporary());
     }
 }

@@ -1,18 +1,20 @@
 //! Finds models that other members serve, by asking the connected ones. Requests for such a model are forwarded there.
-use super::{Elsewhere, ModelHandle, NodeError, NodeHandle, Words};
+use super::NodeHandle;
+use super::model::{ModelHandle, RemoteModel, TextCodec};
 use crate::api::engine::Served;
 use crate::bulk::BulkRequest;
+use crate::clock::unix_seconds;
 use crate::directory::{self, ServedModel};
-use crate::shell::EndpointAsk;
-use crate::transfer::Ask;
+use crate::error::NodeError;
+use crate::transfer::endpoint::EndpointAsk;
+use crate::transfer::request::Ask;
 use crate::views::PeerView;
-use kernels::weights::ModelFile;
+use kernels_models::weights::ModelFile;
 use node_core::id::{ContentId, JobId, NodeId};
 use node_core::output::Event;
 use node_core::work::Inherited;
 use node_core::work::serve::ModelSpec;
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::broadcast::error::RecvError;
 
@@ -22,9 +24,6 @@ const ANSWER_MAX: Duration = Duration::from_secs(1);
 const ASKED_MAX: usize = 64;
 /// Most cached vocabularies, a few megabytes each.
 const VOCABULARIES_MAX: usize = 8;
-
-/// Vocabularies of models that other nodes serve: reading one takes a good part of a second.
-pub(crate) type Vocabularies = Mutex<BTreeMap<ContentId, Words>>;
 
 /// A member that serves a model.
 pub(crate) struct ServingMember {
@@ -62,14 +61,14 @@ impl NodeHandle {
             return Ok(None);
         };
         let words = self.vocabulary(ContentId(model.content), &model.name, &[node]).await?;
-        let elsewhere = Some(Elsewhere { node, job: JobId(model.job) });
-        let (name, context, created) = (model.name, model.context, super::unix_seconds());
+        let elsewhere = Some(RemoteModel { node, job: JobId(model.job) });
+        let (name, context, created) = (model.name, model.context, unix_seconds());
         Ok(Some(Served { name, context, created, text: Arc::new(words), elsewhere }))
     }
 
     /// The vocabulary of a model, from its header on this node's disk or from nodes that hold it.
-    async fn vocabulary(&self, content: ContentId, name: &str, sources: &[NodeId]) -> Result<Words, NodeError> {
-        let kept = || self.inner.vocabularies.lock().unwrap_or_else(PoisonError::into_inner);
+    async fn vocabulary(&self, content: ContentId, name: &str, sources: &[NodeId]) -> Result<TextCodec, NodeError> {
+        let kept = || self.inner.vocabularies.lock();
         if let Some(words) = kept().get(&content) {
             return Ok(words.clone());
         }
@@ -117,7 +116,7 @@ impl NodeHandle {
     }
 }
 
-fn words_of(file: &ModelFile) -> Result<Words, NodeError> {
+fn words_of(file: &ModelFile) -> Result<TextCodec, NodeError> {
     let tokenizer = Arc::new(file.tokenizer().map_err(|e| NodeError::Invalid(e.to_string()))?);
-    Ok(Words { tokenizer, template: file.chat_template().ok().map(Arc::new) })
+    Ok(TextCodec { tokenizer, template: file.chat_template().ok().map(Arc::new) })
 }

@@ -1,11 +1,12 @@
 //! Opens a model for serving: its file, the costs that the planner needs, and the name under which it is served.
-use super::temporary::Uses;
-use super::{ModelHandle, ModelOptions, ModelRef, NodeError, NodeHandle, Words, unix_seconds};
+use super::NodeHandle;
+use super::model::{ModelHandle, ModelOptions, ModelRef, TextCodec};
+use crate::error::NodeError;
 use crate::transfer::{Held, Library};
-use kernels::recipe::Recipe;
-use kernels::stage::Activations;
-use kernels::tokenizer::TokenizerError;
-use kernels::weights::ModelFile;
+use kernels_models::recipe::Recipe;
+use kernels_models::stage::Activations;
+use kernels_models::tokenizer::TokenizerError;
+use kernels_models::weights::ModelFile;
 use node_core::id::JobId;
 use node_core::input::Input;
 use node_core::limits::{RING_BYTES_MAX, SEQUENCES_MAX};
@@ -44,28 +45,13 @@ impl NodeHandle {
     }
 }
 
-impl ModelHandle {
-    /// A served model under the name in its spec.
-    pub(super) fn new(job: JobId, words: Words, spec: ModelSpec, temporary: bool) -> Self {
-        ModelHandle {
-            name: spec.name.clone(),
-            job,
-            words,
-            context: spec.work.context,
-            created: unix_seconds(),
-            spec: Arc::new(spec),
-            uses: Uses::new(temporary),
-        }
-    }
-}
-
 /// An open model file, and its name.
 pub(super) struct Opened {
     pub(super) name: String,
     /// Absolute.
     pub(super) path: PathBuf,
     pub(super) held: Held,
-    words: Words,
+    words: TextCodec,
 }
 
 impl Opened {
@@ -94,7 +80,7 @@ fn open_model(library: &Library, path: &std::path::Path, name: String) -> Result
     let no_words = |e| if names_itself(&e) { NodeError::Invalid(e.to_string()) } else { invalid(&e) };
     let tokenizer = named.tokenizer().map_err(no_words)?;
     let template = named.chat_template().ok().map(Arc::new);
-    let words = Words { tokenizer: Arc::new(tokenizer), template };
+    let words = TextCodec { tokenizer: Arc::new(tokenizer), template };
     let held = library.add(path).map_err(|e| invalid(&e))?;
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     Ok(Opened { name, path, held, words })

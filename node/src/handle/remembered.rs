@@ -1,14 +1,14 @@
 //! The list of models that this node serves, in its data directory: after a restart it serves them again with the same
 //! options, until `serve --stop`.
-use super::ModelOptions;
+use super::model::ModelOptions;
 use crate::disk;
 use node_core::limits::JOBS_MAX;
+use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// A model to serve, under the name that its user gave it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -131,7 +131,7 @@ impl Remembered {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

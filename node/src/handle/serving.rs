@@ -1,16 +1,18 @@
 //! Which models are served, and by which job. Reuses a job that runs with the requested options, replaces one with
 //! other options, and leaves no job without a name behind.
-use super::{ModelHandle, NodeError};
-use crate::driver::DriverHandle;
-use crate::hub::{CallEvent, Hub};
+use super::model::ModelHandle;
+use crate::driver::queue::DriverHandle;
+use crate::error::NodeError;
+use crate::hub::{CallEvent, EventRouter};
 use crate::views::{JobView, PeerView, Views};
 use node_core::id::{ContentId, JobId};
 use node_core::input::Input;
 use node_core::output::Event;
 use node_core::work::JobSpec;
 use node_core::work::serve::{DoneReason, ModelSpec};
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Longest wait until a model is placed and loaded on every stage: a slow peer may have to fetch its share first.
@@ -35,7 +37,7 @@ pub(super) struct Unserved {
 /// Invariant: every job deployed through this is in `models`, or is being deployed, or has been ended.
 pub(crate) struct Serving {
     driver: DriverHandle,
-    hub: Arc<Hub>,
+    hub: Arc<EventRouter>,
     models: ServedModels,
     /// Serialises changes: two clients that request the same model get the same job.
     turn: tokio::sync::Mutex<()>,
@@ -43,7 +45,7 @@ pub(crate) struct Serving {
 
 impl Serving {
     /// Registers served models in `models`, which is empty.
-    pub(crate) fn new(driver: DriverHandle, hub: Arc<Hub>, models: ServedModels) -> Self {
+    pub(crate) fn new(driver: DriverHandle, hub: Arc<EventRouter>, models: ServedModels) -> Self {
         Self { driver, hub, models, turn: tokio::sync::Mutex::new(()) }
     }
 
@@ -138,7 +140,7 @@ impl Serving {
             Ok(job) => {
                 let model = ModelHandle { job, ..before };
                 names.into_iter().for_each(|name| self.insert(name, &model));
-                "the model is served as before"
+                "the model is still served with its previous options"
             }
             Err(_) => "the model is no longer served; serve it again with its previous options",
         };
@@ -161,7 +163,9 @@ impl Serving {
                         "the model was not ready after {seconds} s: see the nodes' logs"
                     )));
                 }
-                Ok(None) => break Err(NodeError::Failed("the node stopped".into())),
+                Ok(None) => {
+                    break Err(NodeError::Failed("the node has stopped: send the request to another node".into()));
+                }
                 Ok(Some(CallEvent::Node(Event::JobReady { job, .. }))) => break Ok(job),
                 Ok(Some(CallEvent::Node(Event::JobDegraded { job, reason, .. }))) => {
                     if new {
@@ -207,7 +211,7 @@ impl Serving {
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<String, ModelHandle>> {
-        self.models.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.models.lock()
     }
 }
 
@@ -251,3 +255,6 @@ fn done_error(reason: DoneReason) -> NodeError {
         DoneReason::Stop | DoneReason::Length | DoneReason::Cancelled => NodeError::Failed("cancelled".into()),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,8 +1,13 @@
 //! Explains why a model does not fit into the mesh: what holds the memory, and how much of the model would fit.
-use super::{NodeError, NodeHandle, Opened, PLAN_MAX};
+use super::model::ModelOptions;
+use super::opened::{self, Opened};
+use super::serving::name_of;
+use super::{NodeHandle, PLAN_MAX};
 use crate::config::Size;
+use crate::error::NodeError;
 use crate::hub::CallEvent;
-use crate::views::ZoneView;
+use crate::report::ZoneView;
+use crate::views::count;
 use node_core::id::JobId;
 use node_core::input::Input;
 use node_core::output::Event;
@@ -41,7 +46,7 @@ impl Shortage<'_> {
             format!("{} does not fit with --context {context} --sequences {sequences}: {}", self.name, self.error);
         let usable = self.fleet.devices.iter().filter(|device| !device.excluded);
         let (free, nodes) = usable.fold((0u64, 0), |(sum, n), device| (sum.saturating_add(device.memory), n + 1));
-        let nodes = crate::views::count(nodes, "node");
+        let nodes = count(nodes, "node");
         let _ = write!(text, "\n  memory: {} free on {nodes}", Size(free));
         for holder in self.holders.iter().take(HOLDERS_MAX) {
             let _ = write!(text, "\n  {} holds {}: {}", holder.what, Size(holder.bytes), holder.free_with);
@@ -71,12 +76,9 @@ impl NodeHandle {
             let (fleet, options) = question;
             let error = partitioner::plan(&work, &fleet, &options).err()?;
             let at = |fit: Fit| {
-                let options = super::ModelOptions {
-                    int8: Some(int8),
-                    context: Some(fit.context),
-                    sequences: Some(fit.sequences),
-                };
-                super::work(&file, &options)
+                let options =
+                    ModelOptions { int8: Some(int8), context: Some(fit.context), sequences: Some(fit.sequences) };
+                opened::work(&file, &options)
             };
             let fit = partitioner::largest_fit(requested, at, &fleet, &options).map(|fit| Fit {
                 context: fit.context - fit.context % CONTEXT_STEP, // a round number that leaves a little memory free
@@ -126,7 +128,7 @@ impl NodeHandle {
     /// The jobs that hold memory in the mesh, as far as this node has heard, except job `but`.
     async fn holders(&self, but: Option<JobId>) -> Vec<Holder> {
         let views = self.inner.driver.views().await;
-        let but = but.map(super::serving::name_of);
+        let but = but.map(name_of);
         let models = views.jobs.iter().filter(|job| Some(&job.job) != but.as_ref()).map(|job| {
             let whose = if job.head { String::new() } else { format!(" on {}", job.coordinator) };
             Holder {

@@ -1,11 +1,15 @@
 //! Tests of one real node with a small model: serve, replace and stop it, and the memory that this takes.
+use super::opened::work;
 use super::*;
 use crate::config::UpOptions;
 use crate::node::Running;
-use kernels::weights::Architecture;
-use kernels::weights::testing::TinyModel;
+use kernels_models::weights::Architecture;
+use kernels_models::weights::testing::TinyModel;
+use node_core::id::JobId;
+use node_core::work::serve::DoneReason;
 
 mod bad_files;
+mod deployments;
 
 struct Bench {
     node: NodeHandle,
@@ -105,7 +109,7 @@ async fn a_replacement_that_does_not_fit_leaves_the_model_served_as_before() {
     bench.serve(options(64)).await.unwrap();
     let huge = ModelOptions { context: Some(512), sequences: Some(64), int8: None };
     let error = bench.serve(huge).await.err().expect("does not fit").to_string();
-    assert!(error.contains("missing") && error.contains("as before"), "{error}");
+    assert!(error.contains("missing") && error.contains("still served"), "{error}");
     let served = bench.node.served("tiny").expect("still served");
     assert_eq!(served.context, 64);
     assert_eq!(end(bench.ask(&served, 3).await).await, (3, DoneReason::Length));

@@ -1,11 +1,11 @@
 //! `bench decode` and `bench prefill` on a GPU: tokens per second, and a breakdown of the time per token.
 use kernels::device::DeviceId;
 use kernels::quant::QuantType;
-use kernels::sampler::{Changes, SamplerSettings};
-use kernels::stage::{Activations, Draw, Rows, RowsIn, RowsOut, StageError, StageOptions, Want};
 use kernels::threads::Threads;
-use kernels::weights::ModelFile;
 use kernels_gpu::{Profiled, Shape};
+use kernels_models::sampler::{LogitChanges, SamplerSettings};
+use kernels_models::stage::{Activations, Draw, RequestedOutput, Rows, RowsIn, RowsOut, StageError, StageOptions};
+use kernels_models::weights::ModelFile;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 /// The model to measure.
 #[derive(Clone, Copy, Debug)]
-pub enum Source<'a> {
+pub(crate) enum Source<'a> {
     /// A model file.
     File(&'a Path),
     /// Random weights in the shape of a model, generated on the device.
@@ -22,7 +22,7 @@ pub enum Source<'a> {
 
 /// Parameters of the measurement.
 #[derive(Clone, Copy, Debug)]
-pub struct GpuBench {
+pub(crate) struct GpuBench {
     /// Threads that convert weights.
     pub threads: usize,
     /// Tokens of the prompt.
@@ -42,9 +42,9 @@ const REPEATS: usize = 3;
 ///
 /// # Errors
 /// The device does not exist, the model does not fit into its memory, or the device fails.
-pub fn model(source: Source<'_>, device: DeviceId, bench: GpuBench) -> Result<Value, String> {
+pub(crate) fn model(source: Source<'_>, device: DeviceId, bench: GpuBench) -> Result<Value, String> {
     let text = |error: StageError| error.to_string();
-    let copied = kernels_gpu::gpu_speed(device)?.copy_bytes_s;
+    let copied = kernels_gpu::measure_gpu(device)?.copy_bytes_s;
     let options = |layers: usize| StageOptions {
         layers: 0..layers,
         sequences: bench.requests + 1, // one more to time the steps of a layer
@@ -115,9 +115,9 @@ impl Run<'_> {
             }
             let mut waited = Duration::ZERO;
             let took = self.median(|run| {
-                let before = run.stage.waited();
+                let before = run.stage.wait_time();
                 let took = run.decode()?;
-                waited = run.stage.waited().saturating_sub(before);
+                waited = run.stage.wait_time().saturating_sub(before);
                 Ok(took)
             })?;
             let step_s = took.as_secs_f64() / tokens as f64;
@@ -162,8 +162,8 @@ impl Run<'_> {
     fn prefill(&mut self, sequence: u64) -> Result<Duration, StageError> {
         let start = Instant::now();
         let tokens: Vec<u32> = (0..self.bench.prompt).map(|i| ((i * 37 + 11) % self.vocab) as u32).collect();
-        let draw = Draw { settings: self.settings(), position: tokens.len() as u32, changes: Changes::default() };
-        let rows = Rows { sequence, position: 0, input: RowsIn::Tokens(&tokens), want: Want::Token(draw) };
+        let draw = Draw { settings: self.settings(), position: tokens.len() as u32, changes: LogitChanges::default() };
+        let rows = Rows { sequence, position: 0, input: RowsIn::Tokens(&tokens), output: RequestedOutput::Token(draw) };
         self.stage.forward(&mut self.threads, &[rows])?;
         Ok(start.elapsed())
     }
@@ -178,14 +178,14 @@ impl Run<'_> {
             let row = |(sequence, token): (usize, &u32)| (sequence as u64, [*token]);
             let tokens: Vec<(u64, [u32; 1])> = last.iter().enumerate().map(row).collect();
             let position = prompt + i;
-            let draw = Draw { settings, position: position as u32 + 1, changes: Changes::default() };
+            let draw = Draw { settings, position: position as u32 + 1, changes: LogitChanges::default() };
             let batch: Vec<Rows<'_>> = tokens
                 .iter()
                 .map(|(sequence, token)| Rows {
                     sequence: *sequence,
                     position,
                     input: RowsIn::Tokens(token),
-                    want: Want::Token(draw),
+                    output: RequestedOutput::Token(draw),
                 })
                 .collect();
             for (last, out) in last.iter_mut().zip(self.stage.forward(&mut self.threads, &batch)?) {
@@ -199,7 +199,7 @@ impl Run<'_> {
 }
 
 /// Human-readable results of [`model`].
-pub fn text(figures: &Value) -> String {
+pub(crate) fn text(figures: &Value) -> String {
     let number = |name: &str| figures[name].as_f64().unwrap_or(0.0);
     let mut text = format!(
         "{} on {}: {:.2} GB of weights, loaded in {:.2} s\nprefill of {}: {:.0} tok/s\n",

@@ -8,7 +8,7 @@ use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::PathBuf;
 
 use gif::{AnyExtension, Encoder, EncodingError, Frame, Repeat};
-use kernels::grid::simulation::{Field, OutputSpec};
+use kernels_simulations::{Field, OutputSpec};
 
 use super::colours::{palette, wider};
 use super::files::{failed, replace};

@@ -1,5 +1,5 @@
 //! Colour palettes: 254 indices for values, one for solid cells, one for values that are not finite.
-use kernels::grid::simulation::Colours;
+use kernels_simulations::Colours;
 
 /// Number of colours for values.
 pub(super) const LEVELS: usize = 254;

@@ -14,28 +14,25 @@ const DIGITS: usize = 10;
 /// Turns an I/O error into a plain text with advice.
 #[expect(clippy::wildcard_enum_match_arm, reason = "only a few of many error kinds get a plainer text")]
 pub(super) fn failed(path: &Path, error: &io::Error) -> OutputError {
-    let (full, why, advice) = match error.kind() {
-        io::ErrorKind::StorageFull => (true, "the disk is full".into(), "free some space; the run then continues"),
+    let (why, advice) = match error.kind() {
+        io::ErrorKind::StorageFull => ("the disk is full".into(), "free some space; the run then continues"),
         io::ErrorKind::QuotaExceeded => {
-            (true, "the disk quota is used up".into(), "free some space or raise the quota; the run then continues")
+            ("the disk quota is used up".into(), "free some space or raise the quota; the run then continues")
         }
         io::ErrorKind::FileTooLarge => {
-            (false, "the file is too large for this disk".into(), "write less often, or to another disk")
+            ("the file is too large for this disk".into(), "write less often, or to another disk")
         }
         io::ErrorKind::PermissionDenied => {
-            (false, "permission denied".into(), "name another folder with --out, or allow writing to this one")
+            ("permission denied".into(), "name another folder with --out, or allow writing to this one")
         }
-        io::ErrorKind::ReadOnlyFilesystem => {
-            (false, "the file system is read-only".into(), "name another folder with --out")
-        }
+        io::ErrorKind::ReadOnlyFilesystem => ("the file system is read-only".into(), "name another folder with --out"),
         io::ErrorKind::AlreadyExists | io::ErrorKind::NotADirectory | io::ErrorKind::IsADirectory => (
-            false,
-            "a file is where a folder should be, or the other way round".into(),
+            "the path has a file where a folder is expected, or a folder where a file is expected".into(),
             "name another folder with --out",
         ),
-        _ => (false, error.to_string(), "check that the folder exists and is writable; the write is retried"),
+        _ => (error.to_string(), "check that the folder exists and is writable; the write is retried"),
     };
-    OutputError::File { path: path.into(), why, advice, full }
+    OutputError::File { path: path.into(), why, advice }
 }
 
 /// Creates a folder and checks that it is writable.

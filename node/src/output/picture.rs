@@ -1,6 +1,7 @@
 //! Renders frames as images: values as colours, solid cells grey, small grids enlarged.
-use kernels::grid::Region;
-use kernels::grid::simulation::{Colours, Field, Simulation, blocks};
+use kernels_grids::Region;
+use kernels_grids::any_tile::blocks;
+use kernels_simulations::{Colours, Field, Simulation};
 
 use super::colours::{SOLID, level, palette, range};
 
@@ -8,7 +9,7 @@ use super::colours::{SOLID, level, palette, range};
 const SCALE_MAX: usize = 8;
 
 /// Renders frames of one output region of a simulation.
-pub struct Painter {
+pub(crate) struct Painter {
     colours: Colours,
     range: Option<[f32; 2]>,
     /// Whether y points up.
@@ -23,7 +24,7 @@ pub struct Painter {
 
 /// An image of at most 256 colours.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Picture {
+pub(crate) struct Picture {
     /// Pixels along x.
     pub width: usize,
     /// Pixels along y.
@@ -35,9 +36,9 @@ pub struct Picture {
 }
 
 impl Painter {
-    /// A painter for a region sampled every `stride` cells (see `Simulation::shown`). Without `range`, each frame has
+    /// A painter for a region sampled every `stride` cells (see `Simulation::output_view`). Without `range`, each frame has
     /// its own.
-    pub fn new(
+    pub(crate) fn new(
         simulation: &Simulation,
         colours: Colours,
         range: Option<[f32; 2]>,
@@ -63,7 +64,7 @@ impl Painter {
     }
 
     /// Width and height of the images in pixels.
-    pub fn size(&self) -> [usize; 2] {
+    pub(crate) fn size(&self) -> [usize; 2] {
         self.size.map(|size| size * self.scale)
     }
 
@@ -72,7 +73,7 @@ impl Painter {
     }
 
     /// Minimum and maximum of a frame over non-solid cells; symmetric around 0 for a diverging palette.
-    pub fn range_of(&self, field: &Field) -> [f32; 2] {
+    pub(crate) fn range_of(&self, field: &Field) -> [f32; 2] {
         let fluid = |at: &usize| !self.solid.get(*at).copied().unwrap_or(false);
         let values = field.values.iter().zip(0..).filter(|(_, at)| fluid(at)).map(|(value, _)| *value);
         range(self.colours, values)
@@ -82,7 +83,7 @@ impl Painter {
     ///
     /// # Panics
     /// The frame has another size than the painter.
-    pub fn paint(&self, field: &Field, over: Option<[f32; 2]>) -> Picture {
+    pub(crate) fn paint(&self, field: &Field, over: Option<[f32; 2]>) -> Picture {
         let [width, height] = self.size;
         assert_eq!(field.size[..2], self.size, "a frame of the painter's size");
         let range = over.or(self.range).unwrap_or_else(|| self.range_of(field));
@@ -109,7 +110,7 @@ impl Picture {
     ///
     /// # Panics
     /// Never: writing to memory does not fail.
-    pub fn png(&self) -> Vec<u8> {
+    pub(crate) fn png(&self) -> Vec<u8> {
         let mut bytes = Vec::new();
         let mut encoder = png::Encoder::new(&mut bytes, self.width as u32, self.height as u32);
         encoder.set_color(png::ColorType::Indexed);

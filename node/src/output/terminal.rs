@@ -1,7 +1,7 @@
 //! Renders frames in a terminal: two pixels per character, in 24-bit colours.
 use std::fmt::Write;
 
-use kernels::grid::simulation::Field;
+use kernels_simulations::Field;
 
 use super::Painter;
 
@@ -11,7 +11,7 @@ const CHARACTERS_MAX: usize = 1000;
 /// Renders a frame within `columns` × `lines` characters, keeping its proportions. Each character is an upper half
 /// block: its foreground is the upper pixel, its background the lower one. Lines end in "\n"; colours are reset at the
 /// end of each.
-pub fn render(painter: &Painter, field: &Field, columns: usize, lines: usize) -> String {
+pub(crate) fn render(painter: &Painter, field: &Field, columns: usize, lines: usize) -> String {
     let picture = painter.paint(field, None);
     let columns = columns.clamp(1, CHARACTERS_MAX).min(picture.width);
     let rows = 2 * lines.clamp(1, CHARACTERS_MAX);

@@ -2,7 +2,7 @@
 use std::fmt::Write;
 use std::path::PathBuf;
 
-use kernels::grid::simulation::Field;
+use kernels_simulations::Field;
 
 use super::OutputError;
 use super::files::{numbered, remove_after, replace, steps};

@@ -8,8 +8,8 @@ use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use kernels::grid::rule::Rule;
-use kernels::grid::simulation::{Field, OutputSpec, Simulation};
+use kernels_grids::rule::Rule;
+use kernels_simulations::{Field, OutputSpec, Simulation};
 use serde_json::{Value, json};
 
 use super::OutputError;
@@ -194,7 +194,7 @@ fn units(simulation: &Simulation, quantity: &str) -> &'static str {
             "density" => "density of the fluid at rest",
             _ => "cells/step",
         },
-        Rule::Life(_) | Rule::Heat(_) | Rule::Wave(_) | Rule::GrayScott(_) | Rule::Text(_) | _ => "1",
+        Rule::Life(_) | Rule::Heat(_) | Rule::Wave(_) | Rule::GrayScott(_) | Rule::Text(_) => "1",
     }
 }
 

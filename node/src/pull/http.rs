@@ -152,7 +152,7 @@ fn head(url: &str, token: Option<&str>) -> Result<Head, PullError> {
         404 => {
             return Err(failed(url, "HTTP 404: file not found; check owner, repository and file name".into()));
         }
-        _ => return Err(failed(url, format!("HTTP {status}"))),
+        _ => return Err(failed(url, format!("HTTP {status}; try again later, or set HF_ENDPOINT to a mirror"))),
     }
     let length = if status < 300 { header("content-length") } else { None };
     let bytes = header("x-linked-size").or(length).and_then(|v| v.parse().ok());
@@ -199,7 +199,7 @@ fn transfer(
             return Ok(Transfer::Broken("the server's file does not match the partial file; starting over".into()));
         }
         408 | 429 | 500..=599 => return Ok(Transfer::Broken(format!("HTTP {status}"))),
-        _ => return Err(failed(url, format!("HTTP {status}"))),
+        _ => return Err(failed(url, format!("HTTP {status}; try again later, or set HF_ENDPOINT to a mirror"))),
     }
     let mut file =
         File::options().create(true).truncate(false).write(true).open(part).map_err(|e| PullError::storage(part, e))?;

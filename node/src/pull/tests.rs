@@ -1,10 +1,11 @@
 //! Tests of downloads against a small real HTTP server that can be configured to misbehave.
 use super::*;
+use parking_lot::Mutex;
 use sha2::{Digest, Sha256};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 
 struct Silent;
 impl Progress for Silent {
@@ -65,7 +66,7 @@ fn answer(
         return write!(stream, "HTTP/1.1 200 OK\r\n{tag}Content-Length: {length}\r\nConnection: close\r\n\r\n");
     }
     gets.fetch_add(1, Ordering::SeqCst);
-    ranges.lock().unwrap().push(range);
+    ranges.lock().push(range);
     let start = if behaviour.no_ranges { 0 } else { range.unwrap_or(0) as usize };
     let rest = &behaviour.body[start..];
     let end = behaviour.body.len();
@@ -118,7 +119,7 @@ fn a_broken_connection_is_resumed_where_it_stopped() {
     let dir = tempfile::tempdir().unwrap();
     let path = fetch(REFERENCE, dir.path(), &sources(&hub), &Silent).unwrap();
     assert_eq!(std::fs::read(&path).unwrap(), body);
-    assert_eq!(*hub.ranges.lock().unwrap(), [None, Some(500_000), Some(1_000_000)]);
+    assert_eq!(*hub.ranges.lock(), [None, Some(500_000), Some(1_000_000)]);
 }
 
 #[test]
@@ -131,14 +132,14 @@ fn a_partial_file_is_resumed_only_for_the_same_content() {
     std::fs::write(beside(&target, "part"), &body[..700_000]).unwrap();
     std::fs::write(beside(&target, "part.etag"), sha256(&body)).unwrap();
     fetch(REFERENCE, dir.path(), &sources(&hub), &Silent).unwrap();
-    assert_eq!(*hub.ranges.lock().unwrap(), [Some(700_000)]);
+    assert_eq!(*hub.ranges.lock(), [Some(700_000)]);
 
     std::fs::remove_file(&target).unwrap();
     std::fs::write(beside(&target, "part"), b"GGUF of another version").unwrap();
     std::fs::write(beside(&target, "part.etag"), "another").unwrap();
     fetch(REFERENCE, dir.path(), &sources(&hub), &Silent).unwrap();
     assert_eq!(std::fs::read(&target).unwrap(), body);
-    assert_eq!(hub.ranges.lock().unwrap()[1], None);
+    assert_eq!(hub.ranges.lock()[1], None);
 }
 
 #[test]

@@ -1,16 +1,15 @@
 //! Carries out the core's decisions about tiles: fetches their simulation, creates them, and transfers their saved
 //! states.
-use super::{Ordered, Shell, answered};
-use crate::device_thread::tiles::{CellSource, dtype};
-use crate::device_thread::{Command, NewPart};
+use super::{Ordered, Shell};
+use crate::device_thread::command::{CellSource, Command, NewPart};
+use crate::panics::answered;
 use crate::residency::Key;
 use crate::states::StateName;
-use node_core::id::{Epoch, JobId, NodeId, PartId};
+use node_core::id::{Epoch, JobId, NodeId};
 use node_core::input::Input;
 use node_core::work::steps::{SaveKind, SimulationId, TileOrder, TileStart};
 use partitioner::Tier;
 use partitioner::tiles::Block;
-use transport::frame::{Expectation, PAYLOAD_BYTES_MAX};
 
 impl Shell {
     /// Fetches the simulation, then creates the tile with the initial state that its order names.
@@ -49,7 +48,7 @@ impl Shell {
                     is_current
                 }
             };
-            if !is_current && !residency.wants(job) {
+            if !is_current && !residency.has_job(job) {
                 submissions.forget_simulation(job);
             }
         });
@@ -93,7 +92,7 @@ impl Shell {
 
     pub(super) fn keep_checkpoint(&self, job: JobId, step: u32) {
         let submissions = self.submissions.clone();
-        let kept = move |result| Input::Kept { job, step, result };
+        let kept = move |result| Input::CheckpointKept { job, step, result };
         self.off_thread(move || kept(submissions.keep_checkpoint(job, step)), move |why| kept(Err(why)));
     }
 
@@ -115,29 +114,4 @@ impl Shell {
         };
         self.off_thread(mirror, move |why| mirrored(Err(why)));
     }
-}
-
-/// The frames that a tile receives: a halo is at most the whole ring around the tile, or what a frame holds.
-pub(super) fn halos(order: &TileOrder, part: PartId) -> Expectation {
-    let reach = u64::from(order.depth) * u64::from(order.work.radius);
-    let block: &Block = order.block(part);
-    let grown = (0..3).fold(1u128, |cells, axis| {
-        let extent = block.extent(axis);
-        let ring = if extent < order.work.size[axis] { 2 * reach } else { 0 };
-        cells * u128::from(extent + ring)
-    });
-    let halo = grown - u128::from(block.cells());
-    // Rows of bits are padded to whole bytes.
-    let bits = order.work.cell_bits.max(8);
-    let bytes = (halo * u128::from(bits) / 8).clamp(64, PAYLOAD_BYTES_MAX as u128) as u32;
-    let dtype = dtype(order.work.cell_bits);
-    Expectation::strips(dtype, bytes / dtype.bytes() as u32)
-}
-
-/// A block, human-readable.
-pub(crate) fn extent(block: &Block) -> String {
-    let axes = (0..3).filter(|&axis| axis < 2 || block.to[axis] > 1);
-    axes.map(|axis| format!("{}-{}", block.from[axis], block.to[axis].saturating_sub(1)))
-        .collect::<Vec<_>>()
-        .join(" x ")
 }

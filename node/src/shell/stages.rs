@@ -1,28 +1,18 @@
 //! Carries out the core's decisions about model stages: fetches their weights, then loads and warms them.
-use super::{EndpointAsk, Ordered, Shell};
-use crate::device_thread::{Command, NewPart};
+use super::{Ordered, Shell};
+use crate::device_thread::command::{Command, NewPart};
 use crate::residency::Key;
-use kernels::sampler::{Changes, SamplerSettings};
-use kernels::stage::{Activations, Draw, Rows, RowsIn, Stage, StageError, StageOptions, Want};
+use crate::transfer::endpoint::EndpointAsk;
 use kernels::threads::Threads;
+use kernels_models::sampler::{LogitChanges, SamplerSettings};
+use kernels_models::stage::{Activations, Draw, RequestedOutput, Rows, RowsIn, Stage, StageError, StageOptions};
 use node_core::id::{Epoch, NodeId, PartId};
 use node_core::input::Input;
-use node_core::limits::CHUNK_POSITIONS_MAX;
 use node_core::work::serve::StageOrder;
 use partitioner::explain;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use transport::frame::Expectation;
-
-/// The frames that a stage receives: tokens for the first stage, hidden rows for later stages.
-pub(super) fn rows(order: &StageOrder, part: PartId) -> Expectation {
-    if order.layers_of(part).start == 0 {
-        Expectation::tokens(CHUNK_POSITIONS_MAX)
-    } else {
-        Expectation::hidden(order.width, CHUNK_POSITIONS_MAX)
-    }
-}
 
 impl Shell {
     /// Fetches the weights, loads the stage, warms it up, and hands it to the device thread.
@@ -102,7 +92,7 @@ fn indices(layers: &Range<u32>) -> Range<usize> {
 /// `got`: the time it took to fetch the weights.
 fn load_stage(
     device: &crate::device::Compute,
-    file: Arc<kernels::weights::ModelFile>,
+    file: Arc<kernels_models::weights::ModelFile>,
     (name, order, part): (&str, &StageOrder, PartId),
     got: Duration,
 ) -> Result<Box<dyn Stage>, String> {
@@ -132,8 +122,8 @@ fn warm(stage: &mut dyn Stage, threads: usize, is_first: bool) -> Result<(), Sta
     let mut threads = Threads::new(threads).map_err(|e| StageError::Device(format!("{threads} threads: {e}")))?;
     let zeros = vec![0.0; stage.width()];
     let input = if is_first { RowsIn::Tokens(&[0]) } else { RowsIn::Hidden(&zeros) };
-    let draw = Draw { settings: SamplerSettings::greedy(), position: 1, changes: Changes::default() };
-    let row = Rows { sequence: u64::MAX, position: 0, input, want: Want::Token(draw) };
+    let draw = Draw { settings: SamplerSettings::greedy(), position: 1, changes: LogitChanges::default() };
+    let row = Rows { sequence: u64::MAX, position: 0, input, output: RequestedOutput::Token(draw) };
     stage.forward(&mut threads, &[row])?;
     stage.release(u64::MAX);
     Ok(())

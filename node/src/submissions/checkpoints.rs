@@ -3,39 +3,29 @@
 //! A tile's part streams from its owner into a temporary file and is hashed on the way, so that a checkpoint takes the
 //! same small amount of memory for any grid size. Only files that this module names are ever removed.
 //!
-//! Next: `checkpoints/stored.rs`.
-use super::run_folder::folder;
-use kernels::grid::Region;
-use kernels::grid::simulation::Simulation;
-use serde::{Deserialize, Serialize};
+//! Next: `checkpoints/layout.rs`, `checkpoints/stored.rs`.
+use super::files::{PARTIAL, folder, io_error, whole_file};
+use kernels_grids::Region;
+use kernels_simulations::Simulation;
+use layout::{FOLDER, FORMAT, Layout, MANIFEST, Manifest, PART, Part, file_name, hex, step_folder};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use stored::Checkpoint;
 
-pub use stored::Checkpoint;
-
-mod stored;
+pub(crate) mod layout;
+pub(crate) mod stored;
 #[cfg(test)]
 mod tests;
 
-/// Their folder within a run's folder.
-pub const FOLDER: &str = "checkpoints";
 /// Complete checkpoints retained: the last, and the one before.
 const KEPT: usize = 2;
-/// Format identifier of a manifest.
-const FORMAT: &str = "meshnode checkpoint 1";
-/// The manifest in a step's folder; present once the checkpoint is complete.
-const MANIFEST: &str = "manifest.json";
-/// Suffix of a tile's part.
-const PART: &str = "cells";
-/// Suffix of a file until it is complete.
-pub(super) const PARTIAL: &str = "partial";
 
 /// The checkpoints of a run in progress.
 #[derive(Debug)]
-pub struct Checkpoints {
+pub(crate) struct Checkpoints {
     folder: PathBuf,
     identity: String,
     size: [usize; 3],
@@ -48,56 +38,14 @@ pub struct Checkpoints {
     kept: Vec<u32>,
 }
 
-#[derive(Debug, Serialize, Deserialize)]
-struct Manifest {
-    format: String,
-    step: u32,
-    identity: String,
-    size: [usize; 3],
-    parts: Vec<Part>,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-struct Part {
-    start: [usize; 3],
-    end: [usize; 3],
-    file: String,
-    blake3: String,
-}
-
-/// Layout of a box of cells in a saved state: by field, then z, then y; each row begins at a whole byte.
-#[derive(Clone, Copy, Debug)]
-struct Layout {
-    fields: usize,
-    /// Bits per field of a cell.
-    field_bits: usize,
-}
-
-impl Layout {
-    fn of(simulation: &Simulation) -> Self {
-        let fields = simulation.rule().fields();
-        Self { fields, field_bits: simulation.rule().costs().cell_bits as usize / fields }
-    }
-
-    /// Bytes of `cells` cells of a row.
-    fn row(&self, cells: usize) -> usize {
-        (self.field_bits * cells).div_ceil(8)
-    }
-
-    fn bytes(&self, region: Region) -> u64 {
-        let [width, height, depth] = region.size();
-        (self.row(width) * height * depth * self.fields) as u64
-    }
-}
-
 /// Bytes of a box of cells in a saved state.
-pub fn bytes(simulation: &Simulation, region: Region) -> u64 {
+pub(crate) fn bytes(simulation: &Simulation, region: Region) -> u64 {
     Layout::of(simulation).bytes(region)
 }
 
 /// A tile's part while it is written. Dropping it before `complete` removes the file.
 #[derive(Debug)]
-pub struct PartFile {
+pub(crate) struct PartFile {
     step: u32,
     name: String,
     path: PathBuf,
@@ -123,7 +71,8 @@ impl PartFile {
     }
 
     /// Total bytes of the part.
-    pub fn expected(&self) -> u64 {
+    #[cfg(test)]
+    fn expected(&self) -> u64 {
         self.expected
     }
 
@@ -131,7 +80,7 @@ impl PartFile {
     ///
     /// # Errors
     /// A disk error, or more bytes than the part has.
-    pub fn write(&mut self, bytes: &[u8]) -> Result<(), String> {
+    pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<(), String> {
         self.written += bytes.len() as u64;
         if self.written > self.expected {
             return Err(format!("{} has {} bytes, but its owner sends more", self.name, self.expected));
@@ -144,7 +93,7 @@ impl PartFile {
     ///
     /// # Errors
     /// A disk error, or fewer bytes than the part has.
-    pub fn complete(mut self) -> Result<WrittenPart, String> {
+    pub(crate) fn complete(mut self) -> Result<WrittenPart, String> {
         if self.written != self.expected {
             return Err(format!("{} has {} bytes, but its owner sent {}", self.name, self.expected, self.written));
         }
@@ -165,7 +114,7 @@ impl Drop for PartFile {
 
 /// A tile's part on disk.
 #[derive(Debug)]
-pub struct WrittenPart {
+pub(crate) struct WrittenPart {
     step: u32,
     name: String,
     hash: [u8; 32],
@@ -176,7 +125,7 @@ impl Checkpoints {
     ///
     /// # Errors
     /// It cannot be created or written.
-    pub fn open(out: &Path, simulation: &Simulation) -> Result<Self, String> {
+    pub(crate) fn open(out: &Path, simulation: &Simulation) -> Result<Self, String> {
         folder(out)?;
         crate::folders::probe(out).map_err(|e| io_error(out, &e))?;
         Ok(Self {
@@ -194,13 +143,13 @@ impl Checkpoints {
     ///
     /// # Errors
     /// A disk error.
-    pub fn begin(&mut self, step: u32, region: Region) -> Result<PartFile, String> {
+    pub(crate) fn begin(&mut self, step: u32, region: Region) -> Result<PartFile, String> {
         self.begun.insert(step);
         PartFile::create(&step_folder(&self.folder, step), step, region, self.layout.bytes(region))
     }
 
     /// Records a complete part.
-    pub fn add(&mut self, part: WrittenPart) {
+    pub(crate) fn add(&mut self, part: WrittenPart) {
         self.parts.entry(part.step).or_default().insert(part.name, part.hash);
     }
 
@@ -209,7 +158,7 @@ impl Checkpoints {
     ///
     /// # Errors
     /// A part is missing, or a disk error.
-    pub fn keep(&mut self, step: u32, regions: &[Region]) -> Result<(), String> {
+    pub(crate) fn complete(&mut self, step: u32, regions: &[Region]) -> Result<(), String> {
         let written = self.parts.get(&step).ok_or_else(|| format!("no part of step {step} is on disk"))?;
         let part = |region: &Region| {
             let file = file_name(*region);
@@ -246,7 +195,7 @@ impl Checkpoints {
     ///
     /// # Errors
     /// There is none; or what is wrong with the newest.
-    pub fn newest(&mut self, simulation: &Simulation) -> Result<Checkpoint, String> {
+    pub(crate) fn newest(&mut self, simulation: &Simulation) -> Result<Checkpoint, String> {
         let mut wrong = None;
         for (step, _) in steps(&self.folder).into_iter().rev().filter(|(_, whole)| *whole) {
             let out = self.folder.parent().unwrap_or(Path::new("."));
@@ -273,12 +222,12 @@ impl Checkpoints {
 }
 
 /// The step of the newest complete checkpoint in a run's folder.
-pub fn newest_step(out: &Path) -> Option<u32> {
+pub(crate) fn newest_step(out: &Path) -> Option<u32> {
     steps(&out.join(FOLDER)).into_iter().rev().find(|(_, whole)| *whole).map(|(step, _)| step)
 }
 
 /// Files of all checkpoints in a run's folder, complete or not, relative to that folder.
-pub fn written(out: &Path) -> Vec<PathBuf> {
+pub(crate) fn written(out: &Path) -> Vec<PathBuf> {
     let folder = out.join(FOLDER);
     let of_step = |(step, _): (u32, bool)| {
         let folder = step_folder(&folder, step);
@@ -286,10 +235,6 @@ pub fn written(out: &Path) -> Vec<PathBuf> {
     };
     let all = steps(&folder).into_iter().flat_map(of_step);
     all.filter_map(|path| path.strip_prefix(out).ok().map(Path::to_path_buf)).collect()
-}
-
-fn step_folder(folder: &Path, step: u32) -> PathBuf {
-    folder.join(format!("step-{step}"))
 }
 
 /// Steps with a folder, ascending, and whether each has a manifest.
@@ -338,45 +283,4 @@ fn remove_step(folder: &Path) {
     files.sort_by_key(|(name, _)| name != MANIFEST);
     files.into_iter().for_each(|(_, path)| drop(fs::remove_file(path)));
     let _ = fs::remove_dir(folder);
-}
-
-/// A part's file is named after its cells, so that parts of different tilings do not collide.
-fn file_name(Region { start: [x, y, z], end: [right, top, up] }: Region) -> String {
-    format!("x{x}-{right}_y{y}-{top}_z{z}-{up}.{PART}")
-}
-
-/// Writes a file atomically and durably: after a crash it is the old one or the new one.
-///
-/// # Errors
-/// A disk error; then nothing is changed.
-pub fn whole_file(path: &Path, bytes: &[u8]) -> Result<(), String> {
-    let partial = path.with_extension(PARTIAL);
-    let write = || {
-        let mut file = crate::folders::create_new(&partial)?;
-        file.write_all(bytes)?;
-        file.sync_all()?;
-        fs::rename(&partial, path)?;
-        // Sync the folder too, so that the name is durable. Some file systems do not support that.
-        if let Some(folder) = path.parent() {
-            let _ = File::open(folder).and_then(|folder| folder.sync_all());
-        }
-        Ok(())
-    };
-    write().map_err(|e| {
-        let _ = fs::remove_file(&partial);
-        io_error(path, &e)
-    })
-}
-
-fn io_error(path: &Path, error: &std::io::Error) -> String {
-    let next = if error.kind() == std::io::ErrorKind::StorageFull {
-        "; the disk is full: free some space; the run then continues"
-    } else {
-        ""
-    };
-    format!("{}: {error}{next}", path.display())
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -2,8 +2,8 @@
 //!
 //! It is written on a separate thread, so that the sender never waits for the disk. A failed write is retried until it
 //! succeeds or the run is over. Steps repeated after a loss have equal forces and are skipped.
-use super::checkpoints::whole_file;
-use kernels::grid::simulation::{Force, Simulation};
+use super::files::whole_file;
+use kernels_simulations::{Force, Simulation};
 use std::collections::VecDeque;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Seek, SeekFrom, Write};
@@ -13,7 +13,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 /// Its name in the output folder.
-pub const FORCES_FILE: &str = "forces.csv";
+pub(crate) const FORCES_FILE: &str = "forces.csv";
 /// Delay between two attempts to write a line.
 const AGAIN: Duration = Duration::from_secs(1);
 /// Attempts after the run is over.
@@ -21,7 +21,7 @@ const LAST_TRIES: usize = 3;
 
 /// A table being written.
 #[derive(Debug)]
-pub struct Forces {
+pub(crate) struct Forces {
     lines: Sender<(u32, String)>,
     thread: JoinHandle<()>,
 }
@@ -32,7 +32,7 @@ impl Forces {
     ///
     /// # Errors
     /// The file cannot be written.
-    pub fn open(out: &Path, simulation: &Simulation, from: u32) -> Result<Option<Self>, String> {
+    pub(crate) fn open(out: &Path, simulation: &Simulation, from: u32) -> Result<Option<Self>, String> {
         let Some(spec) = simulation.force() else { return Ok(None) };
         let axes = &["x", "y", "z"][..simulation.grid().dimensions()];
         let column = |kind: &str| axes.iter().map(|axis| format!(",{kind}{axis}")).collect::<String>();
@@ -64,7 +64,7 @@ impl Forces {
     }
 
     /// Appends the force after a step.
-    pub fn tell(&self, step: u32, force: &Force) {
+    pub(crate) fn append(&self, step: u32, force: &Force) {
         let numbers = force.force.iter().chain(force.coefficients.iter().flatten());
         let line = numbers.fold(step.to_string(), |line, number| format!("{line},{number}"));
         // The receiver lives at least as long as this sender, unless it gave up.
@@ -72,7 +72,7 @@ impl Forces {
     }
 
     /// Waits until all lines are written, or writing is given up. Blocks.
-    pub fn finish(self) {
+    pub(crate) fn finish(self) {
         drop(self.lines);
         let _ = self.thread.join();
     }
@@ -164,7 +164,7 @@ mod tests {
         let first = table(0);
         // A loss: steps are repeated.
         for step in [0, 2, 4, 2, 4, 6] {
-            first.tell(step, &force(f64::from(step)));
+            first.append(step, &force(f64::from(step)));
         }
         first.finish();
         let all = "step,fx,fy,cx,cy\n0,0,-0.5,0,-1\n2,2,-0.5,4,-1\n4,4,-0.5,8,-1\n6,6,-0.5,12,-1\n";
@@ -172,7 +172,7 @@ mod tests {
         // Resumed from step 3, after a crash in the middle of a line.
         fs::write(out.path().join(FORCES_FILE), &all[..all.len() - 3]).unwrap();
         let second = table(3);
-        second.tell(3, &force(0.25));
+        second.append(3, &force(0.25));
         second.finish();
         assert_eq!(text(), "step,fx,fy,cx,cy\n0,0,-0.5,0,-1\n2,2,-0.5,4,-1\n3,0.25,-0.5,0.5,-1\n");
         // A new run.
@@ -189,7 +189,7 @@ mod tests {
         let (path, aside) = (out.path().join(FORCES_FILE), out.path().join("aside"));
         fs::rename(&path, &aside).unwrap();
         for step in 0..3 {
-            table.tell(step, &Force { force: vec![1.0, 2.0], coefficients: None });
+            table.append(step, &Force { force: vec![1.0, 2.0], coefficients: None });
         }
         std::thread::sleep(AGAIN / 4);
         fs::rename(&aside, &path).unwrap();

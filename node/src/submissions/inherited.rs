@@ -1,17 +1,19 @@
 //! Simulations that other nodes coordinate and this node may take over, or has: their checkpoints and later results.
+use super::Submissions;
 use super::checkpoints::Checkpoints;
 use super::forces::Forces;
 use super::run_folder::RunFolder;
-use super::{Results, Submission, Submissions, Told};
+use super::submission::{Progress, Results, Submission};
 use crate::bulk::GridRequest;
-use crate::device_thread::tiles::region;
+use crate::regions::region;
 use node_core::id::{JobId, NodeId};
 use node_core::limits::LEASE;
 use node_core::work::steps::{Schedule, SimulationId};
+use parking_lot::Mutex;
 use partitioner::tiles::Block;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::watch;
 
@@ -21,7 +23,7 @@ const FOLDER: &str = "simulations";
 const MARK: &str = "another-node-coordinates-this";
 
 /// The folder in the data directory; removes copies from before the restart that are still marked.
-pub fn folder(data_dir: &Path) -> PathBuf {
+pub(crate) fn folder(data_dir: &Path) -> PathBuf {
     let folder = data_dir.join(FOLDER);
     for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
         forget(&entry.path());
@@ -46,7 +48,7 @@ impl Submissions {
     ///
     /// # Errors
     /// It cannot be fetched or written.
-    pub fn mirror(
+    pub(crate) fn mirror(
         &self,
         runtime: &tokio::runtime::Handle,
         from: NodeId,
@@ -69,11 +71,11 @@ impl Submissions {
             checkpoints.add(part.complete()?);
             regions.push(region);
         }
-        checkpoints.keep(step, &regions)
+        checkpoints.complete(step, &regions)
     }
 
     /// Removes the copied checkpoints of a job in which this node has no part any more.
-    pub fn forget_mirror(&self, job: JobId) {
+    pub(crate) fn forget_mirror(&self, job: JobId) {
         if self.find(job).is_none() {
             forget(&self.job_folder(job));
         }
@@ -95,7 +97,7 @@ impl Submissions {
         let now = Instant::now();
         // The coordinator has been silent for at least a lease.
         let stalled = Some((now.checked_sub(LEASE).unwrap_or(now), 0));
-        let told = Told { inherited_from: Some(from), losses: 1, stalled, ..Told::default() };
+        let told = Progress { inherited_from: Some(from), losses: 1, stalled, ..Progress::default() };
         let submission = Arc::new(Submission {
             job,
             simulation,
@@ -117,7 +119,7 @@ impl Submissions {
                 Err(error) => tracing::warn!("{error}"),
             }
             match Forces::open(out, &submission.simulation, 0) {
-                Ok(forces) => *submission.forces.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = forces,
+                Ok(forces) => *submission.forces.lock() = forces,
                 Err(error) => tracing::warn!("{error}"),
             }
         });

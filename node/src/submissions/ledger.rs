@@ -1,15 +1,13 @@
 //! Remembers the simulations submitted here across a restart of this node: a successor may have taken them over.
-use super::checkpoints::{newest_step, whole_file};
-use super::look::{Found, Look, Sight};
-use super::report::Around;
-use super::{Submission, Submissions};
+use super::files::whole_file;
+use super::submission::Submission;
+use crate::report::SimulationReport;
+use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// The file, beside the folders of simulations of other nodes.
@@ -21,11 +19,12 @@ const FILE_BYTES_MAX: u64 = 256 << 10;
 /// How long other members' answers are cached: a page polls every second.
 const ANSWER_HOLDS: Duration = Duration::from_secs(5);
 
+/// A run in the list.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct Entry {
-    job: String,
-    name: String,
-    out: Option<PathBuf>,
+pub(super) struct Entry {
+    pub(super) job: String,
+    pub(super) name: String,
+    pub(super) out: Option<PathBuf>,
 }
 
 /// The list of runs that were submitted here and have not ended here.
@@ -33,7 +32,7 @@ pub(super) struct Ledger {
     path: PathBuf,
     entries: Mutex<Vec<Entry>>,
     /// Other members' last answers about them.
-    answers: Mutex<HashMap<String, (Instant, Value)>>,
+    answers: Mutex<HashMap<String, (Instant, SimulationReport)>>,
 }
 
 impl Ledger {
@@ -78,62 +77,25 @@ impl Ledger {
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Entry>> {
-        self.entries.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.entries.lock()
     }
 
-    fn answered(&self, job: &str) -> Option<Value> {
-        let answers = self.answers.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    /// The listed runs.
+    pub(super) fn entries(&self) -> Vec<Entry> {
+        self.lock().clone()
+    }
+
+    /// A recent answer about a run.
+    pub(super) fn answered(&self, job: &str) -> Option<SimulationReport> {
+        let answers = self.answers.lock();
         answers.get(job).filter(|(at, _)| at.elapsed() < ANSWER_HOLDS).map(|(_, answer)| answer.clone())
     }
-}
 
-impl Submissions {
-    /// Reports on simulations submitted here before a restart, from the members that may have taken them over.
-    pub(super) async fn submitted_before(&self, around: &Around) -> Vec<Value> {
-        let entries = self.ledger.lock().clone();
-        let mut found = Vec::new();
-        for entry in entries {
-            if self.named(&entry.job).is_some() || around.holds(&entry.job) {
-                continue;
-            }
-            let answer = match self.ledger.answered(&entry.job) {
-                Some(answer) => answer,
-                None => {
-                    let answer = self.successor_report(&entry, around).await;
-                    let mut answers = self.ledger.answers.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-                    answers.retain(|_, (at, _)| at.elapsed() < ANSWER_HOLDS);
-                    answers.insert(entry.job, (Instant::now(), answer.clone()));
-                    answer
-                }
-            };
-            found.push(answer);
-        }
-        found
-    }
-
-    async fn successor_report(&self, entry: &Entry, around: &Around) -> Value {
-        let asked = match Look::new(&entry.job, Sight::Report) {
-            Some(look) => self.look(&look, around).await,
-            None => None,
-        };
-        let there = match asked {
-            Some(Found::There(answer)) => serde_json::from_slice::<Value>(&answer).ok(),
-            Some(Found::Here(_)) | None => None,
-        };
-        if let Some(mut report) = there.filter(Value::is_object) {
-            report["role"] = json!("submitter");
-            return report;
-        }
-        let checkpoint = entry.out.as_deref().and_then(newest_step);
-        let next = match checkpoint {
-            Some(step) => format!("`submit --resume` continues from the checkpoint of step {step}"),
-            None => "there is no checkpoint to resume from".into(),
-        };
-        json!({
-            "job": entry.job, "name": entry.name, "state": "lost", "role": "submitter", "out": entry.out,
-            "checkpoint": checkpoint,
-            "error": format!("this node restarted while it coordinated the job, and no reachable member has taken it over: {next}"),
-        })
+    /// Keeps an answer for the next queries.
+    pub(super) fn keep_answer(&self, job: String, answer: SimulationReport) {
+        let mut answers = self.answers.lock();
+        answers.retain(|_, (at, _)| at.elapsed() < ANSWER_HOLDS);
+        answers.insert(job, (Instant::now(), answer));
     }
 }
 

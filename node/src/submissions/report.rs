@@ -1,17 +1,22 @@
 //! Reports on a simulation for users and programs: by its coordinator, or by a node that computes tiles of it.
-use super::{Submission, Watched};
+use super::submission::{Progress, Submission};
+use super::view::LiveView;
+use crate::report::{
+    ForceReport, HeldReport, HeldTileReport, NodeReport, PictureReport, Role, RunReport, RunState, SimulationReport,
+    TileReport, TileStandbyReport, TotalReport,
+};
 use crate::views::{Views, hex};
-use kernels::grid::Region;
-use kernels::grid::tile::Tile;
+use kernels_grids::Region;
+use kernels_grids::tile::Tile;
+use kernels_simulations::Simulation;
 use node_core::id::{JobId, NodeId};
 use node_core::job::{JobView, PartView, WhatView};
 use node_core::work::steps::TileFigures;
 use node_core::work::{Ending, HeldPart, HeldWork};
-use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What a report needs besides the submission itself.
-pub struct Around {
+pub(crate) struct ReportContext {
     me: NodeId,
     /// Names of nodes, and their memory bandwidth as measured at start: of a CPU while reading weights, of a GPU while
     /// copying.
@@ -21,7 +26,7 @@ pub struct Around {
     tiles: Vec<HeldPart>,
 }
 
-impl Around {
+impl ReportContext {
     pub(super) fn new(me: NodeId, views: Views) -> Self {
         let Views { peers, jobs: _, grids, tiles } = views;
         let nodes = peers.into_iter().map(|peer| (peer.node, (peer.name, peer.bytes_per_second))).collect();
@@ -32,9 +37,9 @@ impl Around {
         self.nodes.get(node).map(|(name, _)| name)
     }
 
-    fn node_of(&self, node: NodeId) -> Value {
+    fn node_of(&self, node: NodeId) -> NodeReport {
         let node = hex(&node);
-        json!({"name": self.name(&node), "node": node})
+        NodeReport { name: self.name(&node).cloned(), node }
     }
 
     /// Jobs whose tiles are on this node.
@@ -53,28 +58,31 @@ impl Around {
 }
 
 /// Reports on a simulation from the tiles on this node alone.
-pub(super) fn held_report(job: JobId, around: &Around) -> Value {
+pub(super) fn held_report(job: JobId, around: &ReportContext) -> SimulationReport {
     let held: Vec<&HeldPart> = around.tiles.iter().filter(|tile| tile.job == job).collect();
     let (owns, is_standby) = (held.iter().any(|tile| !tile.standby), held.iter().any(|tile| tile.standby));
     let role = match (owns, is_standby) {
-        (true, true) => "owner and standby",
-        (true, false) => "owner",
-        (false, _) => "standby",
+        (true, true) => Role::OwnerAndStandby,
+        (true, false) => Role::Owner,
+        (false, _) => Role::Standby,
     };
-    let tiles: Vec<Value> = held
-        .iter()
-        .map(|tile| {
-            json!({
-                "tile": tile.part.0, "standby": tile.standby, "step": steps_of(tile)[0], "bytes": tile.bytes.unwrap_or(0),
-            })
-        })
-        .collect();
+    let tiles = held.iter().map(|tile| HeldTileReport {
+        tile: tile.part.0,
+        standby: tile.standby,
+        step: steps_of(tile)[0],
+        bytes: tile.bytes.unwrap_or(0),
+    });
     let (name, steps) = held.first().map_or(("", 0), |tile| (tile.name.as_str(), steps_of(tile)[1]));
-    json!({
-        "job": format!("{:016x}", job.0), "name": name, "state": "computing", "role": role,
-        "coordinator": around.coordinator_of(job).map(|node| around.node_of(node)),
-        "step": held.iter().map(|tile| steps_of(tile)[0]).max(), "steps": steps, "held": tiles,
-        "bytes": held.iter().filter_map(|tile| tile.bytes).sum::<u64>(),
+    SimulationReport::Held(HeldReport {
+        job: format!("{:016x}", job.0),
+        name: name.to_owned(),
+        state: RunState::Computing,
+        role,
+        coordinator: around.coordinator_of(job).map(|node| around.node_of(node)),
+        step: held.iter().map(|tile| steps_of(tile)[0]).max(),
+        steps: steps.into(),
+        held: tiles.collect(),
+        bytes: held.iter().filter_map(|tile| tile.bytes).sum(),
     })
 }
 
@@ -95,7 +103,7 @@ fn figures_of(tile: &PartView) -> TileFigures {
 }
 
 /// Reports the progress or the end of a simulation.
-pub(super) fn report(submission: &Submission, around: &Around) -> Value {
+pub(super) fn report(submission: &Submission, around: &ReportContext) -> SimulationReport {
     let (mut told, simulation) = (submission.told(), &submission.simulation);
     // While it runs, the core has the tiles' figures and standbys.
     let running = around.grids.iter().find(|grid| grid.job == submission.job && told.ended.is_none());
@@ -113,74 +121,119 @@ pub(super) fn report(submission: &Submission, around: &Around) -> Value {
     let traffic = simulation.rule().costs().traffic_bits as f64 / 8.0;
     let sum = |value: fn(&TileFigures) -> u64| told.figures.iter().map(value).sum::<u64>();
     let (halo_ns, wait_ns) = (sum(|f| f.halo_ns), sum(|f| f.wait_ns));
-    let hidden = (halo_ns > 0).then(|| 1.0 - wait_ns as f64 / halo_ns as f64);
-    let state = match (&told.ended, told.running_since) {
-        (Some(Ending::Completed), _) => "done",
-        (Some(Ending::Cancelled), _) => "cancelled",
-        (Some(Ending::Moved(_) | Ending::Failed(_)), _) => "failed",
-        (None, Some(_)) if told.waiting.is_some() => "waiting",
-        (None, Some(_)) => "running",
-        (None, None) => "starting",
-    };
+    let pace = now.unwrap_or(rate);
+    SimulationReport::Run(Box::new(RunReport {
+        job: format!("{:016x}", submission.job.0),
+        name: simulation.name().to_owned(),
+        rule: simulation.rule().name().to_owned(),
+        size: simulation.grid().size()[..simulation.grid().dimensions()].to_vec(),
+        state: state(&told),
+        error: told.error().map(str::to_owned),
+        step: told.step,
+        steps: simulation.steps(),
+        from_step: told.begun_at,
+        depth: told.depth,
+        seconds,
+        seconds_left: (pace > 0.0).then(|| left / pace),
+        steps_per_s: rate,
+        steps_per_s_now: now,
+        predicted_steps_per_s: (told.step_ns > 0).then(|| 1e9 / told.step_ns as f64),
+        mlups: rate * cells / 1e6,
+        cells_per_s: rate * cells,
+        t_eff_gb_s: rate * cells * traffic / 1e9,
+        share_of_node_bandwidth: share_of_bandwidth(&told, around, rate * cells * traffic).filter(|_| rate > 0.0),
+        halo_bytes: sum(|f| f.sent_bytes),
+        standby_bytes: sum(|f| f.copied_bytes),
+        communication_hidden: (halo_ns > 0).then(|| 1.0 - wait_ns as f64 / halo_ns as f64),
+        losses: told.losses,
+        longest_stall_ms: told.longest_stall.as_secs_f64() * 1e3,
+        totals: totals(simulation, &told),
+        force: force(simulation, &told),
+        checkpoint: told.checkpoint,
+        out: submission.out.as_ref().map(|out| out.display().to_string()),
+        tiles: tiles(&told, running, around),
+        role: Role::Coordinator,
+        coordinator: around.node_of(around.me),
+        taken_over_from: told.inherited_from.map(|node| node.to_string()),
+        picture: picture(submission),
+        state_hash: told.hash.map(|hash| format!("{hash:032x}")),
+        waiting: told.waiting,
+        replaced: told.replaced,
+    }))
+}
+
+fn state(told: &Progress) -> RunState {
+    match (&told.ended, told.running_since) {
+        (Some(Ending::Completed), _) => RunState::Done,
+        (Some(Ending::Cancelled), _) => RunState::Cancelled,
+        (Some(Ending::Moved(_) | Ending::Failed(_)), _) => RunState::Failed,
+        (None, Some(_)) if told.waiting.is_some() => RunState::Waiting,
+        (None, Some(_)) => RunState::Running,
+        (None, None) => RunState::Starting,
+    }
+}
+
+/// The share of the computing nodes' memory bandwidth in a traffic of `bytes_per_s`.
+fn share_of_bandwidth(told: &Progress, around: &ReportContext, bytes_per_s: f64) -> Option<f64> {
+    let computing: BTreeSet<String> = told.tiles.iter().map(|(node, _)| hex(&NodeId(node.0))).collect();
+    let read = computing.iter().map(|node| around.nodes.get(node).map(|(_, read)| *read));
+    let read = read.sum::<Option<u64>>().filter(|read| *read > 0);
+    // A small tile that stays in cache can exceed the memory bandwidth; then no share is reported.
+    read.map(|read| bytes_per_s / read as f64).filter(|share| *share <= 1.0)
+}
+
+fn totals(simulation: &Simulation, told: &Progress) -> Vec<TotalReport> {
     let number = |totals: &[i128], fields: &[usize]| {
         let sum =
             fields.iter().filter_map(|field| totals.get(*field)).fold(0i128, |sum, total| sum.wrapping_add(*total));
         Tile::total_value(sum)
     };
-    let totals: Vec<Value> = simulation
-        .totals()
-        .iter()
-        .map(|(name, fields)| {
-            let first = told.first_totals.as_deref().map(|totals| number(totals, fields));
-            let last = told.totals.as_ref().map(|(_, totals)| number(totals, fields));
-            json!({"name": name, "first": first, "last": last})
+    let totals = simulation.totals();
+    totals
+        .into_iter()
+        .map(|(name, fields)| TotalReport {
+            name,
+            first: told.first_totals.as_deref().map(|totals| number(totals, &fields)),
+            last: told.totals.as_ref().map(|(_, totals)| number(totals, &fields)),
         })
-        .collect();
-    let force = told.totals.as_ref().and_then(|(step, totals)| {
-        let force = simulation.force_of(totals)?;
-        Some(json!({"step": step, "force": force.force, "coefficients": force.coefficients}))
-    });
-    let tiles: Vec<Value> = told
-        .tiles
-        .iter()
-        .enumerate()
-        .map(|(number, (node, Region { start, end }))| {
-            let node = hex(&NodeId(node.0));
-            let figures = told.figures.get(number).copied().unwrap_or_default();
-            let standby = running.get(number).and_then(|tile| tile.standby.as_ref()).and_then(|standby| {
-                let node = hex(&standby.node?);
-                Some(json!({"name": around.name(&node), "node": node, "step": standby.step}))
-            });
-            json!({
-                "name": around.name(&node), "node": node, "from": start, "to": end, "standby": standby,
-                "compute_s": figures.compute_ns as f64 / 1e9, "wait_s": figures.wait_ns as f64 / 1e9,
-                "halo_bytes": figures.sent_bytes,
-            })
-        })
-        .collect();
-    let computing: BTreeSet<String> = told.tiles.iter().map(|(node, _)| hex(&NodeId(node.0))).collect();
-    let read = computing.iter().map(|node| around.nodes.get(node).map(|(_, read)| *read));
-    let read = read.sum::<Option<u64>>().filter(|read| *read > 0);
-    // A small tile that stays in cache can exceed the memory bandwidth; then no share is reported.
-    let share =
-        read.filter(|_| rate > 0.0).map(|read| rate * cells * traffic / read as f64).filter(|share| *share <= 1.0);
-    let quantity = Watched::of(simulation).quantity;
-    let picture = submission.view().map(|view| json!({"step": view.step, "quantity": quantity, "range": view.range}));
-    let pace = now.unwrap_or(rate);
-    json!({
-        "job": format!("{:016x}", submission.job.0), "name": simulation.name(), "rule": simulation.rule().name(),
-        "size": &simulation.grid().size()[..simulation.grid().dimensions()], "state": state,
-        "error": told.error(), "waiting": told.waiting,
-        "step": told.step, "steps": simulation.steps(), "from_step": told.begun_at, "depth": told.depth,
-        "seconds": seconds, "seconds_left": (pace > 0.0).then(|| left / pace), "steps_per_s": rate, "steps_per_s_now": now,
-        "predicted_steps_per_s": (told.step_ns > 0).then(|| 1e9 / told.step_ns as f64),
-        "mlups": rate * cells / 1e6, "cells_per_s": rate * cells, "t_eff_gb_s": rate * cells * traffic / 1e9, "share_of_node_bandwidth": share,
-        "halo_bytes": sum(|f| f.sent_bytes), "standby_bytes": sum(|f| f.copied_bytes), "communication_hidden": hidden,
-        "losses": told.losses, "longest_stall_ms": told.longest_stall.as_secs_f64() * 1e3, "totals": totals,
-        "force": force,
-        "checkpoint": told.checkpoint, "out": submission.out, "replaced": told.replaced, "tiles": tiles,
-        "role": "coordinator", "coordinator": around.node_of(around.me),
-        "taken_over_from": told.inherited_from.map(|node| node.to_string()),
-        "picture": picture, "state_hash": told.hash.map(|hash| format!("{hash:032x}")),
-    })
+        .collect()
 }
+
+fn force(simulation: &Simulation, told: &Progress) -> Option<ForceReport> {
+    let (step, totals) = told.totals.as_ref()?;
+    let force = simulation.force_of(totals)?;
+    let coefficients = force.coefficients.map(|parts| parts.into_iter().map(Some).collect());
+    Some(ForceReport { step: *step, force: force.force, coefficients })
+}
+
+/// The tiles; `running` has their standbys.
+fn tiles(told: &Progress, running: &[PartView], around: &ReportContext) -> Vec<TileReport> {
+    let report = |(number, (node, Region { start, end })): (usize, &(NodeId, Region))| {
+        let node = hex(&NodeId(node.0));
+        let figures = told.figures.get(number).copied().unwrap_or_default();
+        let standby = running.get(number).and_then(|tile| tile.standby.as_ref()).and_then(|standby| {
+            let node = hex(&standby.node?);
+            Some(TileStandbyReport { name: around.name(&node).cloned(), node, step: standby.step })
+        });
+        TileReport {
+            name: around.name(&node).cloned(),
+            node,
+            from: *start,
+            to: *end,
+            standby,
+            compute_s: figures.compute_ns as f64 / 1e9,
+            wait_s: figures.wait_ns as f64 / 1e9,
+            halo_bytes: figures.sent_bytes,
+        }
+    };
+    told.tiles.iter().enumerate().map(report).collect()
+}
+
+fn picture(submission: &Submission) -> Option<PictureReport> {
+    let view = submission.view()?;
+    let quantity = LiveView::of(&submission.simulation).quantity.to_owned();
+    Some(PictureReport { step: view.step, quantity, range: view.range.map(|value| Some(f64::from(value))) })
+}
+
+#[cfg(test)]
+mod tests;

@@ -3,10 +3,11 @@
 //!
 //! A run that replaces another one first moves that one aside, complete, and removes it only when the new run has a
 //! checkpoint or is done. A folder without a manifest (of an earlier version, or of another program) is never changed.
-use super::checkpoints::{self, whole_file};
+use super::checkpoints::{self, layout};
+use super::files::{PARTIAL, folder, whole_file};
 use super::forces::FORCES_FILE;
 use crate::output;
-use kernels::grid::simulation::{OutputKind, OutputSpec, Simulation};
+use kernels_simulations::{OutputKind, OutputSpec, Simulation};
 use node_core::id::JobId;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
@@ -15,7 +16,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// The manifest. Names of output folders contain no dot, so they cannot collide with it.
-pub const MANIFEST: &str = "meshnode-run.json";
+pub(crate) const MANIFEST: &str = "meshnode-run.json";
 /// The folder of a run that is being replaced.
 const REPLACED: &str = "replaced.run";
 /// Format identifier of a manifest.
@@ -29,7 +30,7 @@ const NAMED: usize = 4;
 
 /// What to do with a run that the folder already holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Existing {
+pub(crate) enum Existing {
     /// Reject it: the folder must be empty.
     #[default]
     Refuse,
@@ -116,26 +117,17 @@ enum Contents {
 
 /// The folder of a run in progress. No other run writes into it while this is held.
 #[derive(Debug)]
-pub struct RunFolder {
+pub(crate) struct RunFolder {
     path: PathBuf,
     manifest: Manifest,
     _lock: Option<File>,
-}
-
-/// Creates the folder given by `--out` if it does not exist.
-///
-/// # Errors
-/// It cannot be created.
-pub fn folder(out: &Path) -> Result<(), String> {
-    fs::create_dir_all(out)
-        .map_err(|e| format!("cannot write into {}: {e}; name a folder that can be written, with --out", out.display()))
 }
 
 /// Checks whether a run may begin in a folder. Changes nothing.
 ///
 /// # Errors
 /// It holds files that must not be touched; the text names them and the flags that apply.
-pub fn check(out: &Path, existing: Existing) -> Result<(), String> {
+pub(crate) fn check(out: &Path, existing: Existing) -> Result<(), String> {
     let shown = out.display();
     match (contents(out)?, existing) {
         (Contents::Nothing, _) => Ok(()),
@@ -145,14 +137,14 @@ pub fn check(out: &Path, existing: Existing) -> Result<(), String> {
             manifest.described(out)
         )),
         // Checkpoints only, copied from a folder of an earlier version.
-        (Contents::Others(names), Existing::Resume) if names == [checkpoints::FOLDER] => Ok(()),
+        (Contents::Others(names), Existing::Resume) if names == [layout::FOLDER] => Ok(()),
         (Contents::Others(names), _) => {
             let more = names.len().saturating_sub(NAMED);
             let more = if more > 0 { format!(" and {more} more") } else { String::new() };
             let names = names[..names.len().min(NAMED)].join(", ");
             let has = checkpoints::newest_step(out);
             let resume = has.map_or_else(String::new, |step| {
-                format!("; to resume from the checkpoint of step {step}, copy `{}` into an empty folder and use that with --resume", checkpoints::FOLDER)
+                format!("; to resume from the checkpoint of step {step}, copy `{}` into an empty folder and use that with --resume", layout::FOLDER)
             });
             Err(format!(
                 "{shown} holds {names}{more}, which no run manifest lists (earlier versions wrote none), so neither --resume \
@@ -186,7 +178,7 @@ fn contents(out: &Path) -> Result<Contents, String> {
     };
     let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
     // A manifest whose first write was interrupted belongs to meshnode.
-    let torn = Path::new(MANIFEST).with_extension(checkpoints::PARTIAL);
+    let torn = Path::new(MANIFEST).with_extension(PARTIAL);
     let is_foreign = |name: &String| !name.starts_with(OWN) && Path::new(name) != torn;
     let mut names: Vec<String> = names.filter(is_foreign).collect();
     names.sort();
@@ -264,7 +256,7 @@ impl Manifest {
 
 /// A folder in which a run may begin; nothing in it is changed yet.
 #[derive(Debug)]
-pub struct Opened {
+pub(crate) struct Opened {
     path: PathBuf,
     existing: Existing,
     before: Option<Manifest>,
@@ -277,7 +269,7 @@ impl Opened {
     ///
     /// # Errors
     /// As for [`check`]; another run writes into the folder (from `lock`); a disk error.
-    pub fn new(
+    pub(crate) fn new(
         out: &Path,
         existing: Existing,
         lock: impl FnOnce(&Path) -> Result<Option<File>, String>,
@@ -308,7 +300,7 @@ impl Opened {
     ///
     /// # Errors
     /// An output would overwrite foreign files; a disk error.
-    pub fn begin(self, simulation: &Simulation, job: JobId) -> Result<RunFolder, String> {
+    pub(crate) fn begin(self, simulation: &Simulation, job: JobId) -> Result<RunFolder, String> {
         let Self { path, existing, before, lock } = self;
         let mut manifest = Manifest::new(simulation, job);
         if let Some(before) = before {
@@ -331,7 +323,7 @@ impl RunFolder {
     ///
     /// # Errors
     /// A disk error.
-    pub fn inherit(out: &Path, simulation: &Simulation, job: JobId) -> Result<Self, String> {
+    pub(crate) fn inherit(out: &Path, simulation: &Simulation, job: JobId) -> Result<Self, String> {
         folder(out)?;
         let manifest = Manifest::new(simulation, job);
         manifest.write(out)?;
@@ -339,12 +331,12 @@ impl RunFolder {
     }
 
     /// This run has a checkpoint: removes the run that it replaces.
-    pub fn has_checkpoint(&self) {
+    pub(crate) fn has_checkpoint(&self) {
         remove_replaced(&self.path);
     }
 
     /// Ends the run. A run without any output (there was no placement for its grid, say) leaves the folder unchanged.
-    pub fn finish(mut self, step: u32, done: bool) {
+    pub(crate) fn finish(mut self, step: u32, done: bool) {
         let nothing = |file: &PathBuf| file.as_path() == Path::new(FORCES_FILE);
         if !done && step == 0 && self.manifest.files(&self.path).iter().all(nothing) {
             let undone = match self.path.join(REPLACED).join(MANIFEST).is_file() {
@@ -368,7 +360,7 @@ impl RunFolder {
 }
 
 /// The run that `out` was to replace, in words, if the new run has no checkpoint to resume from.
-pub fn replaced(out: &Path) -> Option<String> {
+pub(crate) fn replaced(out: &Path) -> Option<String> {
     match contents(&out.join(REPLACED)) {
         Ok(Contents::Run(before)) if checkpoints::newest_step(out).is_none() => {
             Some(before.described(&out.join(REPLACED)))

@@ -2,26 +2,15 @@
 //! bulk streams of weights, and is parsed off the driver thread.
 use super::Submissions;
 use crate::bulk::GridRequest;
-use kernels::grid::simulation::Simulation;
+use kernels_simulations::Simulation;
 use node_core::id::{ContentId, JobId, NodeId};
 use node_core::work::steps::SimulationId;
 use std::sync::Arc;
 
-/// The content id and size of a simulation.
-pub(super) fn id(simulation: &Simulation) -> SimulationId {
-    let (mut hasher, mut bytes) = (blake3::Hasher::new(), 0);
-    simulation.pack(&mut |part| {
-        hasher.update(part);
-        bytes += part.len() as u64;
-        true
-    });
-    SimulationId { content: ContentId(*hasher.finalize().as_bytes()), bytes }
-}
-
 impl Submissions {
     /// The simulation of that content, from a job submitted here or a tile on this node.
-    pub fn simulation_of(&self, content: ContentId) -> Option<Arc<Simulation>> {
-        let held = self.held.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    pub(crate) fn simulation_of(&self, content: ContentId) -> Option<Arc<Simulation>> {
+        let held = self.held.lock();
         let held = held.values().find(|(of, _)| *of == content).map(|(_, simulation)| simulation.clone());
         held.or_else(|| {
             let jobs = self.lock();
@@ -30,41 +19,35 @@ impl Submissions {
     }
 
     /// Retains a simulation for a job's tiles until `forget_simulation`, if this node has it.
-    pub fn hold_simulation(&self, job: JobId, content: ContentId) -> Option<Arc<Simulation>> {
+    pub(crate) fn hold_simulation(&self, job: JobId, content: ContentId) -> Option<Arc<Simulation>> {
         let found = self.simulation_of(content)?;
-        self.held.lock().unwrap_or_else(std::sync::PoisonError::into_inner).insert(job, (content, found.clone()));
+        self.held.lock().insert(job, (content, found.clone()));
         Some(found)
     }
 
     /// Releases the simulation of a job that has no more tiles here.
-    pub fn forget_simulation(&self, job: JobId) {
-        self.held.lock().unwrap_or_else(std::sync::PoisonError::into_inner).remove(&job);
+    pub(crate) fn forget_simulation(&self, job: JobId) {
+        self.held.lock().remove(&job);
     }
 
     /// A job's simulation: from this node, or from the first of `sources` that has it. Blocks.
     ///
     /// # Errors
     /// No source has it, or it is invalid; with the last error.
-    pub fn fetch_simulation(
+    pub(crate) fn fetch_simulation(
         &self,
         runtime: &tokio::runtime::Handle,
         job: JobId,
         id: SimulationId,
         sources: &[NodeId],
     ) -> Result<Arc<Simulation>, String> {
-        let turn = self
-            .fetching
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
-            .entry(id.content)
-            .or_default()
-            .clone();
+        let turn = self.fetching.lock().entry(id.content).or_default().clone();
         let fetched = {
             // A panic while parsing reaches this caller; the next caller tries again.
-            let _turn = turn.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let _turn = turn.lock();
             self.fetch_in_turn(runtime, job, id, sources)
         };
-        let mut fetching = self.fetching.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut fetching = self.fetching.lock();
         // Two references remain: the table's and this one.
         if Arc::strong_count(&turn) <= 2 {
             fetching.remove(&id.content);
@@ -88,7 +71,7 @@ impl Submissions {
                 Ok(simulation) => {
                     let simulation = Arc::new(simulation);
                     let kept = (id.content, simulation.clone());
-                    self.held.lock().unwrap_or_else(std::sync::PoisonError::into_inner).insert(job, kept);
+                    self.held.lock().insert(job, kept);
                     return Ok(simulation);
                 }
                 Err(error) => {

@@ -1,17 +1,17 @@
 //! Describes a simulation for the planner and the core.
-use super::Watched;
-use kernels::grid::simulation::Simulation;
-use node_core::id::JobId;
+use super::view::LiveView;
+use kernels_simulations::Simulation;
+use node_core::id::{ContentId, JobId};
 use node_core::work::steps::{GridSpec, Schedule, SimulationId};
 use partitioner::Tier;
 use partitioner::tiles::GridWork;
 
 /// The costs of a simulation for the planner.
-pub fn work(simulation: &Simulation) -> GridWork {
+pub(crate) fn work(simulation: &Simulation) -> GridWork {
     let (grid, costs) = (simulation.grid(), simulation.rule().costs());
     let periodic =
-        std::array::from_fn(|axis| axis < grid.dimensions() && grid.faces(axis)[0] == kernels::grid::Face::Periodic);
-    let standby = simulation.standby() != kernels::grid::simulation::Tier::None;
+        std::array::from_fn(|axis| axis < grid.dimensions() && grid.faces(axis)[0] == kernels_grids::Face::Periodic);
+    let standby = simulation.standby() != kernels_simulations::StandbyTier::None;
     // One saved state of each kind is retained; each is half of the two states that a step needs.
     let kept = u64::from(standby) + u64::from(simulation.checkpoint_every().is_some());
     GridWork {
@@ -22,7 +22,7 @@ pub fn work(simulation: &Simulation) -> GridWork {
         traffic_bits: costs.traffic_bits,
         face_bits: costs.face_bits,
         cell_bits: costs.cell_bits,
-        align_x: kernels::grid::RUN as u64,
+        align_x: kernels_grids::RUN as u64,
         // The packed job files, and their parsed form.
         scratch_bytes: SCRATCH_BYTES + 2 * simulation.packed_len() as u64,
         pass_steps: simulation.rule().pass_steps(grid) as u32,
@@ -41,7 +41,7 @@ pub(super) fn spec(job: JobId, simulation: &Simulation, id: SimulationId, kept: 
         outputs.iter_mut().for_each(|every| *every = 0);
     }
     // Pictures for live viewers: at intervals, and after the last step.
-    let every = whole(Watched::of(simulation).every(simulation));
+    let every = whole(LiveView::of(simulation).every(simulation));
     outputs
         .extend([every, if whole(simulation.steps()).is_multiple_of(every) { 0 } else { whole(simulation.steps()) }]);
     GridSpec {
@@ -58,10 +58,21 @@ pub(super) fn spec(job: JobId, simulation: &Simulation, id: SimulationId, kept: 
             looks: None,
         },
         tier: match simulation.standby() {
-            kernels::grid::simulation::Tier::None => Tier::None,
-            kernels::grid::simulation::Tier::Warm => Tier::Warm,
-            kernels::grid::simulation::Tier::Hot => Tier::Hot,
+            kernels_simulations::StandbyTier::None => Tier::None,
+            kernels_simulations::StandbyTier::Warm => Tier::Warm,
+            kernels_simulations::StandbyTier::Hot => Tier::Hot,
         },
         resume,
     }
+}
+
+/// The content id and size of a simulation.
+pub(super) fn content_id(simulation: &Simulation) -> SimulationId {
+    let (mut hasher, mut bytes) = (blake3::Hasher::new(), 0);
+    simulation.pack(&mut |part| {
+        hasher.update(part);
+        bytes += part.len() as u64;
+        true
+    });
+    SimulationId { content: ContentId(*hasher.finalize().as_bytes()), bytes }
 }

@@ -1,22 +1,24 @@
 //! One simulation submitted here: its state, and its results on disk.
-use super::checkpoints::{self, Checkpoint, Checkpoints, WrittenPart};
+use super::checkpoints::stored::Checkpoint;
+use super::checkpoints::{self, Checkpoints, WrittenPart};
 use super::forces::Forces;
 use super::run_folder::{self, RunFolder};
-use super::view::{self, Pace, View, Watched};
-use crate::device_thread::tiles::{common, region};
+use super::view::{self, LiveView, Pace, View};
 use crate::output::{Writer, render};
+use crate::regions::{common, region};
 use crate::states::StateName;
 use bytes::Bytes;
-use kernels::grid::Region;
-use kernels::grid::simulation::{Field, Mosaic, Simulation};
+use kernels_grids::Region;
+use kernels_simulations::{Field, Mosaic, Simulation};
 use node_core::id::{JobId, NodeId, PartId};
 use node_core::output::Event;
 use node_core::work::steps::{SaveKind, SimulationId, StepsEvent, TileFigures};
 use node_core::work::{Ending, Placement};
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::watch;
 
@@ -27,7 +29,7 @@ const FRAMES_HELD: [usize; 2] = [64, 256 << 20];
 const CLOSED: &str = "the run is over";
 
 /// One simulation.
-pub struct Submission {
+pub(crate) struct Submission {
     /// Its id.
     pub job: JobId,
     /// The simulation to compute.
@@ -37,7 +39,7 @@ pub struct Submission {
     /// Folder for its outputs.
     pub out: Option<PathBuf>,
     /// Locked only briefly: the driver thread writes to it.
-    pub(super) told: Mutex<Told>,
+    pub(super) told: Mutex<Progress>,
     pub(super) view: Mutex<Option<Arc<View>>>,
     /// The table of forces, if the job has one. Locked only briefly.
     pub(super) forces: Mutex<Option<Forces>>,
@@ -68,7 +70,7 @@ pub(super) struct Results {
 
 /// State of a simulation, from the events of its job.
 #[derive(Clone, Debug, Default)]
-pub struct Told {
+pub(crate) struct Progress {
     /// The step at which it began on this node.
     pub begun_at: u32,
     /// Its previous coordinator.
@@ -115,9 +117,9 @@ pub struct Told {
     pub figures: Vec<TileFigures>,
 }
 
-impl Told {
+impl Progress {
     /// Why it ended before its last step, if it did.
-    pub fn error(&self) -> Option<&str> {
+    pub(crate) fn error(&self) -> Option<&str> {
         match self.ended.as_ref()? {
             Ending::Completed => None,
             Ending::Cancelled => Some("it was cancelled"),
@@ -128,23 +130,28 @@ impl Told {
 
 impl Submission {
     /// Its state.
-    pub fn told(&self) -> Told {
+    pub(crate) fn told(&self) -> Progress {
         self.telling().clone()
     }
 
+    /// Whether another node coordinates it now, or this node gave it up.
+    pub(super) fn moved(&self) -> bool {
+        self.told().moved
+    }
+
     /// The live view: a step, and a quantity downsampled to fit a screen.
-    pub fn view(&self) -> Option<Arc<View>> {
-        self.view.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+    pub(crate) fn view(&self) -> Option<Arc<View>> {
+        self.view.lock().clone()
     }
 
     /// Wakes at every event.
-    pub fn changes(&self) -> watch::Receiver<u64> {
+    pub(crate) fn changes(&self) -> watch::Receiver<u64> {
         self.changed.subscribe()
     }
 
     /// Handles an event of its job.
     #[expect(clippy::wildcard_enum_match_arm, reason = "only a few events are about a simulation")]
-    pub(super) fn tell(&self, event: &Event) {
+    pub(super) fn handle_event(&self, event: &Event) {
         let mut told = self.telling();
         let now = Instant::now();
         match event {
@@ -172,7 +179,7 @@ impl Submission {
         self.changed.send_modify(|count| *count += 1);
     }
 
-    fn tell_steps(&self, told: &mut Told, now: Instant, event: &StepsEvent) {
+    fn tell_steps(&self, told: &mut Progress, now: Instant, event: &StepsEvent) {
         match event {
             StepsEvent::Runs { step } => {
                 if told.running_since.is_none() {
@@ -192,10 +199,10 @@ impl Submission {
             StepsEvent::Report { step, report } => {
                 told.first_totals.get_or_insert_with(|| report.totals.clone());
                 told.totals = Some((*step, report.totals.clone()));
-                if let Some(forces) = &*self.forces.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+                if let Some(forces) = &*self.forces.lock()
                     && let Some(force) = self.simulation.force_of(&report.totals)
                 {
-                    forces.tell(*step, &force);
+                    forces.append(*step, &force);
                 }
                 if report.hash.is_some() {
                     told.hash = report.hash;
@@ -213,7 +220,7 @@ impl Submission {
 
     /// Closes the table of forces; all lines are on disk when this returns.
     pub(super) fn finish_forces(&self) {
-        let forces = self.forces.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+        let forces = self.forces.lock().take();
         if let Some(forces) = forces {
             forces.finish();
         }
@@ -279,10 +286,10 @@ impl Submission {
     /// The quantity that an output shows, its region, and the stride between cells.
     pub(super) fn shown(&self, number: u16) -> (&str, (Region, usize)) {
         match self.simulation.outputs().get(usize::from(number)) {
-            Some(output) => (output.quantity.as_str(), self.simulation.shown(output)),
+            Some(output) => (output.quantity.as_str(), self.simulation.output_view(output)),
             // Numbers past the job's own outputs are for live viewers.
             None => {
-                let watched = Watched::of(&self.simulation);
+                let watched = LiveView::of(&self.simulation);
                 (watched.quantity, watched.shown)
             }
         }
@@ -293,8 +300,8 @@ impl Submission {
         let SaveKind::Output(number) = name.kind else { return Err("expected a frame".into()) };
         let (quantity, (shown, stride)) = self.shown(number);
         let part = common(&shown, &self.region_of(name.part)?);
-        let values = part.map_or(0, |part| kernels::grid::simulation::blocks(part, stride).cells());
-        Ok((values * self.simulation.needs(quantity).len() * size_of::<f32>()) as u64)
+        let values = part.map_or(0, |part| kernels_grids::any_tile::blocks(part, stride).cells());
+        Ok((values * self.simulation.source_quantities(quantity).len() * size_of::<f32>()) as u64)
     }
 
     /// Adds a tile's part of an output.
@@ -345,9 +352,16 @@ impl Submission {
         let part = common(&shown.0, &region).filter(|_| !entry.1.contains(&tile));
         if let Some(part) = part {
             let values = transport::frame::to_f32(bytes);
-            let needs = simulation.needs(quantity);
-            let each = (values.len() / needs.len().max(1)).max(1);
-            for (need, values) in needs.iter().zip(values.chunks_exact(each)) {
+            let needs = simulation.source_quantities(quantity);
+            let each = kernels_grids::any_tile::blocks(part, shown.1).cells();
+            let expected = each * needs.len();
+            if values.len() != expected {
+                let found = values.len();
+                return Err(format!(
+                    "the frame of tile {tile} has {found} values, expected {expected}: fetch it again"
+                ));
+            }
+            for (need, values) in needs.iter().zip(values.chunks_exact(each.max(1))) {
                 entry.0.add(need, part, values).map_err(|e| e.to_string())?;
             }
         }
@@ -362,7 +376,7 @@ impl Submission {
             return self.write(results, key.0, false);
         }
         let new = View::new(simulation, key.1, field);
-        let mut view = self.view.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut view = self.view.lock();
         if view.as_ref().is_none_or(|view| view.step <= new.step) {
             *view = Some(Arc::new(new));
             self.changed.send_modify(|count| *count += 1);
@@ -408,15 +422,15 @@ impl Submission {
     }
 
     /// The live view as a PNG file, with its step.
-    pub fn picture(&self) -> Option<(u32, Vec<u8>)> {
+    pub(crate) fn picture(&self) -> Option<(u32, Vec<u8>)> {
         let view = self.view()?;
-        Some((view.step, Watched::of(&self.simulation).painter(&self.simulation).paint(&view.field, None).png()))
+        Some((view.step, LiveView::of(&self.simulation).painter(&self.simulation).paint(&view.field, None).png()))
     }
 
     /// The live view as text for a terminal of `columns` × `lines`, with its step.
-    pub fn text(&self, columns: usize, lines: usize) -> Option<(u32, String)> {
+    pub(crate) fn text(&self, columns: usize, lines: usize) -> Option<(u32, String)> {
         let view = self.view()?;
-        let painter = Watched::of(&self.simulation).painter(&self.simulation);
+        let painter = LiveView::of(&self.simulation).painter(&self.simulation);
         Some((view.step, render(&painter, &view.field, columns, lines)))
     }
 
@@ -425,11 +439,14 @@ impl Submission {
         Checkpoint::open(out, step, &self.simulation)
     }
 
-    pub(super) fn telling(&self) -> MutexGuard<'_, Told> {
-        self.told.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    pub(super) fn telling(&self) -> MutexGuard<'_, Progress> {
+        self.told.lock()
     }
 
     pub(super) fn results(&self) -> MutexGuard<'_, Results> {
-        self.results.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.results.lock()
     }
 }
+
+#[cfg(test)]
+mod tests;

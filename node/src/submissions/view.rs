@@ -1,7 +1,7 @@
 //! The live view of a simulation: one quantity, downsampled to fit a screen, and the recent speed.
 use crate::output::Painter;
-use kernels::grid::Region;
-use kernels::grid::simulation::{Colours, Field, Simulation};
+use kernels_grids::Region;
+use kernels_simulations::{Colours, Field, Simulation};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
@@ -17,7 +17,7 @@ const BYTES_PER_BYTE: u64 = 4 << 10;
 
 /// What the live view shows: the first picture output of the job, or the rule's default quantity.
 #[derive(Clone, Copy, Debug)]
-pub struct Watched<'a> {
+pub(crate) struct LiveView<'a> {
     /// The quantity.
     pub quantity: &'a str,
     /// The region, and the stride between cells.
@@ -28,7 +28,7 @@ pub struct Watched<'a> {
 
 /// The live view after a step.
 #[derive(Debug)]
-pub struct View {
+pub(crate) struct View {
     /// The step.
     pub step: u32,
     /// The sampled values.
@@ -37,9 +37,9 @@ pub struct View {
     pub range: [f32; 2],
 }
 
-impl<'a> Watched<'a> {
+impl<'a> LiveView<'a> {
     /// The live view of a simulation.
-    pub fn of(simulation: &'a Simulation) -> Self {
+    pub(crate) fn of(simulation: &'a Simulation) -> Self {
         let picture = simulation.outputs().iter().find(|output| output.kind.is_picture());
         let layer = picture.map_or(simulation.grid().size()[2] / 2, |output| output.layer);
         let quantity = picture.map_or(simulation.default_quantity(), |output| output.quantity.as_str());
@@ -53,7 +53,7 @@ impl<'a> Watched<'a> {
 
     /// Steps between two pictures: computing them takes far longer than the picture itself. At most the interval of
     /// reports.
-    pub fn every(&self, simulation: &Simulation) -> u64 {
+    pub(crate) fn every(&self, simulation: &Simulation) -> u64 {
         let (region, stride) = self.shown;
         let bits = simulation.rule().costs().traffic_bits;
         let rows = region.size()[1].div_ceil(stride) as u64;
@@ -64,15 +64,15 @@ impl<'a> Watched<'a> {
     }
 
     /// The painter for its pictures.
-    pub fn painter(&self, simulation: &Simulation) -> Painter {
+    pub(crate) fn painter(&self, simulation: &Simulation) -> Painter {
         Painter::new(simulation, self.colours, self.range, self.shown, SIZE)
     }
 }
 
 impl View {
     /// The view of a frame.
-    pub fn new(simulation: &Simulation, step: u32, field: Field) -> Self {
-        let watched = Watched::of(simulation);
+    pub(crate) fn new(simulation: &Simulation, step: u32, field: Field) -> Self {
+        let watched = LiveView::of(simulation);
         let range = watched.range.unwrap_or_else(|| watched.painter(simulation).range_of(&field));
         Self { step, field, range }
     }
@@ -80,7 +80,7 @@ impl View {
 
 /// Steps completed over the last few seconds.
 #[derive(Clone, Debug, Default)]
-pub struct Pace {
+pub(crate) struct Pace {
     marks: VecDeque<(Instant, u32)>,
 }
 
@@ -91,7 +91,7 @@ const MARK_EVERY: Duration = Duration::from_millis(250);
 
 impl Pace {
     /// Records the present step. A lower step than before means a rollback, and restarts the average.
-    pub fn mark(&mut self, now: Instant, step: u32) {
+    pub(crate) fn mark(&mut self, now: Instant, step: u32) {
         if self.marks.back().is_some_and(|(_, last)| step < *last) {
             self.marks.clear();
         }
@@ -105,7 +105,7 @@ impl Pace {
     }
 
     /// Steps per second up to now; `None` while there are too few marks.
-    pub fn steps_per_s(&self, now: Instant, step: u32) -> Option<f64> {
+    pub(crate) fn steps_per_s(&self, now: Instant, step: u32) -> Option<f64> {
         let (first, from) = self.marks.front()?;
         let seconds = now.saturating_duration_since(*first).as_secs_f64();
         (seconds >= MARK_EVERY.as_secs_f64() && step >= *from).then(|| f64::from(step - from) / seconds)
@@ -113,7 +113,7 @@ impl Pace {
 }
 
 /// Replaces a field number in an error text by the field's name.
-pub fn named(simulation: &Simulation, reason: String) -> String {
+pub(crate) fn named(simulation: &Simulation, reason: String) -> String {
     let numbers = simulation.rule().field_names().into_iter().zip(0..);
     let mut found =
         numbers.map(|(name, number)| (format!("field {number} of the cell"), format!("`{name}` of the cell")));
@@ -166,7 +166,7 @@ mod tests {
             let text = format!("name = \"x\"\nsteps = {steps}\n[grid]\nsize = {size}\n[rule]\n{rule}\n");
             std::fs::write(&path, text).unwrap();
             let simulation = Simulation::read(&path).unwrap();
-            Watched::of(&simulation).every(&simulation)
+            LiveView::of(&simulation).every(&simulation)
         };
         let (fluid, fluid3) = ("name = \"d2q9\"\ntau = 0.8", "name = \"d3q19\"\ntau = 0.8");
         // A short run has some pictures, a long one has one per report.

@@ -3,7 +3,7 @@
 //! It contains only what was fetched from peers. Model files of the user, including pulled ones, are never touched.
 use crate::config::Size;
 use crate::disk::{self, NoRoom};
-use kernels::weights::ShardIndex;
+use kernels_models::weights::ShardIndex;
 use node_core::id::ContentId;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ const DISK_PERCENT: u64 = 80;
 
 /// Weights fetched from peers, on disk.
 #[derive(Clone, Debug)]
-pub struct Cache {
+pub(crate) struct Cache {
     dir: PathBuf,
     limit: u64,
 }
@@ -32,7 +32,7 @@ pub(super) struct Entry {
 impl Cache {
     /// The cache next to a folder of models, with at most `limit` bytes: by default 50 GiB, or 80 % of the disk's free
     /// space if that is less.
-    pub fn beside(models_dir: &Path, limit: Option<u64>) -> Self {
+    pub(crate) fn beside(models_dir: &Path, limit: Option<u64>) -> Self {
         Self::at(&models_dir.with_file_name("shards"), limit)
     }
 
@@ -46,17 +46,17 @@ impl Cache {
     }
 
     /// Its folder.
-    pub fn dir(&self) -> &Path {
+    pub(crate) fn dir(&self) -> &Path {
         &self.dir
     }
 
     /// Most bytes in it.
-    pub fn limit(&self) -> u64 {
+    pub(crate) fn limit(&self) -> u64 {
         self.limit
     }
 
     /// Bytes in it.
-    pub fn used(&self) -> u64 {
+    pub(crate) fn used(&self) -> u64 {
         self.entries().iter().map(|entry| entry.bytes).sum()
     }
 
@@ -211,5 +211,63 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let limit = Cache::at(dir.path(), None).limit();
         assert!(limit <= LIMIT_MAX && limit <= disk::free_bytes(dir.path()).unwrap());
+    }
+
+    #[test]
+    fn a_folder_that_does_not_exist_is_an_empty_cache() {
+        let dir = tempfile::tempdir().unwrap();
+        let cache = Cache::at(&dir.path().join("none"), Some(100));
+        assert_eq!((cache.used(), cache.limit(), cache.entries()), (0, 100, vec![]));
+        assert_eq!(cache.victims(100, None, |_| true), Ok(vec![]));
+        assert!(cache.victims(101, None, |_| true).is_err(), "more than the cache may ever have");
+    }
+
+    #[test]
+    fn the_cache_is_beside_the_models() {
+        let cache = Cache::beside(Path::new("/home/me/.cache/meshnode/models"), Some(1));
+        assert_eq!(cache.dir(), Path::new("/home/me/.cache/meshnode/shards"));
+    }
+
+    #[test]
+    fn only_files_with_the_name_of_an_index_are_contents() {
+        let name = "ab".repeat(32);
+        assert_eq!(content_of(Path::new(&format!("/x/{name}.index"))), Some(ContentId([0xab; 32])));
+        for other in [format!("{name}.gguf"), name.clone(), format!("{}.index", &name[2..]), "x.index".into()] {
+            assert_eq!(content_of(Path::new(&other)), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn the_disk_limits_what_comes_also_below_the_limit_of_the_cache() {
+        let (_dir, cache) = cache(1 << 30);
+        let victims = |free| cache.victims(100 << 10, Some(free), |_| true).map(|victims| victims.len());
+        assert_eq!(victims(100 << 10), Ok(0));
+        assert_eq!(victims(99 << 10), Ok(1), "one content is more than enough");
+        assert_eq!(victims(0), Ok(2));
+        assert_eq!(cache.victims(100 << 10, None, |_| true).map(|victims| victims.len()), Ok(0), "unknown");
+    }
+
+    #[test]
+    fn a_size_that_no_disk_has_does_not_wrap() {
+        let (_dir, cache) = cache(256 << 10);
+        assert!(cache.victims(u64::MAX, Some(1 << 40), |_| true).is_err());
+        assert!(cache.victims(u64::MAX, None, |_| true).is_err());
+    }
+
+    #[test]
+    fn a_content_is_removed_also_if_its_weights_are_gone() {
+        let (_dir, cache) = cache(256 << 10);
+        std::fs::remove_file(cache.weights(content(1))).unwrap();
+        cache.remove(content(1)).unwrap();
+        assert!(!cache.index(content(1)).exists());
+        assert!(cache.remove(content(1)).is_err(), "there is no such content");
+        assert_eq!(cache.entries().len(), 2);
+    }
+
+    #[test]
+    fn an_index_of_another_content_is_not_used() {
+        let (_dir, cache) = cache(256 << 10);
+        assert!(cache.kept_index(content(1)).is_none(), "noise");
+        assert!(cache.kept_index(content(9)).is_none(), "none");
     }
 }

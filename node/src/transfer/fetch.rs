@@ -1,11 +1,11 @@
 //! Fetches chunks from peers as `schedule.rs` decides: sends requests, verifies hashes, writes chunks to their place.
+use super::error::{TransferError, interrupted};
 use super::holding::Holding;
 use super::ledger::{Ledger, Progress};
-use super::request::{WeightsRequest, decode_bitmap};
+use super::request::{Ask, CHUNK_BYTES_MAX, INDEX_BYTES_MAX, WeightsRequest, decode_bitmap};
 use super::schedule::{Ask as Wish, Schedule};
-use super::{Ask, CHUNK_BYTES_MAX, INDEX_BYTES_MAX, TransferError, interrupted};
 use crate::bulk::BulkRequest;
-use kernels::weights::ShardIndex;
+use kernels_models::weights::ShardIndex;
 use node_core::id::{ContentId, NodeId};
 use std::collections::BTreeMap;
 use std::sync::Arc;

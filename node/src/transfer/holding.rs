@@ -1,14 +1,16 @@
 //! One content on this node's disk: the user's own file, or a sparse file of the same layout that is filled from peers.
 //!
 //! Chunks that an earlier run or another process left in a sparse file are verified before they are used or served.
-use super::TransferError;
-use kernels::weights::{ModelFile, Served, ShardIndex};
+use super::error::TransferError;
+use super::request::CHUNK_BYTES_MAX;
+use kernels_models::weights::{ModelFile, ServedBytes, ShardIndex};
 use node_core::id::ContentId;
+use parking_lot::{Mutex, MutexGuard};
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 
 /// The chunks of a model that are on disk.
 pub(super) struct Holding {
@@ -53,7 +55,7 @@ impl Holding {
             }
             file.set_len(index.file_len()).map_err(disk)?;
         }
-        let seen = |chunk: &kernels::weights::Chunk| {
+        let seen = |chunk: &kernels_models::weights::Chunk| {
             if has_data(&file, &chunk.range) { Presence::Unproven } else { Presence::Missing }
         };
         let chunks = Mutex::new(index.chunks().iter().map(seen).collect());
@@ -103,9 +105,9 @@ impl Holding {
     pub(super) fn read(&self, chunk: usize) -> Option<Vec<u8>> {
         let range = &self.index.chunks().get(chunk)?.range;
         match &self.kind {
-            Kind::Whole(model) => match model.served(range) {
-                Served::Header(bytes) => Some(bytes.to_vec()),
-                Served::File(range) => {
+            Kind::Whole(model) => match model.locate_served(range) {
+                ServedBytes::Header(bytes) => Some(bytes.to_vec()),
+                ServedBytes::File(range) => {
                     let bytes = model.read(&range).and_then(|bytes| model.check_unchanged().map(|()| bytes));
                     bytes
                         .inspect_err(|e| tracing::warn!("chunk {chunk} cannot be served to a peer: {e}"))
@@ -180,7 +182,7 @@ impl Holding {
 }
 
 fn read(file: &File, range: &Range<u64>) -> Option<Vec<u8>> {
-    let len = usize::try_from(range.end - range.start).ok().filter(|&n| n < super::CHUNK_BYTES_MAX)?;
+    let len = usize::try_from(range.end - range.start).ok().filter(|&n| n < CHUNK_BYTES_MAX)?;
     let mut bytes = vec![0; len];
     file.read_exact_at(&mut bytes, range.start).ok()?;
     Some(bytes)
@@ -196,5 +198,8 @@ fn has_data(file: &File, range: &Range<u64>) -> bool {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    mutex.lock()
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,12 +1,13 @@
 //! Records what peers sent and received, which of them sent wrong bytes, and the transfers in progress.
+use super::view::{PeerWeights, TransferView};
 use crate::config::Size;
 use crate::views::count;
 use node_core::id::{ContentId, NodeId};
+use parking_lot::{Mutex, MutexGuard};
 use partitioner::explain;
-use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// How long a peer that sent a wrong chunk is excluded for that content: its disk may be replaced meanwhile.
@@ -31,36 +32,6 @@ struct PeerRecord {
     refused: u64,
     /// Contents of which it sent wrong bytes, and until when it is excluded for each.
     rests: BTreeMap<ContentId, Instant>,
-}
-
-/// What a peer sent since the node started.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct PeerWeights {
-    /// Node id, hex.
-    pub node: String,
-    /// Chunks received from it.
-    pub chunks: u64,
-    /// Their bytes.
-    pub bytes: u64,
-    /// Chunks whose hash was wrong.
-    pub refused: u64,
-}
-
-/// A transfer in progress.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct TransferView {
-    /// The user's name for the model.
-    pub model: String,
-    /// First layer.
-    pub first_layer: usize,
-    /// One past the last layer.
-    pub end_layer: usize,
-    /// Bytes that were missing at the start.
-    pub bytes_total: u64,
-    /// Bytes of them fetched so far.
-    pub bytes_done: u64,
-    /// Number of peers that sent some.
-    pub peers: usize,
 }
 
 /// The state of a transfer in progress.
@@ -220,5 +191,5 @@ impl Ledger {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    mutex.lock()
 }

@@ -1,14 +1,37 @@
-//! Requests for weights, and the encoding of the response to `Have`.
+//! Requests for weights: what is asked, how it reaches a peer, how large a response may be, and the encoding of the
+//! response to `Have`.
+use node_core::id::NodeId;
 
 /// A request about one content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WeightsRequest {
+pub(crate) enum WeightsRequest {
     /// Its shard index.
     Index,
     /// One chunk, by number.
     Chunk(u32),
     /// Which chunks are available: one bit per chunk, the first in the lowest bit of the first byte.
     Have,
+}
+
+/// Largest shard index accepted from a peer: at 40 bytes per chunk, enough for a terabyte of weights.
+pub(crate) const INDEX_BYTES_MAX: usize = 64 << 20;
+/// Largest chunk accepted from a peer, including the status byte.
+pub(crate) const CHUNK_BYTES_MAX: usize = (1 << 20) + 1;
+
+/// Sends requests to peers; implemented by the data plane.
+pub(crate) trait Ask: Send + Sync + 'static {
+    /// Sends a request and collects at most `max` bytes of response.
+    fn ask(
+        &self,
+        node: NodeId,
+        request: Vec<u8>,
+        max: usize,
+    ) -> impl std::future::Future<Output = Result<Vec<u8>, String>> + Send;
+
+    /// Bytes per second that all responses together may take of this node's link now; `None`: unlimited.
+    fn bytes_per_second(&self) -> Option<u64> {
+        None
+    }
 }
 
 /// Encodes the response to `Have`.

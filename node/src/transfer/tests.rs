@@ -1,11 +1,13 @@
 //! Tests of libraries that fetch from peers whose responses are counted and may fail, be corrupt or never arrive.
 use super::*;
 use crate::bulk::BulkRequest;
-use kernels::stage::{Activations, Rows, RowsIn, Stage, StageError, StageOptions, Want};
 use kernels::threads::Threads;
-use kernels::weights::testing::TinyModel;
+use kernels_models::stage::{Activations, RequestedOutput, Rows, RowsIn, Stage, StageError, StageOptions};
+use kernels_models::weights::testing::TinyModel;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::time::Duration;
+
+mod sources;
 
 /// A peer: its library, and its faults.
 struct Source {
@@ -23,7 +25,7 @@ struct Source {
 
 impl Source {
     fn chunks(&self) -> usize {
-        self.asked.lock().unwrap().len()
+        self.asked.lock().len()
     }
 }
 
@@ -44,7 +46,7 @@ impl Ask for Net {
         };
         let mut answer = source.library.answer(content, what);
         if let WeightsRequest::Chunk(chunk) = what {
-            source.asked.lock().unwrap().push(chunk as usize);
+            source.asked.lock().push(chunk as usize);
             if source.corrupts
                 && let Some(last) = answer.last_mut()
             {
@@ -164,7 +166,7 @@ async fn only_damaged_chunks_are_fetched_again() {
     assert_eq!(next.answer(bench.content, WeightsRequest::Chunk(last as u32)), [0], "nor is it served to peers");
     bench.share(&next, 0..LAYERS).await.unwrap();
     assert_eq!(bench.asked(), bench.chunks + 1);
-    assert_eq!(bench.source(0).asked.lock().unwrap().last(), Some(&last));
+    assert_eq!(bench.source(0).asked.lock().last(), Some(&last));
 }
 
 #[tokio::test]
@@ -356,7 +358,7 @@ async fn a_truncated_cache_file_is_fetched_again() {
 fn stage(held: &Held) -> Result<Box<dyn Stage>, StageError> {
     let (layers, activations) = (0..held.file.config().layers, Activations::Int8);
     let options = StageOptions { layers, sequences: 1, context: 16, activations, threads: 1 };
-    kernels::load_cpu_stage(held.file.clone(), options)
+    kernels_models::load_cpu_stage(held.file.clone(), options)
 }
 
 fn stage_error(held: &Held) -> String {
@@ -365,7 +367,7 @@ fn stage_error(held: &Held) -> String {
 
 fn logits(stage: &mut dyn Stage) -> String {
     let input = RowsIn::Tokens(&[4, 200, 31]);
-    let rows = Rows { sequence: 0, position: 0, input, want: Want::Logits };
+    let rows = Rows { sequence: 0, position: 0, input, output: RequestedOutput::Logits };
     format!("{:?}", stage.forward(&mut Threads::new(1).unwrap(), &[rows]).expect("computes"))
 }
 

@@ -45,7 +45,7 @@ pub(super) fn snapshot_every_ns(work: &GridWork, block: &Block, link: &Link) -> 
 }
 
 /// Nanoseconds in which a tile's neighbours send it `bytes` of halos: the halos that they retain must reach back to a snapshot.
-pub fn halos_last_ns(work: &GridWork, block: &Block, depth: u32, step_ns: u64, bytes: u64) -> u64 {
+pub fn retained_halo_ns(work: &GridWork, block: &Block, depth: u32, step_ns: u64, bytes: u64) -> u64 {
     let scratchless = GridWork { state_bits: halo_bits(work, depth), scratch_bytes: 0, ..work.clone() };
     let halo = tile_bytes(&scratchless, block, depth).saturating_sub(bytes_of(block.cells(), scratchless.state_bits));
     let cycles = u128::from(bytes) / u128::from(halo.max(1));

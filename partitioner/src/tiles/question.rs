@@ -12,7 +12,7 @@ pub struct GridQuestion {
     /// The measured machines and links.
     pub fleet: Fleet,
     /// Rates measured with the simulation's rule.
-    pub paces: Paces,
+    pub rates: RuleRates,
     /// Requested steps between two exchanges; `None`: the planner chooses.
     pub depth: Option<u32>,
     /// The present partition and its depth, to compare the answer with.
@@ -21,27 +21,27 @@ pub struct GridQuestion {
 
 /// Rates that devices reach with a rule, in thousandths of the rate predicted from their memory bandwidth.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Paces {
+pub struct RuleRates {
     /// Devices measured while they computed the rule.
     pub measured: Vec<(DeviceId, u32)>,
     /// The rate assumed for all other devices.
-    pub others: u32,
+    pub unmeasured: u32,
 }
 
-impl Default for Paces {
+impl Default for RuleRates {
     /// Nothing was measured.
     fn default() -> Self {
-        Paces { measured: Vec::new(), others: Paces::AS_PREDICTED }
+        RuleRates { measured: Vec::new(), unmeasured: RuleRates::AS_PREDICTED }
     }
 }
 
-impl Paces {
+impl RuleRates {
     /// As fast as predicted.
     pub const AS_PREDICTED: u32 = 1000;
 
     /// The rate of a device.
     pub fn of(&self, device: DeviceId) -> u32 {
-        self.measured.iter().find(|(id, _)| *id == device).map_or(self.others, |&(_, pace)| pace)
+        self.measured.iter().find(|(id, _)| *id == device).map_or(self.unmeasured, |&(_, pace)| pace)
     }
 }
 
@@ -51,7 +51,7 @@ impl GridQuestion {
     /// # Errors
     /// The grid is invalid or does not fit, or the depth exceeds a tile.
     pub fn answer(&self) -> Result<GridPlan, GridError> {
-        let mut plan = cut(&self.work, &self.fleet, &self.paces, self.depth)?;
+        let mut plan = cut(&self.work, &self.fleet, &self.rates, self.depth)?;
         plan.before_ns = self.present.as_ref().and_then(|(tiles, depth)| self.predict(tiles, *depth));
         Ok(plan)
     }
@@ -62,7 +62,7 @@ impl GridQuestion {
         // The owner of a tile has the memory for it, and keeps the tile while it takes no new work.
         let mut fleet = self.fleet.clone();
         fleet.devices.iter_mut().for_each(|device| (device.memory, device.excluded) = (u64::MAX, false));
-        let candidates = candidates(&self.work, &fleet, &self.paces);
+        let candidates = candidates(&self.work, &fleet, &self.rates);
         let candidate = |id: &DeviceId| candidates.iter().find(|candidate| candidate.device.id == *id);
         let owners: Option<Vec<&Candidate<'_>>> = tiles.iter().map(|(id, _)| candidate(id)).collect();
         let blocks: Vec<Block> = tiles.iter().map(|(_, block)| *block).collect();
@@ -82,7 +82,7 @@ impl GridQuestion {
 ///
 /// Measured speeds of devices in one machine with the same numerics differ mostly by when they were measured. Similar ones are
 /// averaged, and the rates measured with the rule apply on top.
-pub(super) fn speeds(work: &GridWork, devices: &[Device], paces: &Paces) -> Vec<u64> {
+pub(super) fn speeds(work: &GridWork, devices: &[Device], paces: &RuleRates) -> Vec<u64> {
     let mut alike: BTreeMap<(u64, u64), Vec<u64>> = BTreeMap::new();
     for device in devices.iter().filter(|device| device.copy_bytes_per_second > 0) {
         alike.entry((device.machine, device.numerics)).or_default().push(device.copy_bytes_per_second);

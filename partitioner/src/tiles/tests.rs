@@ -74,7 +74,7 @@ fn every_partition_covers_the_grid_once_within_memory_and_aligned() {
         let count = 1 + draw.below(9) as u8;
         let devices = (1..=count).map(|id| device(id, 1 + draw.below(50), (64 << 20) + draw.below(1 << 30))).collect();
         let fleet = fleet(devices, draw.below(5), 1_000_000_000 + draw.below(100_000_000_000));
-        let plan = match cut(&work, &fleet, &Paces::default(), None) {
+        let plan = match cut(&work, &fleet, &RuleRates::default(), None) {
             Ok(plan) => plan,
             Err(GridError::Memory { need, offered, missing }) => {
                 assert_eq!(missing, need - offered, "seed {seed}");
@@ -95,7 +95,7 @@ fn every_partition_covers_the_grid_once_within_memory_and_aligned() {
             }
         }
         assert_eq!(
-            cut(&work, &fleet, &Paces::default(), None),
+            cut(&work, &fleet, &RuleRates::default(), None),
             Ok(plan),
             "seed {seed}: the same question, the same answer"
         );
@@ -106,14 +106,14 @@ fn every_partition_covers_the_grid_once_within_memory_and_aligned() {
 #[test]
 fn tiles_are_as_large_as_their_machines_are_fast() {
     let fleet = fleet(vec![device(1, 10, 8 << 30), device(2, 30, 8 << 30)], 0, 10_000_000_000);
-    let plan = cut(&d2q9(2048, 4096), &fleet, &Paces::default(), None).unwrap();
+    let plan = cut(&d2q9(2048, 4096), &fleet, &RuleRates::default(), None).unwrap();
     let cells: Vec<u64> = plan.tiles().iter().map(|tile| tile.block.cells()).collect();
     assert_eq!(cells, vec![2048 * 1024, 2048 * 3072]);
     let [a, b] = plan.tiles() else { panic!("two tiles") };
     assert!(a.compute_ns.abs_diff(b.compute_ns) * 100 < a.compute_ns, "equal times");
     // Measured with the rule itself, the first device is the faster one.
     let measured = vec![(DeviceId([1; 16]), 900), (DeviceId([2; 16]), 100)];
-    let plan = cut(&d2q9(2048, 4096), &fleet, &Paces { measured, others: 500 }, None).unwrap();
+    let plan = cut(&d2q9(2048, 4096), &fleet, &RuleRates { measured, unmeasured: 500 }, None).unwrap();
     assert_eq!(plan.tiles()[0].block.cells(), 2048 * 3072);
 }
 
@@ -122,7 +122,7 @@ fn a_machine_that_does_not_help_is_not_used() {
     let mut slow = device(2, 1, 8 << 30);
     slow.step_ns = 50_000_000;
     let fleet = fleet(vec![device(1, 30, 8 << 30), slow], 1, 100_000_000);
-    let plan = cut(&d2q9(2048, 2048), &fleet, &Paces::default(), None).unwrap();
+    let plan = cut(&d2q9(2048, 2048), &fleet, &RuleRates::default(), None).unwrap();
     assert_eq!(plan.tiles().len(), 1);
     assert_eq!((plan.depth(), plan.busy_percent()), (1, 100));
 }
@@ -132,11 +132,11 @@ fn memory_comes_before_speed() {
     let small = 100 << 20;
     let fleet = fleet(vec![device(1, 100, small), device(2, 1, 8 << 30)], 0, 10_000_000_000);
     let work = d2q9(2048, 2048);
-    let plan = cut(&work, &fleet, &Paces::default(), None).unwrap();
+    let plan = cut(&work, &fleet, &RuleRates::default(), None).unwrap();
     let tile = plan.tiles().iter().find(|tile| tile.device == DeviceId([1; 16])).unwrap();
     assert!(tile.bytes <= small && tile.bytes > small / 2, "{}", tile.bytes);
     let none = Fleet { devices: vec![device(1, 100, small)], ..fleet };
-    assert!(matches!(cut(&work, &none, &Paces::default(), None), Err(GridError::Memory { .. })));
+    assert!(matches!(cut(&work, &none, &RuleRates::default(), None), Err(GridError::Memory { .. })));
 }
 
 /// A wide-area case: 20 ms one way and 1 Gbit/s between machines of 20 GB/s.
@@ -144,7 +144,7 @@ fn memory_comes_before_speed() {
 fn the_halo_is_as_deep_as_the_network_needs() {
     let wan = |width, height| {
         let pair = vec![device(1, 20, 64 << 30), device(2, 20, 64 << 30)];
-        cut(&d2q9(width, height), &fleet(pair, 40, 125_000_000), &Paces::default(), None).unwrap()
+        cut(&d2q9(width, height), &fleet(pair, 40, 125_000_000), &RuleRates::default(), None).unwrap()
     };
     // A tile of 1024²: 3.8 ms per step. 20 ms of latency over 3.8 ms less 0.2 ms of transfer: six or seven steps.
     let plan = wan(1024, 2048);
@@ -154,7 +154,7 @@ fn the_halo_is_as_deep_as_the_network_needs() {
     assert_eq!(wan(4096, 8192).depth(), 1);
     // On a fast network no cells are computed twice.
     let pair = vec![device(1, 20, 64 << 30), device(2, 20, 64 << 30)];
-    let near = cut(&d2q9(1024, 2048), &fleet(pair, 0, 10_000_000_000), &Paces::default(), None).unwrap();
+    let near = cut(&d2q9(1024, 2048), &fleet(pair, 0, 10_000_000_000), &RuleRates::default(), None).unwrap();
     assert_eq!(near.depth(), 1);
 }
 
@@ -163,11 +163,11 @@ fn a_depth_that_does_not_fit_is_rejected_with_the_maximum() {
     let pair = vec![device(1, 20, 64 << 30), device(2, 20, 64 << 30)];
     let fleet = fleet(pair, 0, 1_000_000_000_000);
     let work = GridWork { periodic: [false; 3], ..d2q9(4096, 20) };
-    assert_eq!(cut(&work, &fleet, &Paces::default(), Some(3)).unwrap().depth(), 3);
+    assert_eq!(cut(&work, &fleet, &RuleRates::default(), Some(3)).unwrap().depth(), 3);
     // A single tile has no halo, so any depth "fits"; but depth 0 does not.
-    assert!(matches!(cut(&work, &fleet, &Paces::default(), Some(0)), Err(GridError::Depth { .. })));
+    assert!(matches!(cut(&work, &fleet, &RuleRates::default(), Some(0)), Err(GridError::Depth { .. })));
     let flat = GridWork { size: [64, 20, 1], ..work };
-    let plan = cut(&flat, &fleet, &Paces::default(), Some(10));
+    let plan = cut(&flat, &fleet, &RuleRates::default(), Some(10));
     assert!(plan.is_ok(), "{plan:?}");
 }
 
@@ -180,10 +180,10 @@ fn invalid_grids_are_rejected_by_name() {
         GridWork { radius: 0, ..d2q9(64, 64) },
         GridWork { state_bits: 0, ..d2q9(64, 64) },
     ] {
-        assert!(matches!(cut(&work, &fleet, &Paces::default(), None), Err(GridError::Invalid(_))), "{work:?}");
+        assert!(matches!(cut(&work, &fleet, &RuleRates::default(), None), Err(GridError::Invalid(_))), "{work:?}");
     }
     let empty = Fleet { devices: vec![], ..fleet };
-    assert_eq!(cut(&d2q9(64, 64), &empty, &Paces::default(), None), Err(GridError::NoDevices));
+    assert_eq!(cut(&d2q9(64, 64), &empty, &RuleRates::default(), None), Err(GridError::NoDevices));
 }
 
 #[test]
@@ -232,7 +232,7 @@ fn tiles_and_their_standbys_have_the_same_numerics() {
         (odd.numerics, odd.copy_bytes_per_second) = (9, 60_000_000_000);
     }
     let (fleet, work) = (fleet(devices, 0, 10_000_000_000), d2q9(4096, 4096));
-    let plan = cut(&work, &fleet, &Paces::default(), None).unwrap();
+    let plan = cut(&work, &fleet, &RuleRates::default(), None).unwrap();
     let kind = |id: DeviceId| fleet.device(id).unwrap().numerics;
     assert!(plan.tiles().len() > 1 && plan.tiles().iter().all(|tile| kind(tile.device) == 9), "{plan:?}");
     let owners: Vec<_> = plan.tiles().iter().map(|tile| (tile.device, tile.block)).collect();
@@ -265,18 +265,18 @@ fn retained_halos_reach_back_in_proportion_to_their_bytes() {
     // Two rows of 8192 cells above and below, twelve bytes each per step, every 2 ms.
     let work = d2q9(8192, 8192);
     let block = Block { from: [0, 2048, 0], to: [8192, 4096, 1] };
-    let last = halos_last_ns(&work, &block, 1, 2_000_000, 256 << 20);
+    let last = retained_halo_ns(&work, &block, 1, 2_000_000, 256 << 20);
     assert_eq!(last, (256 << 20) / (2 * 8192 * 12) * 2_000_000);
     // A tile without neighbours receives no halo.
     let whole = Block { from: [0; 3], to: [8192, 8192, 1] };
-    assert_eq!(halos_last_ns(&work, &whole, 1, u64::MAX, 256 << 20), u64::MAX);
+    assert_eq!(retained_halo_ns(&work, &whole, 1, u64::MAX, 256 << 20), u64::MAX);
 }
 
 #[test]
 fn a_warm_standby_replays_half_of_the_steps_between_snapshots() {
     let fleet = fleet(vec![device(1, 20, 8 << 30)], 0, 1 << 30);
     let work = d2q9(2048, 2048);
-    let plan = cut(&work, &fleet, &Paces::default(), None).unwrap();
+    let plan = cut(&work, &fleet, &RuleRates::default(), None).unwrap();
     let hot = takeover_ns(&work, &plan, 0, None);
     let warm = takeover_ns(&work, &plan, 0, Some(4_000_000_000));
     // A single tile is as fast as the mesh: replaying two seconds takes two seconds, plus the copy.
@@ -291,7 +291,7 @@ fn the_halo_depth_follows_the_steps_per_pass() {
     let planned = |count: u8, pass_steps: u32| {
         let devices = (1..=count).map(|id| Device { pass_steps, ..device(id, 25, 1 << 34) }).collect();
         // A network that costs nothing: only the saving of a pass makes a deeper halo worthwhile.
-        cut(&work, &fleet(devices, 0, 5_000_000_000), &Paces::default(), None).unwrap()
+        cut(&work, &fleet(devices, 0, 5_000_000_000), &RuleRates::default(), None).unwrap()
     };
     let ratio = |count: u8| planned(count, 8).step_ns() as f64 / planned(count, 1).step_ns() as f64;
     assert_eq!((planned(2, 1).depth(), planned(2, 8).depth()), (1, 8));
@@ -307,18 +307,18 @@ fn similar_speeds_measured_on_one_machine_are_averaged() {
         device.machine = machine;
         device
     };
-    let rows = |devices: Vec<Device>, paces: &Paces| {
+    let rows = |devices: Vec<Device>, paces: &RuleRates| {
         let plan = cut(&d2q9(2048, 2048), &fleet(devices, 0, 10_000_000_000), paces, None).unwrap();
         plan.tiles().iter().map(|tile| tile.block.extent(1)).collect::<Vec<_>>()
     };
-    let paces = Paces::default();
+    let paces = RuleRates::default();
     assert_eq!(rows(vec![of_machine(1, 12, 5), of_machine(2, 15, 5)], &paces), [1024, 1024]);
     // Other machines, or speeds too far apart, stay as measured.
     assert_eq!(rows(vec![of_machine(1, 10, 5), of_machine(2, 15, 6)], &paces), [819, 1229]);
     assert_eq!(rows(vec![of_machine(1, 10, 5), of_machine(2, 30, 5)], &paces), [512, 1536]);
     // Once rates are measured with the rule, they apply.
     let measured = vec![(DeviceId([1; 16]), 1000), (DeviceId([2; 16]), 1600)];
-    let paces = Paces { measured, others: 1300 };
+    let paces = RuleRates { measured, unmeasured: 1300 };
     assert_eq!(rows(vec![of_machine(1, 12, 5), of_machine(2, 15, 5)], &paces), [788, 1260]);
 }
 
@@ -328,7 +328,7 @@ fn a_partition_is_compared_with_a_better_one() {
     let question = |measured: Vec<(DeviceId, u32)>, present| GridQuestion {
         work: d2q9(2048, 2048),
         fleet: fleet.clone(),
-        paces: Paces { measured, others: 1000 },
+        rates: RuleRates { measured, unmeasured: 1000 },
         depth: None,
         present,
     };
@@ -392,7 +392,7 @@ fn standbys_of_tiles_are_in_another_zone_if_memory_allows() {
             Device { zone, ..device(at as u8 + 1, 10 + at as u64, 1 << 34) }
         });
         let fleet = fleet(devices.collect(), 1, 1_000_000_000);
-        let owners: Vec<(DeviceId, Block)> = cut(&work, &fleet, &Paces::default(), Some(8))
+        let owners: Vec<(DeviceId, Block)> = cut(&work, &fleet, &RuleRates::default(), Some(8))
             .unwrap()
             .tiles()
             .iter()

@@ -24,7 +24,7 @@ pub struct Simulation {
     /// Number of steps.
     pub steps: u32,
     /// Standby tier of its tiles.
-    pub tier: Guarded,
+    pub tier: StandbyTier,
     /// Halo depth: steps between halo exchanges. The planner chooses it if it is absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub depth: Option<u32>,
@@ -45,7 +45,7 @@ pub struct Simulation {
 /// Standby tier of tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Guarded {
+pub enum StandbyTier {
     /// No standbys, only checkpoints.
     None,
     /// Standbys that hold snapshots.
@@ -62,7 +62,7 @@ impl Default for Simulation {
             size: [12, 16, 1],
             periodic: [true, false, false],
             steps: 500,
-            tier: Guarded::Hot,
+            tier: StandbyTier::Hot,
             depth: None,
             checkpoint_every: Some(100),
             report_every: 50,
@@ -115,9 +115,9 @@ impl Simulation {
                 looks: None,
             },
             tier: match self.tier {
-                Guarded::None => Tier::None,
-                Guarded::Warm => Tier::Warm,
-                Guarded::Hot => Tier::Hot,
+                StandbyTier::None => Tier::None,
+                StandbyTier::Warm => Tier::Warm,
+                StandbyTier::Hot => Tier::Hot,
             },
             resume,
         }

@@ -97,7 +97,7 @@ pub fn leaks(world: &World) -> Vec<String> {
     let live = world.hosts().filter(|host| host.runs());
     live.filter_map(|host| {
         let (tensors, caches) = (host.executor.tensors_held(), host.executor.caches_held());
-        let made = host.executor.tensor_ids().filter(|tensor| matches!(tensor, TensorId::Made(_))).count();
+        let made = host.executor.tensor_ids().filter(|tensor| matches!(tensor, TensorId::Produced(_))).count();
         (tensors + caches > 0).then(|| {
             let arrived = tensors - made;
             format!("host {} holds {made} computed tensors, {arrived} received tensors, {caches} caches", host.id.0)

@@ -88,7 +88,7 @@ impl Observer for Epochs {
                 let before = seen.parts.insert((host, *job, order.part), (*epoch, Some(*load)));
                 before.filter(|(held, _)| held >= epoch).map(|(held, _)| format!("loads {epoch:?} after {held:?}"))
             }
-            Output::Keep { job, epoch, order } => match seen.parts.get_mut(&(host, *job, order.part)) {
+            Output::Continue { job, epoch, order } => match seen.parts.get_mut(&(host, *job, order.part)) {
                 Some((held, _)) if *held > *epoch && !seen.left.contains(&(host, *job, order.part)) => {
                     Some(format!("keeps under {epoch:?} after {held:?}"))
                 }

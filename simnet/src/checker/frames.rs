@@ -52,7 +52,7 @@ impl Observer for Frames {
             Payload::Tokens(_) => None,
         };
         let wrong = match output {
-            Output::Load { job, epoch, .. } | Output::Keep { job, epoch, .. } => {
+            Output::Load { job, epoch, .. } | Output::Continue { job, epoch, .. } => {
                 seen.held.insert((host, *job), *epoch);
                 None
             }

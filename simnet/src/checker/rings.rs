@@ -12,7 +12,7 @@ use node_core::message::{Message, ToCoordinator, ToParticipant};
 use node_core::output::{Event, Output};
 use node_core::time::Instant;
 use node_core::work::serve::Position;
-use node_core::work::{Cursors, Has, PartWork, Placement};
+use node_core::work::{Cursors, PartState, PartWork, Placement};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -111,8 +111,8 @@ impl Observer for Rings {
                 Ok(Message::ToCoordinator {
                     job, say: ToCoordinator::Prepared { part, result: Ok(ready) }, ..
                 }) => match &ready.has {
-                    Has::Stage(positions) => seen.keeps(host, job, part, positions),
-                    Has::Tile { .. } => None,
+                    PartState::Stage(positions) => seen.keeps(host, job, part, positions),
+                    PartState::Tile { .. } => None,
                 },
                 _ => None,
             },

@@ -1,6 +1,6 @@
 //! Each stage has a standby if a host has memory for one, and standbys that are current stay current while a request runs.
 //! The same holds for the tiles of a simulation with standbys, whenever no fault is active.
-use crate::case::Guarded;
+use crate::case::StandbyTier;
 use crate::checker::survival::Survival;
 use crate::host::Host;
 use crate::submissions::{Submission, Submissions};
@@ -40,7 +40,7 @@ impl TileStandbys {
     pub fn look(&self, world: &World, submissions: &Submissions, survival: &Survival) {
         let mut seen = self.seen.borrow_mut();
         let guarded =
-            |submission: &&Submission| submission.simulation.tier != Guarded::None && submission.end.is_none();
+            |submission: &&Submission| submission.simulation.tier != StandbyTier::None && submission.end.is_none();
         for submission in submissions.all.iter().filter(guarded) {
             let node = world.host(submission.coordinator).node.as_ref();
             let view = node.and_then(|node| node.jobs().find(|view| view.job == submission.job()));
@@ -125,7 +125,7 @@ pub fn current(world: &World, work: &Workload) -> BTreeSet<(u16, NodeId)> {
 }
 
 fn job(world: &World, work: &Workload) -> Option<JobView> {
-    let mut jobs = world.host(work.head).node.as_ref()?.jobs();
+    let mut jobs = world.host(work.entry).node.as_ref()?.jobs();
     jobs.find(|view| Some(view.job) == work.job && view.state == JobState::Running)
 }
 

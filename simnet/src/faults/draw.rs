@@ -15,7 +15,7 @@ pub struct Ground {
     /// Time span of the faults.
     pub span: Duration,
     /// Whether host 0, the callers' entry node, may die.
-    pub head_mortal: bool,
+    pub entry_mortal: bool,
 }
 
 /// Faults of every kind at random times, from time 0 on.
@@ -65,12 +65,12 @@ pub fn losses(seed: u64, ground: &Ground) -> Schedule {
 }
 
 /// A member that forges messages all the time, in one seed of five.
-pub fn lies(seed: u64, ground: &Ground) -> Schedule {
+pub fn forgeries(seed: u64, ground: &Ground) -> Schedule {
     let mut rng = chance(seed, "liar");
     let host = HostId(rng.random_range(1..ground.hosts.max(2)));
     let fault = Fault::Lies { host, messages: rng.random_range(20..120), lasts: ground.span };
-    let lies = rng.random_bool(0.2).then_some(Timed { at: Instant(0), fault });
-    lies.into_iter().filter(|_| ground.hosts > 1).collect()
+    let forgeries = rng.random_bool(0.2).then_some(Timed { at: Instant(0), fault });
+    forgeries.into_iter().filter(|_| ground.hosts > 1).collect()
 }
 
 /// Disks that are full for a while or fail, in 15 % of the seeds.
@@ -94,7 +94,7 @@ pub fn disks(seed: u64, ground: &Ground) -> Schedule {
 fn draw_any(kind: u32, ground: &Ground, rng: &mut ChaCha8Rng) -> Fault {
     let hosts = ground.hosts.max(2);
     let host = HostId(rng.random_range(0..hosts));
-    let mortal = HostId(rng.random_range(u32::from(!ground.head_mortal)..hosts));
+    let mortal = HostId(rng.random_range(u32::from(!ground.entry_mortal)..hosts));
     let other = HostId((host.0 + rng.random_range(1..hosts)) % hosts);
     let all = || (0..hosts).map(HostId);
     let keep_disk = rng.random_bool(0.7);
@@ -107,7 +107,7 @@ fn draw_any(kind: u32, ground: &Ground, rng: &mut ChaCha8Rng) -> Fault {
         0 => Fault::Outage { hosts: vec![mortal], lasts, keep_disk },
         1 => {
             let rack = mortal.0 / RACK;
-            let hosts = all().filter(|host| host.0 / RACK == rack && (host.0 > 0 || ground.head_mortal)).collect();
+            let hosts = all().filter(|host| host.0 / RACK == rack && (host.0 > 0 || ground.entry_mortal)).collect();
             Fault::Outage { hosts, lasts, keep_disk }
         }
         2 => Fault::Pause { host: mortal, lasts },
@@ -140,7 +140,7 @@ fn draw_any(kind: u32, ground: &Ground, rng: &mut ChaCha8Rng) -> Fault {
         _ => {
             let ours = [Moment::Promotion, Moment::Prepared, Moment::Go];
             let coordinators = [Moment::Plan, Moment::Mint];
-            let moments = if ground.head_mortal && rng.random_bool(0.3) { &coordinators[..] } else { &ours[..] };
+            let moments = if ground.entry_mortal && rng.random_bool(0.3) { &coordinators[..] } else { &ours[..] };
             let moment = moments[rng.random_range(0..moments.len())];
             let after = Duration::from_micros(if rng.random_bool(0.3) { 0 } else { rng.random_range(0..200_000) });
             Fault::Ambush { moment, after, lasts }

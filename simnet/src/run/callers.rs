@@ -3,8 +3,8 @@ use crate::case::{Ask, Case};
 use crate::checker::survival::Survival;
 use crate::host::{Host, HostId};
 use crate::timeline::{Timeline, name};
-use crate::workload::{Call, HEAD_DIED, Workload, request, wide_model};
-use crate::world::{Told, World};
+use crate::workload::{Call, ENTRY_DIED, Workload, request, wide_model};
+use crate::world::{Notification, World};
 use node_core::id::{CallId, ContentId, Epoch, JobId};
 use node_core::input::Input;
 use node_core::time::{Duration, Instant};
@@ -61,8 +61,8 @@ impl Callers {
         }
     }
 
-    pub(super) fn hear(&mut self, told: &[Told]) {
-        let head = self.work.head;
+    pub(super) fn hear(&mut self, told: &[Notification]) {
+        let head = self.work.entry;
         self.work.hear(told.iter().filter(|told| told.host == head).cloned());
     }
 
@@ -87,7 +87,7 @@ impl Callers {
 
     /// Checks the current state of the world. `bytes`: memory for all weights, caches and tiles.
     pub(super) fn judge(&mut self, world: &World, survival: &Survival, bytes: u64, violations: &mut Vec<String>) {
-        let head = self.work.head;
+        let head = self.work.entry;
         if world.host(head).paused_until.is_some() {
             self.stopped = Some(world.now());
         }
@@ -95,7 +95,7 @@ impl Callers {
         for (id, call) in &self.work.calls {
             let Some((at, reason)) = call.ends.first() else { continue };
             if let DoneReason::Failed(why) = reason
-                && why != HEAD_DIED
+                && why != ENTRY_DIED
                 && !is_lost_elsewhere(reason)
                 && self.failed.insert(*id)
                 && let Some(doubt) = survival.doubt(*at, head)
@@ -150,7 +150,7 @@ impl Callers {
     /// not to one of `others` if another one is usable.
     pub(super) fn fail_over(&mut self, world: &mut World, count: u32, others: &[HostId], timeline: &Timeline) {
         let now = world.now();
-        let head = world.host(self.work.head);
+        let head = world.host(self.work.entry);
         let lost = |call: &Call| call.ends.first().is_some_and(|(_, reason)| is_lost_elsewhere(reason));
         let elsewhere = self.work.calls.values().any(lost);
         let gone = !head.runs() || head.life != self.life || elsewhere;
@@ -160,13 +160,13 @@ impl Callers {
             for call in self.work.calls.values_mut().filter(|call| lost(call)) {
                 call.ends.clear();
             }
-            let broken = self.work.head_died(now);
-            let head = world.host(self.work.head);
+            let broken = self.work.entry_died(now);
+            let head = world.host(self.work.entry);
             if head.runs() && head.life == self.life {
                 // A live node notices that its callers close their connections.
-                broken.iter().for_each(|call| world.inject(self.work.head, Input::Cancel { call: *call }));
+                broken.iter().for_each(|call| world.inject(self.work.entry, Input::Cancel { call: *call }));
             }
-            timeline.note(now, format!("{} calls broke with host {}", broken.len(), self.work.head.0));
+            timeline.note(now, format!("{} calls broke with host {}", broken.len(), self.work.entry.0));
             self.again.extend(broken.into_iter().filter(|call| !self.work.calls[call].cancelled));
             self.turn_at = Some(now + TURN);
         }
@@ -186,7 +186,7 @@ impl Callers {
                 }
             }
             self.before = None;
-            let here = self.work.head.0;
+            let here = self.work.entry.0;
             let all = (1..=count).map(|step| HostId((here + step) % count));
             let usable: Vec<HostId> = all.filter(|host| is_usable(world, *host)).collect();
             let free = usable.iter().find(|host| !others.contains(host));
@@ -202,7 +202,7 @@ impl Callers {
     pub(super) fn restore_model(&self, world: &mut World) {
         let (content, layers) = (self.work.model.content, self.work.model.work.layers.len() as u32);
         if !world.has_all_of(content, layers) {
-            world.give_model(self.work.head, content, layers);
+            world.give_model(self.work.entry, content, layers);
         }
     }
 

@@ -56,6 +56,7 @@ impl World {
         }
         if handled > 0 {
             self.poll(id);
+            self.check_node(id, handled);
         }
         let host = &mut self.hosts[id.index()];
         host.busy_until = self.now + self.options.handling * handled;
@@ -81,6 +82,16 @@ impl World {
         }
         if let Some(node) = &mut host.node {
             node.handle(local, input);
+        }
+    }
+
+    /// A node checks its own invariants after every few inputs, which costs little.
+    fn check_node(&mut self, id: HostId, handled: u32) {
+        let host = &mut self.hosts[id.index()];
+        host.unchecked += handled;
+        if host.unchecked >= CHECK_EVERY {
+            host.unchecked = 0;
+            host.assert_invariants();
         }
     }
 
@@ -145,5 +156,7 @@ impl World {
 
 /// Inputs handled before their outputs are carried out, as in `node/src/driver.rs`: one, and up to 64 more from the queue.
 const TOGETHER_MAX: usize = 65;
+/// Number of inputs after which a node checks its own invariants.
+const CHECK_EVERY: u32 = 16;
 /// Inputs that a paused host's socket buffers hold; further ones are lost.
 const INBOX_MAX: usize = 4096;

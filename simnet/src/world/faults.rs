@@ -79,7 +79,7 @@ impl World {
                 self.hosts[host.index()].executor.stall(self.now, self.now + lasts);
             }
             Fault::Device { host, failures } => self.hosts[host.index()].executor.failures += failures,
-            Fault::Refuse { host, loads } => self.hosts[host.index()].executor.refusals += loads,
+            Fault::Refuse { host, loads } => self.hosts[host.index()].executor.rejections += loads,
             Fault::DiskFull { host, lasts } => {
                 self.hosts[host.index()].disk.full = true;
                 self.ends(lasts, End::DiskFull(host));
@@ -141,7 +141,7 @@ impl World {
                 self.network.pairs_of(host).into_iter().for_each(|pair| self.break_connection(pair));
                 self.ends(lasts, End::Ban(host));
             }
-            Fault::Lies { host, messages, lasts } => self.plan_lies(host, messages, lasts),
+            Fault::Lies { host, messages, lasts } => self.plan_forgeries(host, messages, lasts),
             Fault::JoinStorm { hosts } => {
                 let Some(spec) = self.hosts.first().map(|host| host.spec.clone()) else { return };
                 for host in self.add_hosts(hosts as usize, &spec) {
@@ -169,7 +169,7 @@ impl World {
         for (ambush, victim) in sprung {
             let Some(victim) = self.host_of(victim) else { continue };
             // Host 0 is the callers' entry node: only an ambush on coordinators may kill it.
-            if victim == HostId(0) && !ambush.moment.kills_head() {
+            if victim == HostId(0) && !ambush.moment.kills_coordinator() {
                 self.ambushes.push(ambush);
                 continue;
             }
@@ -278,7 +278,7 @@ impl World {
             let disk = &mut self.hosts[index].disk;
             (disk.full, disk.failures) = (false, 0);
             let executor = &mut self.hosts[index].executor;
-            (executor.slow_percent, executor.failures, executor.refusals) = (100, 0, 0);
+            (executor.slow_percent, executor.failures, executor.rejections) = (100, 0, 0);
             self.inject(id, Input::Drain(false));
             if self.hosts[index].leaves {
                 self.crash(id); // it has left the mesh and was about to exit

@@ -51,7 +51,7 @@ impl World {
     pub(super) fn keep_checkpoint(&mut self, id: HostId, job: JobId, step: u32) {
         let cells = self.hosts[id.index()].parts.remove(&(job, step)).ok_or_else(|| "no part of it arrived".into());
         let result = cells.and_then(|cells| self.write(id, Record::Checkpoint((job, step), cells)));
-        self.answer(id, self.options.sync, Input::Kept { job, step, result });
+        self.answer(id, self.options.sync, Input::CheckpointKept { job, step, result });
     }
 
     /// A checkpoint arrives from another coordinator, if its host still answers.

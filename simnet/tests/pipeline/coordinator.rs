@@ -23,7 +23,7 @@ fn a_restarted_coordinator_never_reuses_an_epoch_of_an_earlier_life() {
             .collect();
         successors.into_iter().for_each(|(host, job)| room.world.inject(host, node_core::input::Input::End { job }));
         room.world.run_for(ms(1_000));
-        room.world.take_told();
+        room.world.take_notifications();
         room.work = Workload::deploy(&mut room.world, COORDINATOR, symbolic_model(LAYERS, LAYER_BYTES));
         assert!(room.work.run_until_ready(&mut room.world, ms(20_000)), "life {life}: {:?}", room.work.notes);
         assert!(!jobs.contains(&room.work.job), "life {life}: {jobs:?}");

@@ -136,8 +136,7 @@ impl Room {
         wrong.extend(self.epochs.violations());
         wrong.extend(self.bounds.violations());
         wrong.extend(leaks(&self.world));
-        let differs =
-            |told: &&simnet::Told| matches!(&told.event, Event::Refused { what, .. } if what.contains("same bits"));
+        let differs = |told: &&simnet::Notification| matches!(&told.event, Event::Rejected { what, .. } if what.contains("same bits"));
         wrong.extend(self.work.notes.iter().find(differs).map(|event| format!("{event:?}")));
         let notes: Vec<String> =
             self.work.notes.iter().map(|told| format!("{} {:?}", told.at.0 / 1_000_000, told.event)).collect();
@@ -480,7 +479,7 @@ fn a_stalled_executor_loses_its_stage_though_its_node_lives() {
         }
         room.run_for(Duration::from_micros(draw.random_range(0..800_000)));
         let victim = room.some_stage(draw.random_range(0..100)).unwrap_or(COORDINATOR);
-        room.world.host_mut(victim).executor.hung = true;
+        room.world.host_mut(victim).executor.dead = true;
         assert!(room.work.run_until_done(&mut room.world, ms(60_000)), "{what}: {:?}", room.work.notes);
         room.strike(Fault::Crash(victim)); // frees what it still holds
         let room = room.check(&what);

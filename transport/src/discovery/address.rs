@@ -88,7 +88,7 @@ pub(super) fn socket_addr(addr: &Multiaddr) -> Option<SocketAddr> {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum AddressError {
     /// The text has none of the supported forms.
-    #[error("\"{text}\" is not an address; give HOST:PORT, /ip4/HOST/tcp/PORT, or a ticket (mesh1…)")]
+    #[error("\"{text}\" is not an address; give /ip4/IP/tcp/PORT, /dns4/HOST/tcp/PORT, or a ticket (mesh1…)")]
     Malformed {
         /// The input.
         text: String,

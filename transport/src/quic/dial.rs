@@ -1,11 +1,12 @@
 //! Dialing a peer: all its addresses in parallel with a small stagger, a check of its key, then the greetings.
-use super::Inner;
-use super::close::{CloseCode, DialError, Disconnect};
 use super::config::SERVER_NAME;
 use super::hello::{Hello, HelloError, Purpose};
+use super::inner::{Inner, now_unix};
 use super::peer::{self, Parts, Peer};
+use super::receive;
 use super::slots::{Dial, Placed};
 use crate::certificate::CertificateError;
+use crate::close::{CloseCode, DialError, Disconnect};
 use crate::event::Event;
 use crate::identity::{NodeId, PeerId};
 use crate::revocation::Revocation;
@@ -247,7 +248,7 @@ pub(super) fn check_member(inner: &Inner, hello: &Hello, peer: PeerId) -> Result
     let Some(credentials) = inner.credentials() else { return Err(CertificateError::Malformed) };
     match &hello.purpose {
         Purpose::Member(Some(chain)) => {
-            chain.verify(credentials.mesh, peer, super::now_unix())?;
+            chain.verify(credentials.mesh, peer, now_unix())?;
             match inner.banned_of(chain.peers().chain([peer])) {
                 Some(banned) => Err(CertificateError::Banned { peer: banned.into() }),
                 None => Ok((chain.expiry(), chain.peers().collect())),
@@ -291,14 +292,14 @@ pub(super) fn establish(
         peer.close(CloseCode::Banned, "banned");
     }
     inner.sink.event(connected(&peer));
-    super::receive::spawn(inner, &peer, recv);
+    receive::spawn(inner, &peer, recv);
     inner.runtime.spawn(watch(inner.clone(), peer));
     Ok(())
 }
 
 /// Closes a connection when its certificate expires. Reports its end once, unless a replacement already reported it.
 async fn watch(inner: Arc<Inner>, peer: Arc<Peer>) {
-    let certified = Duration::from_secs(peer.expiry.saturating_sub(super::now_unix()));
+    let certified = Duration::from_secs(peer.expiry.saturating_sub(now_unix()));
     let error = match timeout(certified, peer.connection.closed()).await {
         Ok(error) => error,
         Err(_) => {

@@ -1,13 +1,14 @@
 //! Joining over the data plane: the joiner's side, and the inviter's side up to the node's decision.
-use super::close::{CloseCode, DialError};
+use super::Endpoint;
 use super::dial::{self, DIAL_MAX};
 use super::hello::{Hello, Purpose};
+use super::inner::{Inner, now_unix};
 use super::peer;
-use super::{Endpoint, Inner};
 use crate::certificate::{CertificateError, MeshId};
+use crate::close::{CloseCode, DialError};
 use crate::event::Event;
 use crate::identity::PeerId;
-use crate::join::{self, ANSWER_BYTES_MAX, Admission, Ask, Binding, JoinRefusal, JoinRequest};
+use crate::join::{self, ANSWER_BYTES_MAX, Admission, Ask, Binding, JoinRejection, JoinRequest};
 use crate::ticket::Ticket;
 use quinn::{Connection, SendStream};
 use std::{net::SocketAddr, sync::Arc, time::Duration};
@@ -29,8 +30,8 @@ impl Endpoint {
     /// # Errors
     /// The inviter cannot be reached, has another key, or rejects the request; the error text says what to do.
     pub async fn join(&self, ticket: &Ticket, name: &str) -> Result<Admission, JoinError> {
-        if ticket.is_expired(super::now_unix()) {
-            return Err(self.refused(JoinRefusal::Expired));
+        if ticket.is_expired(now_unix()) {
+            return Err(self.refused(JoinRejection::Expired));
         }
         let (admission, _) = self.ask(&ticket.addrs, Some(ticket.inviter), name, Some(ticket)).await?;
         Ok(admission)
@@ -41,7 +42,7 @@ impl Endpoint {
     /// may not contain it, because the founder certifies with the root key.
     ///
     /// # Errors
-    /// As for `join`; [`JoinRefusal::NotApproved`] until a member approves this node: ask again later.
+    /// As for `join`; [`JoinRejection::NotApproved`] until a member approves this node: ask again later.
     pub async fn join_at(
         &self,
         addrs: &[SocketAddr],
@@ -78,11 +79,11 @@ impl Endpoint {
         connection.close(peer::code(CloseCode::Bye), b"");
         let admission = answer.map_err(|refusal| self.refused(refusal))?;
         let expected = mesh.or(admission.chain.mesh()).ok_or(JoinError::Answer { addr })?;
-        admission.chain.verify(expected, inner.identity.peer_id(), super::now_unix())?;
+        admission.chain.verify(expected, inner.identity.peer_id(), now_unix())?;
         Ok((admission, inviter))
     }
 
-    fn refused(&self, refusal: JoinRefusal) -> JoinError {
+    fn refused(&self, refusal: JoinRejection) -> JoinError {
         JoinError::Refused { refusal, me: self.0.identity.peer_id() }
     }
 }
@@ -92,7 +93,7 @@ async fn exchange(
     connection: &Connection,
     addr: SocketAddr,
     ask: Ask,
-) -> Result<Result<Admission, JoinRefusal>, JoinError> {
+) -> Result<Result<Admission, JoinRejection>, JoinError> {
     let closed = |connection: &Connection| match connection.close_reason() {
         Some(error) => JoinError::Dial(dial::dial_error(error, addr)),
         None => JoinError::Answer { addr },
@@ -150,16 +151,16 @@ async fn decide(
     addr: SocketAddr,
     peer_id: PeerId,
     ask: Ask,
-) -> Result<Admission, JoinRefusal> {
-    let mesh = inner.credentials().ok_or(JoinRefusal::NotAMember)?.mesh;
+) -> Result<Admission, JoinRejection> {
+    let mesh = inner.credentials().ok_or(JoinRejection::NotAMember)?.mesh;
     if inner.banned_of([peer_id]).is_some() {
-        return Err(JoinRefusal::Banned);
+        return Err(JoinRejection::Banned);
     }
     if ask.ticket.is_some_and(|(theirs, _, _)| theirs != mesh) {
-        return Err(JoinRefusal::OtherMesh);
+        return Err(JoinRejection::OtherMesh);
     }
     let ticket_mesh = ask.ticket.map(|(mesh, _, _)| mesh);
-    let binding = bind(connection, ticket_mesh, peer_id, inner.identity.peer_id()).ok_or(JoinRefusal::Busy)?;
+    let binding = bind(connection, ticket_mesh, peer_id, inner.identity.peer_id()).ok_or(JoinRejection::Busy)?;
     let (sender, decision) = oneshot::channel();
     let (ticket, proof) = ask.ticket.map_or((None, [0; 32]), |(_, id, proof)| (Some(id), proof));
     let request = JoinRequest { peer_id, addr, name: ask.name, ticket, proof, binding, answer: sender };
@@ -167,7 +168,7 @@ async fn decide(
     match timeout(DECISION_MAX, decision).await {
         Ok(Ok(answer)) => answer,
         // No decision in time, or the request was dropped.
-        Ok(Err(_)) | Err(_) => Err(JoinRefusal::Busy),
+        Ok(Err(_)) | Err(_) => Err(JoinRejection::Busy),
     }
 }
 
@@ -191,7 +192,7 @@ pub enum JoinError {
     #[error("{refusal}{}", advice(*refusal, *me))]
     Refused {
         /// The inviter's reason.
-        refusal: JoinRefusal,
+        refusal: JoinRejection,
         /// This node's key.
         me: PeerId,
     },
@@ -207,8 +208,8 @@ pub enum JoinError {
 }
 
 /// What the user can do about a rejection, if that depends on the joiner's key.
-fn advice(refusal: JoinRefusal, me: PeerId) -> String {
-    if refusal == JoinRefusal::NotApproved {
+fn advice(refusal: JoinRejection, me: PeerId) -> String {
+    if refusal == JoinRejection::NotApproved {
         return format!(": on a member run `meshnode approve {me}`, or ask for a ticket (`meshnode invite`)");
     }
     String::new()

@@ -1,20 +1,21 @@
 //! One certified connection to one member: its lanes, its byte budgets, and its end.
-use super::close::{CloseCode, Disconnect};
 use super::config;
+use crate::close::{CloseCode, Disconnect};
 use crate::compress::{self, Chooser};
 use crate::event::{Event, Sink};
-use crate::frame::{self, Codec, FrameHead, Route};
+use crate::frame::{self, Codec, Route, WireHeader};
 use crate::identity::{NodeId, PeerId};
 use crate::lane::{Budget, Item, Lane, LaneError, OnStopped, Opener, Pipe, PipeError};
 use crate::throttle::Throttle;
 use bytes::Bytes;
 use futures::FutureExt;
+use parking_lot::Mutex;
 use quinn::{Connection, ConnectionError, SendStream, VarInt, WriteError};
 use std::{
     collections::BTreeMap,
     net::{IpAddr, SocketAddr},
     pin::pin,
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     task::{Context, Poll},
     time::{Duration, Instant},
 };
@@ -27,8 +28,8 @@ pub enum Priority {
     Decode,
     /// Prompt chunks and KV.
     Prefill,
-    /// Input of a standby, off the critical path. Dropped while [`Limits::copy_queue_bytes`] or more are queued.
-    Copy,
+    /// Input of a standby, off the critical path. Dropped while [`Limits::standby_queue_bytes`] or more are queued.
+    Standby,
 }
 
 /// QUIC stream priorities: few levels, as quinn advises.
@@ -40,7 +41,7 @@ impl Priority {
         match self {
             Priority::Decode => 3,
             Priority::Prefill => 2,
-            Priority::Copy => 1,
+            Priority::Standby => 1,
         }
     }
 }
@@ -57,7 +58,7 @@ pub struct Limits {
     pub frame_queue_bytes: usize,
     /// At this many queued frame bytes, copies for a standby are dropped; it requests the missing ones when it reads
     /// again.
-    pub copy_queue_bytes: usize,
+    pub standby_queue_bytes: usize,
     /// Bytes of received frames that this node still holds; beyond this the peer has to wait.
     pub arrived_bytes: usize,
 }
@@ -68,7 +69,7 @@ impl Default for Limits {
             connections_max: 1024,
             message_queue_bytes: 16 << 20,
             frame_queue_bytes: 256 << 20,
-            copy_queue_bytes: 4 << 20,
+            standby_queue_bytes: 4 << 20,
             arrived_bytes: 256 << 20,
         }
     }
@@ -158,7 +159,7 @@ impl Peer {
             frames: Mutex::default(),
             messages_held,
             frames_held: Arc::new(Budget::new(limits.frame_queue_bytes)),
-            copy_queue_bytes: limits.copy_queue_bytes,
+            copy_queue_bytes: limits.standby_queue_bytes,
             link: Mutex::default(),
             closed_here: Mutex::default(),
             sink,
@@ -179,7 +180,7 @@ impl Peer {
 
     pub(super) fn send_frame(
         self: &Arc<Self>,
-        head: FrameHead,
+        head: WireHeader,
         payload: Bytes,
         priority: Priority,
     ) -> Result<(), LaneError> {
@@ -268,7 +269,7 @@ impl Peer {
             rtt: self.connection.rtt(),
             bytes_per_second,
             bytes_per_second_in,
-            frames_silent_for: lock(&self.last_frame).map(|at| at.elapsed()),
+            since_last_frame: lock(&self.last_frame).map(|at| at.elapsed()),
             bytes_sent: stats.udp_tx.bytes,
             bytes_received: stats.udp_rx.bytes,
             packets_lost: stats.path.lost_packets,
@@ -295,7 +296,7 @@ impl Peer {
     }
 
     /// Runs on a blocking thread.
-    fn pack(&self, codec: Codec, head: &FrameHead, payload: Bytes) -> [Bytes; 2] {
+    fn pack(&self, codec: Codec, head: &WireHeader, payload: Bytes) -> [Bytes; 2] {
         let start = Instant::now();
         let packed = compress::pack(codec, head.dtype, &payload);
         let length = packed.as_ref().map_or(payload.len(), Vec::len);
@@ -341,7 +342,7 @@ impl Peer {
         // milliseconds.
         let pipe = open().now_or_never().and_then(Result::ok);
         let (sink, node) = (self.sink.clone(), self.node);
-        let on_stopped: OnStopped = Box::new(move || sink.event(Event::LaneRefused { node, route }));
+        let on_stopped: OnStopped = Box::new(move || sink.event(Event::StreamStopped { node, route }));
         Lane::new(pipe, Box::new(move || open().boxed()), on_stopped, self.frames_held.clone(), self.runtime.clone())
     }
 }
@@ -352,7 +353,7 @@ fn weights_rate(peer: IpAddr, bytes_per_second: u64) -> Option<u64> {
     (!peer.to_canonical().is_loopback()).then_some(bytes_per_second / 10 * 7)
 }
 
-fn raw_item(head: &FrameHead, payload: Bytes) -> Item {
+fn raw_item(head: &WireHeader, payload: Bytes) -> Item {
     Item::Ready([Bytes::copy_from_slice(&frame::encode_header(head, Codec::Raw, &payload)), payload])
 }
 
@@ -372,7 +373,7 @@ pub struct PeerStats {
     /// Throughput from the peer, once the peer has measured it.
     pub bytes_per_second_in: Option<u64>,
     /// Time since the last frame in either direction; `None` before the first.
-    pub frames_silent_for: Option<Duration>,
+    pub since_last_frame: Option<Duration>,
     /// Bytes on the wire, including headers.
     pub bytes_sent: u64,
     /// Bytes on the wire, including headers.
@@ -419,8 +420,8 @@ pub(super) fn code(code: CloseCode) -> VarInt {
 /// Longest wait for a graceful close.
 const GOODBYE_MAX: Duration = Duration::from_millis(500);
 
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock<T>(mutex: &Mutex<T>) -> parking_lot::MutexGuard<'_, T> {
+    mutex.lock()
 }
 
 /// quinn's sending half as a lane's pipe.

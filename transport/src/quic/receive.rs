@@ -1,14 +1,14 @@
 //! Data from members: control messages, expected frames, requests and measurements. Lengths are checked before anything
 //! is allocated; a protocol violation closes the connection.
-use super::Inner;
-use super::close::CloseCode;
+use super::inner::Inner;
 use super::peer::{BULK, Peer};
+use crate::buffer_pool::Buffer;
 use crate::bulk;
+use crate::close::CloseCode;
 use crate::compress;
 use crate::event::{Event, Received};
 use crate::frame::{self, Codec, Expectation, FrameError, HEADER_BYTES, Incoming, RawHeader};
 use crate::probe;
-use crate::spare::Buffer;
 use quinn::{ReadExactError, RecvStream, SendStream, VarInt};
 use std::{io, sync::Arc};
 use tokio::io::AsyncReadExt;

@@ -1,11 +1,8 @@
 //! The table of peers: addresses, data queued for a connection, and the choice between two crossing connections.
-use super::SendError;
-use super::close::CloseCode;
-use super::peer::{Peer, Priority};
-use crate::frame::FrameHead;
+use super::outgoing::{Outgoing, SendError};
+use super::peer::Peer;
+use crate::close::CloseCode;
 use crate::identity::{NodeId, PeerId, node_id};
-use crate::lane::LaneError;
-use bytes::Bytes;
 use std::{collections::BTreeMap, net::SocketAddr, sync::Arc};
 
 /// Maximum peers remembered: members of the mesh and a few former ones.
@@ -26,27 +23,6 @@ struct Slot {
     /// Sent when connected, dropped if the dial fails.
     waiting: Vec<Outgoing>,
     peer: Option<Arc<Peer>>,
-}
-
-/// Data to send once the peer is connected.
-pub(super) enum Outgoing {
-    Message(Bytes),
-    Frame(FrameHead, Bytes, Priority),
-}
-
-impl Outgoing {
-    fn bytes(&self) -> usize {
-        match self {
-            Outgoing::Message(bytes) | Outgoing::Frame(_, bytes, _) => bytes.len(),
-        }
-    }
-}
-
-pub(super) fn send(peer: &Arc<Peer>, outgoing: Outgoing) -> Result<(), LaneError> {
-    match outgoing {
-        Outgoing::Message(bytes) => peer.send_message(bytes),
-        Outgoing::Frame(head, payload, priority) => peer.send_frame(head, payload, priority),
-    }
 }
 
 /// Outcome of placing a new connection.
@@ -151,7 +127,7 @@ impl Slots {
         greet();
         for outgoing in slot.waiting.drain(..) {
             // A failure here closes the connection, which is reported like any other end.
-            let _ = send(peer, outgoing);
+            let _ = outgoing.send(peer);
         }
         if let Some(old) = &replaced {
             old.close(CloseCode::Duplicate, "replaced by another connection");

@@ -1,7 +1,10 @@
 //! Endpoints against each other on loopback, and against misbehaving peers.
 #![allow(clippy::wildcard_enum_match_arm, reason = "a test waits for one kind of event and ignores the rest")]
+use super::inner::now_unix;
 use super::*;
 use crate::certificate::Roles;
+use crate::close::{DialError, Disconnect};
+use crate::event::Event;
 use crate::frame::{Codec, Dtype, Epoch};
 use crate::join::Admission;
 use std::collections::VecDeque;
@@ -11,7 +14,7 @@ use tokio::time::timeout;
 mod bans;
 mod join;
 mod members;
-mod outlaws;
+mod unauthorized;
 mod versions;
 
 /// Far longer than any exchange on loopback, so that a stalled test fails.
@@ -84,7 +87,7 @@ impl Node {
 
     async fn refused(&mut self) -> String {
         self.until(|event| match event {
-            Event::Refused { why, .. } => Some(why.clone()),
+            Event::Rejected { why, .. } => Some(why.clone()),
             _ => None,
         })
         .await
@@ -98,7 +101,7 @@ impl Node {
         .await
     }
 
-    async fn frame(&mut self) -> (NodeId, FrameHead, Vec<u8>) {
+    async fn frame(&mut self) -> (NodeId, WireHeader, Vec<u8>) {
         self.until(|event| match event {
             Event::Frame { from, head, payload } => Some((*from, *head, payload.to_vec())),
             _ => None,
@@ -171,8 +174,8 @@ fn route(job: u64) -> Route {
     Route { job, epoch: Epoch { counter: 1, issuer: [1; 16] }, part: 1 }
 }
 
-fn head(route: Route, cursor: u32, count: u32, width: u32) -> FrameHead {
-    FrameHead { route, channel: 5, cursor, count, last: false, dtype: Dtype::F32, width }
+fn head(route: Route, cursor: u32, count: u32, width: u32) -> WireHeader {
+    WireHeader { route, channel: 5, cursor, count, last: false, dtype: Dtype::F32, width }
 }
 
 fn rows(count: u32, width: u32) -> Bytes {

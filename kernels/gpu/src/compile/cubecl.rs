@@ -3,13 +3,14 @@
 //! CubeCL has its own cache, a file that it reads once and appends to. It does not verify what it reads, does not survive a full
 //! disk, and its keys contain neither device nor driver. So we give it a file in memory with verified entries, and a thread copies
 //! appended entries to our [`Store`].
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, symlink};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
+use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use cubecl::config::cache::CacheConfig;
@@ -42,7 +43,7 @@ const GIVEN_BYTES_MAX: u64 = 32 << 20;
 /// Loads NVRTC and starts CubeCL on a CUDA device, with the kernels cached for it. Errors are ignored here; they occur again, with
 /// the reason, when the device is used.
 pub(crate) fn prepare(number: usize) {
-    let mut chunks = CHUNKS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut chunks = CHUNKS.lock();
     if chunks.contains_key(&number) {
         return;
     }
@@ -66,12 +67,12 @@ pub(crate) fn prepare(number: usize) {
 
 /// Whether [`prepare`] has started CubeCL on a device.
 pub(crate) fn is_started(number: usize) -> bool {
-    CHUNKS.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&number)
+    CHUNKS.lock().contains_key(&number)
 }
 
 /// Copies the kernels compiled since the last call to the store.
 pub(crate) fn keep() {
-    let mut chunks = CHUNKS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut chunks = CHUNKS.lock();
     for chunk in chunks.values_mut() {
         if chunk.as_mut().is_some_and(|chunk| chunk.copy().is_err()) {
             *chunk = None; // not in CubeCL 0.10's format: its kernels are no longer saved
@@ -191,7 +192,7 @@ static LENDING: Mutex<()> = Mutex::new(());
 
 impl Lent {
     fn new(folder: &Path) -> Self {
-        let alone = LENDING.lock().unwrap_or_else(PoisonError::into_inner);
+        let alone = LENDING.lock();
         let before = CubeClRuntimeConfig::get();
         let mut with_cache = (*before).clone();
         with_cache.compilation.cache = Some(CacheConfig::File(folder.to_path_buf()));
@@ -277,7 +278,7 @@ mod tests {
             Cache::new("ptx", CacheOption::default().name("cuda").root(root))
         };
         let cache = chunk.lend(start).expect("a folder");
-        let _alone = LENDING.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = LENDING.lock();
         assert!(CubeClRuntimeConfig::get().compilation.cache.is_none(), "set only during `lend`");
         cache
     }

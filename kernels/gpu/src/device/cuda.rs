@@ -6,8 +6,8 @@ use cudarc::nvrtc::result::NvrtcError;
 use cudarc::nvrtc::sys as nvrtc;
 use kernels::device::{Device, DeviceId};
 
+use super::report::{Fault, Kind, Probe};
 use super::toolkit::{DRIVER, Toolkit, driver_version, ready};
-use super::{Fault, Kind, Probe};
 
 /// Asks the driver. A broken driver may crash or never return: see [`super::ask`].
 pub(super) fn probe() -> Probe {

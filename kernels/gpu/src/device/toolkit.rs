@@ -4,16 +4,17 @@
 //! its path; cudarc then finds it by its name (`SONAME`), so `LD_LIBRARY_PATH` need not be set. CubeCL reads headers only below
 //! `CUDA_PATH`: [`use_cache`] points it to a folder of ours, and [`ready`] fills that with links to the headers of the chosen
 //! NVRTC.
+use parking_lot::Mutex;
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, OsString, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 
 use cubecl::cuda::install;
 use cudarc::driver::sys as driver_sys;
 
-use super::{Fault, Kind};
+use super::report::{Fault, Kind};
 use crate::cache::{Key, create_private};
 
 /// A version of CUDA: major, minor.
@@ -95,7 +96,7 @@ fn variable(name: &str, kernels: Option<&Path>) -> Option<OsString> {
 /// # Errors
 /// What is missing, where it was searched for, and the command that installs it.
 pub(crate) fn ready() -> Result<Toolkit, Fault> {
-    let mut ready = READY.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut ready = READY.lock();
     if let Some(toolkit) = &*ready {
         return Ok(toolkit.clone());
     }

@@ -5,7 +5,7 @@ use ash::vk;
 use cubecl::wgpu::WgpuDevice;
 use kernels::device::{Device, DeviceId, cpu};
 
-use super::Probe;
+use super::report::Probe;
 
 /// Lists the devices. A missing driver is a note, not a fault: not every machine has a GPU.
 pub(super) fn probe() -> Probe {

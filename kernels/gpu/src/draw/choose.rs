@@ -2,7 +2,7 @@
 //!
 //! One cube per row. Next: `engine/steps.rs`.
 use cubecl::prelude::*;
-use kernels::sampler::order::{BUCKETS, OCTAVES_MIN, ORIGIN};
+use kernels_models::sampler::order::{BUCKETS, OCTAVES_MIN, ORIGIN};
 
 use super::{
     COUNTERS, DECIDED, DRAWN_MAX, DRAWN_WORDS, INFINITE, LEAST, LIMB_BITS, LIMBS, ORIGIN_BITS, PARAMETERS,

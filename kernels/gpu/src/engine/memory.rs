@@ -6,16 +6,18 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use cubecl::stream_id::StreamId;
 use kernels::order::POSITIONS;
-use kernels::stage::{StageError, StageOptions};
 use kernels::tile::Layout;
-use kernels::weights::{ModelConfig, ModelFile};
+use kernels_models::stage::{StageError, StageOptions};
+use kernels_models::weights::{ModelConfig, ModelFile};
 
-use super::{ROWS, failed, guarded, input};
-use crate::Platform;
 use crate::attention::{Heads, Partials};
 use crate::draw::{DRAWN_MAX, DrawScratch};
-use crate::product::Activations;
+use crate::error::{failed, guarded, input};
+use crate::platform::Platform;
+use crate::product::operands::Activations;
 
+/// Maximum rows of a forward pass.
+pub(super) const ROWS: usize = 512;
 /// Scratch for attention results per page, before they are combined. Passes that need more process their rows in turns.
 const PARTIAL_BYTES: usize = 64 << 20;
 /// Memory that a stage leaves free for the driver and the uploaded rows of passes. CubeCL keeps the latter in pools that grow by

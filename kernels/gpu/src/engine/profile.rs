@@ -2,15 +2,15 @@
 use std::time::Duration;
 
 use cubecl::prelude::*;
-use kernels::decoder::Decoder;
 use kernels::order::POSITIONS;
-use kernels::stage::{Stage, StageError};
+use kernels_models::decoder::Decoder;
+use kernels_models::stage::{Stage, StageError};
 
 use super::{GpuEngine, STEPS, Step};
-use crate::Platform;
 use crate::attention::Places;
 use crate::graph::{self, Recorder};
 use crate::load::{LoadPhases, Part};
+use crate::platform::Platform;
 
 /// A stage on a GPU that can be measured.
 pub trait Profiled: Stage {
@@ -24,7 +24,7 @@ pub trait Profiled: Stage {
     fn launches(&self) -> Launches;
 
     /// Total time that the host has waited for steps.
-    fn waited(&self) -> Duration;
+    fn wait_time(&self) -> Duration;
 
     /// Times of the phases of loading.
     fn load_phases(&self) -> LoadPhases;
@@ -81,7 +81,7 @@ impl<R: Platform> Profiled for Decoder<GpuEngine<R>> {
         self.engine().launches()
     }
 
-    fn waited(&self) -> Duration {
+    fn wait_time(&self) -> Duration {
         self.engine().steps.as_ref().map_or(Duration::ZERO, |steps| steps.waited)
     }
 

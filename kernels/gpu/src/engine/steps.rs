@@ -6,18 +6,19 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use cubecl::server::Handle;
-use kernels::decoder::{PassInput, QUEUED_MAX, RowAt};
 use kernels::order::POSITIONS;
-use kernels::sampler::SamplerSettings;
-use kernels::stage::{StageError, StageOptions};
-use kernels::weights::ModelConfig;
+use kernels_models::decoder::{PassInput, QUEUED_MAX, RowAt};
+use kernels_models::sampler::SamplerSettings;
+use kernels_models::stage::{StageError, StageOptions};
+use kernels_models::weights::ModelConfig;
 
+use super::GpuEngine;
 use super::memory::Memory;
-use super::{GpuEngine, failed};
-use crate::Platform;
 use crate::attention::Places;
 use crate::draw::{DECIDED, DRAWN_MAX, DRAWN_WORDS, DrawScratch, PARAMETERS, draw, draws, parameters};
+use crate::error::failed;
 use crate::graph::{Buffer, Graph, Graphs, Mark, Pinned};
+use crate::platform::Platform;
 
 /// Maximum rows of a step that runs as a graph. More rows take longer to compute than to launch, so a graph does not pay.
 pub(super) const FEW: usize = DRAWN_MAX;
@@ -103,7 +104,7 @@ fn part(words: &Handle, part: Input, most: usize) -> Handle {
     words.clone().offset_start(4 * part.start(most) as u64)
 }
 
-/// Waits for a mark and adds the time to `waited`.
+/// Waits for a mark and adds the time to `wait_time`.
 fn wait(graphs: &Graphs, mark: &Mark, waited: &mut Duration) -> Result<(), StageError> {
     let start = Instant::now();
     let result = graphs.wait(mark);
@@ -275,7 +276,7 @@ impl<R: Platform> GpuEngine<R> {
         able && rows <= FEW && draws(settings, self.config.vocab)
     }
 
-    /// See [`kernels::decoder::Engine::queue`].
+    /// See [`kernels_models::decoder::Engine::queue`].
     pub(super) fn queue_step(
         &mut self,
         rows: &[RowAt],
@@ -314,7 +315,7 @@ impl<R: Platform> GpuEngine<R> {
         })
     }
 
-    /// See [`kernels::decoder::Engine::collect`].
+    /// See [`kernels_models::decoder::Engine::collect`].
     pub(super) fn collect_step(&mut self) -> Result<Vec<Option<u32>>, StageError> {
         self.with_steps(|_, steps| {
             let none = || failed("no step is queued");

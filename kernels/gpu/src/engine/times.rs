@@ -3,14 +3,15 @@ use std::time::Instant;
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use kernels::decoder::RowAt;
 use kernels::order::POSITIONS;
-use kernels::stage::{SequenceId, StageError};
+use kernels_models::decoder::RowAt;
+use kernels_models::stage::{SequenceId, StageError};
 
 use super::steps::Steps;
-use super::{GpuEngine, STEPS, Step, failed, guarded, input};
-use crate::Platform;
+use super::{GpuEngine, STEPS, Step};
 use crate::attention::Places;
+use crate::error::{failed, guarded, input};
+use crate::platform::Platform;
 
 impl<R: Platform> GpuEngine<R> {
     /// Median seconds of each step, averaged over all layers, for `count` rows of one sequence, the first at `position`.

@@ -1,7 +1,7 @@
 //! Generates random weights on the device, for benchmarks: uploads 16 rows per format and width, and varies them there.
 //!
 //! The time of a step does not depend on the weights' values, so a model of any size can be measured without its file. No two tile
-//! rows (16 matrix rows, a `Strip`) are equal, because drawing a token from tied logits takes longer.
+//! rows (16 matrix rows, a `TileRow`) are equal, because drawing a token from tied logits takes longer.
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
@@ -9,13 +9,13 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use kernels::order::GROUP;
 use kernels::quant::{QuantType, random_blocks};
-use kernels::stage::StageError;
 use kernels::tile::{Layout, ROWS, convert};
+use kernels_models::stage::StageError;
 
 use super::{CUBES, Joined, UNITS};
 use crate::engine::memory::Memory;
+use crate::platform::{Platform, array};
 use crate::tiles::{code_words, tile_words};
-use crate::{Platform, array};
 
 /// Columns whose codes differ from those of the uploaded rows in the same bits.
 const SPAN: usize = 256;
@@ -23,7 +23,7 @@ const SPAN: usize = 256;
 const SPAN_TILES: usize = SPAN / GROUP;
 
 /// A tile row on the device: 16 random matrix rows.
-pub(super) struct Strip {
+pub(super) struct TileRow {
     words: usize,
     /// Sum of the words of each span of columns, for each value of [`flips`].
     sums: Vec<[u32; 16]>,
@@ -59,7 +59,7 @@ pub(crate) fn rows(kind: QuantType, cols: usize) -> Vec<u8> {
     random_blocks(kind, ROWS * cols / kind.block_len(), SEED)
 }
 
-impl Strip {
+impl TileRow {
     fn new<R: Platform>(memory: &Memory<'_, R>, kind: QuantType, cols: usize) -> Result<Self, StageError> {
         let mut tiles = vec![0; Layout::of(kind).matrix_bytes(ROWS, cols)];
         convert(kind, cols, 0..ROWS, &rows(kind, cols), &mut tiles)
@@ -90,12 +90,12 @@ impl Strip {
 /// Generates a matrix from the random rows of its format and columns. Returns it with the sum of its words.
 pub(super) fn matrix<R: Platform>(
     memory: &Memory<'_, R>,
-    strips: &mut BTreeMap<(QuantType, usize), Strip>,
+    strips: &mut BTreeMap<(QuantType, usize), TileRow>,
     joined: &Joined<'_>,
 ) -> Result<(Handle, u32), StageError> {
     let strip = match strips.entry((joined.kind, joined.cols)) {
         Entry::Occupied(made) => made.into_mut(),
-        Entry::Vacant(first) => first.insert(Strip::new(memory, joined.kind, joined.cols)?),
+        Entry::Vacant(first) => first.insert(TileRow::new(memory, joined.kind, joined.cols)?),
     };
     let many = joined.rows.div_ceil(ROWS);
     let buffer = memory.buffer(joined.bytes(), joined.pieces[0].0)?;

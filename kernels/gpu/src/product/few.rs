@@ -7,11 +7,13 @@ use kernels::quant::QuantType;
 use kernels::tile::ROWS;
 
 use super::matrices::multiply;
-use super::{FEW, Finish, chunk_range, finish_element};
-use crate::arithmetic::Abilities;
+use super::operands::{Finish, finish_element};
+use crate::arithmetic::{Features, chunk_range};
 use crate::inline::{await_previous, begin_copy, end_group, release_next, wait_groups};
 use crate::tiles::{LaneTile, code_words, lane_scales, lane_vectors, read_lane, scale_words, tile_words};
 
+/// Activation rows per pass over the weights with matrix instructions.
+pub(super) const FEW: usize = 8;
 /// Maximum bytes of a plane's ring with more than three stages.
 const RING_BYTES: usize = 7 << 10;
 /// Maximum bytes of a plane's ring: eight rings and the sums of a cube fit into the shared memory of every card.
@@ -98,7 +100,7 @@ pub(super) fn few_kernel(
     width: u32,
     #[comptime] shape: Shape,
     #[comptime] finish: Finish,
-    #[comptime] able: Abilities,
+    #[comptime] able: Features,
 ) {
     let (each, columns) = comptime!((shape.each, shape.columns()));
     let (lane, chunk) = (UNIT_POS_X as usize, UNIT_POS_Y as usize);
@@ -294,7 +296,7 @@ pub(super) fn strip_sums(
     lane: usize,
     sums: &mut Array<f32>,
     #[comptime] shape: Shape,
-    #[comptime] able: Abilities,
+    #[comptime] able: Features,
 ) {
     release_next(able);
     let (kind, depth) = comptime!((shape.kind, shape.stages()));

@@ -3,12 +3,12 @@ use cubecl::prelude::*;
 use kernels::order::{Activation, CHUNKS};
 use kernels::tile::{Layout, ROWS};
 
-use super::few::{Shape, share_sums, strip_sums};
-use super::{Activations, FEW, Matrix};
-use crate::arithmetic::{Abilities, gate};
-use crate::rows::{Wanted, put};
+use super::few::{FEW, Shape, share_sums, strip_sums};
+use super::operands::{Activations, Matrix};
+use crate::arithmetic::{Features, gate};
+use crate::platform::{Platform, array};
+use crate::rows::{RowFormats, put};
 use crate::tiles::NIBBLES;
-use crate::{Platform, array};
 
 /// Tile rows per cube: two of the gate and two of up, for one block of 32 output columns.
 const STRIPS: usize = 4;
@@ -16,14 +16,14 @@ const STRIPS: usize = 4;
 const COLUMNS: usize = STRIPS / 2 * ROWS;
 
 /// Whether [`gate_product`] supports `count` rows of a matrix that holds gate, then up.
-pub(crate) fn gates(matrix: &Matrix, count: usize, able: Abilities) -> bool {
+pub(crate) fn gates(matrix: &Matrix, count: usize, able: Features) -> bool {
     able.matrices && Layout::of(matrix.kind).bits > 0 && count <= FEW && matrix.rows.is_multiple_of(2 * COLUMNS)
 }
 
 /// Multiplies `count` rows of `x` by a matrix that holds gate, then up; writes activation(gate) · up to the integers of `gated`.
 pub(crate) fn gate_product<R: Platform>(
     client: &ComputeClient<R>,
-    able: Abilities,
+    able: Features,
     matrix: &Matrix,
     x: &Activations,
     count: usize,
@@ -70,7 +70,7 @@ fn gate_kernel(
     count: u32,
     #[comptime] shape: Shape,
     #[comptime] activation: Activation,
-    #[comptime] able: Abilities,
+    #[comptime] able: Features,
 ) {
     let columns = comptime!(shape.columns());
     let (lane, plane) = (UNIT_POS_X as usize, UNIT_POS_Y as usize);
@@ -130,7 +130,7 @@ fn gate_kernel(
         let column = CUBE_POS_X as usize * COLUMNS + first;
         let column = select(lane < 8, column, cols);
         let mut unused = SharedMemory::<f32>::new(1usize);
-        let wanted = comptime!(Wanted { floats: false, integers: true });
+        let wanted = comptime!(RowFormats { floats: false, integers: true });
         put(&values, plane, column, cols, &mut unused, out_floats, out_codes, out_scales, wanted, able);
     }
 }

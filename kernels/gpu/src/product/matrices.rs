@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 use kernels::quant::QuantType;
 use kernels::tile::{Layout, Scales};
 
-use crate::arithmetic::{Abilities, biased, from_biased, fused};
+use crate::arithmetic::{Features, biased, from_biased, fused};
 use crate::tiles::{fragment, lane_block_scales};
 
 /// The sum of the codes of a block, or of one of its halves if `split`.
@@ -37,7 +37,7 @@ pub(super) fn multiply(
     #[comptime] block: usize,
     #[comptime] one: bool,
     #[comptime] kind: QuantType,
-    #[comptime] able: Abilities,
+    #[comptime] able: Features,
 ) {
     let layout = comptime!(Layout::of(kind));
     let split = comptime!(layout.scales == Scales::Sixteens);

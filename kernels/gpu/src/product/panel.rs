@@ -9,8 +9,8 @@ use kernels::quant::QuantType;
 use kernels::tile::{Layout, ROWS, Scales};
 
 use super::matrices::multiply;
-use super::{Finish, finish_element};
-use crate::arithmetic::Abilities;
+use super::operands::{Finish, finish_element};
+use crate::arithmetic::Features;
 use crate::inline::{begin_copy, end_group, wait_groups};
 use crate::tiles::{LaneTile, code_words, lane_scales, lane_vectors, read_lane, scale_words, tile_words};
 
@@ -154,7 +154,7 @@ pub(super) fn panel_kernel(
     width: u32,
     #[comptime] kind: QuantType,
     #[comptime] finish: Finish,
-    #[comptime] able: Abilities,
+    #[comptime] able: Features,
 ) {
     let lane = UNIT_POS_X as usize;
     let (across, tokens) = comptime!((eights(kind), panel_tokens(kind)));

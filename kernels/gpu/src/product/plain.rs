@@ -4,8 +4,8 @@ use kernels::order::{CHUNKS, GROUP};
 use kernels::quant::QuantType;
 use kernels::tile::{Layout, ROWS, Scales};
 
-use super::{Finish, chunk_range, finish_element};
-use crate::arithmetic::{Abilities, fused};
+use super::operands::{Finish, finish_element};
+use crate::arithmetic::{Features, chunk_range, fused};
 use crate::tiles::{code_words, row_scales, slot_codes, tile_words, weight};
 
 #[cube(launch_unchecked)]
@@ -23,7 +23,7 @@ pub(super) fn plain_kernel(
     #[comptime] kind: QuantType,
     #[comptime] integers: bool,
     #[comptime] finish: Finish,
-    #[comptime] able: Abilities,
+    #[comptime] able: Features,
 ) {
     let (row, chunk) = (UNIT_POS_X as usize, UNIT_POS_Y as usize);
     let (strip, token) = (CUBE_POS_X as usize, CUBE_POS_Y as usize);
@@ -73,7 +73,7 @@ fn plain_block(
     row: usize,
     sum: f32,
     #[comptime] kind: QuantType,
-    #[comptime] able: Abilities,
+    #[comptime] able: Features,
 ) -> f32 {
     let layout = comptime!(Layout::of(kind));
     let words = tile + comptime!(block * layout.block_bytes / 4);

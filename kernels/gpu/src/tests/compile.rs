@@ -11,14 +11,15 @@ use kernels::order::Activation;
 use kernels::quant::{QUANT_TYPES, QuantType};
 use rayon::prelude::*;
 
-use crate::arithmetic::Abilities;
+use crate::arithmetic::Features;
 use crate::attention::{Heads, LayerHeads, Pages, Partials, Places, attend, place};
 use crate::compile::{Source, compile, ptx};
 use crate::device::toolkit::{Toolkit, load_from};
 use crate::draw::{DrawScratch, draw};
 use crate::graph::Recorder;
-use crate::product::{Activations, Matrix, Target, gate_product, gates, product};
-use crate::rows::{Wanted, cap, embed, gated, norm, norm_add};
+use crate::product::operands::{Activations, Matrix, Target};
+use crate::product::{gate_product, gates, product};
+use crate::rows::{RowFormats, cap, embed, gated, norm, norm_add};
 
 fn no_device() -> DeviceProperties {
     let hardware = HardwareProperties {
@@ -43,7 +44,7 @@ fn no_device() -> DeviceProperties {
 /// A label, and a function that launches the kernels to test.
 type Launches = (String, Box<dyn FnOnce(&ComputeClient<Recorder>)>);
 
-const ABLE: Abilities = Abilities { fused: true, halves: true, matrices: true };
+const ABLE: Features = Features { fused: true, halves: true, matrices: true };
 
 fn handle() -> Handle {
     Handle::new(StreamId::current(), 1 << 30)
@@ -76,7 +77,7 @@ fn products(client: &ComputeClient<Recorder>, kind: QuantType) {
 }
 
 /// Norms, gates, soft cap and sampling.
-fn rows(client: &ComputeClient<Recorder>, wanted: Wanted) {
+fn rows(client: &ComputeClient<Recorder>, wanted: RowFormats) {
     let (y, vector, x) = (handle(), handle(), activations(3584));
     norm(client, ABLE, &y, &vector, 1e-6, None, 1, wanted, &x);
     norm(client, ABLE, &y, &vector, 1e-6, Some(&vector), 1, wanted, &x);
@@ -89,7 +90,7 @@ fn rows(client: &ComputeClient<Recorder>, wanted: Wanted) {
 }
 
 /// Attention with all options, and without any.
-fn attention(client: &ComputeClient<Recorder>, (heads, kv_heads, head_dim): (usize, usize, usize), wanted: Wanted) {
+fn attention(client: &ComputeClient<Recorder>, (heads, kv_heads, head_dim): (usize, usize, usize), wanted: RowFormats) {
     let heads = Heads { heads, kv_heads, head_dim, pairs: head_dim / 2, halves: true, half_cells: wanted.integers };
     let (y, vector, rotary) = (handle(), handle(), handle());
     let full = LayerHeads {
@@ -120,7 +121,7 @@ fn all_launches() -> Vec<Launches> {
         all.push((format!("{kind:?}"), Box::new(move |client| products(client, kind))));
     }
     for (name, floats) in [("int8", false), ("f32", true)] {
-        let wanted = Wanted { floats, integers: !floats };
+        let wanted = RowFormats { floats, integers: !floats };
         all.push((format!("rows of {name}"), Box::new(move |client| rows(client, wanted))));
         for shape in [(28, 4, 128), (9, 3, 64), (8, 1, 256), (16, 16, 96)] {
             let label = format!("{name}, {} heads on {} of {}", shape.0, shape.1, shape.2);

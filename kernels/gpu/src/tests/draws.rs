@@ -3,12 +3,12 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 use cubecl::wgpu::WgpuRuntime;
 use kernels::device::DeviceId;
-use kernels::sampler::order::{POWERS, Scale};
-use kernels::sampler::{Changes, Sampler, SamplerSettings};
+use kernels_models::sampler::order::{POWERS, Scale};
+use kernels_models::sampler::{LogitChanges, Sampler, SamplerSettings};
 
 use super::device;
 use crate::draw::{DECIDED, DRAWN_WORDS, DrawScratch, draw, draws, high_product, parameters, place, weight};
-use crate::{Platform, array};
+use crate::platform::{Platform, array};
 
 /// CUDA only, like sampling on the device itself: Mesa's software driver computes wrong results in the last of the three kernels.
 #[test]
@@ -72,7 +72,7 @@ fn draws_on<R: Platform>(client: &ComputeClient<R>) {
             let tokens: Vec<u32> = bytemuck::pod_collect_to_vec(&client.read_one(tokens).unwrap());
             for (row, logits) in rows.iter().enumerate() {
                 let expected =
-                    sampler.sample(logits, &settings, position as u32 + row as u32, &Changes::default()).unwrap();
+                    sampler.sample(logits, &settings, position as u32 + row as u32, &LogitChanges::default()).unwrap();
                 all += 1;
                 if drawn[row * DRAWN_WORDS + 1] == DECIDED {
                     decided += 1;
@@ -106,7 +106,7 @@ fn parts_kernel(
 fn weights_are_the_same_as_on_the_cpu() {
     fn on<R: Platform>(client: &ComputeClient<R>) {
         let logits: Vec<f32> = some_logits(4096, 5, 30.0).into_iter().map(|x| x.min(10.0)).collect();
-        let factors: Vec<u64> = (0..2 * 4096).map(|i| kernels::sampler::random(7, i) >> (i % 23)).collect();
+        let factors: Vec<u64> = (0..2 * 4096).map(|i| kernels_models::sampler::random(7, i) >> (i % 23)).collect();
         let up = |bytes: &[u8]| client.create_from_slice(bytes);
         for temperature in [0.05f32, 0.7, 1.0, 5.0] {
             let octaves = std::f64::consts::LOG2_E / f64::from(temperature);
@@ -129,7 +129,7 @@ fn weights_are_the_same_as_on_the_cpu() {
             for (i, logit) in logits.iter().enumerate() {
                 let product = (u128::from(factors[2 * i]) * u128::from(factors[2 * i + 1])) >> 64;
                 assert_eq!(out[3 * i + 2], product as u64, "{} {}", factors[2 * i], factors[2 * i + 1]);
-                assert_eq!(out[3 * i], scale.place(*logit), "{logit}");
+                assert_eq!(out[3 * i], scale.fixed_point_octaves(*logit), "{logit}");
                 assert_eq!(out[3 * i + 1], scale.weight(*logit), "{logit}");
             }
         }

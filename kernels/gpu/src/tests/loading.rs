@@ -6,11 +6,11 @@ use cubecl::prelude::*;
 use cubecl::wgpu::WgpuRuntime;
 use kernels::device::DeviceId;
 use kernels::quant::QuantType;
-use kernels::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions, Want};
 use kernels::threads::Threads;
 use kernels::tile::{Layout, ROWS};
-use kernels::weights::testing::TinyModel;
-use kernels::weights::{Architecture, ModelFile};
+use kernels_models::stage::{Activations, RequestedOutput, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions};
+use kernels_models::weights::testing::TinyModel;
+use kernels_models::weights::{Architecture, ModelFile};
 
 use super::device;
 use crate::device::wgpu_device;
@@ -37,7 +37,12 @@ fn options(layers: usize) -> StageOptions {
 
 /// Runs a prompt and a decode step.
 fn logits(stage: &mut dyn Stage) -> Vec<RowsOut> {
-    let rows = |position, tokens| Rows { sequence: 1, position, input: RowsIn::Tokens(tokens), want: Want::Logits };
+    let rows = |position, tokens| Rows {
+        sequence: 1,
+        position,
+        input: RowsIn::Tokens(tokens),
+        output: RequestedOutput::Logits,
+    };
     let mut all = stage.forward(&mut Threads::new(2).unwrap(), &[rows(0, &[5, 77, 260, 3, 3])]).unwrap();
     all.extend(stage.forward(&mut Threads::new(2).unwrap(), &[rows(5, &[9])]).unwrap());
     all

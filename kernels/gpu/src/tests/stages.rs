@@ -3,14 +3,16 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kernels::device::DeviceId;
-use kernels::sampler::{Changes, SamplerSettings};
-use kernels::stage::{Activations, Draw, Rows, RowsIn, RowsOut, StageError, StageOptions, Submitted, Want};
 use kernels::threads::Threads;
-use kernels::weights::ModelFile;
-use kernels::weights::testing::{TinyModel, real_model_path};
+use kernels_models::sampler::{LogitChanges, SamplerSettings};
+use kernels_models::stage::{
+    Activations, Draw, RequestedOutput, Rows, RowsIn, RowsOut, StageError, StageOptions, Submitted,
+};
+use kernels_models::weights::ModelFile;
+use kernels_models::weights::testing::{TinyModel, real_model_path};
 
 use super::device;
-use crate::{gpu_speed, load_stage, probe, selftest};
+use crate::{load_stage, measure_gpu, probe, selftest};
 
 fn options(file: &ModelFile, context: usize) -> StageOptions {
     let layers = 0..file.config().layers;
@@ -37,7 +39,7 @@ fn the_cpu_gives_the_bits_of_the_reference() {
 fn measured_rates_of_a_gpu_are_plausible() {
     let Some(device) = device() else { return };
     let start = Instant::now();
-    let shown = gpu_speed(device).expect("the device exists");
+    let shown = measure_gpu(device).expect("the device exists");
     let (products, copy_bytes_s) = (shown.products.expect("products"), shown.copy_bytes_s.expect("a copy"));
     let cache_bytes_s = shown.cache_bytes_s.expect("attention");
     let rates = format!("attention {cache_bytes_s} B/s, copies {copy_bytes_s} B/s");
@@ -55,7 +57,7 @@ fn measured_rates_of_a_gpu_are_plausible() {
 #[test]
 fn the_cpu_is_listed_first_and_missing_devices_are_named() {
     assert_eq!(probe()[0].id, DeviceId::Cpu);
-    for error in [gpu_speed(DeviceId::Vulkan(77)).unwrap_err(), selftest(DeviceId::Vulkan(77)).unwrap_err()] {
+    for error in [measure_gpu(DeviceId::Vulkan(77)).unwrap_err(), selftest(DeviceId::Vulkan(77)).unwrap_err()] {
         assert!(error.contains("vulkan:77"), "{error}");
     }
 }
@@ -66,8 +68,12 @@ fn a_stage_rejects_invalid_batches() {
     let Some(device) = device() else { return };
     let file = TinyModel::default().open();
     let mut stage = load_stage(file.clone(), options(&file, 8), device).unwrap();
-    let rows =
-        |sequence, position, tokens| Rows { sequence, position, input: RowsIn::Tokens(tokens), want: Want::Logits };
+    let rows = |sequence, position, tokens| Rows {
+        sequence,
+        position,
+        input: RowsIn::Tokens(tokens),
+        output: RequestedOutput::Logits,
+    };
     stage.forward(&mut Threads::new(2).unwrap(), &[rows(1, 0, &[1, 2, 3])]).unwrap();
     let hidden = [0f32; 256];
     let wrong = [
@@ -75,19 +81,20 @@ fn a_stage_rejects_invalid_batches() {
         rows(1, 3, &[]),
         rows(1, 3, &[1, 2, 3, 4, 5, 6]),
         rows(1, 3, &[u32::MAX]),
-        Rows { sequence: 1, position: 3, input: RowsIn::Hidden(&hidden), want: Want::Nothing },
+        Rows { sequence: 1, position: 3, input: RowsIn::Hidden(&hidden), output: RequestedOutput::Nothing },
     ];
     for wrong in wrong {
         let error = stage.forward(&mut Threads::new(2).unwrap(), &[rows(2, 0, &[1]), wrong]).unwrap_err();
         assert!(matches!(error, StageError::Input(_)), "{error}");
-        assert_eq!((stage.held(1), stage.held(2)), (3, 0), "{error}");
+        assert_eq!((stage.cached_positions(1), stage.cached_positions(2)), (3, 0), "{error}");
     }
     let crowd: Vec<Rows<'_>> = (2..4).map(|sequence| rows(sequence, 0, &[1])).collect();
     assert!(matches!(stage.forward(&mut Threads::new(2).unwrap(), &crowd), Err(StageError::Input(_))));
     stage.release(1);
     stage.forward(&mut Threads::new(2).unwrap(), &crowd).unwrap();
     let mut second = load_stage(file.clone(), StageOptions { layers: 1..3, ..options(&file, 8) }, device).unwrap();
-    let ragged = Rows { sequence: 1, position: 0, input: RowsIn::Hidden(&hidden[1..]), want: Want::Nothing };
+    let ragged =
+        Rows { sequence: 1, position: 0, input: RowsIn::Hidden(&hidden[1..]), output: RequestedOutput::Nothing };
     let error = second.forward(&mut Threads::new(2).unwrap(), &[ragged]).unwrap_err();
     assert!(matches!(error, StageError::Input(_)), "{error}");
 }
@@ -102,12 +109,15 @@ fn batches_of_two_stages_are_queued_at_the_same_time() {
     let mut stages = [0, 1].map(|_| load_stage(file.clone(), options(&file, 600), device).unwrap());
     let mut reference = load_stage(file.clone(), options(&file, 600), DeviceId::Cpu).unwrap();
     let prompt: Vec<u32> = (0..514).map(|i| i * 31 % 260).collect();
-    let draw =
-        |position| Want::Token(Draw { settings: SamplerSettings::greedy(), position, changes: Changes::default() });
+    let draw = |position| {
+        RequestedOutput::Token(Draw { settings: SamplerSettings::greedy(), position, changes: LogitChanges::default() })
+    };
     let mut next = vec![7];
-    for (position, want) in [(0, Want::Logits), (514, draw(515)), (515, draw(516)), (516, Want::Logits)] {
+    for (position, want) in
+        [(0, RequestedOutput::Logits), (514, draw(515)), (515, draw(516)), (516, RequestedOutput::Logits)]
+    {
         let tokens = if position == 0 { &prompt[..] } else { &next };
-        let batch = [Rows { sequence: 1, position, input: RowsIn::Tokens(tokens), want }];
+        let batch = [Rows { sequence: 1, position, input: RowsIn::Tokens(tokens), output: want }];
         for stage in &mut stages {
             assert!(matches!(stage.submit(&mut threads, &batch), Ok(Submitted::Queued)));
         }
@@ -130,12 +140,12 @@ fn rewritten_positions_give_the_same_bits() {
     let file = TinyModel::default().open();
     let mut stage = load_stage(file.clone(), options(&file, 16), device).unwrap();
     let mut run = |sequence, position, tokens: &[u32]| {
-        let rows = Rows { sequence, position, input: RowsIn::Tokens(tokens), want: Want::Logits };
+        let rows = Rows { sequence, position, input: RowsIn::Tokens(tokens), output: RequestedOutput::Logits };
         stage.forward(&mut Threads::new(2).unwrap(), &[rows]).unwrap()
     };
     run(1, 0, &[1, 2, 9, 9, 9]);
     assert_eq!(run(1, 2, &[3, 4]), run(2, 0, &[1, 2, 3, 4]));
-    assert_eq!(stage.held(1), 4);
+    assert_eq!(stage.cached_positions(1), 4);
     let resident = stage.resident_bytes();
     assert!(resident.weights > 0 && resident.working > 0);
 }
@@ -167,7 +177,7 @@ fn smollm2_gives_the_oracles_tokens_and_the_cpus_bits() {
     let margins = &prompt["numpy_f32"]["margins"];
     let (mut position, mut agreed) = (0, 0);
     for (i, &next) in greedy[..6].iter().enumerate() {
-        let rows = [Rows { sequence: 1, position, input: RowsIn::Tokens(&tokens), want: Want::Logits }];
+        let rows = [Rows { sequence: 1, position, input: RowsIn::Tokens(&tokens), output: RequestedOutput::Logits }];
         let out = stage.forward(&mut Threads::new(2).unwrap(), &rows).unwrap();
         assert!(
             out == reference.forward(&mut Threads::new(2).unwrap(), &rows).unwrap(),

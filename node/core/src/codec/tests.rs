@@ -8,7 +8,9 @@ use crate::work::serve::{
     ToCaller,
 };
 use crate::work::steps::{Report, SaveKind, Schedule, SimulationId, StepsRecord, TileFigures, TileOrder, TileStart};
-use crate::work::{Cursors, Has, Order, PartRecord, PartWork, ProgramRecord, Ready, Record, Resume, StandbyRecord};
+use crate::work::{
+    Cursors, Order, PartRecord, PartState, PartWork, ProgramRecord, Ready, Record, Resume, StandbyRecord,
+};
 use alloc::boxed::Box;
 use alloc::string::String;
 use alloc::vec;
@@ -95,13 +97,13 @@ fn to_participants() -> Vec<ToParticipant> {
         ToParticipant::Stage(ToStage::Close { request }),
         ToParticipant::Tile(ToTile::WantSnapshot { part }),
         ToParticipant::Tile(ToTile::Saved { part, step: 12, bytes: 4096 }),
-        ToParticipant::Tile(ToTile::Taken { part, step: 12, kind: SaveKind::Snapshot }),
+        ToParticipant::Tile(ToTile::Fetched { part, step: 12, kind: SaveKind::Snapshot }),
     ]
 }
 
 fn to_coordinator() -> Vec<ToCoordinator> {
     let (part, request) = (PartId(1), REQUEST);
-    let has = Has::Stage(vec![Position { request, have: 7, kept_from: 3 }]);
+    let has = PartState::Stage(vec![Position { request, have: 7, kept_from: 3 }]);
     let figures = TileFigures { compute_ns: 1, halo_ns: 2, wait_ns: 3, sent_bytes: 4, copied_bytes: 5 };
     let report = Report { totals: vec![-1, i128::MAX], hash: Some(u128::MAX - 7), not_finite: Some(([1, 2, 3], 4)) };
     let kind = SaveKind::Output(3);
@@ -109,7 +111,7 @@ fn to_coordinator() -> Vec<ToCoordinator> {
         ToCoordinator::Prepared { part, result: Ok(Ready { bytes: 1 << 29, has }) },
         ToCoordinator::Prepared {
             part,
-            result: Ok(Ready { bytes: 1 << 20, has: Has::Tile { step: 12, kept: vec![(PartId(0), 8)] } }),
+            result: Ok(Ready { bytes: 1 << 20, has: PartState::Tile { step: 12, kept: vec![(PartId(0), 8)] } }),
         },
         ToCoordinator::Prepared { part, result: Err(String::from("no memory")) },
         ToCoordinator::Fetched { part, result: Ok(1 << 28) },
@@ -135,7 +137,7 @@ fn order(work: PartWork) -> Order {
         standby: Some(Tier::Hot),
         bytes_max: 1 << 30,
         successors: vec![NodeId([2; 16])],
-        beside: vec![PartId(3)],
+        other_parts: vec![PartId(3)],
         previous: vec![NodeId([3; 16])],
         work,
     }

@@ -5,7 +5,7 @@ use alloc::sync::Arc;
 
 /// The failure domain that a node shares with this one. Ordered: better successors first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Apart {
+pub enum SharedDomain {
     /// In another zone, both known.
     OtherZone,
     /// On another machine as far as it reports, and in an unknown zone.
@@ -16,25 +16,25 @@ pub enum Apart {
     SameMachine,
 }
 
-/// Failure domains of nodes, seen from this node. A missing node is [`Apart::Unknown`].
-pub type Domains = Arc<BTreeMap<NodeId, Apart>>;
+/// Failure domains of nodes, seen from this node. A missing node is [`SharedDomain::Unknown`].
+pub type Domains = Arc<BTreeMap<NodeId, SharedDomain>>;
 
-impl Apart {
+impl SharedDomain {
     /// Compares two nodes by the machine and zone that each reports.
-    pub fn of(a: (u64, &str), b: (u64, &str)) -> Apart {
+    pub fn of(a: (u64, &str), b: (u64, &str)) -> SharedDomain {
         if a.0 == b.0 {
-            Apart::SameMachine
+            SharedDomain::SameMachine
         } else if a.1.is_empty() || b.1.is_empty() {
-            Apart::Unknown
+            SharedDomain::Unknown
         } else if a.1 == b.1 {
-            Apart::SameZone
+            SharedDomain::SameZone
         } else {
-            Apart::OtherZone
+            SharedDomain::OtherZone
         }
     }
 
     /// The entry of a node.
-    pub(super) fn among(domains: &Domains, node: NodeId) -> Apart {
-        domains.get(&node).copied().unwrap_or(Apart::Unknown)
+    pub(super) fn among(domains: &Domains, node: NodeId) -> SharedDomain {
+        domains.get(&node).copied().unwrap_or(SharedDomain::Unknown)
     }
 }

@@ -2,7 +2,7 @@
 //! question if an answer is lost, and answers the caller once and in order.
 use super::output::{JobOutput, Out};
 use crate::id::{CallId, JobId, NodeId};
-use crate::limits::{ASK_AGAIN, CALLS_AWAY_MAX, JOBS_MAX};
+use crate::limits::{CALLS_AWAY_MAX, JOBS_MAX, TOKEN_RETRY};
 use crate::output::Event;
 use crate::time::{Duration, Instant};
 use crate::work::serve::{DoneReason, FromCaller, Request, ToCaller};
@@ -16,7 +16,7 @@ use alloc::vec::Vec;
 /// Invariants: at most [`CALLS_AWAY_MAX`] calls; each gets exactly one `Done`, as its last event.
 #[derive(Debug, Default)]
 pub(super) struct Gateway {
-    calls: BTreeMap<CallId, Away>,
+    calls: BTreeMap<CallId, RemoteCall>,
     /// Jobs that this node coordinated before; the last [`JOBS_MAX`].
     moved: BTreeMap<JobId, Moved>,
 }
@@ -31,7 +31,7 @@ struct Moved {
 }
 
 #[derive(Debug)]
-struct Away {
+struct RemoteCall {
     to: NodeId,
     job: JobId,
     request: Request,
@@ -80,13 +80,13 @@ impl Gateway {
         }
         let next = from.max(u32::try_from(request.prompt.len()).unwrap_or(u32::MAX));
         let others = self.moved.get(&job).map(|moved| moved.others.clone()).unwrap_or_default();
-        let away = Away { to, job, request, next, heard: now, gap: None, others, lost: None, asked: true };
+        let away = RemoteCall { to, job, request, next, heard: now, gap: None, others, lost: None, asked: true };
         away.send(call, out);
         self.calls.insert(call, away);
     }
 
     /// The coordinator of a call's request answers.
-    pub(super) fn handle_said(&mut self, now: Instant, from: NodeId, call: CallId, say: ToCaller, out: &mut Out) {
+    pub(super) fn handle_answer(&mut self, now: Instant, from: NodeId, call: CallId, say: ToCaller, out: &mut Out) {
         let Some(away) = self.calls.get_mut(&call).filter(|away| away.to == from) else { return };
         away.heard = now;
         if say != ToCaller::Unknown {
@@ -124,7 +124,7 @@ impl Gateway {
                 away.others = nodes.into_iter().filter(known).take(CANDIDATES_MAX).collect();
             }
             ToCaller::Unknown => {
-                if !away.turn(now) {
+                if !away.try_next_candidate(now) {
                     self.give_up(call, out);
                 }
             }
@@ -145,7 +145,7 @@ impl Gateway {
 
     /// A caller of this node cancelled or disconnected.
     pub(super) fn cancel(&mut self, call: CallId, out: &mut Out) {
-        if let Some(Away { to, job, .. }) = self.calls.remove(&call) {
+        if let Some(RemoteCall { to, job, .. }) = self.calls.remove(&call) {
             out.push_back(JobOutput::Call { to, job, call, say: FromCaller::Cancel });
             done(call, DoneReason::Cancelled, out);
         }
@@ -154,7 +154,8 @@ impl Gateway {
     /// A member is down. Candidates are asked for the calls that it answered.
     pub(super) fn handle_gone(&mut self, now: Instant, node: NodeId, out: &mut Out) {
         let lost = self.calls.iter_mut().filter(|(_, away)| away.to == node);
-        let over: Vec<CallId> = lost.filter_map(|(&call, away)| (!away.turn(now)).then_some(call)).collect();
+        let over: Vec<CallId> =
+            lost.filter_map(|(&call, away)| (!away.try_next_candidate(now)).then_some(call)).collect();
         over.into_iter().for_each(|call| self.give_up(call, out));
     }
 
@@ -162,32 +163,41 @@ impl Gateway {
     /// down, too.
     pub(super) fn handle_wakeup(&mut self, now: Instant, out: &mut Out) {
         let mut over = Vec::new();
-        for (&call, away) in self.calls.iter_mut().filter(|(_, away)| now.since(away.heard) >= ASK_AGAIN) {
+        for (&call, away) in self.calls.iter_mut().filter(|(_, away)| now.since(away.heard) >= TOKEN_RETRY) {
             if away.lost.is_none() || !core::mem::replace(&mut away.asked, true) {
                 away.heard = now;
                 away.send(call, out);
-            } else if !away.turn(now) {
+            } else if !away.try_next_candidate(now) {
                 over.push(call);
             }
         }
         over.into_iter().for_each(|call| self.give_up(call, out));
     }
 
+    /// Asserts what holds between two inputs.
+    pub(super) fn assert_invariants(&self) {
+        assert!(self.calls.len() <= CALLS_AWAY_MAX, "{} calls at other coordinators", self.calls.len());
+        assert!(self.moved.len() <= JOBS_MAX, "{} jobs that moved", self.moved.len());
+        let asked = self.calls.values().map(|away| &away.others);
+        let mut candidates = asked.chain(self.moved.values().map(|moved| &moved.others));
+        assert!(candidates.all(|others| others.len() <= CANDIDATES_MAX), "too many candidates");
+    }
+
     pub(super) fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
         let heard = self.calls.values().map(|away| away.heard).min()?;
-        Some((heard + ASK_AGAIN, "gateway: another coordinator does not answer"))
+        Some((heard + TOKEN_RETRY, "gateway: another coordinator does not answer"))
     }
 }
 
-impl Away {
+impl RemoteCall {
     /// Switches to the next candidate, which is asked soon. Returns false if there is none, or the time is up.
-    fn turn(&mut self, now: Instant) -> bool {
+    fn try_next_candidate(&mut self, now: Instant) -> bool {
         let since = *self.lost.get_or_insert(now);
         let Some(next) = self.others.pop_front().filter(|_| now.since(since) < LOST_MAX) else { return false };
         self.others.push_back(core::mem::replace(&mut self.to, next));
         self.asked = false;
         // Makes the next wakeup of this call due after `TURN`.
-        self.heard = now + TURN - ASK_AGAIN;
+        self.heard = now + TURN - TOKEN_RETRY;
         true
     }
 
@@ -258,7 +268,7 @@ mod tests {
         let mut at = 0;
         let mut hear = |gateway: &mut Gateway, from, say, out: &mut Out| {
             at += 1;
-            gateway.handle_said(Instant(at), from, CALL, say, out);
+            gateway.handle_answer(Instant(at), from, CALL, say, out);
         };
         for position in [3, 3, 5, 6] {
             hear(&mut gateway, OTHER, token(position), &mut out);
@@ -280,7 +290,7 @@ mod tests {
     #[test]
     fn a_silent_node_is_asked_again_and_a_lost_one_ends_its_calls() {
         let (mut gateway, mut out) = asked();
-        gateway.handle_wakeup(Instant(0) + ASK_AGAIN, &mut out);
+        gateway.handle_wakeup(Instant(0) + TOKEN_RETRY, &mut out);
         gateway.handle_gone(Instant(0), THIRD, &mut out);
         assert_eq!(seen(&mut out), (vec![], vec![(OTHER, 3), (OTHER, 3)]));
         gateway.handle_gone(Instant(0), OTHER, &mut out);
@@ -290,10 +300,10 @@ mod tests {
     #[test]
     fn successors_that_the_coordinator_named_are_asked_once_it_is_down() {
         let (mut gateway, mut out) = asked();
-        let now = Instant(0) + ASK_AGAIN;
-        gateway.handle_said(now, OTHER, CALL, ToCaller::Successors(vec![OTHER, THIRD]), &mut out);
-        gateway.handle_said(now, THIRD, CALL, ToCaller::Successors(vec![]), &mut out);
-        gateway.handle_said(now, OTHER, CALL, token(3), &mut out);
+        let now = Instant(0) + TOKEN_RETRY;
+        gateway.handle_answer(now, OTHER, CALL, ToCaller::Successors(vec![OTHER, THIRD]), &mut out);
+        gateway.handle_answer(now, THIRD, CALL, ToCaller::Successors(vec![]), &mut out);
+        gateway.handle_answer(now, OTHER, CALL, token(3), &mut out);
         gateway.handle_gone(now, OTHER, &mut out);
         gateway.handle_wakeup(now + TURN, &mut out);
         assert_eq!(seen(&mut out), (vec![3], vec![(OTHER, 3), (THIRD, 4)]));
@@ -306,17 +316,17 @@ mod tests {
         let key = RequestKey([1; 16]);
         let request = Request { prompt: vec![1], max_tokens: 4, sampling: Sampling::GREEDY, ignore_eos: false, key };
         gateway.ask(Instant(0), CALL, (OTHER, JobId(1)), (request, 0), &mut out);
-        let mut now = Instant(0) + ASK_AGAIN;
+        let mut now = Instant(0) + TOKEN_RETRY;
         for to in [OTHER, THIRD, OTHER] {
             assert_eq!(seen(&mut out), (vec![], vec![(to, 1)]));
-            gateway.handle_said(now, to, CALL, ToCaller::Unknown, &mut out);
+            gateway.handle_answer(now, to, CALL, ToCaller::Unknown, &mut out);
             now = now + TURN;
             gateway.handle_wakeup(now, &mut out);
         }
         assert_eq!(seen(&mut out), (vec![], vec![(THIRD, 1)]));
-        gateway.handle_said(now, THIRD, CALL, token(1), &mut out);
-        gateway.handle_said(now, THIRD, CALL, ToCaller::Unknown, &mut out);
-        gateway.handle_said(now + LOST_MAX, OTHER, CALL, ToCaller::Unknown, &mut out);
+        gateway.handle_answer(now, THIRD, CALL, token(1), &mut out);
+        gateway.handle_answer(now, THIRD, CALL, ToCaller::Unknown, &mut out);
+        gateway.handle_answer(now + LOST_MAX, OTHER, CALL, ToCaller::Unknown, &mut out);
         assert_eq!(seen(&mut out), (vec![1, u32::MAX], vec![]));
     }
 }

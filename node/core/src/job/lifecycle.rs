@@ -3,10 +3,11 @@
 //! A lost part continues at its standby if the standby has the state that it needs. Otherwise all parts are placed from
 //! scratch, and lost work is recomputed from what the coordinator keeps: a token log or a checkpoint. Next:
 //! `standbys.rs`, `rebalance.rs`, `succession.rs` beside this file, then `serve.rs` and `steps.rs`.
+mod invariants;
 mod placement;
 
 use super::domains::Domains;
-use super::output::{Holdings, JobOutput, Out};
+use super::output::{JobOutput, Out, ResidentBytes};
 use super::part::Part;
 use super::rebalance::Rebalance;
 use super::refusals::Refusals;
@@ -249,7 +250,7 @@ impl Job {
     // ---- bytes that nodes hold
 
     /// Bytes that nodes hold for the job.
-    pub(super) fn holdings(&self) -> Holdings {
+    pub(super) fn holdings(&self) -> ResidentBytes {
         self.resident.iter().map(|(&node, (_, parts))| (node, parts.values().sum())).collect()
     }
 
@@ -439,7 +440,7 @@ impl Job {
         }
         let lost = BTreeSet::from([self.me]);
         let able = |part: &Part| part.owner != self.me || part.standby.as_ref().is_some_and(|standby| standby.ready);
-        if self.workload.continues() && self.parts.iter().all(able) {
+        if self.workload.can_promote() && self.parts.iter().all(able) {
             return self.replan(now, &lost, out);
         }
         self.ask_fallback(now, lost, out);

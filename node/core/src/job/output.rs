@@ -3,17 +3,17 @@ use crate::id::{CallId, Epoch, JobId, NodeId};
 use crate::message::{FrameHeader, ToParticipant};
 use crate::output::{Event, Output};
 use crate::time::Duration;
-use crate::work::Asked;
+use crate::work::QuestionOrigin;
 use crate::work::serve::{FromCaller, ToCaller};
 use alloc::boxed::Box;
 use alloc::collections::{BTreeSet, VecDeque};
 use alloc::vec::Vec;
 use core::ops::Range;
-use partitioner::tiles::{Block, GridWork, Paces};
+use partitioner::tiles::{Block, GridWork, RuleRates};
 use partitioner::{DeviceId, Plan, Work};
 
 /// Bytes that nodes hold for a job.
-pub type Holdings = Vec<(NodeId, u64)>;
+pub type ResidentBytes = Vec<(NodeId, u64)>;
 
 /// An action for the router.
 #[expect(missing_docs, reason = "fields of variants are named after what they are")]
@@ -22,7 +22,7 @@ pub enum JobOutput {
     /// For the shell.
     Shell(Output),
     /// Ask the planner, on the present mesh.
-    Ask { asked: Asked, ask: Box<Ask> },
+    Ask { asked: QuestionOrigin, ask: Box<PlannerQuestion> },
     /// A message to a participant.
     Message { to: NodeId, job: JobId, epoch: Epoch, say: ToParticipant },
     /// The epoch of a job that this node coordinates, to another coordinator of the job.
@@ -62,28 +62,28 @@ pub struct Measured {
 
 /// A question to the planner. The router adds the present mesh.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Ask {
+pub struct PlannerQuestion {
     /// The job that asks; `None` for a caller that only asks for a plan.
     pub job: Option<JobId>,
     /// Bytes that nodes hold for the job. Its next plan may use them.
-    pub resident: Holdings,
+    pub resident: ResidentBytes,
     /// Nodes to leave out.
     pub without: BTreeSet<NodeId>,
     /// The question.
-    pub what: What,
+    pub what: JobQuestion,
 }
 
-/// The question of an [`Ask`].
+/// The question of an [`PlannerQuestion`].
 #[expect(missing_docs, reason = "fields of variants are named after what they are")]
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum What {
+pub enum JobQuestion {
     /// Place a model, from scratch or by repairing a plan. `present`: compare the plan with this one. `caller`: include
     /// standbys and the cost of losses.
     Model { work: Work, repair: Option<Box<Plan>>, present: Option<Box<Plan>>, caller: bool },
     /// Standbys for the stages of a plan.
     ModelStandbys { work: Work, plan: Box<Plan>, kept: Vec<(u16, DeviceId)> },
     /// Partition a grid. `present`: compare the plan with this one.
-    Grid { work: GridWork, depth: Option<u32>, rates: Paces, present: Option<(Vec<(DeviceId, Block)>, u32)> },
+    Grid { work: GridWork, depth: Option<u32>, rates: RuleRates, present: Option<(Vec<(DeviceId, Block)>, u32)> },
     /// Standbys for tiles.
     GridStandbys {
         work: GridWork,

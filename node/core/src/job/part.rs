@@ -2,7 +2,7 @@
 use crate::id::NodeId;
 use crate::planted::{self, Planted};
 use crate::time::Instant;
-use crate::work::{Cursors, Has, Ready};
+use crate::work::{Cursors, PartState, Ready};
 use partitioner::Tier;
 
 /// A part of the present placement.
@@ -28,7 +28,7 @@ pub(super) struct Standby {
     /// Snapshot interval, in milliseconds.
     pub(super) snapshot_ms: u32,
     /// Its answer under the present epoch; until then, the time of the last order.
-    pub(super) prepared: Result<Has, Instant>,
+    pub(super) prepared: Result<PartState, Instant>,
     /// Whether it has what it needs to take the part over: a stage in memory, or a tile's cells, under this placement
     /// or an earlier one of the same partition. This is a hint. A promotion orders the part with `Prepare`, and a node
     /// that no longer has it loads it or rejects the order.

@@ -4,15 +4,15 @@
 //! owners fetch the weights while the job runs, and only then the job is placed again. A grid is measured while it
 //! runs, and rolls back to a checkpoint if the gain is worth it.
 use super::lifecycle::{Job, Phase};
-use super::output::{JobOutput, Out, What};
+use super::output::{JobOutput, JobQuestion, Out};
 use super::serve::Serve;
 use super::workload::{Found, Workload};
 use crate::id::{NodeId, PartId};
-use crate::limits::{FETCH_MAX, MOVE_EVERY, MOVE_GAIN_PERCENT, MOVE_LOOKS, MOVE_QUIET, PREPARE_RETRY, STANDBY_RETRY};
+use crate::limits::{FETCH_MAX, MOVE_EVERY, MOVE_GAIN_PERCENT, MOVE_QUIET, MOVE_REVIEWS, PREPARE_RETRY, STANDBY_RETRY};
 use crate::message::ToParticipant;
 use crate::output::Event;
 use crate::time::Instant;
-use crate::work::{Change, Order};
+use crate::work::{Order, PredictedChange};
 use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::{format, string::String, vec::Vec};
@@ -44,7 +44,7 @@ struct Question {
 #[derive(Debug)]
 struct Moving {
     plan: Box<Plan>,
-    change: Change,
+    change: PredictedChange,
     /// Parts whose owners do not have the weights yet.
     missing: BTreeMap<PartId, NodeId>,
     came: u64,
@@ -56,7 +56,7 @@ struct Moving {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Moved {
     /// The predicted effect.
-    pub change: Change,
+    pub change: PredictedChange,
     /// Weight bytes that nodes fetched from peers for it. Weights that were on disk already are not counted.
     pub fetched_bytes: u64,
 }
@@ -155,7 +155,7 @@ impl Job {
     }
 
     /// Asks for a better partition of a grid, if there is a question.
-    pub(super) fn ask_better(&mut self, what: Option<What>, out: &mut Out) {
+    pub(super) fn ask_better(&mut self, what: Option<JobQuestion>, out: &mut Out) {
         let (Some(what), Workload::Steps(steps)) = (what, &self.workload) else { return };
         let without = steps.distrusted();
         let number = self.ask(without, what, out);
@@ -184,7 +184,7 @@ impl Job {
     fn review(&mut self, now: Instant, leaving: bool, answer: Option<ModelAnswer>, out: &mut Out) {
         let Workload::Serve(serve) = &self.workload else { return };
         let change = answer.as_ref().and_then(|answer| serve.change(answer));
-        let gains = |change: &Change| {
+        let gains = |change: &PredictedChange| {
             change.after_ns.saturating_mul(100) <= change.before_ns.saturating_mul(100 - MOVE_GAIN_PERCENT)
         };
         let (Some(change), Some(answer)) = (change.filter(|change| leaving || gains(change)), answer) else {
@@ -192,7 +192,7 @@ impl Job {
             return;
         };
         self.rebalance.confirmed += 1;
-        if self.rebalance.confirmed < MOVE_LOOKS && !leaving {
+        if self.rebalance.confirmed < MOVE_REVIEWS && !leaving {
             self.rebalance.review_at = Some(now + MOVE_EVERY);
             return;
         }
@@ -237,7 +237,7 @@ impl Job {
             standby: None,
             bytes_max: plan.stages().get(part.index()).map_or(0, |stage| stage.bytes),
             successors: Vec::new(),
-            beside: Vec::new(),
+            other_parts: Vec::new(),
             previous: self.previous.clone(),
             work: serve.work_of(plan),
         }
@@ -251,7 +251,7 @@ impl Job {
                 .collect();
             let what =
                 format!("job {:x} keeps its placement and does not move to {}: {reason}", self.id.0, route.join(", "));
-            out.push_back(JobOutput::Notify(Event::Refused { from, what }));
+            out.push_back(JobOutput::Notify(Event::Rejected { from, what }));
             self.rebalance.rest(now);
             self.rebalance.notice(now);
             self.dismiss_strangers(&moving.plan, out);

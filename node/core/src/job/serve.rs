@@ -3,7 +3,7 @@ mod calibration;
 mod requests;
 mod stream;
 
-use super::output::{JobOutput, Measured, Out, What};
+use super::output::{JobOutput, JobQuestion, Measured, Out};
 use super::part::{Part, Standby};
 use crate::id::{Epoch, JobId, NodeId, PartId};
 use crate::limits::{CONTEXT_MAX, SEQUENCES_MAX, STANDBY_LAG_MAX};
@@ -11,13 +11,13 @@ use crate::message::{FromStage, ToParticipant};
 use crate::time::Instant;
 use crate::work::log::TokenLog;
 use crate::work::serve::{DoneReason, ModelSpec, Position, ServeRecord, StageOrder};
-use crate::work::{Change, Has, PartWork, Placement, ProgramRecord, Resume};
+use crate::work::{PartState, PartWork, Placement, PredictedChange, ProgramRecord, Resume};
 use alloc::boxed::Box;
 use alloc::collections::BTreeMap;
 use alloc::{string::String, vec::Vec};
 use calibration::{Calibration, Found};
 use partitioner::{DeviceId, ModelAnswer, Plan, Stage, Tier};
-use requests::Track;
+use requests::Route;
 pub(in crate::job) use requests::{Requests, Submitted};
 pub(in crate::job) use stream::Caller;
 
@@ -91,20 +91,20 @@ impl Serve {
     // ---- placement
 
     /// The question for a placement: a repair of the present one, or of the last one that was ready.
-    pub(super) fn ask(&self, present: bool) -> What {
+    pub(super) fn ask(&self, present: bool) -> JobQuestion {
         let repair = if present { self.plan.clone() } else { self.last_ready.clone() };
-        What::Model { work: self.model.work.clone(), repair, present: None, caller: false }
+        JobQuestion::Model { work: self.model.work.clone(), repair, present: None, caller: false }
     }
 
     /// The question for a better placement. `repair`: one that moves little, because an owner drains.
-    pub(super) fn ask_better(&self, repair: bool) -> What {
+    pub(super) fn ask_better(&self, repair: bool) -> JobQuestion {
         let repair = self.plan.clone().filter(|_| repair);
-        What::Model { work: self.model.work.clone(), repair, present: self.plan.clone(), caller: false }
+        JobQuestion::Model { work: self.model.work.clone(), repair, present: self.plan.clone(), caller: false }
     }
 
-    pub(super) fn ask_standbys(&self, kept: Vec<(u16, DeviceId)>) -> Option<What> {
+    pub(super) fn ask_standbys(&self, kept: Vec<(u16, DeviceId)>) -> Option<JobQuestion> {
         let plan = self.plan.clone()?;
-        Some(What::ModelStandbys { work: self.model.work.clone(), plan, kept })
+        Some(JobQuestion::ModelStandbys { work: self.model.work.clone(), plan, kept })
     }
 
     /// Adopts a plan. Returns its parts.
@@ -175,7 +175,7 @@ impl Serve {
     /// All stages are ready. Returns where each of them resumes.
     pub(super) fn resume(&mut self, now: Instant, epoch: Epoch, parts: &[Part]) -> Vec<Resume> {
         let stages: Vec<NodeId> = parts.iter().map(|part| part.owner).collect();
-        let track = Track { epoch, stages, token_ns: self.step_ns(), standbys: Vec::new() };
+        let track = Route { epoch, stages, token_ns: self.step_ns(), standbys: Vec::new() };
         let held: Vec<&[Position]> = parts.iter().map(positions).collect();
         self.last_ready.clone_from(&self.plan);
         self.requests.resume(now, track, &held).into_iter().map(Resume::Stage).collect()
@@ -285,13 +285,13 @@ impl Serve {
     // ---- a better placement
 
     /// Predicted effect of moving to another placement. `None` if it is the present one.
-    pub(super) fn change(&self, answer: &ModelAnswer) -> Option<Change> {
+    pub(super) fn change(&self, answer: &ModelAnswer) -> Option<PredictedChange> {
         let present = self.plan.as_deref()?;
         if answer.plan.placement() == present.placement() {
             return None;
         }
         let bytes = answer.moved_bytes;
-        Some(Change { before_ns: answer.before_ns?, after_ns: answer.plan.token_ns(), bytes })
+        Some(PredictedChange { before_ns: answer.before_ns?, after_ns: answer.plan.token_ns(), bytes })
     }
 
     /// Stages of a plan whose nodes do not own the same layers now.
@@ -310,6 +310,6 @@ fn positions(part: &Part) -> &[Position] {
 }
 
 /// Cached positions of a standby, as it reported them.
-pub(super) fn standby_positions(has: &Has) -> &[Position] {
+pub(super) fn standby_positions(has: &PartState) -> &[Position] {
     has.positions()
 }

@@ -158,7 +158,7 @@ impl Job {
     /// next stage, and the standbys of both neighbours.
     fn beside(&self, part: PartId) -> BTreeSet<NodeId> {
         let Some(order) = self.order(part, Role::Owner) else { return BTreeSet::new() };
-        let mut beside: BTreeSet<PartId> = order.feeders(part).into_iter().collect();
+        let mut beside: BTreeSet<PartId> = order.upstream(part).into_iter().collect();
         let route = matches!(self.workload, Workload::Serve(_));
         if route {
             beside.insert(part.after());

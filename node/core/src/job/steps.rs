@@ -4,17 +4,17 @@ mod keep;
 mod rates;
 mod search;
 
-use super::output::{JobOutput, Out, What};
+use super::output::{JobOutput, JobQuestion, Out};
 use super::part::{Part, Standby};
 use crate::id::{Epoch, JobId, NodeId, PartId};
 use crate::message::{FromTile, ToParticipant};
 use crate::output::Event;
 use crate::time::{Duration, Instant};
 use crate::work::steps::{GridSpec, Report, SaveKind, StepsEvent, StepsRecord, TileFigures, TileOrder, TileStart};
-use crate::work::{Has, PartWork, Placement, ProgramRecord, Resume};
+use crate::work::{PartState, PartWork, Placement, ProgramRecord, Resume};
 use alloc::collections::BTreeMap;
 use alloc::{string::String, vec::Vec};
-use collect::Collected;
+use collect::Assembly;
 use partitioner::tiles::{Block, GridPlan, GridTile};
 use partitioner::{DeviceId, Tier};
 use rates::Rates;
@@ -33,7 +33,7 @@ pub(super) struct Steps {
     start: TileStart,
     /// Step of the last checkpoint that is complete and on disk.
     checkpoint: Option<u32>,
-    collected: Collected,
+    collected: Assembly,
     /// Saved states that are fetched, or fetched again.
     fetching: BTreeMap<(PartId, u32, SaveKind), Fetch>,
     /// The checkpoint that is being made the one to roll back to.
@@ -101,7 +101,7 @@ impl Steps {
             step_ns: 0,
             start,
             checkpoint: spec.resume,
-            collected: Collected::default(),
+            collected: Assembly::default(),
             fetching: BTreeMap::new(),
             keeping: None,
             reported_step: 0,
@@ -183,20 +183,20 @@ impl Steps {
     // ---- placement
 
     /// The question for a placement.
-    pub(super) fn ask(&mut self) -> What {
+    pub(super) fn ask(&mut self) -> JobQuestion {
         self.rates.planned();
         self.what(None)
     }
 
-    fn what(&self, present: Option<(Vec<(DeviceId, Block)>, u32)>) -> What {
+    fn what(&self, present: Option<(Vec<(DeviceId, Block)>, u32)>) -> JobQuestion {
         let rates = self.rates.paces();
-        What::Grid { work: self.spec.work.clone(), depth: self.spec.depth, rates, present }
+        JobQuestion::Grid { work: self.spec.work.clone(), depth: self.spec.depth, rates, present }
     }
 
-    pub(super) fn ask_standbys(&self, parts: &[Part], kept: Vec<(u16, DeviceId)>) -> What {
+    pub(super) fn ask_standbys(&self, parts: &[Part], kept: Vec<(u16, DeviceId)>) -> JobQuestion {
         let owners = self.owners(parts);
         let (work, depth, step_ns) = (self.spec.work.clone(), self.depth, self.step_ns);
-        What::GridStandbys { work, owners, depth, step_ns, kept }
+        JobQuestion::GridStandbys { work, owners, depth, step_ns, kept }
     }
 
     fn owners(&self, parts: &[Part]) -> Vec<(DeviceId, Block)> {
@@ -293,8 +293,8 @@ impl Steps {
     // ---- running
 
     /// An owner is ready.
-    pub(super) fn prepared(&mut self, part: PartId, has: &Has) {
-        if let (Has::Tile { step, .. }, Some(tile)) = (has, self.tiles.get_mut(part.index())) {
+    pub(super) fn prepared(&mut self, part: PartId, has: &PartState) {
+        if let (PartState::Tile { step, .. }, Some(tile)) = (has, self.tiles.get_mut(part.index())) {
             tile.step = *step;
         }
     }
@@ -320,7 +320,7 @@ impl Steps {
     /// Whether each tile's neighbours still have the halos that it needs.
     fn can_go(&self, parts: &[Part]) -> bool {
         parts.iter().all(|part| {
-            let Some(Has::Tile { kept, .. }) = part.ready.as_ref().map(|ready| &ready.has) else { return false };
+            let Some(PartState::Tile { kept, .. }) = part.ready.as_ref().map(|ready| &ready.has) else { return false };
             // `from` may be the tile's own step: it computes the halos of that step first.
             kept.iter().all(|(peer, from)| self.tiles.get(peer.index()).is_some_and(|peer| *from <= peer.step))
         })

@@ -1,6 +1,6 @@
 //! Succession at the coordinator: publishes the succession record, takes over jobs of silent coordinators, and decides
 //! between two coordinators of one job.
-use super::domains::Apart;
+use super::domains::SharedDomain;
 use super::lifecycle::{Job, Phase};
 use super::output::{JobOutput, Out};
 use super::part::{Part, Standby};
@@ -13,7 +13,7 @@ use crate::message::ToParticipant;
 use crate::output::Event;
 use crate::time::{Duration, Instant};
 use crate::work::serve::ToCaller;
-use crate::work::{Ending, Inheritance, Inherited, PartRecord, PartWork, ProgramRecord, Record, StandbyRecord};
+use crate::work::{Ending, Inherited, PartRecord, PartWork, ProgramRecord, Record, StandbyRecord, Takeover};
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::{boxed::Box, format, vec::Vec};
 
@@ -33,7 +33,7 @@ impl Job {
                 successors.push(owner);
             }
         }
-        successors.sort_by_key(|owner| Apart::among(&self.domains, *owner));
+        successors.sort_by_key(|owner| SharedDomain::among(&self.domains, *owner));
         successors.truncate(SUCCESSORS_MAX);
         self.named.extend(successors.iter().copied());
         self.successors = successors;
@@ -106,8 +106,8 @@ impl Job {
     }
 
     /// Takes over a job whose coordinator is silent. Nothing is asked of any node yet.
-    pub(super) fn inherited(me: NodeId, inheritance: Inheritance, out: &mut Out) -> Option<Self> {
-        let Inheritance { job: id, epoch, order, record, checkpoint, log } = inheritance;
+    pub(super) fn inherited(me: NodeId, inheritance: Takeover, out: &mut Out) -> Option<Self> {
+        let Takeover { job: id, epoch, order, record, checkpoint, log } = inheritance;
         // One counter is skipped: the next epoch of a coordinator that was only paused is then lower than this node's
         // first one.
         let counter = epoch.counter.saturating_add(1);

@@ -6,7 +6,7 @@ use crate::output::Output;
 use crate::work::log::TokenLog;
 use crate::work::steps::TileFigures;
 use crate::work::steps::{Schedule, SimulationId, StepsRecord, TileOrder, TileStart};
-use crate::work::{Has, Order, PartRecord, PartWork, ProgramRecord, Ready, Record, StandbyRecord};
+use crate::work::{Order, PartRecord, PartState, PartWork, ProgramRecord, Ready, Record, StandbyRecord};
 use alloc::vec;
 use partitioner::Tier;
 use partitioner::tiles::{Block, GridWork};
@@ -61,7 +61,7 @@ fn inherited(standbys: [Option<NodeId>; 4]) -> (Jobs, Epoch) {
         standby: None,
         bytes_max: 1 << 20,
         successors: vec![owner(0)],
-        beside: Vec::new(),
+        other_parts: Vec::new(),
         previous: Vec::new(),
         work: PartWork::Tile(tile),
     };
@@ -75,7 +75,7 @@ fn inherited(standbys: [Option<NodeId>; 4]) -> (Jobs, Epoch) {
     let epoch = Epoch { counter: 1, issuer: NodeId([99; 16]) };
     let (order, record) = (Box::new(order), Box::new(record));
     let mut jobs = Jobs::new(ME, Generation(1));
-    assert!(jobs.handle_inherited(Inheritance {
+    assert!(jobs.handle_inherited(Takeover {
         job: JOB,
         epoch,
         order,
@@ -89,7 +89,7 @@ fn inherited(standbys: [Option<NodeId>; 4]) -> (Jobs, Epoch) {
 }
 
 /// A tile's owner announces a state.
-fn saved(jobs: &mut Jobs, epoch: Epoch, tile: u16, kind: SaveKind, bytes: u64) -> Option<Complaint> {
+fn saved(jobs: &mut Jobs, epoch: Epoch, tile: u16, kind: SaveKind, bytes: u64) -> Option<ParticipantFailure> {
     let say = ToCoordinator::Tile(FromTile::Saved { part: PartId(tile), step: STEP, kind, bytes });
     jobs.handle_message(Instant::default(), owner(tile), JOB, epoch, say)
 }
@@ -135,7 +135,7 @@ fn an_owner_that_announces_more_than_its_tile_has_is_not_believed() {
     let (mut jobs, epoch) = running();
     let rejected = saved(&mut jobs, epoch, 1, SaveKind::Checkpoint, BYTES + 1).expect("it is rejected");
     let expected = "tile 1 announces a checkpoint of 8193 bytes, its cells have 8192";
-    assert_eq!(rejected, Complaint::Failed { held: true, reason: expected.into() });
+    assert_eq!(rejected, ParticipantFailure::Failed { held: true, reason: expected.into() });
     assert_eq!(fetched(&mut jobs), [0; 0]);
     assert_eq!(saved(&mut jobs, epoch, 1, SaveKind::Checkpoint, BYTES), None);
     assert_eq!(fetched(&mut jobs), [1]);
@@ -192,7 +192,7 @@ fn standbys_are_announced_again_under_a_new_placement() {
         let epoch = jobs.epoch_of(JOB).unwrap();
         let mut say = |from, say| jobs.handle_message(now, from, JOB, epoch, say);
         let prepared = |part| {
-            let has = Has::Tile { step: 0, kept: Vec::new() };
+            let has = PartState::Tile { step: 0, kept: Vec::new() };
             ToCoordinator::Prepared { part: PartId(part), result: Ok(Ready { bytes: 1, has }) }
         };
         for (tile, from) in (0..).zip(owners) {
@@ -244,7 +244,11 @@ fn a_successor_that_places_the_tiles_again_counts_what_participants_hold_as_free
 #[test]
 fn successors_outside_the_coordinators_zone_come_first() {
     let (mut jobs, _) = running();
-    let apart = [(owner(0), Apart::SameMachine), (owner(1), Apart::SameZone), (owner(3), Apart::OtherZone)];
+    let apart = [
+        (owner(0), SharedDomain::SameMachine),
+        (owner(1), SharedDomain::SameZone),
+        (owner(3), SharedDomain::OtherZone),
+    ];
     let job = jobs.jobs.get_mut(&JOB).unwrap();
     job.choose_successors();
     assert_eq!(job.successors(), [0, 1, 2, 3].map(owner), "in the order of their tiles if nothing is known");
@@ -252,8 +256,11 @@ fn successors_outside_the_coordinators_zone_come_first() {
     job.choose_successors();
     assert_eq!(job.successors(), [3, 2, 1, 0].map(owner));
     let at = |machine: u64, zone: &'static str| (machine, zone);
-    assert_eq!(Apart::of(at(1, "a"), at(1, "b")), Apart::SameMachine);
-    assert_eq!(Apart::of(at(1, "a"), at(2, "a")), Apart::SameZone);
-    assert_eq!(Apart::of(at(1, "a"), at(2, "b")), Apart::OtherZone);
-    assert_eq!([Apart::of(at(1, ""), at(2, "")), Apart::of(at(1, ""), at(2, "b"))], [Apart::Unknown; 2]);
+    assert_eq!(SharedDomain::of(at(1, "a"), at(1, "b")), SharedDomain::SameMachine);
+    assert_eq!(SharedDomain::of(at(1, "a"), at(2, "a")), SharedDomain::SameZone);
+    assert_eq!(SharedDomain::of(at(1, "a"), at(2, "b")), SharedDomain::OtherZone);
+    assert_eq!(
+        [SharedDomain::of(at(1, ""), at(2, "")), SharedDomain::of(at(1, ""), at(2, "b"))],
+        [SharedDomain::Unknown; 2]
+    );
 }

@@ -1,6 +1,6 @@
 //! The workload of a job, behind the questions of its life cycle: what to plan and to order, where to resume, whether a
 //! standby is current, what losses and reports mean, when the job ends, what views show, and what a successor needs.
-use super::output::{Out, What};
+use super::output::{JobQuestion, Out};
 use super::part::{Part, Standby};
 use super::rebalance::Moved;
 use super::serve::Serve;
@@ -11,7 +11,7 @@ use crate::id::{Epoch, NodeId, PartId};
 use crate::message::ToCoordinator;
 use crate::time::Instant;
 use crate::work::steps::{SaveKind, TileFigures};
-use crate::work::{Figures, Has, PartWork, Placement, ProgramRecord, Resume};
+use crate::work::{Figures, PartState, PartWork, Placement, ProgramRecord, Resume};
 use alloc::collections::BTreeSet;
 use alloc::{string::String, vec::Vec};
 use partitioner::tiles::Block;
@@ -36,7 +36,7 @@ pub(super) enum Found {
 impl Workload {
     /// The question for a placement. `present`: based on the present placement, otherwise on the last one that was
     /// ready.
-    pub(super) fn ask(&mut self, present: bool) -> What {
+    pub(super) fn ask(&mut self, present: bool) -> JobQuestion {
         match self {
             Workload::Serve(serve) => serve.ask(present),
             Workload::Steps(steps) => steps.ask(),
@@ -44,7 +44,7 @@ impl Workload {
     }
 
     /// The question for standbys in addition to those `kept`.
-    pub(super) fn ask_standbys(&self, parts: &[Part], kept: Vec<(u16, DeviceId)>) -> Option<What> {
+    pub(super) fn ask_standbys(&self, parts: &[Part], kept: Vec<(u16, DeviceId)>) -> Option<JobQuestion> {
         match self {
             Workload::Serve(serve) => serve.ask_standbys(kept),
             Workload::Steps(steps) => Some(steps.ask_standbys(parts, kept)),
@@ -100,7 +100,7 @@ impl Workload {
     }
 
     /// Whether lost parts may continue at their standbys. Otherwise all parts start again.
-    pub(super) fn continues(&self) -> bool {
+    pub(super) fn can_promote(&self) -> bool {
         match self {
             Workload::Serve(_) => true,
             Workload::Steps(steps) => steps.continues(),
@@ -141,7 +141,7 @@ impl Workload {
     }
 
     /// An owner is ready.
-    pub(super) fn prepared(&mut self, part: PartId, has: &Has) {
+    pub(super) fn prepared(&mut self, part: PartId, has: &PartState) {
         match self {
             Workload::Serve(_) => {}
             Workload::Steps(steps) => steps.prepared(part, has),
@@ -189,7 +189,7 @@ impl Workload {
     }
 
     /// Whether the job continues when its coordinator leaves. A served model ends there with its last request.
-    pub(super) fn goes_on_without_callers(&self) -> bool {
+    pub(super) fn survives_coordinator(&self) -> bool {
         match self {
             Workload::Serve(_) => false,
             Workload::Steps(_) => true,
@@ -257,7 +257,7 @@ impl Workload {
     }
 
     /// The question for a better placement right after a checkpoint, when rolling back costs least.
-    pub(super) fn ask_better_now(&mut self, now: Instant, running: bool, parts: &[Part]) -> Option<What> {
+    pub(super) fn ask_better_now(&mut self, now: Instant, running: bool, parts: &[Part]) -> Option<JobQuestion> {
         match self {
             Workload::Serve(_) => None,
             Workload::Steps(steps) => steps.ask_better_now(now, running, parts),
@@ -273,7 +273,13 @@ impl Workload {
     }
 
     /// Timers. Returns the question for a better placement, if it is due.
-    pub(super) fn handle_wakeup(&mut self, now: Instant, running: bool, parts: &[Part], out: &mut Out) -> Option<What> {
+    pub(super) fn handle_wakeup(
+        &mut self,
+        now: Instant,
+        running: bool,
+        parts: &[Part],
+        out: &mut Out,
+    ) -> Option<JobQuestion> {
         match self {
             Workload::Serve(_) => None,
             Workload::Steps(steps) => {
@@ -288,6 +294,14 @@ impl Workload {
         match self {
             Workload::Serve(_) => None,
             Workload::Steps(steps) => steps.next_wakeup(),
+        }
+    }
+
+    /// Asserts what holds between two inputs.
+    pub(super) fn assert_invariants(&self) {
+        match self {
+            Workload::Serve(serve) => serve.requests.assert_invariants(),
+            Workload::Steps(_) => {}
         }
     }
 

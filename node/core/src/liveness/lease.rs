@@ -125,6 +125,14 @@ impl Lease {
         self.counted_from = (self.counted_from + late).min(now).max((now + read) - self.allowed());
     }
 
+    /// Asserts what holds between two inputs.
+    pub(super) fn assert_invariants(&self) {
+        let awaited = self.awaited_until.is_none() || self.beat_at.is_none();
+        assert!(awaited, "a neighbour that was heard is awaited: {self:?}");
+        assert_eq!(self.beat_at.is_some(), self.news.is_some(), "{self:?}");
+        assert!(!self.stalled || self.news.is_some(), "stalled, without a heartbeat that says so: {self:?}");
+    }
+
     fn end(&self) -> Instant {
         self.awaited_until.unwrap_or(self.counted_from + self.allowed()).max(self.counted_from)
     }

@@ -150,7 +150,7 @@ impl Bench {
 
     fn refusals(&self) -> Vec<&'static str> {
         let refused = |output: &MembershipOutput| match output {
-            MembershipOutput::Refused { what, .. } => Some(*what),
+            MembershipOutput::Rejected { what, .. } => Some(*what),
             _ => None,
         };
         self.seen.iter().filter_map(|(_, output)| refused(output)).collect()

@@ -29,7 +29,7 @@ impl Node {
                 self.jobs.handle_standby_lost(self.now, job, node);
             }
             FailoverOutput::Strike { job, reason } => self.jobs.handle_strike(self.now, job, &reason),
-            FailoverOutput::Refused { from, what } => self.refused(Some(from), what),
+            FailoverOutput::Rejected { from, what } => self.refused(Some(from), what),
         }
     }
 }

@@ -2,7 +2,7 @@
 //! counted as free.
 use super::Node;
 use crate::id::{CallId, Epoch, JobId, NodeId};
-use crate::job::{Apart, Ask, Domains, Measured, What};
+use crate::job::{Domains, JobQuestion, Measured, PlannerQuestion, SharedDomain};
 use crate::limits::{CHALLENGE_STEPS, HALO_LOG_BYTES_MAX, SNAPSHOT_EVERY_MIN, SOURCES_MAX};
 use crate::membership::Member;
 use crate::output::Event;
@@ -25,27 +25,27 @@ impl Node {
     }
 
     /// A job's question to the planner, with the present mesh.
-    pub(super) fn question(&self, ask: Ask) -> Question {
-        let Ask { job, resident, without, what } = ask;
+    pub(super) fn question(&self, ask: PlannerQuestion) -> Question {
+        let PlannerQuestion { job, resident, without, what } = ask;
         let mut fleet = job.map_or_else(|| self.fleet(), |job| self.fleet_for(job, &resident));
         for device in &mut fleet.devices {
             device.excluded |= without.contains(&device.id.into());
         }
         match what {
-            What::Model { work, repair, present, caller } => {
+            JobQuestion::Model { work, repair, present, caller } => {
                 let (repair, present) = (repair.map(|plan| *plan), present.map(|plan| *plan));
                 let options = self.plan_options(caller);
                 let question = ModelQuestion { work, fleet, options, repair, present, standbys: caller };
                 Question::Model(Box::new(question))
             }
-            What::ModelStandbys { work, plan, kept } => {
+            JobQuestion::ModelStandbys { work, plan, kept } => {
                 let (options, plan) = (self.plan_options(false), *plan);
                 Question::ModelStandbys(Box::new(ModelStandbysQuestion { work, fleet, options, plan, kept }))
             }
-            What::Grid { work, depth, rates, present } => {
-                Question::Grid(Box::new(GridQuestion { work, fleet, paces: rates, depth, present }))
+            JobQuestion::Grid { work, depth, rates, present } => {
+                Question::Grid(Box::new(GridQuestion { work, fleet, rates, depth, present }))
             }
-            What::GridStandbys { work, owners, depth, step_ns, kept } => {
+            JobQuestion::GridStandbys { work, owners, depth, step_ns, kept } => {
                 // Snapshots are frequent enough that the halos kept reach back to the last snapshot but one.
                 let halo_bytes = HALO_LOG_BYTES_MAX / 2;
                 let snapshot_ns_min = SNAPSHOT_EVERY_MIN.as_nanos() as u64;
@@ -68,7 +68,7 @@ impl Node {
         let own = &self.membership.own().capacity;
         let apart = |member: Member<'_>| {
             let capacity = &member.advert?.capacity;
-            let apart = Apart::of((own.machine, &own.zone), (capacity.machine, &capacity.zone));
+            let apart = SharedDomain::of((own.machine, &own.zone), (capacity.machine, &capacity.zone));
             Some((member.node, apart))
         };
         Domains::new(self.membership.members().filter_map(apart).collect())

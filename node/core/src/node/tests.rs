@@ -7,7 +7,7 @@ use crate::id::{CallId, ContentId, Epoch, Generation, PartId, RequestId, TensorI
 use crate::job::WhatView;
 use crate::message::ToParticipant;
 use crate::work::serve::{DoneReason, Item, ItemResult, ModelSpec, Request, RequestKey, Sampling, StageOrder};
-use crate::work::{JobSpec, Loaded, Made, Order, PartWork, Run, Task};
+use crate::work::{JobSpec, Loaded, Order, PartWork, Run, RunResult, Task};
 use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec;
@@ -272,7 +272,7 @@ impl Mesh {
                 self.post(Duration::from_millis(20), me, Input::Loaded { job, part, load: id, result });
                 self.tell_capacity(me);
             }
-            Output::Keep { job, order, .. } => assert!(self.nodes[&me].stage.contains_key(&(job, order.part))),
+            Output::Continue { job, order, .. } => assert!(self.nodes[&me].stage.contains_key(&(job, order.part))),
             Output::Fetch { job, epoch, order, .. } => {
                 let part = order.part;
                 let result = Ok(stage(&order).layers_of(part).len() as u64 * LAYER_BYTES);
@@ -294,7 +294,7 @@ impl Mesh {
                 let Run { work, job, part, task, .. } = *run;
                 let Task::Batch(items) = task else { panic!("no simulation was submitted here") };
                 let results = compute(self.nodes.get_mut(&me).unwrap(), (job, part), items);
-                let ran = Input::Ran { job, part, work, result: Ok(Made::Batch(results)) };
+                let ran = Input::Ran { job, part, work, result: Ok(RunResult::Batch(results)) };
                 self.post(Duration::from_millis(2), me, ran);
             }
             Output::Release { job, part, request } => {

@@ -45,10 +45,15 @@ impl Parts {
         match self.jobs.get(&job).map(|held| held.epoch) {
             known if quiet && known != Some(epoch) => {}
             None => self.report_missing_for(job, epoch, &say),
-            Some(_) if self.awaits_order(job, epoch) => match say {
-                ToParticipant::Release { part } if from == epoch.issuer => self.release_unordered(job, part),
-                say => self.report_missing_for(job, epoch, &say),
-            },
+            Some(_) if self.awaits_order(job, epoch) => {
+                if let ToParticipant::Release { part } = say
+                    && from == epoch.issuer
+                {
+                    self.release_unordered(job, part);
+                } else {
+                    self.report_missing_for(job, epoch, &say);
+                }
+            }
             Some(_) if self.admits(from, job, epoch) => self.handle_admitted(now, from, job, epoch, say),
             Some(_) => {}
         }
@@ -115,7 +120,7 @@ impl Parts {
                 }
             }
             // Only the coordinator collects states that are not snapshots.
-            ToParticipant::Tile(ToTile::Taken { kind, .. }) if kind != SaveKind::Snapshot && !coordinator => {}
+            ToParticipant::Tile(ToTile::Fetched { kind, .. }) if kind != SaveKind::Snapshot && !coordinator => {}
             ToParticipant::Tile(say) => self.handle_tile_message(now, from, job, say),
             ToParticipant::Go { .. }
             | ToParticipant::Release { .. }
@@ -134,7 +139,7 @@ impl Parts {
     pub(super) fn handle_tile_message(&mut self, now: Instant, from: NodeId, job: JobId, say: ToTile) {
         let me = self.me;
         let part = match say {
-            ToTile::WantSnapshot { part } | ToTile::Saved { part, .. } | ToTile::Taken { part, .. } => part,
+            ToTile::WantSnapshot { part } | ToTile::Saved { part, .. } | ToTile::Fetched { part, .. } => part,
         };
         let Some(known) = self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&part)) else { return };
         if known.run.handle_tile_message(me, from, say, &mut self.out) {

@@ -1,8 +1,8 @@
 //! Orders to a participant: it rejects, keeps, loads, fetches or drops parts.
 use super::program::{Program, continues, is_in, must_be_here};
-use super::{Fetch, Held, HeldJob, Load, PartOutput, Parts, leaps};
+use super::{Fetch, HeldJob, Load, LocalPart, PartOutput, Parts, leaps};
 use crate::id::{Epoch, JobId, NodeId, PartId};
-use crate::limits::{JOBS_MAX, PARTS_MAX, TILE_BEGINS};
+use crate::limits::{JOBS_MAX, PARTS_MAX, RESTART_REPORTING};
 use crate::message::ToCoordinator;
 use crate::output::Output;
 use crate::planted::{self, Planted};
@@ -27,7 +27,7 @@ impl Parts {
         } else if known.is_some_and(|held| held.parts.len() >= PARTS_MAX && !held.parts.contains_key(&order.part)) {
             Some(format!("this node already holds {PARTS_MAX} parts of the job"))
         } else {
-            order.unsound(self.me)
+            order.problem(self.me)
         }
     }
 
@@ -53,7 +53,7 @@ impl Parts {
             }
             return;
         }
-        let repeated = |held: &Held| held.epoch == epoch && order.is_repeated(&held.order);
+        let repeated = |held: &LocalPart| held.epoch == epoch && order.is_repeated(&held.order);
         let asked_again = self.jobs.get(&job).and_then(|held| held.parts.get(&part)).is_some_and(repeated);
         let busy = if self.draining && !self.jobs.contains_key(&job) {
             Some(format!("node {} takes no new work", self.me))
@@ -85,7 +85,7 @@ impl Parts {
         let held = self.jobs.entry(job).or_insert_with(|| HeldJob::new(now, epoch));
         held.heard(now);
         if held.epoch < epoch {
-            (held.epoch, held.gone, held.left) = (epoch, false, false);
+            (held.epoch, held.go_received, held.stood_down) = (epoch, false, false);
             held.succession.replaced();
             if !planted::has(Planted::NoFence) {
                 held.parts.values_mut().for_each(|part| part.run.pause(&mut self.out));
@@ -105,13 +105,13 @@ impl Parts {
         let Some(held) = self.jobs.get_mut(&job) else { return };
         // Stages of the old placement that the order does not list. A node that is only a standby now gets no `Go` that
         // drops them.
-        let left = |known: PartId, held: &Held| {
-            known != part && held.epoch < epoch && held.run.gives_way() && !order.beside.contains(&known)
+        let left = |known: PartId, held: &LocalPart| {
+            known != part && held.epoch < epoch && held.run.gives_way() && !order.other_parts.contains(&known)
         };
         held.drop_parts(job, left, &mut self.out);
         let Some(held) = held.parts.get_mut(&part) else { return };
         (held.epoch, held.answer_due, held.reroute) = (epoch, true, true);
-        self.out.push_back(PartOutput::Shell(Output::Keep { job, epoch, order: order.clone() }));
+        self.out.push_back(PartOutput::Shell(Output::Continue { job, epoch, order: order.clone() }));
         held.order = order;
         if let Some(step) = held.run.keep(now, epoch, &held.order) {
             let load = self.names.load();
@@ -130,8 +130,8 @@ impl Parts {
             return self.report(job, epoch, ToCoordinator::Prepared { part, result: Err(what) });
         }
         // Stages of another partition are dropped now, and their data for the same layers is reused.
-        let replaced = |known: PartId, held: &Held| {
-            known == part || held.run.gives_way() && !(order.beside.contains(&known) && is_in(&held.order, &order))
+        let replaced = |known: PartId, held: &LocalPart| {
+            known == part || held.run.gives_way() && !(order.other_parts.contains(&known) && is_in(&held.order, &order))
         };
         let mut replaces = Vec::new();
         for (known, mut gone) in held.parts.extract_if(.., |known, held| replaced(*known, held)) {
@@ -146,7 +146,8 @@ impl Parts {
         let load = self.names.load();
         let run = Program::new(now, job, epoch, &order);
         let state = Load::Loading(load);
-        let known = Held { order: order.clone(), epoch, load: state, bytes: 0, answer_due: true, reroute: false, run };
+        let known =
+            LocalPart { order: order.clone(), epoch, load: state, bytes: 0, answer_due: true, reroute: false, run };
         held.parts.insert(part, known);
         self.out.push_back(PartOutput::Load { job, epoch, load, order, replaces });
     }
@@ -168,21 +169,21 @@ impl Parts {
         let failed = result.is_err();
         self.report(job, epoch, ToCoordinator::Prepared { part, result });
         if shadow && !failed {
-            self.start_shadow(job, part);
+            self.start_following(job, part);
         }
     }
 
     /// A standby starts to follow.
-    pub(super) fn start_shadow(&mut self, job: JobId, part: PartId) {
+    pub(super) fn start_following(&mut self, job: JobId, part: PartId) {
         let Some(held) = self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&part)) else { return };
-        held.run.start_shadow(&held.order, part, &mut self.out);
+        held.run.start_following(&held.order, part, &mut self.out);
     }
 
     pub(super) fn go(&mut self, now: Instant, job: JobId, part: PartId, resume: &Resume) {
         let Some(held) = self.jobs.get_mut(&job) else { return };
         let epoch = held.epoch;
-        if !core::mem::replace(&mut held.gone, true) {
-            held.begins_until = now + TILE_BEGINS;
+        if !core::mem::replace(&mut held.go_received, true) {
+            held.begins_until = now + RESTART_REPORTING;
         }
         // Parts that were not ordered again are not needed.
         held.drop_parts(job, |_, held| held.epoch != epoch, &mut self.out);
@@ -200,8 +201,8 @@ impl Parts {
         let Some(held) = self.jobs.get(&job).filter(|held| held.epoch.issuer != self.me) else { return };
         let epoch = held.epoch;
         let mut nodes = BTreeSet::from([epoch.issuer]);
-        for (&part, known) in held.parts.iter().filter(|(_, known)| held.gone && known.order.standby.is_none()) {
-            let beside = known.order.feeders(part).into_iter().chain(known.order.fed(part));
+        for (&part, known) in held.parts.iter().filter(|(_, known)| held.go_received && known.order.standby.is_none()) {
+            let beside = known.order.upstream(part).into_iter().chain(known.order.downstream(part));
             nodes.extend(beside.filter_map(|part| known.order.owner(part)));
         }
         nodes.remove(&self.me);
@@ -217,7 +218,7 @@ impl Parts {
         self.drop_part(job, |known, _| known == part);
     }
 
-    fn drop_part(&mut self, job: JobId, gone: impl Fn(PartId, &Held) -> bool) {
+    fn drop_part(&mut self, job: JobId, gone: impl Fn(PartId, &LocalPart) -> bool) {
         let Some(held) = self.jobs.get_mut(&job) else { return };
         held.drop_parts(job, gone, &mut self.out);
         if held.parts.is_empty() {

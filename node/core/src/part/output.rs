@@ -3,7 +3,7 @@ use crate::id::{Epoch, JobId, LoadId, NodeId, PartId, TensorId, WorkId};
 use crate::message::{FrameHeader, ToCoordinator, ToParticipant};
 use crate::output::Output;
 use crate::time::Duration;
-use crate::work::{Inheritance, Order, Payload, Task};
+use crate::work::{Order, Payload, Takeover, Task};
 use alloc::boxed::Box;
 use alloc::collections::VecDeque;
 use alloc::{string::String, vec::Vec};
@@ -37,7 +37,7 @@ pub enum PartOutput {
     /// Stop the heartbeats about the job.
     Unwatch { job: JobId },
     /// The coordinator is silent, and it is this node's turn: take the job over.
-    Succeed(Box<Inheritance>),
+    Succeed(Box<Takeover>),
     /// For the log.
     Refused { from: NodeId, what: String },
 }
@@ -80,7 +80,7 @@ impl Names {
 
     pub(super) fn tensor(&mut self) -> TensorId {
         self.tensors += 1;
-        TensorId::Made(self.tensors)
+        TensorId::Produced(self.tensors)
     }
 }
 

@@ -7,7 +7,7 @@ use crate::id::{Epoch, JobId, NodeId, PartId, WorkId};
 use crate::message::{FrameHeader, ToTile};
 use crate::time::Instant;
 use crate::work::steps::TileStart;
-use crate::work::{Cursors, Has, HeldWork, Made, Order, PartWork, Payload, Resume};
+use crate::work::{Cursors, HeldWork, Order, PartState, PartWork, Payload, Resume, RunResult};
 use alloc::string::String;
 
 /// What a part computes. A new kind of part is a new variant.
@@ -69,16 +69,16 @@ impl Program {
         order: &Order,
         reroute: bool,
         out: &mut Out,
-    ) -> Option<Has> {
+    ) -> Option<PartState> {
         match (self, &order.work) {
             (Program::Stage(run), PartWork::Stage(stage)) => {
                 if reroute {
                     run.keep(epoch, order, stage, out);
                 }
                 if order.standby.is_some() {
-                    run.start_shadow(now);
+                    run.start_following(now);
                 }
-                Some(Has::Stage(run.positions()))
+                Some(PartState::Stage(run.positions()))
             }
             (Program::Tile(run), _) => Some(run.has()),
             (Program::Stage(_), PartWork::Tile(_)) => None,
@@ -86,9 +86,9 @@ impl Program {
     }
 
     /// A standby starts to follow.
-    pub(super) fn start_shadow(&mut self, order: &Order, part: PartId, out: &mut Out) {
+    pub(super) fn start_following(&mut self, order: &Order, part: PartId, out: &mut Out) {
         match self {
-            Program::Tile(tile) => tile.start_shadow(out),
+            Program::Tile(tile) => tile.start_following(out),
             // The connection should be up before it is needed.
             Program::Stage(_) => {
                 if let Some(node) = order.owner(part.after()) {
@@ -174,7 +174,7 @@ impl Program {
             (Program::Stage(_), _) => {}
             (Program::Tile(tile), ToTile::WantSnapshot { .. }) => tile.handle_want_snapshot(from),
             (Program::Tile(tile), ToTile::Saved { step, bytes, .. }) => tile.handle_saved(me, from, step, bytes, out),
-            (Program::Tile(tile), ToTile::Taken { step, kind, .. }) => {
+            (Program::Tile(tile), ToTile::Fetched { step, kind, .. }) => {
                 tile.handle_taken(step, kind, out);
                 return true;
             }
@@ -252,14 +252,19 @@ impl Program {
     ///
     /// # Errors
     /// The part cannot continue.
-    pub(super) fn ran(&mut self, now: Instant, result: Result<Made, String>, out: &mut Out) -> Result<bool, String> {
+    pub(super) fn ran(
+        &mut self,
+        now: Instant,
+        result: Result<RunResult, String>,
+        out: &mut Out,
+    ) -> Result<bool, String> {
         match (self, result) {
-            (Program::Stage(run), Ok(Made::Batch(results))) => run.ran(now, Ok(results), out).map(|()| false),
+            (Program::Stage(run), Ok(RunResult::Batch(results))) => run.ran(now, Ok(results), out).map(|()| false),
             (Program::Stage(run), Err(reason)) => run.ran(now, Err(reason), out).map(|()| false),
-            (Program::Stage(run), Ok(Made::Steps(_))) => {
+            (Program::Stage(run), Ok(RunResult::Steps(_))) => {
                 run.ran(now, Err("the executor ran steps of a stage".into()), out).map(|()| false)
             }
-            (Program::Tile(run), Ok(Made::Steps(made))) => Ok(run.ran(now, made, out)),
+            (Program::Tile(run), Ok(RunResult::Steps(made))) => Ok(run.ran(now, made, out)),
             (Program::Tile(run), result) => {
                 run.failed(out);
                 Err(result.err().unwrap_or_else(|| "the executor ran a batch of a tile".into()))
@@ -325,6 +330,17 @@ impl Program {
             }
             (Program::Stage(_), PartWork::Stage(stage)) => HeldWork::Stage { layers: stage.layers_of(part) },
             (Program::Stage(_), PartWork::Tile(_)) => HeldWork::Stage { layers: 0..0 },
+        }
+    }
+
+    /// Asserts what holds between two inputs. `order`: the part's last order.
+    pub(super) fn assert_invariants(&self, order: &Order) {
+        match (self, &order.work) {
+            (Program::Stage(run), PartWork::Stage(_)) => run.assert_invariants(),
+            (Program::Tile(run), PartWork::Tile(_)) => run.assert_invariants(),
+            (Program::Stage(_), PartWork::Tile(_)) | (Program::Tile(_), PartWork::Stage(_)) => {
+                panic!("part {} computes something else than it was ordered to", order.part)
+            }
         }
     }
 

@@ -54,19 +54,19 @@ struct Follower {
     /// Whether entries are sent to it. Otherwise they are only kept for it.
     live: bool,
     /// Cursors that it reports.
-    held: At,
+    held: CursorMap,
     /// Cursors up to which entries were sent to it.
-    next: At,
+    next: CursorMap,
 }
 
 /// A cursor per channel: `all`, if the channel is not in `each`.
 #[derive(Clone, Debug, Default)]
-struct At {
+struct CursorMap {
     all: u32,
     each: BTreeMap<u64, u32>,
 }
 
-impl At {
+impl CursorMap {
     fn of(&self, channel: u64) -> u32 {
         self.each.get(&channel).copied().unwrap_or(self.all)
     }
@@ -86,7 +86,7 @@ impl At {
 
 /// A frame to send. Several tensors are adjacent entries, to be concatenated.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Sending {
+pub(super) struct OutgoingFrame {
     pub(super) to: NodeId,
     pub(super) channel: u64,
     pub(super) cursor: u32,
@@ -182,9 +182,9 @@ impl Sent {
     /// A node follows as a part's owner or standby, in place of the previous one. It is sent what is added from now on.
     pub(super) fn follow(&mut self, part: PartId, node: NodeId, owner: bool, live: bool) {
         let ends = self.channels.iter().filter_map(|(&channel, entries)| Some((channel, entries.back()?.end)));
-        let next = At { all: 0, each: ends.collect() };
+        let next = CursorMap { all: 0, each: ends.collect() };
         self.followers.retain(|known| known.part != part || known.owner != owner);
-        self.followers.push(Follower { part, node, owner, live, held: At::default(), next });
+        self.followers.push(Follower { part, node, owner, live, held: CursorMap::default(), next });
     }
 
     /// Removes a part's standby.
@@ -213,9 +213,9 @@ impl Sent {
         match (cursors, named) {
             (Cursors::All(at), _) => {
                 let at = if again { *at } else { known.held.all.max(*at) };
-                known.held = At { all: at, each: BTreeMap::new() };
+                known.held = CursorMap { all: at, each: BTreeMap::new() };
                 if again {
-                    known.next = At { all: at, each: BTreeMap::new() };
+                    known.next = CursorMap { all: at, each: BTreeMap::new() };
                 } else {
                     known.next.all = known.next.all.max(at);
                     known.next.each.retain(|_, next| *next > at);
@@ -260,8 +260,8 @@ impl Sent {
     // ---- sending
 
     /// Frames to send now, owners first. `peer` maps a channel to the part that receives it.
-    pub(super) fn due(&mut self, peer: impl Fn(u64) -> PartId) -> Vec<Sending> {
-        let mut due: Vec<Sending> = Vec::new();
+    pub(super) fn due(&mut self, peer: impl Fn(u64) -> PartId) -> Vec<OutgoingFrame> {
+        let mut due: Vec<OutgoingFrame> = Vec::new();
         self.followers.sort_by_key(|known| !known.owner);
         for known in self.followers.iter_mut().filter(|known| known.live) {
             if !known.owner && planted::has(Planted::StandbyNeverFed) {
@@ -308,6 +308,33 @@ impl Sent {
         gone
     }
 
+    /// Channels of which entries are kept.
+    pub(super) fn channels(&self) -> impl Iterator<Item = u64> + '_ {
+        self.channels.keys().copied()
+    }
+
+    /// Asserts what holds between two inputs.
+    pub(super) fn assert_invariants(&self) {
+        let (mut bytes, mut count) = (0, 0);
+        for (channel, entries) in &self.channels {
+            assert!(!entries.is_empty(), "channel {channel} has no entries");
+            count += entries.len();
+            bytes += entries.iter().map(|entry| entry.bytes).sum::<u64>();
+            for (before, after) in entries.iter().zip(entries.iter().skip(1)) {
+                assert!(before.cursor < after.cursor, "channel {channel}: {before:?} precedes {after:?}");
+                let adjoins = self.bounds.joined == 0 || after.cursor <= before.end;
+                assert!(adjoins, "channel {channel}: a gap between {before:?} and {after:?}");
+            }
+        }
+        assert_eq!((bytes, count), (self.bytes, self.count), "bytes and number of all entries");
+        assert!(self.keep == Keep::WhileNeeded || !self.is_over(), "{bytes} bytes in {count} entries are kept");
+        for (at, known) in self.followers.iter().enumerate() {
+            let mut before = self.followers[..at].iter();
+            let twice = before.any(|other| (other.part, other.owner) == (known.part, known.owner));
+            assert!(!twice, "two nodes follow for part {} (owner: {})", known.part, known.owner);
+        }
+    }
+
     fn is_over(&self) -> bool {
         self.bytes > self.bounds.bytes || self.count > self.bounds.entries
     }
@@ -326,7 +353,7 @@ impl Sent {
 }
 
 /// Adds the frames of one channel that are due to one follower, with adjacent entries joined.
-fn send(known: &mut Follower, channel: u64, entries: &VecDeque<Entry>, bounds: Bounds, due: &mut Vec<Sending>) {
+fn send(known: &mut Follower, channel: u64, entries: &VecDeque<Entry>, bounds: Bounds, due: &mut Vec<OutgoingFrame>) {
     let (from, held) = (known.next.of(channel), known.held.of(channel));
     let (Some(first), Some(last)) = (entries.front(), entries.back()) else { return };
     if last.end <= from {
@@ -359,7 +386,7 @@ fn send(known: &mut Follower, channel: u64, entries: &VecDeque<Entry>, bounds: B
                 (sending.last, sending.bytes) = (entry.last, sending.bytes + entry.bytes);
                 sending.tensors.push(entry.tensor);
             }
-            None => due.push(Sending {
+            None => due.push(OutgoingFrame {
                 to: known.node,
                 channel,
                 cursor: entry.cursor,

@@ -3,10 +3,12 @@
 //! One rule serves replay, cancellation and resending: a frame names its positions. A stage that has more truncates to
 //! them; one that has fewer reports a gap. Positions are counted when work is queued, because the executor runs in
 //! order.
+mod invariants;
+
 use super::output::{Names, Out, PartOutput, Started, discard, discard_payload};
 use super::pace::Pace;
 use super::queue::{Waiting, choose};
-use super::sent::{Bounds, Entry, Keep, Sending, Sent};
+use super::sent::{Bounds, Entry, Keep, OutgoingFrame, Sent};
 use crate::id::{Epoch, JobId, NodeId, PartId, RequestId, TensorId, WorkId};
 use crate::limits::{
     CHUNK_POSITIONS_MAX, CLOSED_REQUESTS_MAX, HELD_EVERY, PARKED_FRAMES_MAX, RESUME_QUIET, RING_BYTES_MAX,
@@ -461,7 +463,7 @@ impl StageRun {
         }
         let (job, epoch, part) = (self.job, self.route.epoch, self.route.part.after());
         for sending in self.sent.due(|_| part) {
-            let Sending { to, channel, cursor, count, last, mut tensors, copy, bytes: _ } = sending;
+            let OutgoingFrame { to, channel, cursor, count, last, mut tensors, copy, bytes: _ } = sending;
             let header = FrameHeader { job, epoch, part, channel, cursor, count, last };
             let payload = match (tensors.pop(), tensors.is_empty()) {
                 (Some(tensor), true) => Payload::Tensor(tensor),
@@ -473,7 +475,7 @@ impl StageRun {
 
     /// Adds a sampled token to the history that penalties depend on.
     fn remember(&mut self, request: RequestId, position: u32, token: u32) {
-        let opened = self.opened.get_mut(&request).filter(|opened| opened.sampling.looks_back());
+        let opened = self.opened.get_mut(&request).filter(|opened| opened.sampling.uses_history());
         if let Some(opened) = opened.filter(|opened| opened.history.len() == position as usize) {
             opened.history.push(token);
         }
@@ -526,7 +528,7 @@ impl StageRun {
     }
 
     /// A standby computes from now on, and keeps its rows for the next stage in the send log.
-    pub(super) fn start_shadow(&mut self, now: Instant) {
+    pub(super) fn start_following(&mut self, now: Instant) {
         (self.started, self.reported_at) = (true, now);
         if let Some(next) = self.route.next {
             self.sent.follow(self.route.part.after(), next, true, false);

@@ -7,11 +7,11 @@
 //! own; a coordinator or successor that comes too late is answered with `Stale`. There is no consensus: two
 //! coordinators that are cut off from each other may both continue for a while. They compute the same, because jobs are
 //! deterministic.
-use super::{Held, HeldJob, Load, PartOutput, Parts};
+use super::{HeldJob, Load, LocalPart, PartOutput, Parts};
 use crate::id::{Epoch, JobId, NodeId, RequestId};
 use crate::limits::{
-    DEFERRED_MAX, MIRROR_NEWER, MIRROR_RETRY, MIRRORS, PARTS_MAX, SERVE_SUCCESSION, SERVE_SUCCESSION_COLD,
-    SUCCESSION_TURN, VOTE_MAX,
+    DEFERRED_MAX, MIRROR_NEWER, MIRROR_RETRY, MIRRORS, ORPHAN_MAX, ORPHAN_SUCCEEDED_MAX, PARTS_MAX, SERVE_SUCCESSION,
+    SERVE_SUCCESSION_COLD, SUCCESSION_TURN, VOTE_MAX, VOTE_MAX_COLD,
 };
 use crate::message::ToParticipant;
 use crate::output::Output;
@@ -19,7 +19,7 @@ use crate::planted::{self, Planted};
 use crate::time::{Duration, Instant};
 use crate::work::log::TokenLog;
 use crate::work::serve::Logged;
-use crate::work::{Inheritance, Order, PartWork, ProgramRecord, Record};
+use crate::work::{Order, PartWork, ProgramRecord, Record, Takeover};
 use alloc::collections::BTreeMap;
 use alloc::{boxed::Box, string::String, vec::Vec};
 
@@ -88,6 +88,18 @@ impl Succession {
         self.deferred.clear();
     }
 
+    /// Asserts what holds between two inputs.
+    pub(super) fn assert_invariants(&self) {
+        let deferred = &self.deferred;
+        assert!(deferred.len() <= PARTS_MAX, "{} deferred orders", deferred.len());
+        assert!(deferred.windows(2).all(|pair| pair[0].2 == pair[1].2), "deferred orders of several epochs");
+        assert!(self.silent || self.majority_since.is_none(), "a majority counts, and the coordinator is heard");
+        let Mirror { have, under_way, .. } = self.mirror;
+        let newer = under_way.is_none_or(|step| have.is_none_or(|have| have < step));
+        assert!(newer, "the checkpoint of step {under_way:?} is copied again, {have:?} is here");
+        self.log.assert_invariants();
+    }
+
     pub(super) fn is_silent(&self) -> bool {
         self.silent
     }
@@ -123,9 +135,19 @@ impl HeldJob {
         matches!(record.program, ProgramRecord::Steps(_)) || 2 * left > all.len()
     }
 
+    /// How long the parts stay without a coordinator.
+    pub(super) fn orphan_max(&self, coordinator: NodeId) -> Duration {
+        let Some(order) = self.order().filter(|order| !order.successors.is_empty()) else { return ORPHAN_MAX };
+        let majority = self.succession.record.as_ref().is_none_or(|record| {
+            let all = record.voters(&order.owners);
+            2 * all.iter().filter(|node| **node != coordinator).count() > all.len()
+        });
+        if majority { ORPHAN_SUCCEEDED_MAX } else { ORPHAN_MAX }
+    }
+
     /// The order of a part under the present epoch. A part that failed does not count.
     fn order(&self) -> Option<&Order> {
-        let is_held = |held: &&Held| held.epoch == self.epoch && !matches!(held.load, Load::Failed(_));
+        let is_held = |held: &&LocalPart| held.epoch == self.epoch && !matches!(held.load, Load::Failed(_));
         self.parts.values().find(is_held).map(|held| &*held.order)
     }
 }
@@ -282,7 +304,13 @@ impl Parts {
         if !order.successors.contains(&me) {
             return;
         }
-        succession.votes.retain(|_, vote| now.since(vote.at) < VOTE_MAX);
+        let guarded = guarded(&record, &order.owners, epoch.issuer);
+        let (wait, vote_max) = match &record.program {
+            ProgramRecord::Serve(_) if guarded => (SERVE_SUCCESSION, VOTE_MAX),
+            ProgramRecord::Serve(_) => (SERVE_SUCCESSION_COLD, VOTE_MAX_COLD),
+            ProgramRecord::Steps(_) => (Duration::ZERO, VOTE_MAX),
+        };
+        succession.votes.retain(|_, vote| now.since(vote.at) < vote_max);
         let all = record.voters(&order.owners);
         let votes = succession.votes.keys().filter(|node| all.contains(node)).count();
         if 2 * votes <= all.len() && !planted::has(Planted::SuccessionWithoutMajority) {
@@ -290,12 +318,6 @@ impl Parts {
             return;
         }
         let since = *succession.majority_since.get_or_insert(now);
-        let guarded = guarded(&record, &order.owners, epoch.issuer);
-        let wait = match &record.program {
-            ProgramRecord::Serve(_) if guarded => SERVE_SUCCESSION,
-            ProgramRecord::Serve(_) => SERVE_SUCCESSION_COLD,
-            ProgramRecord::Steps(_) => Duration::ZERO,
-        };
         let turn = succession.ahead(me, &order.successors, &record, guarded);
         if now.since(since) < wait + SUCCESSION_TURN * turn as u32 {
             return;
@@ -303,7 +325,7 @@ impl Parts {
         let (checkpoint, log) = (succession.mirror.have, succession.log.clone());
         // Only once: from now on this node's coordinator is responsible for the job.
         succession.heard();
-        let inheritance = Inheritance { job, epoch, order: Box::new(order), record, checkpoint, log };
+        let inheritance = Takeover { job, epoch, order: Box::new(order), record, checkpoint, log };
         self.out.push_back(PartOutput::Succeed(Box::new(inheritance)));
     }
 }

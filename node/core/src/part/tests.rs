@@ -7,7 +7,7 @@ use crate::id::{ContentId, RequestId};
 use crate::message::{FrameHeader, ToParticipant};
 use crate::message::{FromStage, ToStage};
 use crate::work::serve::{ItemResult, Position, Sampling, StageOrder};
-use crate::work::{Cursors, Has, PartWork, Payload, Ready, Resume, Task};
+use crate::work::{Cursors, PartState, PartWork, Payload, Ready, Resume, Task};
 use alloc::{string::ToString, vec};
 use partitioner::Tier;
 
@@ -31,7 +31,7 @@ fn order(owners: &[NodeId], part: u16, standby: Option<Tier>) -> Box<Order> {
         standby,
         bytes_max: 100,
         successors: Vec::new(),
-        beside: Vec::new(),
+        other_parts: Vec::new(),
         previous: Vec::new(),
         work: PartWork::Stage(stage),
     })
@@ -118,7 +118,7 @@ fn start(parts: &mut Parts) -> Option<(WorkId, Vec<(u64, u32)>)> {
 }
 
 fn finish(parts: &mut Parts, part: u16, work: WorkId, results: Vec<ItemResult>) -> Vec<PartOutput> {
-    parts.handle_ran(NOW, PartId(part), work, Ok(Made::Batch(results)));
+    parts.handle_ran(NOW, PartId(part), work, Ok(RunResult::Batch(results)));
     outputs(parts)
 }
 
@@ -148,7 +148,7 @@ fn released(request: u64) -> PartOutput {
 fn prepared(outputs: &[PartOutput]) -> Option<Vec<Position>> {
     outputs.iter().rev().find_map(|output| match output {
         PartOutput::Report {
-            say: ToCoordinator::Prepared { result: Ok(Ready { has: Has::Stage(positions), .. }), .. },
+            say: ToCoordinator::Prepared { result: Ok(Ready { has: PartState::Stage(positions), .. }), .. },
             ..
         } => Some(positions.clone()),
         _ => None,

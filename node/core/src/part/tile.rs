@@ -6,23 +6,25 @@
 mod standby;
 
 use super::output::{Names, Out, PartOutput, Started, discard};
-use super::sent::{Bounds, Entry, Keep, Sending, Sent};
+use super::sent::{Bounds, Entry, Keep, OutgoingFrame, Sent};
 use crate::id::{Epoch, JobId, NodeId, PartId, TensorId, WorkId};
 use crate::limits::{
-    HALO_ENTRIES_MAX, HALO_LOG_BYTES_MAX, HALO_WINDOW_BYTES, REPORTS_KEPT, SAVES_WAITING_MAX, STRIPS_WAITING_MAX,
+    HALO_ENTRIES_MAX, HALO_LOG_BYTES_MAX, HALO_STRIPS_QUEUED_MAX, HALO_WINDOW_BYTES, REPORTS_KEPT, SAVES_WAITING_MAX,
     TILE_PASS, TILE_PIECE,
 };
 use crate::message::{FrameHeader, FromTile, ToCoordinator, ToParticipant, ToTile};
 use crate::output::Output;
 use crate::planted::{self, Planted};
 use crate::time::{Duration, Instant};
-use crate::work::steps::{Report, SaveKind, Schedule, Stop, StopKind, TileFigures, TileMade, TileOrder, TileWork};
-use crate::work::{Cursors, Has, Order, Payload, Task};
+use crate::work::steps::{
+    Action, ActionKind, Report, SaveKind, Schedule, TileFigures, TileOrder, TileResult, TileWork,
+};
+use crate::work::{Cursors, Order, PartState, Payload, Task};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::vec::Vec;
 use partitioner::Tier;
 use partitioner::tiles::TileLink;
-pub(super) use standby::Collected;
+pub(super) use standby::AfterSnapshot;
 
 /// A tile at its owner or at its standby. A standby computes as well (hot) or holds a snapshot (warm).
 #[derive(Debug)]
@@ -196,14 +198,26 @@ impl TileRun {
     }
 
     /// Its state, for the coordinator.
-    pub(super) fn has(&self) -> Has {
+    pub(super) fn has(&self) -> PartState {
         let from = |peer: PartId| {
             let links = (0..self.place.links.len() as u64).filter(|&link| self.place.peer(link) == peer);
             links.filter_map(|link| self.sent.kept_from(link)).max().unwrap_or(self.step)
         };
         let kept = self.place.peers().into_iter().map(|peer| (peer, from(peer))).collect();
         let ahead = u32::from(self.promoted && planted::has(Planted::TileOneAhead));
-        Has::Tile { step: self.step + ahead, kept }
+        PartState::Tile { step: self.step + ahead, kept }
+    }
+
+    /// Asserts what holds between two inputs.
+    pub(super) fn assert_invariants(&self) {
+        self.sent.assert_invariants();
+        let (received, reports) = (self.received.len(), self.reports.len());
+        assert!(received <= HALO_STRIPS_QUEUED_MAX, "{received} halos wait");
+        assert!(reports <= REPORTS_KEPT, "{reports} reports are kept");
+        if let Some(busy) = &self.busy {
+            assert!(self.has_cells(), "a tile without cells runs: {:?}", self.state);
+            assert_eq!(self.step + busy.steps, busy.to, "the step moved during a run");
+        }
     }
 
     fn report(&self, say: FromTile, out: &mut Out) {
@@ -304,7 +318,7 @@ impl TileRun {
         }
         self.sent.reached(peer, from, header.cursor);
         let key = (header.cursor, header.channel as u16);
-        let full = self.received.len() >= STRIPS_WAITING_MAX;
+        let full = self.received.len() >= HALO_STRIPS_QUEUED_MAX;
         if header.cursor < self.step || full || self.received.contains_key(&key) {
             return false;
         }
@@ -359,7 +373,7 @@ impl TileRun {
     fn pump(&mut self, out: &mut Out) {
         let (job, epoch) = (self.job, self.place.epoch);
         for sending in self.sent.due(|channel| self.place.peer(channel)) {
-            let Sending { to, channel, cursor, count, tensors, bytes, copy, last: _ } = sending;
+            let OutgoingFrame { to, channel, cursor, count, tensors, bytes, copy, last: _ } = sending;
             let Some(link) = usize::try_from(channel).ok().and_then(|link| self.place.links.get(link)) else {
                 continue;
             };
@@ -450,7 +464,7 @@ impl TileRun {
         let mut stops = self.place.schedule.stops(self.step, to, false);
         // If several checkpoints are due between two exchanges, only the last is saved. All tiles have the same
         // exchanges, so they leave out the same checkpoints.
-        let checkpoint = |stop: &&Stop| stop.what == StopKind::Save(SaveKind::Checkpoint);
+        let checkpoint = |stop: &&Action| stop.what == ActionKind::Save(SaveKind::Checkpoint);
         let last = stops.iter().rev().find(checkpoint).map(|stop| stop.step);
         stops.retain(|stop| !checkpoint(&stop) || last == Some(stop.step));
         if last.is_some() && !self.makes_room(SaveKind::Checkpoint, out) {
@@ -463,7 +477,7 @@ impl TileRun {
         }
         if !self.is_shadow() && !self.wanted_by.is_empty() {
             self.makes_room(SaveKind::Snapshot, out);
-            stops.push(Stop { step: to, what: StopKind::Save(SaveKind::Snapshot) });
+            stops.push(Action { step: to, what: ActionKind::Save(SaveKind::Snapshot) });
         }
         Some(self.run(now, to, stops, halos, names))
     }
@@ -503,7 +517,7 @@ impl TileRun {
         &mut self,
         now: Instant,
         to: u32,
-        stops: Vec<Stop>,
+        stops: Vec<Action>,
         halos_in: Vec<(u16, TensorId)>,
         names: &mut Names,
     ) -> Started {
@@ -544,7 +558,7 @@ impl TileRun {
 
     /// The running work is done. Sends its reports to the coordinator, and announces its snapshot to standbys. Returns
     /// whether the last step is completed.
-    pub(super) fn ran(&mut self, now: Instant, made: TileMade, out: &mut Out) -> bool {
+    pub(super) fn ran(&mut self, now: Instant, made: TileResult, out: &mut Out) -> bool {
         let Some(busy) = self.busy.take() else { return false };
         out.extend(busy.halos.iter().map(|&(_, tensor)| discard(tensor)));
         (self.step, self.begun, self.made_at) = (busy.to, true, now);

@@ -60,6 +60,14 @@ impl TokenLog {
         }
     }
 
+    /// Asserts the invariants.
+    pub(crate) fn assert_invariants(&self) {
+        let tokens: usize = self.requests.values().map(|known| known.tokens.len()).sum();
+        assert_eq!(tokens, self.kept, "tokens of all logged requests");
+        assert!(self.requests.len() <= REQUESTS_MAX, "{} logged requests", self.requests.len());
+        assert!(self.kept <= LOG_KEPT_MAX, "{} logged tokens", self.kept);
+    }
+
     /// Requests whose whole prompt is here, by id, each with the answer's tokens so far.
     pub fn into_requests(self) -> impl Iterator<Item = (RequestId, Request, Vec<u32>)> {
         let whole = |known: &LoggedRequest| known.prompt > 0 && known.tokens.len() >= known.prompt as usize;

@@ -149,7 +149,7 @@ impl Sampling {
     };
 
     /// Whether sampling depends on the tokens so far.
-    pub fn looks_back(&self) -> bool {
+    pub fn uses_history(&self) -> bool {
         self.repetition_penalty_e6 != Self::GREEDY.repetition_penalty_e6
             || self.presence_penalty_e6 != 0
             || self.frequency_penalty_e6 != 0

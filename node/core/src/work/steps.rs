@@ -65,16 +65,16 @@ pub enum SaveKind {
 
 /// An action that is due after a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Stop {
+pub struct Action {
     /// The step.
     pub step: u32,
     /// The action.
-    pub what: StopKind,
+    pub what: ActionKind,
 }
 
 /// The action of a [`Stop`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub enum StopKind {
+pub enum ActionKind {
     /// Report totals and check for NaN.
     Report {
         /// Include the state hash: after the last step.
@@ -87,7 +87,7 @@ pub enum StopKind {
 impl Schedule {
     /// Actions due after steps in `from + 1..=to`, in order. With `first` a run starts at `from`: this step is
     /// included, except for its checkpoint.
-    pub fn stops(&self, from: u32, to: u32, first: bool) -> Vec<Stop> {
+    pub fn stops(&self, from: u32, to: u32, first: bool) -> Vec<Action> {
         let mut stops = Vec::new();
         let due = |step: u32, every: u32| every > 0 && step.is_multiple_of(every);
         let mut step = if first { from } else { from.saturating_add(1) };
@@ -98,14 +98,14 @@ impl Schedule {
             // A report checks for NaN. Every checkpoint needs one, because a state with NaN is useless.
             let saves = self.checkpoint_every.is_some_and(|every| due(step, every));
             if last || due(step, self.report_every) || saves || begins || looks {
-                stops.push(Stop { step, what: StopKind::Report { hash: last } });
+                stops.push(Action { step, what: ActionKind::Report { hash: last } });
             }
             if (saves || last && self.checkpoint_every.is_some()) && !begins {
-                stops.push(Stop { step, what: StopKind::Save(SaveKind::Checkpoint) });
+                stops.push(Action { step, what: ActionKind::Save(SaveKind::Checkpoint) });
             }
             for (output, &every) in self.outputs.iter().enumerate() {
                 if due(step, every) {
-                    stops.push(Stop { step, what: StopKind::Save(SaveKind::Output(output as u16)) });
+                    stops.push(Action { step, what: ActionKind::Save(SaveKind::Output(output as u16)) });
                 }
             }
             step += 1;
@@ -114,7 +114,7 @@ impl Schedule {
     }
 
     /// The last step before this one after which the fields are checked for NaN.
-    pub fn look_before(&self, step: u32) -> u32 {
+    pub fn last_check_before(&self, step: u32) -> u32 {
         let before = |every: u32| step.saturating_sub(1).checked_div(every).map_or(0, |times| times * every);
         before(self.report_every).max(self.checkpoint_every.map_or(0, before))
     }
@@ -240,7 +240,7 @@ pub struct TileWork {
     /// Ids of the halos of step `to`, by link. They are computed first and announced by `Input::Halos`.
     pub halos_out: Vec<(u16, TensorId)>,
     /// Actions due during the run.
-    pub stops: Vec<Stop>,
+    pub stops: Vec<Action>,
 }
 
 /// Succession record of a simulation.
@@ -306,7 +306,7 @@ pub struct TileFigures {
 
 /// Result of a tile's run.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TileMade {
+pub struct TileResult {
     /// Nanoseconds that the executor worked. On a device that works asynchronously: on the previous run.
     pub compute_ns: u64,
     /// Nanoseconds between the answer to the previous run and the start of this one in which the device still computed

@@ -11,7 +11,7 @@ fn a_web_page_cannot_post() {
     let rebound = "POST /api/v1/leave\r\nHost: evil.example:9470\r\n";
     assert_eq!(server.call(rebound, "{}").0, 403);
     assert_eq!(server.call("OPTIONS /v1/chat/completions\r\nOrigin: https://evil.example\r\n", "").0, 403);
-    assert!(server.engine.requests.lock().unwrap().is_empty());
+    assert!(server.engine.requests.lock().is_empty());
 }
 
 #[test]
@@ -31,7 +31,7 @@ fn other_addresses_need_a_key() {
     assert_eq!(server.call(&format!("GET /api/v1/state\r\n{none}"), "").0, 401);
     assert_eq!(server.call("GET /api/v1/state", "").0, 200, "the node's own key grants full access");
     let taken = runtime.block_on(Api::bind(server.address, None)).err().unwrap();
-    assert!(taken.to_string().contains("is a node running already"), "{taken}");
+    assert!(taken.to_string().contains("a node may be running already"), "{taken}");
 }
 
 /// Every route and its required access, repeated here so that the access of a new route is a deliberate choice.
@@ -95,7 +95,7 @@ fn another_user_of_the_machine_cannot_administer_the_node() {
             assert_ne!(status, 401, "{line} with the key: {text}");
         }
     }
-    assert_eq!(*server.engine.stopped.lock().unwrap(), ["tiny"], "only the requests with the key had an effect");
+    assert_eq!(*server.engine.stopped.lock(), ["tiny"], "only the requests with the key had an effect");
     let plan = "POST /api/v1/plan\r\nAuthorization: \r\n";
     let (status, _, text) = server.call(plan, &json!({"model": "/home/me/secret.gguf"}).to_string());
     assert!(status == 401 && text.contains("is a path"), "{text}");

@@ -9,9 +9,8 @@ fn a_retry_with_the_same_key_gets_the_first_answer() {
         ("/v1/chat/completions", json!({"stream": true, "stream_options": {"include_usage": true}})),
         ("/v1/completions", json!({"messages": null, "prompt": "x", "stream": true})),
     ] {
-        let (body, key) =
-            (chat_body(extra).to_string(), format!("key-{}", server.engine.requests.lock().unwrap().len()));
-        let before = server.engine.requests.lock().unwrap().len();
+        let (body, key) = (chat_body(extra).to_string(), format!("key-{}", server.engine.requests.lock().len()));
+        let before = server.engine.requests.lock().len();
         let first = server.call(&keyed(path, &key), &body);
         let again = server.call(&keyed(path, &key), &body);
         assert_eq!((first.0, again.0), (200, 200), "{}", first.2);
@@ -20,7 +19,7 @@ fn a_retry_with_the_same_key_gets_the_first_answer() {
             "{}",
             again.1
         );
-        assert_eq!(server.engine.requests.lock().unwrap().len(), before + 1, "it ran once");
+        assert_eq!(server.engine.requests.lock().len(), before + 1, "it ran once");
         assert_eq!(gist(&first.2), gist(&again.2));
         let other = server.call(&keyed(path, &key), &body.replacen('{', "{\"user\": \"me\", ", 1));
         assert_eq!(other.0, 422, "{}", other.2);
@@ -136,7 +135,7 @@ fn a_failed_request_may_be_retried() {
         let (_, _, text) = server.call(&keyed("/v1/chat/completions", "k"), &body);
         assert!(text.contains("a stage died"), "{text}");
     }
-    assert_eq!(server.engine.requests.lock().unwrap().len(), 3);
+    assert_eq!(server.engine.requests.lock().len(), 3);
 }
 
 #[test]
@@ -144,7 +143,7 @@ fn the_key_is_the_seed_on_every_node_unless_the_client_chose_one() {
     let seed = |key: &str, extra: Value| {
         let server = start(FakeNode::generating("x"));
         assert_eq!(server.call(&keyed("/v1/chat/completions", key), &chat_body(extra).to_string()).0, 200);
-        let requests = server.engine.requests.lock().unwrap();
+        let requests = server.engine.requests.lock();
         requests[0].sampling.seed
     };
     assert_eq!(seed("a", json!({})), seed("a", json!({"user": "me"})));
@@ -162,5 +161,5 @@ fn invalid_keys_are_rejected() {
         assert_eq!(status, 400, "{key}: {text}");
         assert!(text.contains("Idempotency-Key"), "{text}");
     }
-    assert!(server.engine.requests.lock().unwrap().is_empty());
+    assert!(server.engine.requests.lock().is_empty());
 }

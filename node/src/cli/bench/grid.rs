@@ -1,8 +1,8 @@
 //! `bench lbm` and `bench life`: grid update speed of this machine's CPU.
 use crate::views::count;
-use kernels::grid::bench;
-use kernels::grid::lbm::{Fluid, Fluid3};
-use kernels::grid::life::Life;
+use kernels_grids::bench;
+use kernels_grids::lbm::{Fluid, Fluid3};
+use kernels_grids::life::Life;
 use serde_json::{Value, json};
 
 /// Rounds per measurement; results are medians.
@@ -19,7 +19,7 @@ pub(super) struct LbmArgs {
     #[arg(long, value_name = "N", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(16..=i64::from(SIZE_MAX)))]
     size: Vec<u32>,
     /// Compute threads
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = crate::cli::model::threads)]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = crate::cli::compute::threads)]
     threads: usize,
 }
 
@@ -40,7 +40,7 @@ pub(super) struct LifeArgs {
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [1024, 8192], value_parser = clap::value_parser!(u32).range(16..=i64::from(SIZE_MAX)))]
     size: Vec<u32>,
     /// Compute threads
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = crate::cli::model::threads)]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = crate::cli::compute::threads)]
     threads: usize,
 }
 

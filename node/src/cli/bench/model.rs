@@ -1,7 +1,10 @@
 //! `bench decode` and `bench prefill`: a model file, or random weights in the shape of a model, on the CPU or a GPU.
-use super::super::model::{device, fetch, threads};
-use super::super::progress::Spinner;
-use super::super::{Failure, Global, answer, remark};
+use crate::cli::compute::{device, threads};
+use crate::cli::failure::Failure;
+use crate::cli::global::{Global, answer};
+use crate::cli::model::fetch;
+use crate::cli::print::remark;
+use crate::cli::progress::Spinner;
 use crate::measure::{self, GpuBench, Source};
 use kernels::device::{DeviceChoice, DeviceId};
 use kernels::quant::QuantType;
@@ -11,7 +14,7 @@ use std::path::{Path, PathBuf};
 /// A model and a device.
 #[derive(Debug, clap::Args)]
 pub(in crate::cli) struct ModelArgs {
-    /// The model
+    /// The model, as in `run`
     #[arg(default_value = "smollm2-135m")]
     model: String,
     /// Random weights in the shape of a known model instead of a file
@@ -23,7 +26,7 @@ pub(in crate::cli) struct ModelArgs {
     /// Save the random weights as a GGUF file, as for load tests of a server
     #[arg(long, value_name = "FILE", requires = "shape")]
     write: Option<PathBuf>,
-    /// cpu, cuda[:i], vulkan[:i] or auto
+    /// Compute device: cpu, cuda[:i], vulkan[:i] or auto, where i is the number of the GPU
     #[arg(long, value_name = "DEVICE", default_value = "cpu", env = "MESHNODE_DEVICE", value_parser = device)]
     device: String,
     /// Compute threads [default: on the CPU one measurement with one thread and one with one per core]

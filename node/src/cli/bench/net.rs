@@ -1,5 +1,6 @@
 //! `bench net`: measures the data plane between two real endpoints (keys, certificates, QUIC, encryption) on loopback.
-use super::super::{Failure, up};
+use crate::cli::failure::Failure;
+use crate::cli::service::runtime;
 use serde_json::{Value, json};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::mpsc;
@@ -21,13 +22,11 @@ pub(super) fn measure() -> Result<Value, Failure> {
     let far_credentials = MeshCredentials { chain, root_secret: None, ..credentials.clone() };
     let far_node = far.node_id();
     let far_peer = far.peer_id();
-    up::runtime()?.block_on(async move {
+    runtime()?.block_on(async move {
         let (sender, events) = mpsc::channel();
-        let sender = std::sync::Mutex::new(sender);
+        let sender = parking_lot::Mutex::new(sender);
         let near = endpoint(near, credentials, move |event| {
-            if let Ok(sender) = sender.lock() {
-                let _ = sender.send(event);
-            }
+            let _ = sender.lock().send(event);
         })?;
         let far = endpoint(far, far_credentials, |_| {})?;
         near.connect(far_peer, vec![far.local_addr()]);

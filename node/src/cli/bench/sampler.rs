@@ -1,6 +1,6 @@
 //! `bench sampler`: time to sample a token on this machine's CPU.
-use kernels::bench::SamplerFigures;
-use kernels::sampler::SamplerSettings;
+use kernels_models::bench::SamplerFigures;
+use kernels_models::sampler::SamplerSettings;
 use serde_json::{Value, json};
 
 /// Draws per measurement; results are medians.
@@ -31,7 +31,7 @@ pub(super) fn measure(args: &SamplerArgs) -> Result<Value, String> {
     let mut runs: Vec<SamplerFigures> = Vec::new();
     for &vocabulary in &args.vocabulary {
         for settings in &settings {
-            let figures = kernels::bench::sampler(vocabulary as usize, settings, DRAWS);
+            let figures = kernels_models::bench::sampler(vocabulary as usize, settings, DRAWS);
             runs.push(figures.map_err(|e| e.to_string())?);
         }
     }

@@ -1,9 +1,10 @@
 //! Reads a complete checkpoint: verifies it, and returns its cells in blocks, never as a whole.
-use super::{FOLDER, FORMAT, Layout, MANIFEST, Manifest, Part, file_name, hex, io_error, step_folder};
-use crate::device_thread::tiles::common;
+use super::layout::{FOLDER, FORMAT, Layout, MANIFEST, Manifest, Part, file_name, hex, step_folder};
+use crate::regions::common;
+use crate::submissions::files::io_error;
 use bytes::Bytes;
-use kernels::grid::Region;
-use kernels::grid::simulation::Simulation;
+use kernels_grids::Region;
+use kernels_simulations::Simulation;
 use std::fs::File;
 use std::io::Read;
 use std::os::unix::fs::FileExt;
@@ -16,7 +17,7 @@ const BLOCK_BYTES: usize = 256 << 10;
 
 /// A complete checkpoint.
 #[derive(Debug)]
-pub struct Checkpoint {
+pub(crate) struct Checkpoint {
     /// The step after which it was saved.
     pub step: u32,
     folder: PathBuf,
@@ -29,7 +30,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// It is missing, belongs to another simulation, or does not cover the grid.
-    pub fn open(out: &Path, step: u32, simulation: &Simulation) -> Result<Self, String> {
+    pub(crate) fn open(out: &Path, step: u32, simulation: &Simulation) -> Result<Self, String> {
         let folder = step_folder(&out.join(FOLDER), step);
         let path = folder.join(MANIFEST);
         let mut text = String::new();
@@ -67,7 +68,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// A file is missing, truncated or changed.
-    pub fn verify(&self) -> Result<(), String> {
+    pub(crate) fn verify(&self) -> Result<(), String> {
         for (region, part) in &self.parts {
             let mut file = self.part(*region, part)?;
             let path = self.folder.join(&part.file);
@@ -101,7 +102,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// A disk error, or a box outside the grid.
-    pub fn read(&self, region: Region, mut each: impl FnMut(Bytes) -> bool) -> Result<(), String> {
+    pub(crate) fn read(&self, region: Region, mut each: impl FnMut(Bytes) -> bool) -> Result<(), String> {
         let shared: Vec<(Region, Region, &Part)> =
             self.parts.iter().filter_map(|(owned, part)| Some((*owned, common(owned, &region)?, part))).collect();
         if region.cells() == 0

@@ -30,7 +30,7 @@ fn put(checkpoints: &mut Checkpoints, simulation: &Simulation, step: u32, region
 fn whole(out: &Path, simulation: &Simulation, step: u32) -> Checkpoints {
     let mut checkpoints = Checkpoints::open(out, simulation).unwrap();
     cut().into_iter().for_each(|region| put(&mut checkpoints, simulation, step, region));
-    checkpoints.keep(step, &cut()).unwrap();
+    checkpoints.complete(step, &cut()).unwrap();
     checkpoints
 }
 
@@ -79,7 +79,7 @@ fn a_part_of_the_wrong_size_leaves_nothing_on_disk() {
     part.write(&more[..7]).unwrap();
     assert!(part.complete().unwrap_err().contains("sent 7"));
     assert_eq!(written(out.path()), Vec::<PathBuf>::new());
-    assert!(checkpoints.keep(1, &cut()).is_err());
+    assert!(checkpoints.complete(1, &cut()).is_err());
 }
 
 #[test]
@@ -95,17 +95,17 @@ fn parts_of_other_tilings_and_old_checkpoints_are_removed_and_foreign_files_stay
     fs::create_dir_all(folder(7).join("deep")).unwrap();
     fs::write(folder(7).join("deep/file"), "mine").unwrap();
     cut().into_iter().for_each(|region| put(&mut checkpoints, &simulation, 4, region));
-    checkpoints.keep(4, &cut()).unwrap();
+    checkpoints.complete(4, &cut()).unwrap();
     let named: BTreeSet<String> = cut().map(file_name).into_iter().chain([MANIFEST.to_owned()]).collect();
     assert_eq!(files(&folder(4)).into_iter().map(|(name, _)| name).collect::<BTreeSet<_>>(), named);
     assert!(folder(4).join("notes.txt").exists() && folder(7).join("deep/file").exists());
     // Parts of the next checkpoint arrive while this one is completed.
     put(&mut checkpoints, &simulation, 8, cut()[0]);
     cut().into_iter().for_each(|region| put(&mut checkpoints, &simulation, 6, region));
-    checkpoints.keep(6, &cut()).unwrap();
+    checkpoints.complete(6, &cut()).unwrap();
     assert_eq!(files(&folder(8)).len(), 1);
     cut()[1..].iter().for_each(|region| put(&mut checkpoints, &simulation, 8, *region));
-    checkpoints.keep(8, &cut()).unwrap();
+    checkpoints.complete(8, &cut()).unwrap();
     assert!(files(&folder(4)).is_empty() && folder(4).join("notes.txt").exists());
     assert!(folder(6).exists() && folder(8).exists());
 }

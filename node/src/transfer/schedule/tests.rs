@@ -1,6 +1,8 @@
 //! Tests of the schedule with holders of different speed and honesty, on a manual clock.
 use super::*;
 
+mod edges;
+
 const MIB: u64 = 1 << 20;
 
 fn node(n: u8) -> NodeId {

@@ -1,7 +1,7 @@
 //! Joining a mesh, and the ways it fails.
 use super::*;
 use crate::certificate::CertificateError;
-use crate::join::{JoinRefusal, JoinRequest};
+use crate::join::{JoinRejection, JoinRequest};
 use crate::ticket::Ticket;
 
 const SECRET: [u8; 16] = [42; 16];
@@ -74,21 +74,21 @@ async fn the_joiner_receives_the_reason_and_advice() {
     let joiner = stranger();
     let ticket = ticket(inviter);
     let refusals = [
-        (JoinRefusal::UsedUp, "used up"),
-        (JoinRefusal::Expired, "expired"),
-        (JoinRefusal::Unknown, "does not know this ticket"),
-        (JoinRefusal::Busy, "try again"),
+        (JoinRejection::UsedUp, "used up"),
+        (JoinRejection::Expired, "expired"),
+        (JoinRejection::Unknown, "does not know this ticket"),
+        (JoinRejection::Busy, "try again"),
     ];
     for (refusal, words) in refusals {
         let (result, ()) =
-            tokio::join!(joiner.endpoint.join(&ticket, "box"), decide(inviter, |_, request| request.refuse(refusal)));
+            tokio::join!(joiner.endpoint.join(&ticket, "box"), decide(inviter, |_, request| request.reject(refusal)));
         let error = result.unwrap_err();
         assert_eq!(error, JoinError::Refused { refusal, me: joiner.identity.peer_id() });
         assert!(error.to_string().contains(words), "{error}");
         assert!(inviter.refused().await.contains(words));
     }
     let (result, ()) = tokio::join!(joiner.endpoint.join(&ticket, "box"), decide(inviter, |_, request| drop(request)));
-    assert!(matches!(result, Err(JoinError::Refused { refusal: JoinRefusal::Busy, .. })));
+    assert!(matches!(result, Err(JoinError::Refused { refusal: JoinRejection::Busy, .. })));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -103,7 +103,7 @@ async fn without_a_ticket_a_peer_waits_for_approval() {
         decide(inviter, |_, request| {
             assert_eq!(request.ticket, None);
             assert!(!request.proves(&SECRET));
-            request.refuse(JoinRefusal::NotApproved);
+            request.reject(JoinRejection::NotApproved);
         })
     );
     let text = result.unwrap_err().to_string();
@@ -124,11 +124,11 @@ async fn unusable_tickets_fail_before_the_node_decides() {
 
     let expired = Ticket { expiry_unix: now_unix() - 10, ..good.clone() };
     let error = joiner.endpoint.join(&expired, "box").await.unwrap_err();
-    assert!(matches!(error, JoinError::Refused { refusal: JoinRefusal::Expired, .. }), "{error}");
+    assert!(matches!(error, JoinError::Refused { refusal: JoinRejection::Expired, .. }), "{error}");
 
     let other_mesh = Ticket { mesh: crate::MeshId([9; 32]), ..good.clone() };
     let error = joiner.endpoint.join(&other_mesh, "box").await.unwrap_err();
-    assert!(matches!(error, JoinError::Refused { refusal: JoinRefusal::OtherMesh, .. }), "{error}");
+    assert!(matches!(error, JoinError::Refused { refusal: JoinRejection::OtherMesh, .. }), "{error}");
 
     let wrong_peer = Ticket { inviter: other, ..good.clone() };
     let error = joiner.endpoint.join(&wrong_peer, "box").await.unwrap_err();
@@ -139,7 +139,7 @@ async fn unusable_tickets_fail_before_the_node_decides() {
     let lonely = stranger();
     let nowhere = Ticket { addrs: vec![lonely.addr()], inviter: lonely.identity.peer_id(), ..good };
     let error = joiner.endpoint.join(&nowhere, "box").await.unwrap_err();
-    assert!(matches!(error, JoinError::Refused { refusal: JoinRefusal::NotAMember, .. }), "{error}");
+    assert!(matches!(error, JoinError::Refused { refusal: JoinRejection::NotAMember, .. }), "{error}");
     assert!(!inviter.drain_events().iter().any(|e| matches!(e, Event::Join(_))));
 }
 

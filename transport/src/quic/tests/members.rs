@@ -33,8 +33,8 @@ async fn three_nodes_exchange_messages_frames_and_requests() {
         let asked = nodes[from].endpoint.request(target, Bytes::from_static(b"again ")).await.unwrap();
         assert_eq!(asked.all(6000).await.unwrap(), b"again ".repeat(1000));
         for (request, answer) in [
-            (&b"refuse"[..], RequestError::Refused("not today".into())),
-            (b"die", RequestError::Cut),
+            (&b"refuse"[..], RequestError::Rejected("not today".into())),
+            (b"die", RequestError::Truncated),
             (b"too much", RequestError::Answer { bytes_max: 6000 }),
         ] {
             let asked = nodes[from].endpoint.request(target, Bytes::from_static(request)).await.unwrap();
@@ -233,7 +233,7 @@ async fn a_peer_that_does_not_read_is_reset() {
 /// For a standby that does not read, copies are dropped and nothing is reset. Later it receives what it requests again.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn copies_for_a_standby_that_does_not_read_are_dropped() {
-    let limits = Limits { copy_queue_bytes: 4 << 20, arrived_bytes: 4 << 20, ..Limits::default() };
+    let limits = Limits { standby_queue_bytes: 4 << 20, arrived_bytes: 4 << 20, ..Limits::default() };
     let mut nodes = connected_pair(limits).await;
     let (a, b) = pair(&mut nodes);
     b.endpoint.expect(route(1), Expectation::hidden(2048, 512));
@@ -241,8 +241,9 @@ async fn copies_for_a_standby_that_does_not_read_are_dropped() {
     let send =
         |position, priority| a.endpoint.send_frame(to, head(route(1), position, 512, 2048), rows(512, 2048), priority);
     // b holds every frame: its credit is exhausted, then the windows fill, then a's queue of copies.
-    let (first, error) = (0..1000).find_map(|i| Some((i, send(i, Priority::Copy).err()?))).expect("a copy is dropped");
-    assert_eq!(error, SendError::LeftOut);
+    let (first, error) =
+        (0..1000).find_map(|i| Some((i, send(i, Priority::Standby).err()?))).expect("a copy is dropped");
+    assert_eq!(error, SendError::CopyDropped);
     assert!(a.endpoint.peers()[0].queued_bytes < (4 << 20) + rows(512, 2048).len() + 1024, "the queue is bounded");
     assert_eq!(send(first, Priority::Prefill), Ok(()), "a frame on the critical path is not dropped");
     let mut arrived = BTreeSet::new();
@@ -250,8 +251,8 @@ async fn copies_for_a_standby_that_does_not_read_are_dropped() {
         arrived.insert(b.frame().await.1.cursor);
     }
     assert!(arrived.into_iter().eq(0..=first), "all arrive over the same connection");
-    while let Err(error) = send(first + 1, Priority::Copy) {
-        assert_eq!(error, SendError::LeftOut);
+    while let Err(error) = send(first + 1, Priority::Standby) {
+        assert_eq!(error, SendError::CopyDropped);
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     assert_eq!(b.frame().await.1.cursor, first + 1);
@@ -304,7 +305,7 @@ async fn unexpected_frames_stop_their_stream_not_the_connection() {
         };
         assert_eq!(timeout(PATIENCE, stopped).await.unwrap(), SendError::Ended);
         let refused = a.until(|e| match e {
-            Event::LaneRefused { route, .. } => Some(*route),
+            Event::StreamStopped { route, .. } => Some(*route),
             _ => None,
         });
         assert_eq!(refused.await, unexpected);

@@ -1,14 +1,14 @@
 //! Placement of one job: ask the planner, adopt a plan, order the parts. Standbys take over lost parts if they can.
 use super::{Degraded, Job, NoPlan, Phase, Role, found};
 use crate::id::{Epoch, NodeId, PartId};
-use crate::job::output::{Ask, JobOutput, Out, What};
+use crate::job::output::{JobOutput, JobQuestion, Out, PlannerQuestion};
 use crate::job::part::{Part, Standby};
 use crate::job::workload::Found;
 use crate::limits::{DEGRADED_RETRY, HEARTBEAT, PLACE_ATTEMPTS_MAX, PREPARE_RETRY};
 use crate::message::ToParticipant;
 use crate::output::Event;
 use crate::time::{Duration, Instant};
-use crate::work::{Asked, Ending, Order};
+use crate::work::{Ending, Order, QuestionOrigin};
 use alloc::boxed::Box;
 use alloc::collections::BTreeSet;
 use alloc::{format, string::String, vec::Vec};
@@ -16,13 +16,13 @@ use partitioner::Answer;
 
 impl Job {
     /// Asks the planner. The job must remember the number returned: an answer to any other question is ignored.
-    pub(in crate::job) fn ask(&mut self, without: BTreeSet<NodeId>, what: What, out: &mut Out) -> u32 {
+    pub(in crate::job) fn ask(&mut self, without: BTreeSet<NodeId>, what: JobQuestion, out: &mut Out) -> u32 {
         self.questions = self.questions.wrapping_add(1);
         let (job, question) = (self.id, self.questions);
         // Memory held for the job is passed as free: the planner itself subtracts what the parts and standbys of the
         // placement take.
-        let ask = Box::new(Ask { job: Some(job), resident: self.holdings(), without, what });
-        out.push_back(JobOutput::Ask { asked: Asked::Job { job, question }, ask });
+        let ask = Box::new(PlannerQuestion { job: Some(job), resident: self.holdings(), without, what });
+        out.push_back(JobOutput::Ask { asked: QuestionOrigin::Job { job, question }, ask });
         question
     }
 
@@ -80,7 +80,10 @@ impl Job {
         let gone = |part: &Part| lost.contains(&part.owner);
         let goes_on = self.inherited || self.parts.iter().any(gone);
         let able = |part: &Part| part.standby.as_ref().is_some_and(|s| s.ready && !lost.contains(&s.node));
-        if !placed || !goes_on || !self.workload.continues() || self.parts.iter().any(|part| gone(part) && !able(part))
+        if !placed
+            || !goes_on
+            || !self.workload.can_promote()
+            || self.parts.iter().any(|part| gone(part) && !able(part))
         {
             return false;
         }
@@ -223,7 +226,7 @@ impl Job {
             name: self.name.clone(),
             part,
             owners: self.owners(),
-            beside: self.parts_of(node).filter(|&beside| beside != part).collect(),
+            other_parts: self.parts_of(node).filter(|&beside| beside != part).collect(),
             standby: standby.map(|standby| standby.tier),
             bytes_max: standby.map_or(known.bytes, |standby| standby.bytes),
             successors: self.successors(),

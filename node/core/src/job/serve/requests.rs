@@ -17,7 +17,7 @@ use alloc::{format, string::String, vec::Vec};
 
 /// Route of the frames while the job runs.
 #[derive(Clone, Debug)]
-pub(in crate::job) struct Track {
+pub(in crate::job) struct Route {
     pub(in crate::job) epoch: Epoch,
     /// Nodes of the stages, first to last; never empty.
     pub(in crate::job) stages: Vec<NodeId>,
@@ -27,7 +27,7 @@ pub(in crate::job) struct Track {
     pub(in crate::job) standbys: Vec<(PartId, NodeId)>,
 }
 
-impl Track {
+impl Route {
     fn first(&self) -> NodeId {
         self.stages[0]
     }
@@ -65,7 +65,7 @@ pub(in crate::job) struct Requests {
     /// The requests closed last: a `Close` that was lost with a connection is repeated when the connection is up again.
     closed: VecDeque<RequestId>,
     /// `None` while the job is being placed.
-    track: Option<Track>,
+    track: Option<Route>,
 }
 
 impl Requests {
@@ -166,13 +166,13 @@ impl Requests {
                 let reason = "the same request was sent again, and is answered there";
                 done(before, DoneReason::Failed(reason.into()), 0, out);
             }
-            stream.told_from(from).for_each(|(position, token)| tell(caller, position, token, out));
+            stream.tokens_from(from).for_each(|(position, token)| tell(caller, position, token, out));
             return None;
         }
         let Some(at) = self.ended.iter().position(|(_, stream, _)| known(stream)) else { return Some(request) };
         if let Some((_, stream, reason)) = self.ended.remove(at) {
-            stream.told_from(from).for_each(|(position, token)| tell(caller, position, token, out));
-            done(caller, reason, stream.told_to(), out);
+            stream.tokens_from(from).for_each(|(position, token)| tell(caller, position, token, out));
+            done(caller, reason, stream.next_position(), out);
         }
         None
     }
@@ -219,7 +219,7 @@ impl Requests {
     pub(in crate::job) fn hand_over(&mut self) -> Vec<(CallId, Request, u32)> {
         let all = core::mem::take(&mut self.running).into_values().chain(core::mem::take(&mut self.waiting));
         let here = |stream: Stream| match stream.caller {
-            Caller::Here(call) => Some((call, stream.told_to(), stream.request)),
+            Caller::Here(call) => Some((call, stream.next_position(), stream.request)),
             Caller::Away(..) | Caller::Gone(_) => None,
         };
         all.filter_map(here).map(|(call, next, request)| (call, request, next)).collect()
@@ -231,7 +231,7 @@ impl Requests {
         self.close(id, out);
         self.log_over(&stream);
         self.log_soon(now);
-        done(stream.caller, reason.clone(), stream.told_to(), out);
+        done(stream.caller, reason.clone(), stream.next_position(), out);
         // Messages to another node may be lost, and its caller may ask again.
         if !matches!(stream.caller, Caller::Here(_)) {
             self.ended.push_back((now, stream, reason));
@@ -306,7 +306,7 @@ impl Requests {
     pub(in crate::job) fn resume(
         &mut self,
         now: Instant,
-        track: Track,
+        track: Route,
         held: &[&[Position]],
     ) -> Vec<Vec<(RequestId, u32)>> {
         let mut resume = Vec::from_iter(track.stages.iter().map(|_| Vec::new()));
@@ -424,7 +424,7 @@ impl Requests {
         let sampling = stream.request.sampling.clone();
         let open = ToStage::Open {
             request: id,
-            tokens: if sampling.looks_back() { stream.tokens().to_vec() } else { Vec::new() },
+            tokens: if sampling.uses_history() { stream.tokens().to_vec() } else { Vec::new() },
             prompt: stream.prompt_len(),
             sampling,
         };
@@ -478,7 +478,7 @@ impl Requests {
                      stages do not compute the same bits",
                     self.job.0, id.0
                 );
-                out.push_back(JobOutput::Notify(Event::Refused { from: None, what }));
+                out.push_back(JobOutput::Notify(Event::Rejected { from: None, what }));
             }
         }
     }
@@ -571,6 +571,25 @@ impl Requests {
             Caller::Here(_) | Caller::Away(..) => None,
         });
         [resend, detached.min(), self.log_at].into_iter().flatten().min()
+    }
+
+    /// Asserts what holds between two inputs.
+    pub(in crate::job) fn assert_invariants(&self) {
+        let (running, waiting) = self.counts();
+        assert!(running <= self.slots, "{running} requests run in {} slots", self.slots);
+        // A successor may inherit more than it would accept: all requests of the token log.
+        assert!(waiting <= QUEUE_MAX + SEQUENCES_MAX as usize, "{waiting} requests wait");
+        assert!(
+            self.track.is_none() || waiting == 0 || running == self.slots,
+            "{waiting} requests wait, a slot is free"
+        );
+        assert!(self.ended.len() <= SEQUENCES_MAX as usize, "{} ended requests", self.ended.len());
+        assert!(self.closed.len() <= SEQUENCES_MAX as usize, "{} closed requests", self.closed.len());
+        assert!(self.running.iter().all(|(id, stream)| *id == stream.id), "a request under the id of another one");
+        for stream in self.running.values().chain(&self.waiting) {
+            assert!(stream.id.0 < self.next, "{:?} was not issued: the next one is {}", stream.id, self.next);
+            stream.assert_invariants();
+        }
     }
 
     fn sharers(&self) -> u32 {

@@ -1,6 +1,8 @@
 //! One request at the coordinator: its token log, what is in flight, and when to resend.
 use crate::id::{CallId, Epoch, JobId, NodeId, PartId, RequestId};
-use crate::limits::{CHUNK_POSITIONS_MAX, LOG_TOKENS_MAX, WATCHDOG_MIN, chunk_positions, chunks_in_flight};
+use crate::limits::{
+    CHUNK_POSITIONS_MAX, CHUNKS_IN_FLIGHT_MAX, LOG_TOKENS_MAX, WATCHDOG_MIN, chunk_positions, chunks_in_flight,
+};
 use crate::message::FrameHeader;
 use crate::planted::{self, Planted};
 use crate::time::{Duration, Instant};
@@ -98,12 +100,12 @@ impl Stream {
     }
 
     /// Tokens with their positions, for a caller: from `from` on, without the prompt.
-    pub(super) fn told_from(&self, from: u32) -> impl Iterator<Item = (u32, u32)> + '_ {
+    pub(super) fn tokens_from(&self, from: u32) -> impl Iterator<Item = (u32, u32)> + '_ {
         (0..).zip(self.tokens.iter().copied()).skip(from.max(self.prompt_len()) as usize)
     }
 
     /// Position of the caller's next token.
-    pub(super) fn told_to(&self) -> u32 {
+    pub(super) fn next_position(&self) -> u32 {
         self.len()
     }
 
@@ -280,6 +282,19 @@ impl Stream {
         self.resends = 0;
     }
 
+    /// Asserts what holds between two inputs.
+    pub(super) fn assert_invariants(&self) {
+        let (id, acked, sent, len) = (self.id, self.acked, self.sent, self.len());
+        assert!(acked <= sent && sent <= len, "{id:?}: {acked} positions acknowledged, {sent} sent, {len} known");
+        assert!(len >= self.prompt_len(), "{id:?} has lost a part of its prompt");
+        assert!(self.logged.is_none_or(|logged| logged <= len), "{id:?}: successors know more tokens than there are");
+        let (chunks, count) = (&self.chunks, self.chunks.len());
+        assert!(count <= CHUNKS_IN_FLIGHT_MAX as usize, "{id:?}: {count} chunks in flight");
+        assert!(chunks.iter().is_sorted_by(|before, after| before < after), "{id:?}: {chunks:?} are out of order");
+        let within = chunks.iter().all(|end| (acked + 1..=sent).contains(end));
+        assert!(within, "{id:?}: chunks {chunks:?} are in flight, of positions {acked} to {sent}");
+    }
+
     /// When to resend if nothing comes back. `token_ns` is the predicted time of one decode step, `sharers` the number
     /// of requests that share the stages. Doubles with each attempt, so that resends do not slow a slow mesh down
     /// further.
@@ -422,10 +437,10 @@ mod tests {
         let (_, request, answer) = log.into_requests().next().unwrap();
         assert_eq!((&request, &answer), (&before.request, &vec![9]));
         let mut after = Stream::inherited(Instant(2), RequestId(5), request.clone(), &answer, &[]);
-        assert_eq!(after.told_from(0).collect::<Vec<_>>(), [(3, 9)]);
+        assert_eq!(after.tokens_from(0).collect::<Vec<_>>(), [(3, 9)]);
         // The stages are ahead of the token log: they compute again what it lacks.
         assert_eq!(after.resume(Instant(2), &[(5, 0), (5, 0)]), vec![3]);
         let whole = Stream::inherited(Instant(2), RequestId(5), request, &[9, 8], &[8]);
-        assert_eq!(whole.told_from(4).count(), 0, "its last token is computed again");
+        assert_eq!(whole.tokens_from(4).count(), 0, "its last token is computed again");
     }
 }

@@ -8,7 +8,7 @@ use alloc::vec::Vec;
 
 /// States and reports that need a part from each tile.
 #[derive(Debug, Default)]
-pub(super) struct Collected {
+pub(super) struct Assembly {
     /// Parts that are here, by state.
     parts: BTreeMap<(u32, SaveKind), BTreeSet<PartId>>,
     /// The last complete state of each kind. Earlier ones are not needed any more, unless they are `open`.
@@ -20,7 +20,7 @@ pub(super) struct Collected {
     reported: Option<u32>,
 }
 
-impl Collected {
+impl Assembly {
     /// A part is announced. Returns whether it is still needed.
     pub(super) fn wants(&mut self, tile: PartId, step: u32, kind: SaveKind) -> bool {
         let late = self.whole.get(&kind).is_some_and(|whole| step <= *whole) && !self.open.contains(&(kind, step));
@@ -74,7 +74,7 @@ impl Collected {
     /// The job starts again under another partition. Its results will be the same, in other parts.
     pub(super) fn restart(&mut self) {
         self.parts.clear();
-        if planted::has(Planted::ReportsOfTwoCuts) {
+        if planted::has(Planted::ReportsOfTwoPartitions) {
             return;
         }
         self.reports.clear();
@@ -115,7 +115,7 @@ mod tests {
 
     #[test]
     fn overtaken_frames_are_still_needed() {
-        let (mut collected, frame) = (Collected::default(), SaveKind::Output(0));
+        let (mut collected, frame) = (Assembly::default(), SaveKind::Output(0));
         for step in [10, 20] {
             assert!(collected.wants(PartId(0), step, frame) && collected.wants(PartId(1), step, frame));
         }
@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn earlier_checkpoints_are_dropped() {
-        let (mut collected, kind) = (Collected::default(), SaveKind::Checkpoint);
+        let (mut collected, kind) = (Assembly::default(), SaveKind::Checkpoint);
         assert!(collected.wants(PartId(0), 10, kind) && collected.wants(PartId(0), 20, kind));
         assert!(!collected.part(2, PartId(0), 10, kind));
         collected.whole(20, kind);

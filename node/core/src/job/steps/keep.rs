@@ -34,7 +34,7 @@ impl Steps {
             return Err(format!("tile {part} announces a checkpoint of {bytes} bytes, its cells have {most}"));
         }
         if !self.collected.wants(part, step, kind) {
-            self.message(from, epoch, ToParticipant::Tile(ToTile::Taken { part, step, kind }), out);
+            self.message(from, epoch, ToParticipant::Tile(ToTile::Fetched { part, step, kind }), out);
         } else if self.fetching.get(&(part, step, kind)).is_none_or(|fetch| fetch.from != from) {
             self.fetching.insert((part, step, kind), Fetch { from, bytes, state: FetchState::Waiting });
             self.fetch_next(out);
@@ -92,7 +92,7 @@ impl Steps {
         self.waiting = false;
         let Some(known) = parts.get(part.index()) else { return };
         for node in core::iter::once(known.owner).chain(known.standby.as_ref().map(|standby| standby.node)) {
-            self.message(node, epoch, ToParticipant::Tile(ToTile::Taken { part, step, kind }), out);
+            self.message(node, epoch, ToParticipant::Tile(ToTile::Fetched { part, step, kind }), out);
         }
         if self.collected.part(self.tiles.len(), part, step, kind) {
             match kind {

@@ -5,14 +5,14 @@
 //! rolling back to the last checkpoint (early on: to the initial state).
 use super::Steps;
 use crate::id::NodeId;
-use crate::job::output::What;
+use crate::job::output::JobQuestion;
 use crate::job::part::Part;
-use crate::limits::{RATES_EVERY, RATES_SETTLES, RATES_WARM, RATES_WINDOW};
+use crate::limits::{RATES_EVERY, RATES_SETTLE, RATES_WARM_UP, RATES_WINDOW};
 use crate::time::{Duration, Instant};
-use crate::work::Change;
+use crate::work::PredictedChange;
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec::Vec;
-use partitioner::tiles::{GridPlan, Paces};
+use partitioner::tiles::{GridPlan, RuleRates};
 
 /// Measured rates of a job's nodes.
 #[derive(Debug, Default)]
@@ -50,7 +50,7 @@ impl Rates {
     pub(super) fn fleet_changed(&mut self, now: Instant) {
         self.changed = true;
         // Links are measured first, and several nodes may join together.
-        self.at = self.at.or(Some(now + RATES_SETTLES));
+        self.at = self.at.or(Some(now + RATES_SETTLE));
     }
 
     pub(super) fn lost(&mut self, nodes: &BTreeSet<NodeId>) {
@@ -63,7 +63,7 @@ impl Rates {
         if loaded {
             self.loading = now.since(self.placed_at);
         }
-        self.at = Some(now + RATES_WARM);
+        self.at = Some(now + RATES_WARM_UP);
     }
 
     pub(super) fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
@@ -71,10 +71,13 @@ impl Rates {
     }
 
     /// Rates for the planner. Nodes without a measurement get the mean of the others.
-    pub(super) fn paces(&self) -> Paces {
+    pub(super) fn paces(&self) -> RuleRates {
         let sum: u64 = self.paces.values().map(|&pace| u64::from(pace)).sum();
-        let others = sum.checked_div(self.paces.len() as u64).map_or(Paces::AS_PREDICTED, |mean| mean as u32);
-        Paces { measured: self.paces.iter().map(|(&node, &pace)| (node.into(), pace)).collect(), others }
+        let others = sum.checked_div(self.paces.len() as u64).map_or(RuleRates::AS_PREDICTED, |mean| mean as u32);
+        RuleRates {
+            measured: self.paces.iter().map(|(&node, &pace)| (node.into(), pace)).collect(),
+            unmeasured: others,
+        }
     }
 }
 
@@ -85,7 +88,7 @@ impl Steps {
     }
 
     /// The question for a better partition, if it is due.
-    pub(in crate::job) fn ask_better(&mut self, now: Instant, running: bool, parts: &[Part]) -> Option<What> {
+    pub(in crate::job) fn ask_better(&mut self, now: Instant, running: bool, parts: &[Part]) -> Option<JobQuestion> {
         if self.rates.at.is_none_or(|at| now < at) {
             return None;
         }
@@ -99,7 +102,7 @@ impl Steps {
             if begun {
                 self.mark(now);
             }
-            let wait = if begun { RATES_WINDOW } else { RATES_WARM };
+            let wait = if begun { RATES_WINDOW } else { RATES_WARM_UP };
             self.rates.at = Some(now + wait);
             return None;
         }
@@ -113,7 +116,12 @@ impl Steps {
     }
 
     /// The same right after a checkpoint, when rolling back costs least.
-    pub(in crate::job) fn ask_better_now(&mut self, now: Instant, running: bool, parts: &[Part]) -> Option<What> {
+    pub(in crate::job) fn ask_better_now(
+        &mut self,
+        now: Instant,
+        running: bool,
+        parts: &[Part],
+    ) -> Option<JobQuestion> {
         let measured = !self.rates.marks.is_empty() && now.since(self.rates.marked_at) >= RATES_WINDOW;
         if !measured || self.rates.at.is_some_and(|at| now >= at) || now < self.rates.not_before {
             return None;
@@ -157,7 +165,7 @@ impl Steps {
     }
 
     /// Predicted effect of a better partition, if it is worth a rollback.
-    pub(in crate::job) fn gains(&mut self, now: Instant, plan: &GridPlan, parts: &[Part]) -> Option<Change> {
+    pub(in crate::job) fn gains(&mut self, now: Instant, plan: &GridPlan, parts: &[Part]) -> Option<PredictedChange> {
         let before = plan.before_ns().filter(|_| !self.computed)?;
         let after = plan.step_ns();
         let takes_part = |node: NodeId| parts.iter().any(|part| part.owner == node);
@@ -181,7 +189,7 @@ impl Steps {
         self.rates.not_before = now + RATES_EVERY * (1 << self.rates.times.min(6));
         self.rates.times += 1;
         self.rates.planned();
-        Some(Change { before_ns: before, after_ns: after, bytes: 0 })
+        Some(PredictedChange { before_ns: before, after_ns: after, bytes: 0 })
     }
 }
 

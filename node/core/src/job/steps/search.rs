@@ -5,7 +5,7 @@
 use super::{Steps, Then};
 use crate::job::output::{JobOutput, Out};
 use crate::job::part::Part;
-use crate::limits::SEARCH_MOST;
+use crate::limits::SEARCH_MAX;
 use crate::output::Event;
 use crate::time::Instant;
 use crate::work::steps::{Schedule, StepsEvent};
@@ -66,8 +66,8 @@ impl Steps {
         let again = u128::from(step.saturating_sub(back));
         let made = u128::from(step.saturating_sub(self.begun_at.1).max(1));
         let takes = now.since(self.begun_at.0).as_nanos() * again / made;
-        if self.search.is_some() || back > after || takes > SEARCH_MOST.as_nanos() {
-            let why = if takes > SEARCH_MOST.as_nanos() {
+        if self.search.is_some() || back > after || takes > SEARCH_MAX.as_nanos() {
+            let why = if takes > SEARCH_MAX.as_nanos() {
                 format!("a replay of {again} steps to find it would take too long")
             } else {
                 "a replay did not find it".into()
@@ -91,7 +91,7 @@ impl Steps {
              processor is faulty; the run continues from the replay",
             self.job.0, search.until
         );
-        out.push_back(JobOutput::Notify(Event::Refused { from: None, what }));
+        out.push_back(JobOutput::Notify(Event::Rejected { from: None, what }));
     }
 }
 

@@ -29,7 +29,7 @@ fn a_stranger_to_a_job_moves_neither_its_stages_nor_its_epoch() {
         standby: None,
         bytes_max: 1,
         successors: Vec::new(),
-        beside: Vec::new(),
+        other_parts: Vec::new(),
         previous: Vec::new(),
         work: PartWork::Stage(work),
     };

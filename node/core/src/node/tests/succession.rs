@@ -140,6 +140,21 @@ fn the_stage_of_a_lost_coordinator_of_two_is_dropped_when_the_node_is_declared_d
     assert!(mesh.nodes.values().filter(|host| !host.down).all(|host| host.stage.is_empty()));
 }
 
+/// Votes that come late on busy machines do not restart the wait of a successor.
+#[test]
+fn votes_that_come_late_delay_no_successor() {
+    let mut mesh = Mesh::new(&[225; 3]);
+    mesh.deploy();
+    mesh.nodes.get_mut(&id(1)).unwrap().down = true;
+    let end = mesh.now + crate::limits::SERVE_SUCCESSION_COLD + Duration::from_secs(3);
+    mesh.run_for(Duration::from_secs(3));
+    mesh.cut.extend([(id(2), id(3)), (id(3), id(2))]);
+    mesh.run_for(Duration::from_secs(1));
+    mesh.cut.clear();
+    mesh.run_while(end, |mesh| successor(mesh).is_none());
+    assert!(successor(&mesh).is_some());
+}
+
 /// A standby that was ordered but never received the order does not count for the majority that elects a successor.
 #[test]
 fn a_standby_that_never_answered_prevents_no_successor() {

@@ -16,7 +16,7 @@ fn rows(bytes: u64) -> Sent {
 }
 
 fn entry(cursor: u32, count: u32, tensor: u64) -> Entry {
-    let tensor = TensorId::Made(tensor);
+    let tensor = TensorId::Produced(tensor);
     Entry { cursor, end: cursor + count, count, last: false, tensor, bytes: count.into() }
 }
 
@@ -29,7 +29,7 @@ fn push(sent: &mut Sent, channel: u64, cursor: u32, tensor: u64) -> Vec<u64> {
 
 fn numbers(tensors: &[TensorId]) -> Vec<u64> {
     let number = |tensor: &TensorId| match tensor {
-        TensorId::Made(number) | TensorId::Arrived(number) => *number,
+        TensorId::Produced(number) | TensorId::Arrived(number) => *number,
     };
     tensors.iter().map(number).collect()
 }
@@ -105,7 +105,7 @@ fn halos(steps: u32, bytes: u64, keep: u64) -> Sent {
     let bounds = Bounds { bytes: keep, entries: 1000, window: 100, joined: 0 };
     let mut sent = Sent::new(Keep::WhileNeeded, bounds);
     for step in 0..steps {
-        let tensor = TensorId::Made(step.into());
+        let tensor = TensorId::Produced(step.into());
         sent.push(0, Entry { cursor: step, end: step + 1, count: 1, last: false, tensor, bytes });
     }
     sent

@@ -1,7 +1,8 @@
 //! A node that holds tiles, as its coordinator and neighbours see it.
 use super::*;
+use crate::limits::ORPHAN_SUCCEEDED_MAX;
 use crate::limits::SUCCESSION_TURN;
-use crate::work::steps::{Schedule, SimulationId, StepsRecord, TileMade, TileOrder, TileStart};
+use crate::work::steps::{Schedule, SimulationId, StepsRecord, TileOrder, TileResult, TileStart};
 use crate::work::{PartRecord, ProgramRecord, Record};
 use partitioner::tiles::{Block, GridWork};
 
@@ -40,7 +41,7 @@ fn tile_order(part: u16, standby: Option<Tier>) -> Box<Order> {
         name: "a".into(),
         part: PartId(part),
         owners: (0..3).map(owner).collect(),
-        beside: Vec::new(),
+        other_parts: Vec::new(),
         standby,
         bytes_max: 1 << 20,
         successors: Vec::new(),
@@ -109,7 +110,7 @@ fn make_cycle(parts: &mut Parts, halo: Option<u32>) {
     let run = run.expect("it computes");
     let Task::Steps(work) = run.task else { panic!("a tile runs steps") };
     parts.handle_halos(NOW, JOB, PartId(0), run.work, &vec![(1, 8); work.halos_out.len()]);
-    parts.handle_ran(NOW, PartId(0), run.work, Ok(Made::Steps(TileMade::default())));
+    parts.handle_ran(NOW, PartId(0), run.work, Ok(RunResult::Steps(TileResult::default())));
 }
 
 /// A neighbour's standby is promoted four steps behind. The next standby learns of the new placement before this node
@@ -170,17 +171,17 @@ fn parts_of_a_coordinator_that_stood_down_are_dropped_unless_the_next_one_orders
         let mut order = tile_order(0, None);
         order.successors = vec![owner(1)];
         say(&mut parts, ME, mine, ToParticipant::Prepare(order.clone()));
-        parts.handle_wakeup(NOW + ORPHAN_MAX * 2);
+        parts.handle_wakeup(NOW + ORPHAN_SUCCEEDED_MAX * 2);
         assert!(!unloads(&outputs(&mut parts)), "it is coordinated here");
-        let left = NOW + ORPHAN_MAX * 3;
+        let left = NOW + ORPHAN_SUCCEEDED_MAX * 3;
         parts.handle_left(left, JOB, None);
         if asked_again {
             let next = Epoch { counter: 6, issuer: owner(1) };
             parts.handle_message(left, owner(1), JOB, next, ToParticipant::Prepare(order));
             assert!(parts.coordinator_of(JOB) == Some((owner(1), next)));
-            parts.coordinator_heard(left + ORPHAN_MAX, owner(1), JOB, next);
+            parts.coordinator_heard(left + ORPHAN_SUCCEEDED_MAX, owner(1), JOB, next);
         }
-        parts.handle_wakeup(left + ORPHAN_MAX);
+        parts.handle_wakeup(left + ORPHAN_SUCCEEDED_MAX);
         assert_eq!(unloads(&outputs(&mut parts)), !asked_again);
     }
 }

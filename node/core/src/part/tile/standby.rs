@@ -12,7 +12,7 @@ use partitioner::Tier;
 
 /// What follows from a snapshot that was fetched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::part) enum Collected {
+pub(in crate::part) enum AfterSnapshot {
     /// Nothing.
     Done,
     /// The tile is restored from it.
@@ -27,7 +27,7 @@ impl TileRun {
 
     /// The standby starts to follow. It reports its step to the nodes that feed it, and asks for a snapshot if it has
     /// none.
-    pub(in crate::part) fn start_shadow(&mut self, out: &mut Out) {
+    pub(in crate::part) fn start_following(&mut self, out: &mut Out) {
         let live = self.has_cells();
         if self.state == State::Ready {
             self.state = State::Running;
@@ -92,11 +92,11 @@ impl TileRun {
         step: u32,
         result: &Result<(), alloc::string::String>,
         out: &mut Out,
-    ) -> Collected {
+    ) -> AfterSnapshot {
         let (job, part, kind) = (self.job, self.place.part, SaveKind::Snapshot);
         let warm = self.place.standby == Some(Tier::Warm);
         let forget = |step: u32| PartOutput::Shell(Output::Forget { job, part, step, kind });
-        let mut then = Collected::Done;
+        let mut then = AfterSnapshot::Done;
         // A standby that was promoted meanwhile is restored from the snapshot that it had then.
         let follows = self.place.standby.is_some();
         match (&mut self.state, result) {
@@ -105,7 +105,7 @@ impl TileRun {
                 if warm {
                     self.step = step;
                 } else {
-                    then = Collected::Restore;
+                    then = AfterSnapshot::Restore;
                 }
             }
             (State::Snapshot { step: before, asked, .. }, Ok(())) if follows && *before < step => {
@@ -120,10 +120,10 @@ impl TileRun {
             (_, Err(_)) => {}
         }
         if let Some(owner) = self.place.owner(part) {
-            self.message(owner, ToParticipant::Tile(ToTile::Taken { part, step, kind }), out);
+            self.message(owner, ToParticipant::Tile(ToTile::Fetched { part, step, kind }), out);
         }
         if warm {
-            self.start_shadow(out);
+            self.start_following(out);
         }
         then
     }
@@ -133,7 +133,7 @@ impl TileRun {
         if self.is_shadow() && self.has_cells() && !self.is_busy() {
             self.forget_all(out);
             (self.step, self.begun, self.state) = (0, false, State::Empty { since: now });
-            self.start_shadow(out);
+            self.start_following(out);
         }
     }
 

@@ -1,0 +1,81 @@
+//! Attention is bit-identical to the scalar reference: odd shapes, windows, caps, every instruction set.
+use kernels::cpu::Isa;
+use kernels::quant::{QuantType, random_blocks};
+
+use super::*;
+use crate::kv_cache::{KvCache, StoreRow};
+use crate::stage::Activations;
+
+fn noise(count: usize, seed: u64) -> Vec<f32> {
+    let bytes = random_blocks(QuantType::F32, count, seed);
+    bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+}
+
+fn filled(isa: Isa, size: usize, half: bool, positions: usize) -> KvCache {
+    let activations = if half { Activations::Int8 } else { Activations::F32 };
+    let mut cache = KvCache::new(2, 2, size, activations);
+    cache.reserve(1, positions);
+    let writer = cache.writer(1).unwrap();
+    for position in 0..positions {
+        let (keys, values) = (noise(2 * size, 100 + position as u64), noise(2 * size, 9000 + position as u64));
+        // SAFETY: one position at a time; the instruction set was detected.
+        unsafe { isa.run(StoreRow { keys: &keys, values: &values, place: writer.place(1, position) }) };
+    }
+    cache
+}
+
+/// First visible position, the row's own position, and the cap of its scores.
+type Row = (usize, usize, Option<f32>);
+
+fn attend(isa: Isa, cache: &KvCache, queries: &[f32], size: usize, (first, position, cap): Row) -> Vec<f32> {
+    let mut out = vec![f32::NAN; queries.len()];
+    let mut scores = vec![f32::NAN; scores_len(queries.len() / size, position + 1)];
+    let pages = cache.view(1).unwrap().head(1, 1);
+    let seen = first..position + 1;
+    let kernel = Attend { queries, head_dim: size, pages, seen, cap, scores: &mut scores, out: &mut out };
+    // SAFETY: the instruction set was detected.
+    unsafe { isa.run(kernel) };
+    out
+}
+
+/// The scalar reference on the same cache contents.
+fn reference(half: bool, queries: &[f32], size: usize, (first, position, cap): Row) -> Vec<f32> {
+    let cell = |v: &f32| if half { half::f16::from_f32(*v).to_f32() } else { *v };
+    let head = |seed: usize| -> Vec<f32> { noise(2 * size, seed as u64)[size..].iter().map(cell).collect() };
+    let keys: Vec<_> = (0..=position).map(|p| head(100 + p)).collect();
+    let values: Vec<_> = (0..=position).map(|p| head(9000 + p)).collect();
+    let keys: Vec<&[f32]> = keys.iter().map(Vec::as_slice).collect();
+    let values: Vec<&[f32]> = values.iter().map(Vec::as_slice).collect();
+    queries.chunks_exact(size).flat_map(|q| order::attend(q, &keys, &values, first..position + 1, cap)).collect()
+}
+
+#[test]
+fn every_instruction_set_matches_the_reference_bit_for_bit() {
+    for half in [false, true] {
+        for size in [16, 40, 64, 80, 128] {
+            for isa in Isa::all() {
+                let cache = filled(isa, size, half, 300);
+                for heads in [1, 2, 3, 4, 5, 7, 8] {
+                    let queries: Vec<f32> = noise(heads * size, 4).iter().map(|q| q * 0.3).collect();
+                    for row in
+                        [(0, 0, None), (0, 1, None), (0, 31, None), (0, 32, None), (0, 127, None), (0, 128, None)]
+                    {
+                        let found = attend(isa, &cache, &queries, size, row);
+                        assert_eq!(
+                            found,
+                            reference(half, &queries, size, row),
+                            "{isa:?} {half} {size} {heads} {row:?}"
+                        );
+                    }
+                    if heads == 3 {
+                        for row in [(0, 299, None), (7, 7, None), (130, 260, None), (129, 290, Some(5.0))] {
+                            let found = attend(isa, &cache, &queries, size, row);
+                            let expected = reference(half, &queries, size, row);
+                            assert_eq!(found, expected, "{isa:?} {half} {size} {heads} {row:?}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,451 @@
+//! The decoder: implements [`Stage`] on top of any [`Engine`]. It validates batches, splits them into forward passes, tracks
+//! open sequences, samples tokens and queues the next decode step ahead of its request.
+//!
+//! This logic exists once; an [`Engine`] only computes passes. Next: `model.rs`, the CPU engine.
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use kernels::threads::Threads;
+
+use crate::sampler::{Sampler, SamplerSettings};
+use crate::stage::{
+    Draw, RequestedOutput, ResidentBytes, Rows, RowsIn, RowsOut, SequenceId, Stage, StageError, StageOptions, Submitted,
+};
+use crate::weights::ModelConfig;
+
+mod ahead;
+
+use ahead::{Ahead, Step};
+
+/// One row of a pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowAt {
+    /// Sequence whose KV cache the row attends to.
+    pub sequence: SequenceId,
+    /// Position in the sequence.
+    pub position: usize,
+}
+
+/// Input rows of a pass.
+#[derive(Clone, Copy, Debug)]
+pub enum PassInput<'a> {
+    /// One token id per row, each within the vocabulary (stage with layer 0).
+    Tokens(&'a [u32]),
+    /// `[rows, width]` (any other stage).
+    Hidden(&'a [f32]),
+}
+
+/// Computes the layers of a stage on one device.
+pub trait Engine: Send {
+    /// Maximum rows per pass: enough to reuse each weight many times, few enough that scratch stays small.
+    const ROWS_PER_PASS: usize;
+
+    /// Allocates cache for the first `n` positions of each `(sequence, n)`; later positions are discarded. Sequences may be
+    /// new; no sequence is listed twice.
+    ///
+    /// # Errors
+    /// Not enough memory for all of them; no sequence has changed.
+    fn reserve(&mut self, requested: &[(SequenceId, usize)]) -> Result<(), StageError>;
+
+    /// Frees the cache of a sequence.
+    fn release(&mut self, sequence: SequenceId);
+
+    /// Computes rows whose positions are reserved; rows of one sequence are in position order. Returns the logits
+    /// `[requested, vocabulary]` of the rows in `requested` (ascending) if the stage has the output head, else all hidden rows
+    /// `[rows, width]`. `None`: the pass is queued, and [`Engine::collect_pass`] returns them.
+    ///
+    /// # Errors
+    /// The device failed.
+    fn pass(
+        &mut self,
+        threads: &mut Threads,
+        rows: &[RowAt],
+        input: PassInput<'_>,
+        requested: &[usize],
+    ) -> Result<Option<Vec<f32>>, StageError>;
+
+    /// Waits for the oldest queued pass and returns its output.
+    ///
+    /// # Errors
+    /// The device failed.
+    fn collect_pass(&mut self) -> Result<Vec<f32>, StageError> {
+        Err(StageError::Device("this engine queues no passes".into()))
+    }
+
+    /// Whether [`Engine::queue`] accepts a step with this many rows and these sampler settings.
+    fn can_sample(&self, _rows: usize, _settings: &SamplerSettings) -> bool {
+        false
+    }
+
+    /// Queues a decode step and returns before it is computed: one row per sequence, positions reserved, one token sampled per
+    /// row. `tokens`: the input tokens; `None`: the tokens sampled by the previously queued step, row by row. At most
+    /// [`QUEUED_MAX`] steps are queued.
+    ///
+    /// # Errors
+    /// The device failed.
+    fn queue(
+        &mut self,
+        _rows: &[RowAt],
+        _tokens: Option<&[u32]>,
+        _draws: &[(SamplerSettings, u32)],
+    ) -> Result<(), StageError> {
+        Err(StageError::Device("this engine queues no steps".into()))
+    }
+
+    /// Waits for the oldest queued step and returns its sampled tokens. `None` for a row that the device left undecided: its
+    /// logits are invalid, or too many tokens are almost equally likely.
+    ///
+    /// # Errors
+    /// The device failed.
+    fn collect(&mut self) -> Result<Vec<Option<u32>>, StageError> {
+        Err(StageError::Device("this engine queues no steps".into()))
+    }
+
+    /// Bytes resident in memory: weights, and caches and scratch.
+    fn resident_bytes(&self) -> ResidentBytes;
+
+    /// Numerics id; see [`Stage::numerics`].
+    fn numerics(&self) -> &str;
+}
+
+/// Maximum queued steps: the requested one and the one after it.
+pub const QUEUED_MAX: usize = 2;
+
+/// A range of a model's layers on an engine.
+#[derive(Debug)]
+pub struct Decoder<E> {
+    layers: Range<usize>,
+    /// The range includes the last layer of the model.
+    last: bool,
+    width: usize,
+    vocab: usize,
+    sequences: usize,
+    context: usize,
+    held: BTreeMap<SequenceId, usize>,
+    /// The step that was queued ahead of its request.
+    queued_next: Option<Ahead>,
+    /// The submitted, unfinished batch.
+    queued: Option<Queued>,
+    sampler: Sampler,
+    engine: E,
+}
+
+/// Validates options for a model before anything is loaded.
+///
+/// # Errors
+/// Layers outside the model; zero sequences, positions or threads.
+pub fn check_options(config: &ModelConfig, options: &StageOptions) -> Result<(), StageError> {
+    let StageOptions { layers, sequences, context, threads, .. } = options;
+    if layers.is_empty() || layers.end > config.layers {
+        return Err(StageError::Input(format!("layers {layers:?}: the model has 0..{}", config.layers)));
+    }
+    if *sequences == 0 || *context == 0 || *threads == 0 {
+        return Err(StageError::Input(format!(
+            "expected at least one sequence, position and thread; found {sequences}, {context} and {threads}"
+        )));
+    }
+    Ok(())
+}
+
+impl<E: Engine> Decoder<E> {
+    /// Wraps `engine`, which has loaded `options.layers`.
+    #[must_use]
+    pub fn new(config: &ModelConfig, options: &StageOptions, engine: E) -> Self {
+        Self {
+            layers: options.layers.clone(),
+            last: options.layers.end == config.layers,
+            width: config.width,
+            vocab: config.vocab,
+            sequences: options.sequences,
+            context: options.context,
+            held: BTreeMap::new(),
+            queued_next: None,
+            queued: None,
+            sampler: Sampler::new(),
+            engine,
+        }
+    }
+
+    /// The engine.
+    pub fn engine(&self) -> &E {
+        &self.engine
+    }
+
+    /// The engine, for benchmarks. Waits for queued work first and discards its results.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn engine_mut(&mut self) -> Result<&mut E, StageError> {
+        self.abandon()?;
+        self.forget_ahead()?;
+        Ok(&mut self.engine)
+    }
+
+    /// Vocabulary size.
+    pub fn vocab(&self) -> usize {
+        self.vocab
+    }
+
+    fn embeds(&self) -> bool {
+        self.layers.start == 0
+    }
+
+    /// Validates a batch; nothing has changed if this fails.
+    fn check(&self, batch: &[Rows<'_>]) -> Result<(), StageError> {
+        let wrong = |what: String| Err(StageError::Input(what));
+        let mut seen: Vec<SequenceId> = Vec::with_capacity(batch.len());
+        for rows in batch {
+            let sequence = rows.sequence;
+            if seen.contains(&sequence) {
+                return wrong(format!("sequence {sequence} occurs twice in one batch; merge its rows"));
+            }
+            seen.push(sequence);
+            let count = self.count(rows)?;
+            let held = self.cached_positions(sequence);
+            if rows.position > held {
+                return wrong(format!(
+                    "sequence {sequence}: rows begin at position {}, but {held} are cached; replay from {held}",
+                    rows.position
+                ));
+            }
+            if rows.position.checked_add(count).is_none_or(|end| end > self.context) {
+                return wrong(format!(
+                    "sequence {sequence}: {count} rows at position {} exceed the context of {}",
+                    rows.position, self.context
+                ));
+            }
+        }
+        let new = seen.iter().filter(|s| !self.held.contains_key(s)).count();
+        if self.held.len() + new > self.sequences {
+            return wrong(format!(
+                "{new} new sequences beside {} open ones exceed the limit of {}; release one",
+                self.held.len(),
+                self.sequences
+            ));
+        }
+        Ok(())
+    }
+
+    /// Number of rows of an entry. Checks their kind and shape.
+    fn count(&self, rows: &Rows<'_>) -> Result<usize, StageError> {
+        let count = match rows.input {
+            RowsIn::Tokens(tokens) if self.embeds() => {
+                if let Some(token) = tokens.iter().find(|t| **t as usize >= self.vocab) {
+                    return Err(StageError::Input(format!("expected a token id below {}, found {token}", self.vocab)));
+                }
+                tokens.len()
+            }
+            RowsIn::Hidden(hidden) if !self.embeds() => {
+                if !hidden.len().is_multiple_of(self.width) {
+                    let found = hidden.len();
+                    return Err(StageError::Input(format!("expected rows of {} numbers, found {found}", self.width)));
+                }
+                hidden.len() / self.width
+            }
+            RowsIn::Tokens(_) => {
+                return Err(StageError::Input("expected hidden rows, found tokens: the stage has no layer 0".into()));
+            }
+            RowsIn::Hidden(_) => {
+                return Err(StageError::Input("expected tokens, found hidden rows: the stage has layer 0".into()));
+            }
+        };
+        if count == 0 {
+            return Err(StageError::Input(format!("no rows for sequence {}", rows.sequence)));
+        }
+        Ok(count)
+    }
+}
+
+/// A batch in flight on a device.
+#[derive(Debug)]
+enum Queued {
+    /// A step whose tokens the device samples, and the step queued behind it.
+    Step { next: Option<Step> },
+    /// Forward passes.
+    Passes(Passes),
+}
+
+/// A batch split into passes, with the output of each computed pass.
+#[derive(Debug)]
+struct Passes {
+    joined: Joined,
+    numbers: Vec<Option<Vec<f32>>>,
+}
+
+/// The concatenated rows of a batch, from which passes are sliced.
+#[derive(Debug, Default)]
+struct Joined {
+    rows: Vec<RowAt>,
+    /// Batch entry of each row.
+    entries: Vec<usize>,
+    /// Rows whose logits are requested.
+    requested: Vec<usize>,
+    tokens: Vec<u32>,
+    hidden: Vec<f32>,
+}
+
+impl Joined {
+    fn of(batch: &[Rows<'_>], counts: &[usize]) -> Self {
+        let mut joined = Self::default();
+        for (entry, (rows, &count)) in batch.iter().zip(counts).enumerate() {
+            let at = |row| RowAt { sequence: rows.sequence, position: rows.position + row };
+            joined.rows.extend((0..count).map(at));
+            joined.entries.resize(joined.rows.len(), entry);
+            if !matches!(rows.output, RequestedOutput::Nothing) {
+                joined.requested.push(joined.rows.len() - 1);
+            }
+            match rows.input {
+                RowsIn::Tokens(tokens) => joined.tokens.extend(tokens),
+                RowsIn::Hidden(hidden) => joined.hidden.extend(hidden),
+            }
+        }
+        joined
+    }
+
+    /// Rows of a pass whose logits are requested, relative to its first row.
+    fn requested_of(&self, pass: &Range<usize>) -> Vec<usize> {
+        self.requested.iter().filter(|row| pass.contains(row)).map(|row| row - pass.start).collect()
+    }
+}
+
+impl<E: Engine> Decoder<E> {
+    /// Reserves cache for a batch and records the new lengths.
+    fn reserve(&mut self, batch: &[Rows<'_>], counts: &[usize]) -> Result<(), StageError> {
+        let ends: Vec<(SequenceId, usize)> =
+            batch.iter().zip(counts).map(|(rows, count)| (rows.sequence, rows.position + count)).collect();
+        self.engine.reserve(&ends)?;
+        self.held.extend(ends);
+        Ok(())
+    }
+
+    /// Starts all passes of a batch.
+    fn begin(&mut self, threads: &mut Threads, batch: &[Rows<'_>], counts: &[usize]) -> Result<Passes, StageError> {
+        let mut passes = Passes { joined: Joined::of(batch, counts), numbers: Vec::new() };
+        let joined = &passes.joined;
+        for (index, rows) in joined.rows.chunks(E::ROWS_PER_PASS).enumerate() {
+            let start = index * E::ROWS_PER_PASS;
+            let pass = start..start + rows.len();
+            let input = if self.embeds() {
+                PassInput::Tokens(&joined.tokens[pass.clone()])
+            } else {
+                PassInput::Hidden(&joined.hidden[pass.start * self.width..pass.end * self.width])
+            };
+            let requested = if self.last { joined.requested_of(&pass) } else { Vec::new() };
+            match self.engine.pass(threads, rows, input, &requested) {
+                Ok(numbers) => passes.numbers.push(numbers),
+                Err(error) => {
+                    // Drain queued passes, so that a later batch does not collect their output.
+                    let _ = self.arrive(passes.numbers);
+                    return Err(error);
+                }
+            }
+        }
+        Ok(passes)
+    }
+
+    /// Waits for all queued passes of a batch, even if one fails.
+    fn arrive(&mut self, numbers: Vec<Option<Vec<f32>>>) -> Result<Vec<Vec<f32>>, StageError> {
+        let arrived: Vec<_> =
+            numbers.into_iter().map(|numbers| numbers.map_or_else(|| self.engine.collect_pass(), Ok)).collect();
+        arrived.into_iter().collect()
+    }
+
+    /// Assembles the results of a batch once its passes are computed.
+    fn end(&mut self, batch: &[Rows<'_>], passes: Passes) -> Result<Vec<RowsOut>, StageError> {
+        let Passes { joined, numbers } = passes;
+        let numbers = self.arrive(numbers)?;
+        let empty = || if self.last { RowsOut::Nothing } else { RowsOut::Hidden(Vec::new()) };
+        let mut out: Vec<RowsOut> = batch.iter().map(|_| empty()).collect();
+        for (index, numbers) in numbers.into_iter().enumerate() {
+            let start = index * E::ROWS_PER_PASS;
+            let pass = start..(start + E::ROWS_PER_PASS).min(joined.rows.len());
+            if self.last {
+                for (logits, row) in numbers.chunks_exact(self.vocab).zip(joined.requested_of(&pass)) {
+                    let entry = joined.entries[start + row];
+                    out[entry] = match batch[entry].output {
+                        RequestedOutput::Token(draw) => {
+                            RowsOut::Token(self.draw(logits, joined.rows[start + row].position, &draw)?)
+                        }
+                        RequestedOutput::Logits => RowsOut::Logits(logits.to_vec()),
+                        RequestedOutput::Nothing => RowsOut::Nothing,
+                    };
+                }
+            } else {
+                for (hidden, entry) in numbers.chunks_exact(self.width).zip(&joined.entries[pass]) {
+                    if let RowsOut::Hidden(out) = &mut out[*entry] {
+                        out.extend(hidden);
+                    }
+                }
+            }
+        }
+        Ok(out)
+    }
+
+    /// Waits for a queued batch and discards its results.
+    fn abandon(&mut self) -> Result<(), StageError> {
+        match self.queued.take() {
+            None => Ok(()),
+            Some(Queued::Step { next }) => {
+                let drawn = self.engine.collect().map(drop);
+                next.map_or(Ok(()), |_| self.engine.collect().map(drop)).and(drawn)
+            }
+            Some(Queued::Passes(passes)) => self.arrive(passes.numbers).map(drop),
+        }
+    }
+
+    fn draw(&mut self, logits: &[f32], position: usize, draw: &Draw<'_>) -> Result<u32, StageError> {
+        let drawn = self.sampler.sample(logits, &draw.settings, draw.position, &draw.changes);
+        drawn.map_err(|what| StageError::Logits { layers: self.layers.clone(), position, what })
+    }
+}
+
+impl<E: Engine> Stage for Decoder<E> {
+    fn submit(&mut self, threads: &mut Threads, batch: &[Rows<'_>]) -> Result<Submitted, StageError> {
+        self.check(batch)?;
+        self.abandon()?;
+        if let Some((step, tokens)) = self.step_of(batch) {
+            let next = self.begin_step(batch, &step, &tokens)?;
+            self.queued = Some(Queued::Step { next });
+            return Ok(Submitted::Queued);
+        }
+        self.forget_ahead()?;
+        let counts = batch.iter().map(|rows| self.count(rows)).collect::<Result<Vec<_>, _>>()?;
+        self.reserve(batch, &counts)?;
+        let passes = self.begin(threads, batch, &counts)?;
+        if passes.numbers.iter().all(Option::is_some) {
+            return self.end(batch, passes).map(Submitted::Done);
+        }
+        self.queued = Some(Queued::Passes(passes));
+        Ok(Submitted::Queued)
+    }
+
+    fn finish(&mut self, threads: &mut Threads, batch: &[Rows<'_>]) -> Result<Vec<RowsOut>, StageError> {
+        match self.queued.take() {
+            None => Err(StageError::Input("no batch is queued".into())),
+            Some(Queued::Step { next }) => self.end_step(threads, batch, next),
+            Some(Queued::Passes(passes)) => self.end(batch, passes),
+        }
+    }
+
+    fn cached_positions(&self, sequence: SequenceId) -> usize {
+        self.held.get(&sequence).copied().unwrap_or(0)
+    }
+
+    fn release(&mut self, sequence: SequenceId) {
+        if self.held.remove(&sequence).is_some() {
+            self.engine.release(sequence);
+        }
+    }
+
+    fn resident_bytes(&self) -> ResidentBytes {
+        self.engine.resident_bytes()
+    }
+
+    fn width(&self) -> usize {
+        self.width
+    }
+
+    fn numerics(&self) -> &str {
+        self.engine.numerics()
+    }
+}

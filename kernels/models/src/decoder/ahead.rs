@@ -1,0 +1,129 @@
+//! Step-ahead decoding: on a device that samples tokens itself, queues the next decode step before the host reads the last
+//! token.
+//!
+//! The device has the token before the host does, and the caller will most likely ask for exactly this step. If another batch
+//! comes, the queued step is awaited and discarded: it wrote only beyond the cached positions.
+use kernels::threads::Threads;
+
+use super::{Decoder, Engine, RowAt};
+use crate::sampler::SamplerSettings;
+use crate::stage::{RequestedOutput, Rows, RowsIn, RowsOut, StageError};
+
+/// A decode step: one row and one draw per sequence.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Step {
+    rows: Vec<RowAt>,
+    draws: Vec<(SamplerSettings, u32)>,
+}
+
+/// A step that was queued ahead of its request.
+#[derive(Debug)]
+pub(super) struct Ahead {
+    step: Step,
+    /// Its input tokens, sampled by the previous step.
+    tokens: Vec<u32>,
+}
+
+impl Step {
+    /// The following step if every sequence continues.
+    fn next(&self) -> Self {
+        let row = |row: &RowAt| RowAt { sequence: row.sequence, position: row.position + 1 };
+        Self {
+            rows: self.rows.iter().map(row).collect(),
+            draws: self.draws.iter().map(|(settings, position)| (*settings, position + 1)).collect(),
+        }
+    }
+}
+
+impl<E: Engine> Decoder<E> {
+    /// The batch as a decode step with its input tokens; `None` if the engine cannot sample it.
+    pub(super) fn step_of(&self, batch: &[Rows<'_>]) -> Option<(Step, Vec<u32>)> {
+        if !(self.embeds() && self.last) || batch.is_empty() {
+            return None;
+        }
+        let (mut step, mut tokens) = (Step { rows: Vec::new(), draws: Vec::new() }, Vec::new());
+        for rows in batch {
+            let (RowsIn::Tokens([token]), RequestedOutput::Token(draw)) = (rows.input, rows.output) else {
+                return None;
+            };
+            if !draw.changes.is_empty(&draw.settings)
+                || draw.settings.check().is_err()
+                || !self.engine.can_sample(batch.len(), &draw.settings)
+            {
+                return None;
+            }
+            step.rows.push(RowAt { sequence: rows.sequence, position: rows.position });
+            step.draws.push((draw.settings, draw.position));
+            tokens.push(*token);
+        }
+        Some((step, tokens))
+    }
+
+    /// Queues `step` unless it is already queued, then the step after it, which needs no host round trip. Returns the latter.
+    pub(super) fn begin_step(
+        &mut self,
+        batch: &[Rows<'_>],
+        step: &Step,
+        tokens: &[u32],
+    ) -> Result<Option<Step>, StageError> {
+        let queued = self.queued_next.as_ref().is_some_and(|ahead| ahead.step == *step && ahead.tokens == tokens);
+        if queued {
+            self.queued_next = None;
+            self.held.extend(step.rows.iter().map(|row| (row.sequence, row.position + 1)));
+        } else {
+            self.forget_ahead()?;
+            self.reserve(batch, &vec![1; batch.len()])?;
+            self.engine.queue(&step.rows, Some(tokens), &step.draws)?;
+        }
+        let next = step.next();
+        match self.queue_ahead(&next) {
+            Ok(ahead) => Ok(ahead.then_some(next)),
+            Err(error) => {
+                let _ = self.engine.collect();
+                Err(error)
+            }
+        }
+    }
+
+    /// Waits for a step, behind which `next` is queued, and returns its tokens.
+    pub(super) fn end_step(
+        &mut self,
+        threads: &mut Threads,
+        batch: &[Rows<'_>],
+        next: Option<Step>,
+    ) -> Result<Vec<RowsOut>, StageError> {
+        let drawn = self.engine.collect()?;
+        if let Some(step) = next {
+            // Tokens that the device left undecided are sampled below; that also discards the queued step that used them.
+            let tokens = drawn.iter().map(|token| token.unwrap_or(u32::MAX)).collect();
+            self.queued_next = Some(Ahead { step, tokens });
+        }
+        if let Some(tokens) = drawn.into_iter().collect::<Option<Vec<u32>>>() {
+            return Ok(tokens.into_iter().map(RowsOut::Token).collect());
+        }
+        self.forget_ahead()?;
+        let passes = self.begin(threads, batch, &vec![1; batch.len()])?;
+        self.end(batch, passes)
+    }
+
+    /// Queues a step whose input is the output of the previous step, if there is room for it.
+    fn queue_ahead(&mut self, next: &Step) -> Result<bool, StageError> {
+        if next.rows.iter().any(|row| row.position >= self.context) {
+            return Ok(false);
+        }
+        let ends: Vec<_> = next.rows.iter().map(|row| (row.sequence, row.position + 1)).collect();
+        if self.engine.reserve(&ends).is_err() {
+            return Ok(false);
+        }
+        self.engine.queue(&next.rows, None, &next.draws)?;
+        Ok(true)
+    }
+
+    /// Waits for the step queued ahead and discards it.
+    pub(super) fn forget_ahead(&mut self) -> Result<(), StageError> {
+        if self.queued_next.take().is_some() {
+            self.engine.collect()?;
+        }
+        Ok(())
+    }
+}

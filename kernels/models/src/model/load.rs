@@ -1,0 +1,164 @@
+//! Loads the weights of a range of layers from the file and converts them to tiles.
+use parking_lot::Mutex;
+use std::ops::Range;
+
+use kernels::pool::Pool;
+use kernels::quant::QuantType;
+use kernels::tile::{Layout, ROWS, Tiles, convert};
+use memmap2::MmapMut;
+
+use crate::engine::Shared;
+use crate::recipe::LayerRecipe;
+use crate::stage::StageError;
+use crate::weights::{ModelConfig, ModelFile};
+
+/// A matrix stored as tiles.
+pub(crate) struct Matrix {
+    kind: QuantType,
+    rows: usize,
+    cols: usize,
+    bytes: MmapMut,
+}
+
+/// Writes the tiles of a range of rows.
+type Fill<'a> = dyn Fn(Range<usize>, &mut [u8]) -> Result<(), StageError> + Sync + 'a;
+
+impl Matrix {
+    /// Builds a matrix on all threads. `fill` writes the tiles of a row range, which starts at a tile boundary.
+    ///
+    /// # Errors
+    /// An error of `fill`, or no memory.
+    pub(crate) fn filled(
+        pool: &mut Pool,
+        kind: QuantType,
+        [rows, cols]: [usize; 2],
+        fill: &Fill<'_>,
+    ) -> Result<Self, StageError> {
+        let layout = Layout::of(kind);
+        let size = layout.matrix_bytes(rows, cols);
+        let no_memory = |e| StageError::Device(format!("no memory for {size} bytes of weights: {e}"));
+        // The kernel zeroes a page on first touch, by the thread that writes it.
+        let mut bytes = MmapMut::map_anon(size.max(1)).map_err(no_memory)?;
+        #[cfg(target_os = "linux")]
+        let _ = bytes.advise(memmap2::Advice::HugePage); // a hint
+        let tile_row_bytes = layout.matrix_bytes(1, cols);
+        let (out, failed) = (Shared::of(&mut bytes[..size]), Mutex::new(None::<StageError>));
+        pool.run(rows.div_ceil(ROWS), 1, &|_, tile_rows| {
+            let mine = tile_rows.start * ROWS..(tile_rows.end * ROWS).min(rows);
+            // SAFETY: the pool's ranges do not overlap.
+            let tiles = unsafe { out.slice(tile_rows.start * tile_row_bytes..tile_rows.end * tile_row_bytes) };
+            if let Err(error) = fill(mine, tiles) {
+                *failed.lock() = Some(error);
+            }
+        });
+        match failed.into_inner() {
+            Some(error) => Err(error),
+            None => Ok(Self { kind, rows, cols, bytes }),
+        }
+    }
+
+    /// Converts rows from the storage format of a file.
+    ///
+    /// # Errors
+    /// A non-finite number, or no memory.
+    pub(crate) fn convert(
+        pool: &mut Pool,
+        kind: QuantType,
+        [rows, cols]: [usize; 2],
+        stored: &[u8],
+    ) -> Result<Self, StageError> {
+        let row_bytes = stored.len() / rows.max(1);
+        Self::filled(pool, kind, [rows, cols], &|mine, out| {
+            let stored = &stored[mine.start * row_bytes..mine.end * row_bytes];
+            convert(kind, cols, mine, stored, out).map_err(|error| StageError::Input(error.to_string()))
+        })
+    }
+
+    pub(crate) fn tiles(&self) -> Tiles<'_> {
+        let size = Layout::of(self.kind).matrix_bytes(self.rows, self.cols);
+        Tiles::new(self.kind, self.rows, self.cols, &self.bytes[..size]).expect("made for these rows and columns")
+    }
+}
+
+/// Weights of one layer.
+pub(crate) struct LayerWeights {
+    pub(crate) attention_norm: Vec<f32>,
+    /// Query, key, value.
+    pub(crate) inputs: [Matrix; 3],
+    pub(crate) input_biases: Option<[Vec<f32>; 3]>,
+    /// RMSNorm weights of the query and key heads.
+    pub(crate) head_norms: Option<[Vec<f32>; 2]>,
+    pub(crate) output: Matrix,
+    pub(crate) output_bias: Option<Vec<f32>>,
+    /// RMSNorm weights after attention and feed-forward.
+    pub(crate) norms_after: Option<[Vec<f32>; 2]>,
+    pub(crate) ffn_norm: Vec<f32>,
+    /// Gate and up.
+    pub(crate) gated: [Matrix; 2],
+    pub(crate) down: Matrix,
+}
+
+/// Final norm and output matrix.
+pub(crate) struct OutputHead {
+    pub(crate) norm: Vec<f32>,
+    pub(crate) matrix: Matrix,
+}
+
+/// Loads tensors from a file and counts the bytes they take in memory.
+pub(crate) struct Loader<'a> {
+    pub(crate) file: &'a ModelFile,
+    pub(crate) pool: &'a mut Pool,
+    pub(crate) bytes: u64,
+}
+
+impl Loader<'_> {
+    pub(crate) fn layer(&mut self, recipe: &LayerRecipe, index: usize) -> Result<LayerWeights, StageError> {
+        let name = |part: &str| format!("blk.{index}.{part}");
+        let norms = |loader: &mut Self, there: bool, parts: [&str; 2]| {
+            let [a, b] = parts.map(|part| name(&format!("{part}.weight")));
+            there.then(|| Ok::<_, StageError>([loader.vector(&a)?, loader.vector(&b)?])).transpose()
+        };
+        let bias = |loader: &mut Self, part: &str| loader.vector(&name(&format!("{part}.bias")));
+        let matrix = |loader: &mut Self, part: &str| loader.matrix(&name(&format!("{part}.weight")));
+        let inputs = ["attn_q", "attn_k", "attn_v"];
+        let input_biases = || -> Result<_, StageError> {
+            let [q, k, v] = inputs;
+            Ok([bias(self, q)?, bias(self, k)?, bias(self, v)?])
+        };
+        let input_biases = recipe.biases.then(input_biases).transpose()?;
+        Ok(LayerWeights {
+            input_biases,
+            attention_norm: self.vector(&name("attn_norm.weight"))?,
+            inputs: [matrix(self, inputs[0])?, matrix(self, inputs[1])?, matrix(self, inputs[2])?],
+            head_norms: norms(self, recipe.head_norms, ["attn_q_norm", "attn_k_norm"])?,
+            output: matrix(self, "attn_output")?,
+            output_bias: recipe.output_bias.then(|| bias(self, "attn_output")).transpose()?,
+            norms_after: norms(self, recipe.norms_after, ["post_attention_norm", "post_ffw_norm"])?,
+            ffn_norm: self.vector(&name("ffn_norm.weight"))?,
+            gated: [matrix(self, "ffn_gate")?, matrix(self, "ffn_up")?],
+            down: matrix(self, "ffn_down")?,
+        })
+    }
+
+    pub(crate) fn head(&mut self, config: &ModelConfig) -> Result<OutputHead, StageError> {
+        Ok(OutputHead { norm: self.vector("output_norm.weight")?, matrix: self.matrix(config.head_tensor())? })
+    }
+
+    pub(crate) fn matrix(&mut self, name: &str) -> Result<Matrix, StageError> {
+        let tensor = self.file.tensor(name).ok_or_else(|| missing(name))?;
+        let fill = |rows: Range<usize>, out: &mut [u8]| Ok(tensor.read_tiles(rows, out)?);
+        let matrix = Matrix::filled(self.pool, tensor.quant, [tensor.rows, tensor.cols], &fill)?;
+        self.bytes += matrix.tiles().bytes().len() as u64;
+        Ok(matrix)
+    }
+
+    fn vector(&mut self, name: &str) -> Result<Vec<f32>, StageError> {
+        let vector = self.file.tensor(name).ok_or_else(|| missing(name))?.to_finite_f32()?;
+        self.bytes += size_of_val(&vector[..]) as u64;
+        Ok(vector)
+    }
+}
+
+fn missing(name: &str) -> StageError {
+    StageError::Input(format!("tensor {name:?} is missing"))
+}

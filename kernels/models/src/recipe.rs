@@ -1,0 +1,69 @@
+//! What a decoder computes, as data: one recipe per layer, which every engine reads.
+//!
+//! A layer is a pre-norm attention block and a pre-norm gated feed-forward block, each added to the residual stream. All
+//! differences between model families are expressed here. Next: `model.rs` for the CPU engine.
+use kernels::order::Activation;
+
+use crate::weights::{Architecture, ModelConfig, Rope};
+
+/// A whole model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Recipe {
+    /// Factor for embedding rows; `None`: not scaled.
+    pub embed_scale: Option<f32>,
+    /// In order, from layer 0.
+    pub layers: Vec<LayerRecipe>,
+    /// Soft cap of the logits ([`kernels::order::soft_cap`]).
+    pub logit_cap: Option<f32>,
+}
+
+/// One layer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LayerRecipe {
+    /// RMSNorm of each head of query and key, before rotation (`attn_q_norm`, `attn_k_norm`).
+    pub head_norms: bool,
+    /// Biases on query, key and value.
+    pub biases: bool,
+    /// A bias on the attention output projection.
+    pub output_bias: bool,
+    /// RMSNorm of the attention and feed-forward outputs, before the residual addition (`post_attention_norm`,
+    /// `post_ffw_norm`).
+    pub norms_after: bool,
+    /// Sliding window: positions that a row attends to, its own included. `None`: all positions up to its own.
+    pub window: Option<usize>,
+    /// Rotary embedding of queries and keys. All layers of a model rotate the same elements.
+    pub rope: Rope,
+    /// Factor for queries after rotation.
+    pub scale: f32,
+    /// Soft cap of the attention scores.
+    pub score_cap: Option<f32>,
+    /// Activation of the feed-forward gate.
+    pub activation: Activation,
+}
+
+impl Recipe {
+    /// Derives the recipe of a model from its configuration.
+    #[must_use]
+    pub fn of(config: &ModelConfig) -> Self {
+        let gemma = config.architecture == Architecture::Gemma3;
+        let layer = |index: usize| {
+            let local = config.local.as_ref().filter(|local| !(index + 1).is_multiple_of(local.period));
+            LayerRecipe {
+                head_norms: config.qk_norm,
+                biases: config.attention_bias,
+                output_bias: config.attention_output_bias,
+                norms_after: config.norms_after,
+                window: local.map(|local| local.window),
+                rope: local.map_or(&config.rope, |local| &local.rope).clone(),
+                scale: config.attention_scale,
+                score_cap: None,
+                activation: if gemma { Activation::Gelu } else { Activation::Silu },
+            }
+        };
+        Self {
+            embed_scale: gemma.then(|| (config.width as f32).sqrt()),
+            layers: (0..config.layers).map(layer).collect(),
+            logit_cap: config.logit_cap,
+        }
+    }
+}

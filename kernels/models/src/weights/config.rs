@@ -1,0 +1,692 @@
+//! Model configuration: sizes, rotary embedding, the tensors an architecture requires, and the cost of each part.
+use std::collections::BTreeMap;
+use std::f64::consts::PI;
+use std::ops::Range;
+
+use kernels::tile;
+
+use super::error::WeightsError;
+use super::metadata::Metadata;
+use super::tensor::TensorInfo;
+use crate::kv_cache::position_bytes;
+use crate::stage::Activations;
+
+/// Per-dimension RoPE factors for long contexts in Llama 3 files.
+pub(super) const ROPE_FACTORS: &str = "rope_freqs.weight";
+/// Maximum number of blocks: the deepest published model has 126; a malicious count must not become a long loop.
+const LAYERS_MAX: usize = 4096;
+/// Maximum hidden, feed-forward or head width: well above any model, and products of two fit 64 bits.
+const WIDTH_MAX: usize = 1 << 20;
+/// Maximum context: positions above it are not exact in f32.
+const CONTEXT_MAX: usize = 1 << 24;
+/// Valid RoPE bases: greater than 1, so that wavelengths increase.
+const ROPE_BASES: Range<f64> = 1.000_001..1e12;
+/// Bytes per element of a hidden row sent between stages.
+const ACTIVATION_ELEMENT_BYTES: u64 = 4;
+
+/// Supported model families. All are pre-norm decoders with RMSNorm, grouped-query attention, rotary embedding and a gated
+/// feed-forward block; the differences are in [`ModelConfig`] and [`crate::recipe::Recipe`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Architecture {
+    /// SmolLM2, Llama 1 to 3, Mistral: rotary embedding on adjacent pairs; a few have attention biases.
+    Llama,
+    /// Biases on query, key and value; rotary embedding on halves.
+    Qwen2,
+    /// RMSNorm on each query and key head; rotary embedding on halves.
+    Qwen3,
+    /// RMSNorm on each query and key head and after each block, GeGLU, a scaled embedding. Five of six layers use a sliding
+    /// window and their own RoPE base.
+    Gemma3,
+}
+
+impl Architecture {
+    /// All supported families.
+    pub const ALL: [Self; 4] = [Self::Llama, Self::Qwen2, Self::Qwen3, Self::Gemma3];
+
+    /// The name in `general.architecture`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Llama => "llama",
+            Self::Qwen2 => "qwen2",
+            Self::Qwen3 => "qwen3",
+            Self::Gemma3 => "gemma3",
+        }
+    }
+
+    fn parse(name: &str) -> Result<Self, WeightsError> {
+        Self::ALL.into_iter().find(|a| a.name() == name).ok_or_else(|| {
+            let supported: Vec<_> = Self::ALL.iter().map(|a| a.name()).collect();
+            WeightsError::Unsupported(format!(
+                "the model's architecture is {name:?}; supported: {}",
+                supported.join(", ")
+            ))
+        })
+    }
+}
+
+/// Sizes and options of a model, consistent with the shapes of its tensors.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelConfig {
+    /// Model family.
+    pub architecture: Architecture,
+    /// `general.name`, or the architecture name.
+    pub name: String,
+    /// Transformer blocks.
+    pub layers: usize,
+    /// Hidden width: elements of a hidden row.
+    pub width: usize,
+    /// Query heads; a multiple of `kv_heads`.
+    pub heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Elements per head (for query, key and value).
+    pub head_dim: usize,
+    /// Width of the feed-forward block.
+    pub ffn: usize,
+    /// Vocabulary size: rows of the embedding, length of the logits.
+    pub vocab: usize,
+    /// Context length that the model was trained for.
+    pub context: usize,
+    /// Epsilon of every RMSNorm.
+    pub norm_eps: f32,
+    /// Rotary embedding.
+    pub rope: Rope,
+    /// Biases on query, key and value (`blk.N.attn_{q,k,v}.bias`), in all blocks.
+    pub attention_bias: bool,
+    /// A bias on the attention output projection (`blk.N.attn_output.bias`), in all blocks.
+    pub attention_output_bias: bool,
+    /// RMSNorm on each query and key head (`blk.N.attn_{q,k}_norm.weight`, `head_dim` weights).
+    pub qk_norm: bool,
+    /// RMSNorm on the outputs of attention and feed-forward (`blk.N.post_{attention,ffw}_norm.weight`, `width` weights).
+    pub norms_after: bool,
+    /// Sliding-window layers, if the family has them.
+    pub local: Option<LocalLayers>,
+    /// Factor for queries.
+    pub attention_scale: f32,
+    /// Soft cap of the logits.
+    pub logit_cap: Option<f32>,
+    /// Whether the output head is tied to the embedding (`token_embd.weight`); otherwise it is `output.weight`.
+    pub tied: bool,
+}
+
+/// Sliding-window (local) layers: all but every `period`-th.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LocalLayers {
+    /// Window size: positions that a row attends to, its own included.
+    pub window: usize,
+    /// Layers `period - 1`, `2 · period - 1` and so on are global.
+    pub period: usize,
+    /// Rotary embedding of the local layers.
+    pub rope: Rope,
+}
+
+/// Rotary position embedding.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rope {
+    /// Which elements form a pair.
+    pub kind: RopeKind,
+    /// Base of the geometric series of wavelengths.
+    pub base: f32,
+    /// Rotated elements per head, the first ones; even, at most `head_dim`.
+    pub dims: usize,
+    /// Scaling to a longer context.
+    pub scaling: RopeScaling,
+}
+
+/// Which two elements of a head form a pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RopeKind {
+    /// `2i` and `2i + 1`.
+    Interleaved,
+    /// `i` and `i + dims / 2`.
+    Halves,
+}
+
+/// Row order of the query and key matrices: GGUF's converter interleaves Llama's halves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum QueryKeyOrder {
+    Gguf,
+    HuggingFace,
+}
+
+/// Scaling of angles beyond the original training context.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum RopeScaling {
+    /// None (per-dimension factors of the file may still apply).
+    None,
+    /// Divides all angles by the factor.
+    Linear {
+        /// Divisor.
+        factor: f64,
+    },
+    /// Llama 3: divides wavelengths longer than `original_context / low`, keeps those shorter than `original_context / high`,
+    /// with a ramp of frequencies between. (GGUF files store the equivalent factors in a tensor.)
+    Llama3 {
+        /// Divisor.
+        factor: f64,
+        /// Original training context.
+        original_context: usize,
+        /// Dimensions with fewer turns within the original context are divided.
+        low: f64,
+        /// Dimensions with more turns are kept.
+        high: f64,
+    },
+    /// YaRN: divides long wavelengths, keeps short ones, with a ramp between; scales cosine and sine.
+    Yarn {
+        /// Divisor.
+        factor: f64,
+        /// Original training context.
+        original_context: usize,
+        /// Additional scale of cosine and sine.
+        attention_factor: f64,
+        /// Dimensions with more turns within the original context are kept.
+        beta_fast: f64,
+        /// Dimensions with fewer turns are divided.
+        beta_slow: f64,
+    },
+}
+
+/// Parameters of a cosine and sine table: the angle of pair `i` at position `p` is `p × inverse[i]`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RotaryFrequencies {
+    /// One per pair, `dims / 2`.
+    pub inverse: Vec<f64>,
+    /// Scale of cosine and sine; 1 without YaRN.
+    pub magnitude: f32,
+}
+
+/// Costs of a model, in the units of the partitioner.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelCosts {
+    /// In layer order.
+    pub layers: Vec<LayerCosts>,
+    /// Bytes of the token embedding.
+    pub embed_bytes: u64,
+    /// Bytes of the final norm and the output head. A tied head counts the embedding's bytes.
+    pub head_bytes: u64,
+    /// Whether embedding and output head are one matrix.
+    pub tied: bool,
+    /// Flops per token of the output head.
+    pub head_flops: u64,
+    /// Bytes of one hidden row.
+    pub activation_bytes: u64,
+}
+
+/// Costs of one block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerCosts {
+    /// Flops (two per multiply-add) for one token with an empty cache.
+    pub flops_per_token: u64,
+    /// Bytes in memory, on the device that needs most.
+    pub weight_bytes: u64,
+    /// Bytes of KV cache per position, on the device that needs most.
+    pub kv_bytes_per_token: u64,
+}
+
+impl ModelConfig {
+    /// Reads and validates the sizes. Values missing from the header are derived from tensor shapes, which `tensor` looks up.
+    pub(super) fn read<'a>(
+        metadata: &Metadata,
+        layout: QueryKeyOrder,
+        tensor: impl Fn(&str) -> Option<&'a TensorInfo>,
+    ) -> Result<Self, WeightsError> {
+        let name = metadata.text("general.architecture")?.ok_or_else(|| missing("general.architecture"))?;
+        let architecture = Architecture::parse(name)?;
+        let keys = Keys { metadata, prefix: architecture.name() };
+        keys.reject_unsupported()?;
+        let embedding = tensor("token_embd.weight").ok_or_else(|| missing_tensor("token_embd.weight"))?;
+        let width = keys.size("embedding_length", None, WIDTH_MAX)?;
+        let heads = keys.size("attention.head_count", None, WIDTH_MAX)?;
+        let kv_heads = keys.size("attention.head_count_kv", Some(heads), WIDTH_MAX)?;
+        let head_dim = keys.size("attention.key_length", width.checked_div(heads), WIDTH_MAX)?;
+        let value_dim = keys.size("attention.value_length", Some(head_dim), WIDTH_MAX)?;
+        let config = Self {
+            architecture,
+            name: metadata.text("general.name")?.unwrap_or(name).to_owned(),
+            layers: keys.size("block_count", None, LAYERS_MAX)?,
+            width,
+            heads,
+            kv_heads,
+            head_dim,
+            ffn: keys.size("feed_forward_length", None, WIDTH_MAX)?,
+            vocab: embedding.rows,
+            context: keys.context(architecture)?,
+            norm_eps: keys.norm_eps()?,
+            rope: keys.rope(architecture, layout, head_dim)?,
+            attention_bias: tensor("blk.0.attn_q.bias").is_some(),
+            // Qwen2's reference implementation has none; other architectures have one if `attention_bias` is set.
+            attention_output_bias: architecture != Architecture::Qwen2 && tensor("blk.0.attn_output.bias").is_some(),
+            qk_norm: matches!(architecture, Architecture::Qwen3 | Architecture::Gemma3),
+            norms_after: architecture == Architecture::Gemma3,
+            local: keys.local(architecture, layout, head_dim)?,
+            attention_scale: keys.attention_scale(architecture, width / heads, head_dim)?,
+            logit_cap: keys.logit_cap(architecture)?,
+            tied: tensor("output.weight").is_none(),
+        };
+        if !heads.is_multiple_of(kv_heads) {
+            return Err(inconsistent("a number of heads that is a multiple of the key heads", &[heads, kv_heads]));
+        }
+        if value_dim != head_dim {
+            return Err(inconsistent("value heads as wide as key heads", &[value_dim, head_dim]));
+        }
+        if head_dim.checked_mul(heads).is_none_or(|q| q > WIDTH_MAX) {
+            return Err(inconsistent("heads that fit the largest width", &[heads, head_dim]));
+        }
+        if let Some(tokens) = metadata.texts("tokenizer.ggml.tokens")?.map(|t| t.size_hint().1)
+            && tokens != Some(config.vocab)
+        {
+            return Err(inconsistent(
+                "one embedding row per token (tokens, rows)",
+                &[tokens.unwrap_or_default(), config.vocab],
+            ));
+        }
+        Ok(config)
+    }
+
+    /// Combined width of all query heads.
+    #[must_use]
+    pub fn q_width(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// Combined width of all key (or value) heads.
+    #[must_use]
+    pub fn kv_width(&self) -> usize {
+        self.kv_heads * self.head_dim
+    }
+
+    /// Name of the output head's matrix, `[vocab, width]`.
+    #[must_use]
+    pub fn head_tensor(&self) -> &'static str {
+        if self.tied { "token_embd.weight" } else { "output.weight" }
+    }
+
+    /// The tensors of one block without their `blk.N.` prefix, with shape `[rows, cols]`.
+    #[must_use]
+    pub fn block_tensors(&self) -> Vec<(&'static str, [usize; 2])> {
+        let Self { width, ffn, head_dim, .. } = *self;
+        let (q, kv) = (self.q_width(), self.kv_width());
+        let mut tensors = vec![
+            ("attn_norm.weight", [1, width]),
+            ("attn_q.weight", [q, width]),
+            ("attn_k.weight", [kv, width]),
+            ("attn_v.weight", [kv, width]),
+            ("attn_output.weight", [width, q]),
+            ("ffn_norm.weight", [1, width]),
+            ("ffn_gate.weight", [ffn, width]),
+            ("ffn_up.weight", [ffn, width]),
+            ("ffn_down.weight", [width, ffn]),
+        ];
+        if self.attention_bias {
+            tensors.extend([("attn_q.bias", [1, q]), ("attn_k.bias", [1, kv]), ("attn_v.bias", [1, kv])]);
+        }
+        if self.attention_output_bias {
+            tensors.push(("attn_output.bias", [1, width]));
+        }
+        if self.qk_norm {
+            tensors.extend([("attn_q_norm.weight", [1, head_dim]), ("attn_k_norm.weight", [1, head_dim])]);
+        }
+        if self.norms_after {
+            tensors.extend([("post_attention_norm.weight", [1, width]), ("post_ffw_norm.weight", [1, width])]);
+        }
+        tensors
+    }
+
+    /// Whether a stage of these layers needs the tensor.
+    #[must_use]
+    pub fn belongs_to(&self, name: &str, layers: &Range<usize>) -> bool {
+        let (first, last) = (layers.contains(&0), !layers.is_empty() && layers.end == self.layers);
+        match name {
+            "token_embd.weight" => first || (last && self.tied),
+            "output.weight" | "output_norm.weight" => last,
+            ROPE_FACTORS => !layers.is_empty(),
+            _ => layer_of(name).is_some_and(|layer| layers.contains(&layer)),
+        }
+    }
+
+    /// Checks that every tensor of the architecture is present with its shape, and that no other tensor would be silently
+    /// ignored.
+    pub(super) fn check_tensors(
+        &self,
+        tensors: &[TensorInfo],
+        by_name: &BTreeMap<String, usize>,
+    ) -> Result<(), WeightsError> {
+        let check = |name: &str, shape: [usize; 2]| {
+            let tensor = by_name.get(name).map(|&i| &tensors[i]).ok_or_else(|| missing_tensor(name))?;
+            if [tensor.rows, tensor.cols] == shape {
+                return Ok(());
+            }
+            Err(WeightsError::Malformed(format!(
+                "tensor {name:?}: expected {shape:?} rows and columns from the sizes in the header, found {:?}",
+                [tensor.rows, tensor.cols]
+            )))
+        };
+        check("token_embd.weight", [self.vocab, self.width])?;
+        check("output_norm.weight", [1, self.width])?;
+        if !self.tied {
+            check("output.weight", [self.vocab, self.width])?;
+        }
+        let block = self.block_tensors();
+        for layer in 0..self.layers {
+            for (name, shape) in &block {
+                check(&format!("blk.{layer}.{name}"), *shape)?;
+            }
+        }
+        for tensor in tensors {
+            let known = match tensor.name.as_str() {
+                "token_embd.weight" | "output.weight" | "output_norm.weight" | ROPE_FACTORS => true,
+                name => layer_of(name).is_some_and(|layer| {
+                    layer < self.layers && block.iter().any(|(part, _)| name.ends_with(&format!(".{layer}.{part}")))
+                }),
+            };
+            if !known {
+                return Err(WeightsError::Unsupported(format!(
+                    "tensor {:?} is not part of a {} model of {} layers; ignoring it would give wrong results",
+                    tensor.name,
+                    self.architecture.name(),
+                    self.layers
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn costs(&self, tensors: &[TensorInfo], activations: Activations) -> ModelCosts {
+        let (q, kv) = (self.q_width() as u64, self.kv_width() as u64);
+        let (width, ffn, vocab) = (self.width as u64, self.ffn as u64, self.vocab as u64);
+        let layer = LayerCosts {
+            flops_per_token: 2 * width * (2 * q + 2 * kv + 3 * ffn),
+            weight_bytes: 0,
+            kv_bytes_per_token: position_bytes(self.kv_heads, self.head_dim, activations) as u64,
+        };
+        let mut costs = ModelCosts {
+            layers: vec![layer; self.layers],
+            embed_bytes: 0,
+            head_bytes: 0,
+            tied: self.tied,
+            head_flops: 2 * width * vocab,
+            activation_bytes: width * ACTIVATION_ELEMENT_BYTES,
+        };
+        for tensor in tensors {
+            let bytes = resident_bytes(tensor);
+            match tensor.name.as_str() {
+                "token_embd.weight" => costs.embed_bytes += bytes,
+                "output.weight" | "output_norm.weight" => costs.head_bytes += bytes,
+                name => {
+                    if let Some(layer) = layer_of(name).and_then(|l| costs.layers.get_mut(l)) {
+                        layer.weight_bytes += bytes;
+                    }
+                }
+            }
+        }
+        if self.tied {
+            costs.head_bytes += costs.embed_bytes;
+        }
+        costs
+    }
+}
+
+/// Bytes of a tensor in memory: a matrix as tiles, a vector as f32.
+fn resident_bytes(tensor: &TensorInfo) -> u64 {
+    if tensor.rows == 1 {
+        return (tensor.cols * size_of::<f32>()) as u64;
+    }
+    tile::Layout::of(tensor.quant).matrix_bytes(tensor.rows, tensor.cols) as u64
+}
+
+/// The block that a tensor belongs to, `blk.N.…`.
+fn layer_of(name: &str) -> Option<usize> {
+    let (number, _) = name.strip_prefix("blk.")?.split_once('.')?;
+    // Only the canonical spelling counts: "07" is not layer 7.
+    number.parse().ok().filter(|n: &usize| n.to_string() == number)
+}
+
+/// Metadata under an architecture's prefix.
+struct Keys<'a> {
+    metadata: &'a Metadata,
+    prefix: &'static str,
+}
+
+impl Keys<'_> {
+    fn key(&self, name: &str) -> String {
+        format!("{}.{name}", self.prefix)
+    }
+
+    fn size(&self, name: &str, default: Option<usize>, max: usize) -> Result<usize, WeightsError> {
+        let key = self.key(name);
+        let value = match self.metadata.unsigned(&key)? {
+            Some(value) => usize::try_from(value).unwrap_or(usize::MAX),
+            None => default.ok_or_else(|| missing(&key))?,
+        };
+        if value == 0 || value > max {
+            return Err(WeightsError::Malformed(format!("{key}: expected 1 to {max}, found {value}")));
+        }
+        Ok(value)
+    }
+
+    fn float(&self, name: &str, default: Option<f64>, range: Range<f64>) -> Result<f64, WeightsError> {
+        let key = self.key(name);
+        let value = self.metadata.float(&key)?.or(default).ok_or_else(|| missing(&key))?;
+        if !range.contains(&value) {
+            return Err(WeightsError::Malformed(format!("{key}: expected a number in {range:?}, found {value}")));
+        }
+        Ok(value)
+    }
+
+    /// Rejects options that change the arithmetic in unsupported ways.
+    fn reject_unsupported(&self) -> Result<(), WeightsError> {
+        let reject = |key: &str, what: &str| {
+            Err(WeightsError::Unsupported(format!("{}: {what} is not supported", self.key(key))))
+        };
+        if self.metadata.unsigned(&self.key("expert_count"))?.unwrap_or(0) > 0 {
+            return reject("expert_count", "a mixture of experts");
+        }
+        if self.metadata.bool(&self.key("attention.causal"))? == Some(false) {
+            return reject("attention.causal", "attention to later positions");
+        }
+        for key in ["attention.clamp_kqv", "attention.max_alibi_bias", "attn_logit_softcapping", "logit_scale"] {
+            if self.metadata.float(&self.key(key))?.unwrap_or(0.0) != 0.0 {
+                return reject(key, "this option");
+            }
+        }
+        Ok(())
+    }
+
+    /// A sliding window on all layers limits the context: within one window it equals full attention.
+    fn context(&self, architecture: Architecture) -> Result<usize, WeightsError> {
+        let context = self.size("context_length", None, CONTEXT_MAX)?;
+        let window = self.metadata.unsigned(&self.key("attention.sliding_window"))?.unwrap_or(0);
+        let all_layers = window > 0 && architecture != Architecture::Gemma3;
+        Ok(if all_layers { context.min(usize::try_from(window).unwrap_or(context)) } else { context })
+    }
+
+    /// Gemma 3 (technical report, section 2.1): five local layers per global one; local layers use the RoPE base of the
+    /// family's earlier models. Files specify only the window.
+    fn local(
+        &self,
+        architecture: Architecture,
+        layout: QueryKeyOrder,
+        head_dim: usize,
+    ) -> Result<Option<LocalLayers>, WeightsError> {
+        if architecture != Architecture::Gemma3 {
+            return Ok(None);
+        }
+        let window = self.size("attention.sliding_window", None, CONTEXT_MAX)?;
+        let period = self.size("attention.sliding_window_pattern", Some(6), LAYERS_MAX)?;
+        let base = self.float("rope.freq_base_swa", Some(10_000.0), ROPE_BASES)? as f32;
+        let rope = Rope { base, scaling: RopeScaling::None, ..self.rope(architecture, layout, head_dim)? };
+        Ok(Some(LocalLayers { window, period, rope }))
+    }
+
+    /// 1 / √(elements per head). Gemma 3's largest model uses width / heads instead; its file does not record that, so it is
+    /// recognised by its 62 layers.
+    fn attention_scale(
+        &self,
+        architecture: Architecture,
+        width_per_head: usize,
+        head_dim: usize,
+    ) -> Result<f32, WeightsError> {
+        const LARGEST: usize = 62;
+        let largest = architecture == Architecture::Gemma3 && self.size("block_count", None, LAYERS_MAX)? == LARGEST;
+        let usual = 1.0 / (if largest { width_per_head } else { head_dim } as f32).sqrt();
+        // A zero means that the scale is not specified.
+        let given = self.float("attention.scale", Some(0.0), 0.0..1e3)? as f32;
+        Ok(if given == 0.0 { usual } else { given })
+    }
+
+    fn logit_cap(&self, architecture: Architecture) -> Result<Option<f32>, WeightsError> {
+        let key = "final_logit_softcapping";
+        if architecture != Architecture::Gemma3 || self.metadata.float(&self.key(key))?.unwrap_or(0.0) == 0.0 {
+            return Ok(None);
+        }
+        Ok(Some(self.float(key, None, 1e-3..1e6)? as f32))
+    }
+
+    fn norm_eps(&self) -> Result<f32, WeightsError> {
+        Ok(self.float("attention.layer_norm_rms_epsilon", None, 0.0..1.0)? as f32)
+    }
+
+    fn rope(&self, architecture: Architecture, layout: QueryKeyOrder, head_dim: usize) -> Result<Rope, WeightsError> {
+        let usual = if architecture == Architecture::Gemma3 { 1e6 } else { 10_000.0 };
+        let base = self.float("rope.freq_base", Some(usual), ROPE_BASES)? as f32;
+        let dims = self.size("rope.dimension_count", Some(head_dim), head_dim)?;
+        if dims % 2 == 1 {
+            return Err(inconsistent("an even number of rotary dimensions", &[dims]));
+        }
+        let kind = match (architecture, layout) {
+            (Architecture::Llama, QueryKeyOrder::Gguf) => RopeKind::Interleaved,
+            (Architecture::Llama | Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Gemma3, _) => {
+                RopeKind::Halves
+            }
+        };
+        Ok(Rope { kind, base, dims, scaling: self.rope_scaling()? })
+    }
+
+    fn rope_scaling(&self) -> Result<RopeScaling, WeightsError> {
+        let factors = 1e-3..1e6;
+        let legacy = self.float("rope.scale_linear", Some(1.0), factors.clone())?;
+        let factor = self.float("rope.scaling.factor", Some(legacy), factors.clone())?;
+        let default = if factor == 1.0 { "none" } else { "linear" };
+        match self.metadata.text(&self.key("rope.scaling.type"))?.unwrap_or(default) {
+            "none" => Ok(RopeScaling::None),
+            "linear" if factor == 1.0 => Ok(RopeScaling::None),
+            "linear" => Ok(RopeScaling::Linear { factor }),
+            "yarn" => {
+                let context = self.size("context_length", None, CONTEXT_MAX)?;
+                Ok(RopeScaling::Yarn {
+                    factor,
+                    original_context: self.size("rope.scaling.original_context_length", Some(context), CONTEXT_MAX)?,
+                    attention_factor: self.float("rope.scaling.attn_factor", Some(1.0), factors)?,
+                    beta_fast: self.float("rope.scaling.yarn_beta_fast", Some(32.0), 1e-3..1e6)?,
+                    beta_slow: self.float("rope.scaling.yarn_beta_slow", Some(1.0), 1e-3..1e6)?,
+                })
+            }
+            "llama3" => {
+                let low = self.float("rope.scaling.low_freq_factor", Some(1.0), 1e-3..1e6)?;
+                Ok(RopeScaling::Llama3 {
+                    factor,
+                    original_context: self.size("rope.scaling.original_context_length", Some(8192), CONTEXT_MAX)?,
+                    low,
+                    high: self.float("rope.scaling.high_freq_factor", Some(4.0), low + 1e-6..1e7)?,
+                })
+            }
+            other => Err(WeightsError::Unsupported(format!(
+                "{}: {other:?} is not supported; supported: none, linear, llama3, yarn, and factors in {ROPE_FACTORS}",
+                self.key("rope.scaling.type")
+            ))),
+        }
+    }
+}
+
+impl Rope {
+    /// Inverse frequencies `base^(-2 i / dims)` with factors and scaling applied. Bit-identical on every machine: the power
+    /// uses only additions, multiplications and divisions.
+    ///
+    /// # Errors
+    /// The factors do not number `dims / 2`, or are not positive.
+    pub fn frequencies(&self, factors: Option<&[f32]>) -> Result<RotaryFrequencies, WeightsError> {
+        let pairs = self.dims / 2;
+        if let Some(factors) = factors
+            && (factors.len() != pairs || factors.iter().any(|f| !(f.is_finite() && *f > 0.0)))
+        {
+            return Err(WeightsError::Malformed(format!(
+                "tensor {ROPE_FACTORS:?}: expected {pairs} positive factors, found {}",
+                factors.len()
+            )));
+        }
+        let step = root(1.0 / f64::from(self.base), pairs as i32);
+        let plain = |i: usize| power(step, i as i32) / factors.map_or(1.0, |f| f64::from(f[i]));
+        let (inverse, magnitude) = match self.scaling {
+            RopeScaling::None => ((0..pairs).map(plain).collect(), 1.0),
+            RopeScaling::Linear { factor } => ((0..pairs).map(|i| plain(i) / factor).collect(), 1.0),
+            RopeScaling::Llama3 { factor, original_context, low, high } => {
+                let stretched = |i: usize| {
+                    let turns = original_context as f64 * plain(i) / (2.0 * PI);
+                    let kept = ((turns - low) / (high - low)).clamp(0.0, 1.0);
+                    plain(i) * kept + plain(i) / factor * (1.0 - kept)
+                };
+                ((0..pairs).map(stretched).collect(), 1.0)
+            }
+            RopeScaling::Yarn { factor, original_context, attention_factor, beta_fast, beta_slow } => {
+                // The dimension that makes `turns` turns within the original context. Logarithms differ by at most one ulp
+                // between machines, which floor and ceil absorb.
+                let dimension = |turns: f64| {
+                    self.dims as f64 * (original_context as f64 / (turns * 2.0 * PI)).ln()
+                        / (2.0 * f64::from(self.base).ln())
+                };
+                let low = dimension(beta_fast).floor().max(0.0);
+                let high = dimension(beta_slow).ceil().min(self.dims as f64 - 1.0);
+                let blend = |i: usize| {
+                    let divided = ((i as f64 - low) / (high - low).max(0.001)).clamp(0.0, 1.0);
+                    plain(i) / factor * divided + plain(i) * (1.0 - divided)
+                };
+                let magnitude = (attention_factor * (1.0 + 0.1 * factor.ln())) as f32;
+                ((0..pairs).map(blend).collect(), magnitude)
+            }
+        };
+        Ok(RotaryFrequencies { inverse, magnitude })
+    }
+}
+
+/// `x^n` by repeated squaring.
+fn power(x: f64, n: i32) -> f64 {
+    let (mut result, mut square, mut n) = (1.0, x, n);
+    while n > 0 {
+        if n & 1 == 1 {
+            result *= square;
+        }
+        square *= square;
+        n >>= 1;
+    }
+    result
+}
+
+/// The n-th root of `a` for `0 < a < 1`, by Newton's method from above, which decreases monotonically.
+fn root(a: f64, n: i32) -> f64 {
+    let mut x = 1.0f64;
+    loop {
+        let slope = f64::from(n) * power(x, n - 1);
+        let next = x - (power(x, n) - a) / slope;
+        // A NaN from an underflowed slope also ends the loop.
+        if next.partial_cmp(&x) != Some(std::cmp::Ordering::Less) {
+            return x;
+        }
+        x = next;
+    }
+}
+
+fn missing(key: &str) -> WeightsError {
+    WeightsError::Malformed(format!("metadata key {key:?} is missing"))
+}
+
+fn missing_tensor(name: &str) -> WeightsError {
+    WeightsError::Malformed(format!("tensor {name:?} is missing"))
+}
+
+fn inconsistent(expected: &str, found: &[usize]) -> WeightsError {
+    WeightsError::Malformed(format!("expected {expected}, found {found:?}"))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,214 @@
+//! Whole small models of every architecture and format against a naive f64 forward pass.
+#![expect(clippy::needless_range_loop, reason = "loops over indices, as the formulas are written")]
+#![expect(clippy::print_stdout, reason = "human-readable figures")]
+use std::f64::consts::PI;
+use std::sync::Arc;
+
+use kernels::quant::{QUANT_TYPES, QuantType};
+use kernels::threads::Threads;
+use kernels_models::stage::{Activations, RequestedOutput, Rows, RowsIn, RowsOut, StageOptions};
+use kernels_models::weights::testing::TinyModel;
+use kernels_models::weights::{Architecture, ModelFile, RopeKind};
+
+/// Logits of the last token, all in f64, without a KV cache.
+fn naive(file: &ModelFile, tokens: &[u32]) -> Vec<f64> {
+    let c = file.config();
+    let gemma = c.architecture == Architecture::Gemma3;
+    let mut hidden: Vec<Vec<f64>> =
+        tokens.iter().map(|t| rows(file, "token_embd.weight")[*t as usize].clone()).collect();
+    if gemma {
+        hidden.iter_mut().flatten().for_each(|x| *x *= (c.width as f64).sqrt());
+    }
+    for layer in 0..c.layers {
+        // The small Gemma 3: every third layer has global attention and RoPE base 1e6, the others a window of 9 and
+        // base 1e4.
+        let local = gemma && layer % 3 != 2;
+        let name = |part: &str| format!("blk.{layer}.{part}");
+        let normed: Vec<_> =
+            hidden.iter().map(|h| norm(h, &rows(file, &name("attn_norm.weight"))[0], c.norm_eps)).collect();
+        let project = |part: &str, turn: bool| -> Vec<Vec<Vec<f64>>> {
+            let each = normed.iter().enumerate().map(|(position, x)| {
+                let mut y = product(&rows(file, &name(&format!("{part}.weight"))), x);
+                if file.tensor(&name(&format!("{part}.bias"))).is_some() {
+                    y.iter_mut().zip(&rows(file, &name(&format!("{part}.bias")))[0]).for_each(|(y, b)| *y += b);
+                }
+                let heads = y.chunks_exact(c.head_dim).map(|head| {
+                    let mut head = head.to_vec();
+                    if file.tensor(&name(&format!("{part}_norm.weight"))).is_some() {
+                        head = norm(&head, &rows(file, &name(&format!("{part}_norm.weight")))[0], c.norm_eps);
+                    }
+                    if turn { rotate(file, &head, position, local) } else { head }
+                });
+                heads.collect()
+            });
+            each.collect()
+        };
+        let (q, k, v) = (project("attn_q", true), project("attn_k", true), project("attn_v", false));
+        for position in 0..tokens.len() {
+            let mut attended = Vec::new();
+            for head in 0..c.heads {
+                let kv = head / (c.heads / c.kv_heads);
+                let score = |p: usize| dot(&q[position][head], &k[p][kv]) / (c.head_dim as f64).sqrt();
+                let first = if local { (position + 1).saturating_sub(9) } else { 0 };
+                let scores: Vec<f64> = (first..=position).map(score).collect();
+                let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
+                let sum: f64 = weights.iter().sum();
+                attended.extend(
+                    (0..c.head_dim)
+                        .map(|d| weights.iter().zip(&v[first..]).map(|(w, v)| w * v[kv][d]).sum::<f64>() / sum),
+                );
+            }
+            let mut out = product(&rows(file, &name("attn_output.weight")), &attended);
+            if file.tensor(&name("attn_output.bias")).is_some() {
+                out.iter_mut().zip(&rows(file, &name("attn_output.bias"))[0]).for_each(|(o, b)| *o += b);
+            }
+            if gemma {
+                out = norm(&out, &rows(file, &name("post_attention_norm.weight"))[0], c.norm_eps);
+            }
+            hidden[position].iter_mut().zip(out).for_each(|(h, o)| *h += o);
+            let x = norm(&hidden[position], &rows(file, &name("ffn_norm.weight"))[0], c.norm_eps);
+            let gate = product(&rows(file, &name("ffn_gate.weight")), &x);
+            let up = product(&rows(file, &name("ffn_up.weight")), &x);
+            let gelu = |g: f64| 0.5 * g * (1.0 + ((2.0 / PI).sqrt() * (g + 0.044_715 * g.powi(3))).tanh());
+            let silu = |g: f64| g / (1.0 + (-g).exp());
+            let gated: Vec<f64> =
+                gate.iter().zip(up).map(|(g, u)| if gemma { gelu(*g) } else { silu(*g) } * u).collect();
+            let mut out = product(&rows(file, &name("ffn_down.weight")), &gated);
+            if gemma {
+                out = norm(&out, &rows(file, &name("post_ffw_norm.weight"))[0], c.norm_eps);
+            }
+            hidden[position].iter_mut().zip(out).for_each(|(h, o)| *h += o);
+        }
+    }
+    let last = norm(hidden.last().unwrap(), &rows(file, "output_norm.weight")[0], c.norm_eps);
+    let mut logits = product(&rows(file, c.head_tensor()), &last);
+    if gemma {
+        logits.iter_mut().for_each(|logit| *logit = 30.0 * (*logit / 30.0).tanh());
+    }
+    logits
+}
+
+fn rows(file: &ModelFile, name: &str) -> Vec<Vec<f64>> {
+    let tensor = file.tensor(name).unwrap();
+    let mut all = vec![0.0; tensor.rows * tensor.cols];
+    tensor.quant.dequantize_f64(&tensor.read(0..tensor.rows).unwrap(), &mut all);
+    all.chunks_exact(tensor.cols).map(<[f64]>::to_vec).collect()
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+fn product(matrix: &[Vec<f64>], x: &[f64]) -> Vec<f64> {
+    matrix.iter().map(|row| dot(row, x)).collect()
+}
+
+fn norm(x: &[f64], weight: &[f64], eps: f32) -> Vec<f64> {
+    let rms = (dot(x, x) / x.len() as f64 + f64::from(eps)).sqrt();
+    x.iter().zip(weight).map(|(x, w)| x / rms * w).collect()
+}
+
+fn rotate(file: &ModelFile, head: &[f64], position: usize, local: bool) -> Vec<f64> {
+    let rope = &file.config().rope;
+    let mut out = head.to_vec();
+    for i in 0..rope.dims / 2 {
+        let base = if local { 1e4 } else { f64::from(rope.base) };
+        let angle = position as f64 * base.powf(-2.0 * i as f64 / rope.dims as f64);
+        let (a, b) = match rope.kind {
+            RopeKind::Interleaved => (2 * i, 2 * i + 1),
+            RopeKind::Halves => (i, i + rope.dims / 2),
+        };
+        out[a] = head[a] * angle.cos() - head[b] * angle.sin();
+        out[b] = head[a] * angle.sin() + head[b] * angle.cos();
+    }
+    out
+}
+
+/// A small model with scaled-down norm weights, so that attention spreads over many positions instead of one.
+fn gentle(tiny: TinyModel) -> Arc<ModelFile> {
+    let mut writer = tiny.writer();
+    for tensor in writer.tensors_mut() {
+        if matches!(tensor.name.rsplit('.').nth(1), Some("attn_norm" | "ffn_norm" | "output_norm")) {
+            for number in tensor.bytes.chunks_exact_mut(4) {
+                let scaled = f32::from_le_bytes([number[0], number[1], number[2], number[3]]) * 0.06;
+                number.copy_from_slice(&scaled.to_le_bytes());
+            }
+        }
+    }
+    ModelFile::from_bytes(writer.write().into()).unwrap()
+}
+
+fn logits(file: &Arc<ModelFile>, activations: Activations, tokens: &[u32]) -> Vec<f64> {
+    let layers = 0..file.config().layers;
+    let options = StageOptions { layers, sequences: 1, context: 64, activations, threads: 2 };
+    let mut stage = kernels_models::load_cpu_stage(Arc::clone(file), options).unwrap();
+    let mut out = Vec::new();
+    for (position, tokens) in [(0, &tokens[..tokens.len() - 2]), (tokens.len() - 2, &tokens[tokens.len() - 2..])] {
+        out = stage
+            .forward(
+                &mut Threads::new(2).unwrap(),
+                &[Rows { sequence: 0, position, input: RowsIn::Tokens(tokens), output: RequestedOutput::Logits }],
+            )
+            .unwrap();
+    }
+    let Some(RowsOut::Logits(logits)) = out.pop() else { panic!("expected logits") };
+    logits.into_iter().map(f64::from).collect()
+}
+
+/// Relative error in the L2 norm.
+fn error(found: &[f64], exact: &[f64]) -> f64 {
+    let difference: Vec<f64> = found.iter().zip(exact).map(|(f, e)| f - e).collect();
+    (dot(&difference, &difference) / dot(exact, exact)).sqrt()
+}
+
+#[test]
+fn every_architecture_and_format_agrees_with_f64() {
+    let tokens: Vec<u32> = (0..37).map(|i| (i * 29 + 7) % 250).collect();
+    for architecture in Architecture::ALL {
+        for quant in QUANT_TYPES {
+            // Query heads wider than the model, and widths that are not whole groups where the format's blocks allow.
+            let (ffn, heads) = if quant.block_len() == 256 { (512, 8) } else { (480, 6) };
+            let tied = quant == QuantType::Q8_0;
+            let tiny = TinyModel { architecture, quant, ffn, tied, layers: 2, heads, ..TinyModel::default() };
+            agrees(tiny, &tokens);
+        }
+    }
+}
+
+/// Widths that are not multiples of the group of 64 columns nor, for float formats, of the block of 32.
+#[test]
+fn any_width_agrees_with_f64() {
+    let tokens: Vec<u32> = (0..21).map(|i| (i * 23 + 5) % 250).collect();
+    for architecture in Architecture::ALL {
+        for quant in QUANT_TYPES.into_iter().filter(|quant| quant.block_len() < 256) {
+            let (width, ffn) = if quant.block_len() == 1 { (250, 333) } else { (288, 352) };
+            let tiny =
+                TinyModel { architecture, quant, width, ffn, layers: 2, heads: 3, kv_heads: 1, ..TinyModel::default() };
+            agrees(tiny, &tokens);
+        }
+    }
+}
+
+#[test]
+fn biases_in_attention_are_applied() {
+    let tokens: Vec<u32> = (0..19).map(|i| (i * 31 + 3) % 250).collect();
+    for architecture in Architecture::ALL {
+        for quant in [QuantType::Q4_1, QuantType::Q8_0, QuantType::F32] {
+            let tiny = TinyModel { architecture, quant, biases: true, layers: 2, ..TinyModel::default() };
+            agrees(tiny, &tokens);
+        }
+    }
+}
+
+fn agrees(tiny: TinyModel, tokens: &[u32]) {
+    let TinyModel { architecture, quant, .. } = tiny;
+    let file = gentle(tiny);
+    let exact = naive(&file, tokens);
+    let strict = error(&logits(&file, Activations::F32, tokens), &exact);
+    let fast = error(&logits(&file, Activations::Int8, tokens), &exact);
+    println!("{architecture:?} {quant:?}: f32 {strict:.1e}, int8 {fast:.1e}");
+    assert!(strict < 1e-4, "{architecture:?} {quant:?}: f32 path is off by {strict}");
+    let bound = if quant.block_len() == 1 { 2e-2 } else { 6e-2 };
+    assert!(fast < bound, "{architecture:?} {quant:?}: int8 path is off by {fast}");
+}

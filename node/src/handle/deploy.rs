@@ -1,0 +1,232 @@
+//! Serves models, replaces and stops them, and plans them.
+use super::demand::DeployMode;
+use super::model::{ModelHandle, ModelOptions, ModelRef};
+use super::opened::{CONTEXT_DEFAULT, Opened};
+use super::remembered::Entry;
+use super::serving::{Unserved, name_of};
+use super::{Inner, NodeHandle, PLAN_MAX};
+use crate::error::NodeError;
+use crate::hub::CallEvent;
+use crate::views::{PlanReport, plan_report};
+use node_core::id::JobId;
+use node_core::input::Input;
+use node_core::output::Event;
+use node_core::work::PlanSpec;
+use node_core::work::serve::ModelSpec;
+
+impl NodeHandle {
+    /// Serves a model: plans, places and loads it, and waits until every stage is ready. A job that already runs the
+    /// model with these options is reused; one with other options is replaced, and its requests end with an error.
+    /// Dropping the returned future does not stop the deployment. After a restart the node serves the model again,
+    /// until [`Self::undeploy`].
+    ///
+    /// # Errors
+    /// An unknown or damaged model, a mesh too small for it (with what would fit), or a stage that failed to load.
+    pub(crate) async fn deploy(&self, model: ModelRef, options: ModelOptions) -> Result<ModelHandle, NodeError> {
+        self.deploy_for(model, options, false).await
+    }
+
+    /// Like [`Self::deploy`], but the model is unloaded a few seconds after its last request ends, and is not served
+    /// again after a restart. A permanently served model stays permanent.
+    ///
+    /// # Errors
+    /// As for [`Self::deploy`].
+    pub(crate) async fn deploy_temporarily(
+        &self,
+        model: ModelRef,
+        options: ModelOptions,
+    ) -> Result<ModelHandle, NodeError> {
+        self.deploy_for(model, options, true).await
+    }
+
+    async fn deploy_for(
+        &self,
+        model: ModelRef,
+        options: ModelOptions,
+        temporary: bool,
+    ) -> Result<ModelHandle, NodeError> {
+        let node = self.clone();
+        let deploying =
+            tokio::spawn(async move { node.deploy_in_turn(model, DeployMode::Requested { options, temporary }).await });
+        deploying.await.unwrap_or_else(|e| Err(NodeError::Failed(format!("serving the model was interrupted: {e}"))))
+    }
+
+    /// Serves a model when no other change of the served models is in progress.
+    pub(super) async fn deploy_in_turn(&self, model: ModelRef, mode: DeployMode) -> Result<ModelHandle, NodeError> {
+        self.takes_work()?;
+        let serving = &self.inner.serving;
+        let _turn = serving.turn().await;
+        let entry = match mode {
+            DeployMode::Requested { .. } => None,
+            DeployMode::OnDemand { .. } | DeployMode::AfterRestart => self.inner.remembered.get(&model.0),
+        };
+        if matches!(mode, DeployMode::AfterRestart)
+            && let Some(served) = serving.by_name(&model.0)
+        {
+            return Ok(served);
+        }
+        let opened = match &entry {
+            Some(entry) => self.open_remembered(entry).await?,
+            // It was undeployed while this call waited for its turn.
+            None if matches!(mode, DeployMode::AfterRestart) => {
+                return Err(NodeError::NotFound(format!(
+                    "{} was stopped and is not served again after the restart",
+                    model.0
+                )));
+            }
+            None => self.open(&model).await?,
+        };
+        let before = serving.find(&opened.name, opened.held.content);
+        let options = self.options(&mode, entry.as_ref(), &opened)?;
+        let options = before.as_ref().map_or(options.clone(), |before| options.or(&ModelOptions::of(&before.spec)));
+        let mut spec = opened.spec(&options);
+        if let Some(before) = before.as_ref().filter(|before| is_same(&before.spec, &spec)) {
+            spec.clone_from(&before.spec); // the running job's spec, so that `serve` reuses the job
+        }
+        let handle = opened.handle(spec, mode.is_temporary());
+        let (spec, job_before) = (handle.spec.clone(), before.as_ref().map(|before| before.job));
+        match serving.serve(handle, before).await {
+            Ok(served) => {
+                self.note_served(&served, job_before, &opened, &mode);
+                Ok(served)
+            }
+            Err(Unserved { error, then }) => {
+                let now = serving.by_name(&opened.name).map(|served| served.job);
+                let why = if mode.is_last() { self.explain(&opened, &spec, now).await } else { None };
+                Err(why.unwrap_or(error).and_then(then))
+            }
+        }
+    }
+
+    fn options(&self, mode: &DeployMode, entry: Option<&Entry>, opened: &Opened) -> Result<ModelOptions, NodeError> {
+        let remembered = entry.map(|entry| entry.options.clone()).unwrap_or_default();
+        Ok(match mode {
+            DeployMode::Requested { options, .. } => options.clone(),
+            DeployMode::OnDemand { smaller } => {
+                let last = self.inner.last_options.options(opened.held.content)?;
+                last.or(&remembered).smaller(*smaller, CONTEXT_DEFAULT)
+            }
+            DeployMode::AfterRestart => remembered,
+        })
+    }
+
+    /// Records a successful deployment: a permanent model is remembered, a temporary one is watched.
+    fn note_served(&self, served: &ModelHandle, job_before: Option<JobId>, opened: &Opened, mode: &DeployMode) {
+        let Inner { serving, remembered, .. } = &*self.inner;
+        if served.uses.is_temporary() && job_before != Some(served.job) {
+            let (node, uses) = (self.clone(), served.uses.clone());
+            tokio::spawn(async move { node.end_when_unused(uses).await });
+        }
+        remembered.set_started(&served.name);
+        if matches!(mode, DeployMode::Requested { temporary: false, .. }) {
+            let options = ModelOptions::of(&served.spec);
+            // The other names of the job now have these options too.
+            let others = remembered.all().into_iter().filter(|entry| {
+                entry.name != served.name && serving.by_name(&entry.name).is_some_and(|other| other.job == served.job)
+            });
+            let mut entries: Vec<Entry> = others.map(|entry| Entry { options: options.clone(), ..entry }).collect();
+            entries.push(Entry { name: served.name.clone(), path: opened.path.clone(), options });
+            remembered.put(entries);
+        }
+    }
+
+    /// Stops serving a model: its requests end with an error, and its memory is freed on every node. Also cancels a
+    /// model that is still to be served again after a restart.
+    ///
+    /// # Errors
+    /// No such model is served.
+    pub(crate) async fn undeploy(&self, name: &str) -> Result<(), NodeError> {
+        let _turn = self.inner.serving.turn().await;
+        let mut names = vec![name.to_owned()];
+        if let Some(model) = self.served(name) {
+            names.extend(self.inner.serving.end(model.job).await);
+            self.inner.last_options.stop(model.spec.content);
+        } else if self.inner.remembered.get(name).is_none() {
+            return Err(NodeError::NotFound(format!("no model `{name}` is served here")));
+        }
+        self.inner.remembered.remove(&names);
+        Ok(())
+    }
+
+    /// Plans a model without deploying it. Unset options are taken from the running job, if the model is served.
+    ///
+    /// # Errors
+    /// As for [`Self::deploy`].
+    pub(crate) async fn plan(&self, model: ModelRef, options: ModelOptions) -> Result<PlanReport, NodeError> {
+        let opened = self.open(&model).await?;
+        let served = self.inner.serving.find(&opened.name, opened.held.content);
+        let options = served.as_ref().map_or(options.clone(), |served| options.or(&ModelOptions::of(&served.spec)));
+        let spec = opened.spec(&options);
+        let (call, mut events) = self.inner.hub.open(8);
+        let what = Box::new(PlanSpec::Model(spec.clone()));
+        self.inner.driver.input(Input::Plan { call, what, standbys: true });
+        let answer = tokio::time::timeout(PLAN_MAX, async {
+            loop {
+                match events.recv().await {
+                    None => {
+                        return Err(NodeError::Failed("the node has stopped: send the request to another node".into()));
+                    }
+                    Some(CallEvent::Node(Event::PlanReady { result, standbys, change, .. })) => {
+                        return result.map(|plan| (plan, standbys, change)).map_err(|e| NodeError::Plan(e.to_string()));
+                    }
+                    Some(CallEvent::Node(_)) => {}
+                }
+            }
+        })
+        .await
+        .unwrap_or_else(|_| Err(NodeError::Failed("the planner did not respond: retry".into())));
+        self.inner.hub.forget(call);
+        let job = served.map(|served| served.job);
+        let (plan, standbys, change) = match answer {
+            Ok(planned) => planned,
+            Err(error @ NodeError::Plan(_)) => return Err(self.explain(&opened, &spec, job).await.unwrap_or(error)),
+            Err(error) => return Err(error),
+        };
+        let zones = self.zone_losses(job, {
+            let (plan, standbys, work) = (plan.clone(), standbys.clone(), spec.work.clone());
+            move |fleet, options| partitioner::zones::model_losses(&plan, &standbys, &work, fleet, options)
+        });
+        let zones = zones.await;
+        let runs_there = change.is_some_and(|change| change.bytes == 0);
+        let mut report = plan_report(opened.name, &plan, &standbys, change, &self.names().await);
+        report.zones = zones;
+        if let Some(job) = job.filter(|_| runs_there) {
+            // Show the running job's standbys, which were chosen when other memory was free.
+            let views = self.inner.driver.views().await.jobs;
+            let running = views.into_iter().find(|view| view.head && view.job == name_of(job));
+            report.standbys = running.map_or(report.standbys, |view| view.standbys);
+        }
+        Ok(report)
+    }
+}
+
+/// Whether both run the same model with the same options.
+fn is_same(a: &ModelSpec, b: &ModelSpec) -> bool {
+    let run = |spec: &ModelSpec| (spec.content, spec.int8, spec.work.context, spec.work.sequences);
+    run(a) == run(b)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::spec;
+    use super::*;
+
+    #[test]
+    fn a_job_is_reused_for_the_same_weights_and_options_under_any_name() {
+        let running = spec(1, 64);
+        assert!(is_same(&running, &ModelSpec { name: "other".into(), ..running.clone() }));
+        assert!(!is_same(&running, &spec(2, 64)), "other weights");
+        assert!(!is_same(&running, &spec(1, 65)), "another context");
+        assert!(!is_same(&running, &ModelSpec { int8: !running.int8, ..running.clone() }), "other arithmetic");
+        let mut more = running.clone();
+        more.work.sequences += 1;
+        assert!(!is_same(&running, &more), "more concurrent requests");
+    }
+
+    #[test]
+    fn costs_alone_do_not_replace_a_running_job() {
+        let (running, mut newer) = (spec(1, 64), spec(1, 64));
+        newer.work.scratch_bytes += 1;
+        assert!(is_same(&running, &newer), "another version of the program may count other bytes");
+    }
+}

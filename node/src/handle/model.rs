@@ -1,0 +1,95 @@
+//! Models as users name them and as nodes serve them: their options, their vocabulary, and where they run.
+use super::usage::Usage;
+use crate::clock::unix_seconds;
+use node_core::id::{ContentId, JobId, NodeId};
+use node_core::work::serve::ModelSpec;
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// A model given by path, or by the name under which `meshnode pull` cached it.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(crate) struct ModelRef(pub String);
+
+/// How to run a model. An unset option keeps the value of the running job, or else takes its default.
+#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(default)]
+pub(crate) struct ModelOptions {
+    /// 8-bit activations (fast, the default) or f32 (strict).
+    pub int8: Option<bool>,
+    /// Tokens of context per request; at most the model's trained context, by default at most 2048.
+    pub context: Option<u32>,
+    /// Concurrent requests; 4 by default.
+    pub sequences: Option<u32>,
+}
+
+impl ModelOptions {
+    pub(super) fn is_int8(&self) -> bool {
+        self.int8.unwrap_or(true)
+    }
+
+    /// Fills unset options from `other`.
+    pub(super) fn or(&self, other: &Self) -> Self {
+        Self {
+            int8: self.int8.or(other.int8),
+            context: self.context.or(other.context),
+            sequences: self.sequences.or(other.sequences),
+        }
+    }
+
+    /// The options of a served model.
+    pub(super) fn of(served: &ModelSpec) -> Self {
+        Self { int8: Some(served.int8), context: Some(served.work.context), sequences: Some(served.work.sequences) }
+    }
+}
+
+/// A model that is being served.
+#[derive(Clone)]
+pub(crate) struct ModelHandle {
+    /// Name for the API.
+    pub name: String,
+    /// The job behind it.
+    pub job: JobId,
+    /// Tokenizer and chat template.
+    pub words: TextCodec,
+    /// Tokens of context per request.
+    pub context: u32,
+    /// Unix seconds when it became ready.
+    pub created: u64,
+    pub(crate) spec: Arc<ModelSpec>,
+    pub(crate) uses: Arc<Usage>,
+}
+
+impl ModelHandle {
+    /// A served model under the name in its spec.
+    pub(super) fn new(job: JobId, words: TextCodec, spec: ModelSpec, temporary: bool) -> Self {
+        ModelHandle {
+            name: spec.name.clone(),
+            job,
+            words,
+            context: spec.work.context,
+            created: unix_seconds(),
+            spec: Arc::new(spec),
+            uses: Usage::new(temporary),
+        }
+    }
+}
+
+/// The tokenizer and chat template of a model.
+#[derive(Clone)]
+pub(crate) struct TextCodec {
+    /// Its tokenizer.
+    pub tokenizer: Arc<kernels_models::tokenizer::Tokenizer>,
+    /// The chat template, if the model has one.
+    pub template: Option<Arc<kernels_models::chat_template::ChatTemplate>>,
+}
+
+/// A served model that another node coordinates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct RemoteModel {
+    pub(crate) node: NodeId,
+    pub(crate) job: JobId,
+}
+
+/// Vocabularies of models that other nodes serve: reading one takes a good part of a second.
+pub(crate) type Vocabularies = Mutex<BTreeMap<ContentId, TextCodec>>;

@@ -1,0 +1,28 @@
+//! Test support: models to serve, without a file.
+use super::model::TextCodec;
+use kernels_models::weights::testing::TinyModel;
+use node_core::id::ContentId;
+use node_core::work::serve::ModelSpec;
+use partitioner::Work;
+use std::sync::Arc;
+
+/// The vocabulary of a small model.
+pub(super) fn words() -> TextCodec {
+    TextCodec { tokenizer: Arc::new(TinyModel::default().open().tokenizer().unwrap()), template: None }
+}
+
+/// A model without layers: its content is `content` repeated.
+pub(super) fn spec(content: u8, context: u32) -> ModelSpec {
+    let work = Work {
+        layers: Vec::new(),
+        embed_bytes: 0,
+        head_bytes: 0,
+        tied: false,
+        head_flops: 0,
+        activation_bytes: 0,
+        context,
+        sequences: 4,
+        scratch_bytes: 0,
+    };
+    ModelSpec { content: ContentId([content; 32]), name: "tiny".into(), work, width: 8, int8: true, eos: Vec::new() }
+}
