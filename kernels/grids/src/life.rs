@@ -3,6 +3,8 @@
 //! For each row, the sums of three adjacent cells are two bit planes. Adding those of three rows gives the number of
 //! live cells in the 3 × 3 square as four planes, and the rule is a boolean function of these and the cell itself.
 //! Going down a column of words, each row's sums are computed once.
+use std::ops::Range;
+
 use kernels::cpu::Isa;
 use kernels::cpu::simd::{Kernel, Simd};
 use kernels::cpu::words::{One, Words};
@@ -94,9 +96,8 @@ impl Stepper for Life {
     fn fill(&self, frame: &Frame, state: &mut Planes, _steps: usize) {
         let (cells, [width, height, _]) = (state.plane_mut::<u64>(0), frame.size);
         let [below, above] = frame.halo[1];
-        let ends: Vec<usize> = (0..2).filter(|&side| frame.halo[0][side] == 0).collect();
-        for y in -below..height + above {
-            ends.iter().for_each(|&side| fill_end(frame, cells, y, side));
+        for side in (0..2).filter(|&side| frame.halo[0][side] == 0) {
+            fill_ends(frame, cells, -below..height + above, side);
         }
         let [left, right] = frame.ring[0];
         for (side, ghost, source) in [(0, -1, height - 1), (1, height, 0)] {
@@ -136,13 +137,18 @@ impl Stepper for Life {
     }
 }
 
-/// Fills the ghost cell at one end of a row.
-fn fill_end(frame: &Frame, cells: &mut [u64], y: isize, side: usize) {
+/// Fills the ghost cells at one end of these rows.
+fn fill_ends(frame: &Frame, cells: &mut [u64], rows: Range<isize>, side: usize) {
     let width = frame.size[0];
     let (ghost, source) = if side == 0 { (-1, width - 1) } else { (width, 0) };
-    let alive = frame.wraps[0] && cells[frame.at([source, y, 0])] >> source.rem_euclid(64) & 1 == 1;
-    let (word, bit) = (&mut cells[frame.at([ghost, y, 0])], ghost.rem_euclid(64));
-    *word = *word & !(1 << bit) | u64::from(alive) << bit;
+    let (to, from) = (frame.at([ghost, rows.start, 0]), frame.at([source, rows.start, 0]));
+    let (bit, shift) = (ghost.rem_euclid(64), source.rem_euclid(64));
+    for row in 0..rows.len() {
+        let next = row * frame.strides()[0] as usize;
+        let alive = frame.wraps[0] && cells[from + next] >> shift & 1 == 1;
+        let word = &mut cells[to + next];
+        *word = *word & !(1 << bit) | u64::from(alive) << bit;
+    }
 }
 
 /// A block of rows, in whole words.

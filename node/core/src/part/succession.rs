@@ -125,24 +125,25 @@ impl Succession {
 }
 
 impl HeldJob {
-    /// Whether a successor may still take over: there are some, and of a served model enough participants are left for
-    /// a majority, as far as this node knows. Otherwise the memory held here may be needed elsewhere.
+    /// Whether a successor may still take over. Otherwise the memory held here may be needed elsewhere. A simulation stays
+    /// for [`ORPHAN_MAX`] even without a majority.
     fn may_be_succeeded(&self, coordinator: NodeId) -> bool {
+        let steps = |record: &Record| matches!(record.program, ProgramRecord::Steps(_));
+        let named = self.order().is_some_and(|order| !order.successors.is_empty());
+        self.may_elect(coordinator) || named && self.succession.record.as_deref().is_some_and(steps)
+    }
+
+    /// Whether there are successors, and enough voters are left to elect one, as far as this node knows.
+    fn may_elect(&self, coordinator: NodeId) -> bool {
         let Some(order) = self.order().filter(|order| !order.successors.is_empty()) else { return false };
         let Some(record) = &self.succession.record else { return true };
         let all = record.voters(&order.owners);
-        let left = all.iter().filter(|node| **node != coordinator).count();
-        matches!(record.program, ProgramRecord::Steps(_)) || 2 * left > all.len()
+        2 * all.iter().filter(|node| **node != coordinator).count() > all.len()
     }
 
     /// How long the parts stay without a coordinator.
     pub(super) fn orphan_max(&self, coordinator: NodeId) -> Duration {
-        let Some(order) = self.order().filter(|order| !order.successors.is_empty()) else { return ORPHAN_MAX };
-        let majority = self.succession.record.as_ref().is_none_or(|record| {
-            let all = record.voters(&order.owners);
-            2 * all.iter().filter(|node| **node != coordinator).count() > all.len()
-        });
-        if majority { ORPHAN_SUCCEEDED_MAX } else { ORPHAN_MAX }
+        if self.may_elect(coordinator) { ORPHAN_SUCCEEDED_MAX } else { ORPHAN_MAX }
     }
 
     /// The order of a part under the present epoch. A part that failed does not count.
