@@ -94,8 +94,8 @@ pub(crate) async fn start(options: UpOptions) -> Result<(NodeHandle, Running), N
         .await
         .map_err(|e| NodeError::Failed(format!("measuring the device was interrupted: {e}")))?
         .map_err(NodeError::Invalid)?;
-    let library = Arc::new(Library::open(Cache::beside(&options.models_dir, options.cache_bytes))?);
-    library.add_known(&options.models_dir);
+    let cache = Cache::beside(&options.models_dir, options.cache_bytes);
+    let library = Arc::new(Library::open(cache, &options.models_dir)?);
 
     let (driver, queue) = queue::channel();
     let tensors = Arc::new(TensorStore::default());

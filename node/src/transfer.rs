@@ -48,17 +48,19 @@ pub(crate) struct Held {
 /// All models on this node's disk.
 pub(crate) struct Library {
     cache: Cache,
+    /// The folder of the user's models.
+    models_dir: PathBuf,
     held: Mutex<BTreeMap<ContentId, Arc<Holding>>>,
     ledger: Arc<Ledger>,
 }
 
 impl Library {
-    /// Opens a library with its files in `cache`. Contents that it holds from earlier runs are served to peers from the
-    /// start.
+    /// Opens a library with its files in `cache`, and the user's models in `models_dir`. Contents that it holds from
+    /// earlier runs are served to peers from the start.
     ///
     /// # Errors
-    /// The folder cannot be created.
-    pub(crate) fn open(cache: Cache) -> Result<Self, TransferError> {
+    /// The cache's folder cannot be created.
+    pub(crate) fn open(cache: Cache, models_dir: &Path) -> Result<Self, TransferError> {
         let dir = cache.dir();
         std::fs::create_dir_all(dir).map_err(|cause| TransferError::Disk { path: dir.to_owned(), cause })?;
         let kept = |entry: cache::Entry| {
@@ -68,7 +70,9 @@ impl Library {
             Some((entry.content, Arc::new(holding)))
         };
         let held = cache.entries().into_iter().filter_map(kept).collect();
-        Ok(Self { cache, held: Mutex::new(held), ledger: Arc::default() })
+        let library = Self { cache, models_dir: models_dir.to_owned(), held: Mutex::new(held), ledger: Arc::default() };
+        library.add_known();
+        Ok(library)
     }
 
     /// Adds a whole file. Its index is read from the side file if the model has not changed since, else built (one pass
@@ -92,9 +96,9 @@ impl Library {
         Ok(Held { content, file, fetched_bytes: 0 })
     }
 
-    /// Adds every model file of a folder whose index is already stored; others are added on request.
-    pub(crate) fn add_known(&self, models_dir: &Path) {
-        for entry in std::fs::read_dir(models_dir).into_iter().flatten().flatten() {
+    /// Adds every model file of the user's whose index is already stored; others are added on request.
+    fn add_known(&self) {
+        for entry in std::fs::read_dir(&self.models_dir).into_iter().flatten().flatten() {
             let path = entry.path();
             let weights = path.join(crate::pull::FOLDER_WEIGHTS);
             let path = if weights.is_file() { weights } else { path };
@@ -126,6 +130,21 @@ impl Library {
         self.find(content, what).map_or_else(|| vec![0], |bytes| [&[1], bytes.as_slice()].concat())
     }
 
+    /// The complete file of a content: one that is already open, or the user's model of that name if it has this content.
+    /// The latter takes a pass over the file the first time, which is faster than fetching it.
+    async fn whole_file(self: &Arc<Self>, content: ContentId, name: &str) -> Option<Arc<ModelFile>> {
+        let known = self.lock().get(&content).and_then(|known| known.whole_file().cloned());
+        if known.is_some() || !crate::pull::is_cached(name, &self.models_dir) {
+            return known;
+        }
+        let path = crate::pull::locate(name, &self.models_dir)?;
+        let library = self.clone();
+        let added = tokio::task::spawn_blocking(move || {
+            library.add(&path).inspect_err(|e| tracing::warn!("{} is not used: {e}", path.display()))
+        });
+        added.await.ok()?.ok().filter(|held| held.content == content).map(|held| held.file)
+    }
+
     /// The human-readable state.
     pub(crate) fn view(&self) -> WeightsView {
         let (given_chunks, given_bytes) = self.ledger.given();
@@ -140,8 +159,8 @@ impl Library {
         }
     }
 
-    /// This node's share of a model for the given layers. Missing chunks are fetched from all sources that have some of
-    /// them. A user's file that was modified since it was opened is no longer used.
+    /// This node's share of a model for the given layers. If the user has no such file, missing chunks are fetched from
+    /// all sources that have some of them. A file that was modified since it was opened is no longer used.
     ///
     /// # Errors
     /// No source has a chunk, the disk or the cache is full, or the data is not a model. For a modified file, the text
@@ -154,8 +173,9 @@ impl Library {
         sources: &[NodeId],
         ask: &Arc<impl Ask>,
     ) -> Result<Held, TransferError> {
-        let whole = self.lock().get(&content).and_then(|known| known.whole_file().cloned());
-        let Some(file) = whole else { return self.fetched(content, name, layers, sources, ask).await };
+        let Some(file) = self.whole_file(content, name).await else {
+            return self.fetched(content, name, layers, sources, ask).await;
+        };
         let Err(changed) = file.check_unchanged() else { return Ok(Held { content, file, fetched_bytes: 0 }) };
         tracing::warn!("{changed}");
         let fetched = self.fetched(content, name, layers, sources, ask).await;
@@ -173,8 +193,7 @@ impl Library {
         sources: &[NodeId],
         ask: &Arc<impl Ask>,
     ) -> Result<Arc<ModelFile>, TransferError> {
-        let whole = self.lock().get(&content).and_then(|known| known.whole_file().cloned());
-        if let Some(file) = whole {
+        if let Some(file) = self.whole_file(content, name).await {
             return Ok(file);
         }
         let ongoing = self.ledger.begin(content, name, 0..0);

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::sync::mpsc;
 
@@ -591,4 +591,24 @@ fn a_request_serves_a_model_that_this_node_has() {
     let (status, answer) = server.post("/v1/chat/completions", chat_body(json!({"model": "cached"})));
     assert_eq!((status, &answer["model"]), (200, &json!("cached")), "{answer}");
     assert_eq!(server.call("GET /v1/models/cached", "").0, 404, "only a generation request serves it");
+}
+
+#[test]
+fn a_request_waits_for_the_successor_of_a_lost_coordinator() {
+    let engine = FakeNode::generating("ok");
+    let part = JobView { model: "cached".into(), state: "holding".into(), ..JobView::default() };
+    engine.jobs.lock().push(part);
+    let server = start(engine.clone());
+    let asked = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let answer = scope.spawn(|| {
+            let answer = server.post("/v1/chat/completions", chat_body(json!({"model": "cached"})));
+            asked.store(true, Ordering::SeqCst);
+            answer
+        });
+        std::thread::sleep(Duration::from_millis(600));
+        assert!(!asked.load(Ordering::SeqCst), "a second job would take the memory that the successor needs");
+        engine.jobs.lock().clear();
+        assert_eq!(answer.join().unwrap().0, 200, "no successor came: the model is served here");
+    });
 }

@@ -3,6 +3,7 @@
 use super::NodeHandle;
 use super::model::{ModelHandle, ModelOptions, ModelRef};
 use crate::error::NodeError;
+use partitioner::CONTEXT_MIN;
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -47,12 +48,14 @@ impl DeployMode {
 }
 
 impl ModelOptions {
-    /// Reduces the options by a number of steps; `context` is the context if none is set.
+    /// Reduces the options by a number of steps; `context` is the context if none is set. A context is not reduced below
+    /// [`CONTEXT_MIN`].
     pub(super) fn smaller(self, steps: u32, context: u32) -> Self {
         match steps.checked_sub(1) {
             None => self,
             Some(halves) => {
-                let context = (self.context.unwrap_or(context) >> halves.min(SMALLER_MAX)).max(1);
+                let context = self.context.unwrap_or(context);
+                let context = (context >> halves.min(SMALLER_MAX)).max(CONTEXT_MIN.min(context));
                 Self { sequences: Some(1), context: Some(context), ..self }
             }
         }
@@ -112,11 +115,13 @@ mod tests {
     }
 
     #[test]
-    fn reductions_never_reach_a_context_of_zero() {
-        let small = ModelOptions { context: Some(3), ..ModelOptions::default() };
-        let sizes: Vec<_> = (1..=SMALLER_MAX + 3).map(|steps| small.clone().smaller(steps, 2048).context).collect();
-        assert_eq!(sizes[..3], [Some(3), Some(1), Some(1)]);
-        assert!(sizes.iter().all(|context| *context >= Some(1)), "{sizes:?}");
+    fn reductions_keep_a_useful_context() {
+        let sizes = |context| {
+            let small = ModelOptions { context: Some(context), ..ModelOptions::default() };
+            (1..=SMALLER_MAX + 3).map(|steps| small.clone().smaller(steps, 2048).context.unwrap()).collect::<Vec<_>>()
+        };
+        assert_eq!(sizes(512), [512, 256, CONTEXT_MIN, CONTEXT_MIN, CONTEXT_MIN, CONTEXT_MIN, CONTEXT_MIN]);
+        assert!(sizes(3).iter().all(|context| *context == 3), "a context that was short before stays");
     }
 
     #[test]

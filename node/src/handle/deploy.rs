@@ -118,6 +118,9 @@ impl NodeHandle {
             tokio::spawn(async move { node.end_when_unused(uses).await });
         }
         remembered.set_started(&served.name);
+        if matches!(mode, DeployMode::Requested { .. }) {
+            self.inner.last_options.set(opened.held.content, ModelOptions::of(&served.spec));
+        }
         if matches!(mode, DeployMode::Requested { temporary: false, .. }) {
             let options = ModelOptions::of(&served.spec);
             // The other names of the job now have these options too.

@@ -7,7 +7,7 @@ use node_core::work::serve::StageOrder;
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::VecDeque;
 
-/// The last options of the models that this node took part in, latest last, and which of them its user stopped.
+/// The largest recent options of the models that this node took part in, latest model last, and which of them its user stopped.
 #[derive(Default)]
 pub(crate) struct LastOptions(Mutex<VecDeque<(ContentId, Memory)>>);
 
@@ -18,11 +18,22 @@ struct Memory {
 }
 
 impl LastOptions {
-    /// Records the options of a stage that this node is ordered to hold.
+    /// Records the options of a stage that this node is ordered to hold. A stage smaller than the last one may have
+    /// been reduced because memory was short, so the larger context and number of requests are kept: reductions must
+    /// not add up.
     pub(crate) fn note(&self, stage: &StageOrder) {
-        let options =
-            ModelOptions { int8: Some(stage.int8), context: Some(stage.context), sequences: Some(stage.sequences) };
+        let last = self.get(stage.content).options;
+        let options = ModelOptions {
+            int8: Some(stage.int8),
+            context: last.context.max(Some(stage.context)),
+            sequences: last.sequences.max(Some(stage.sequences)),
+        };
         self.put(stage.content, Memory { options, stopped: false });
+    }
+
+    /// Records the options with which a user of this node serves a model.
+    pub(super) fn set(&self, content: ContentId, options: ModelOptions) {
+        self.put(content, Memory { options, stopped: false });
     }
 
     /// Records that the user stopped the model.
@@ -83,7 +94,10 @@ mod tests {
         last_options.stop(tiny);
         assert!(matches!(last_options.options(tiny), Err(NodeError::NotFound(_))));
         last_options.note(&stage(1, 64));
-        assert_eq!(last_options.options(tiny).unwrap().context, Some(64));
+        assert_eq!(last_options.options(tiny).unwrap().context, Some(128), "a smaller stage may be a reduced one");
+        let shorter = ModelOptions { context: Some(32), ..last };
+        last_options.set(tiny, shorter.clone());
+        assert_eq!(last_options.options(tiny).unwrap(), shorter, "what a user asks for counts");
         (2..2 + JOBS_MAX as u8).for_each(|other| last_options.note(&stage(other, 64)));
         assert_eq!(last_options.options(tiny).unwrap(), ModelOptions::default(), "only the latest JOBS_MAX are kept");
     }

@@ -71,7 +71,7 @@ fn peer(n: u8) -> NodeId {
 }
 
 fn library(dir: &Path, limit: u64) -> Arc<Library> {
-    Arc::new(Library::open(Cache::at(dir, Some(limit))).unwrap())
+    Arc::new(Library::open(Cache::at(dir, Some(limit)), &dir.join("models")).unwrap())
 }
 
 /// A model whose name, and so its content id, depends on `layers`.
@@ -221,6 +221,28 @@ async fn nodes_with_a_share_each_are_together_a_source_of_the_whole_model() {
     let held = library.share(bench.content, "tiny", 0..LAYERS, &[peer(1), peer(2)], &net).await.expect("from both");
     assert!(net.0[&peer(1)].chunks() > 5 && net.0[&peer(2)].chunks() > 5);
     held.file.tokenizer().expect("the whole model");
+}
+
+#[tokio::test]
+async fn the_users_own_file_is_used_instead_of_peers_if_its_content_is_the_same() {
+    let bench = bench(&[|_| {}]);
+    let (library, models) = (bench.fetcher(), bench.dir.path().join("fetcher/models"));
+    std::fs::create_dir_all(&models).unwrap();
+    // Another model of that name is no substitute.
+    std::fs::rename(model(&models, 2), models.join("tiny.gguf")).unwrap();
+    let held = bench.share(&library, 0..2).await.expect("from the peer");
+    assert!(held.content == bench.content && bench.asked() > 0);
+
+    let asked = bench.asked();
+    std::fs::rename(model(&models, LAYERS), models.join("tiny.gguf")).unwrap();
+    let held = bench.share(&library, 0..LAYERS).await.expect("from the file");
+    assert_eq!((held.content, held.fetched_bytes, bench.asked()), (bench.content, 0, asked));
+    let error = library.share(bench.content, "../models/tiny", 0..LAYERS, &[], &bench.net).await;
+    assert!(error.is_ok(), "the file is open now: its name no longer matters");
+    let alone = self::library(&bench.dir.path().join("alone"), 1 << 30);
+    let path = models.join("tiny.gguf").display().to_string();
+    let error = alone.share(bench.content, &path, 0..LAYERS, &[], &bench.net).await.err().expect("no path counts");
+    assert!(error.to_string().contains("there is no source"), "{error}");
 }
 
 #[tokio::test]
