@@ -247,7 +247,14 @@ impl Jobs {
     /// A caller submits a request. If another node took the job over from this one, the request goes there.
     pub fn handle_submit(&mut self, now: Instant, call: CallId, job: JobId, request: Request) {
         let refusal = match self.jobs.get_mut(&job).and_then(Job::serve) {
-            Some(_) if self.leaving => DoneReason::Failed("this node is leaving the mesh: use another node".into()),
+            // It still answers what it has accepted.
+            Some(serve) if self.leaving => {
+                if serve.requests.attach(Caller::Here(call), request, 0, &mut self.out).is_none() {
+                    self.calls.insert(call, job);
+                    return;
+                }
+                DoneReason::Failed("this node is leaving the mesh: use another node".into())
+            }
             Some(serve) => {
                 if serve.requests.submit(now, Caller::Here(call), request, 0, &mut self.out) == Submitted::Taken {
                     self.calls.insert(call, job);
@@ -271,7 +278,10 @@ impl Jobs {
     pub fn handle_from_caller(&mut self, now: Instant, from: NodeId, job: JobId, call: CallId, say: FromCaller) {
         let caller = Caller::Away(from, call);
         let say = match (self.jobs.get_mut(&job).and_then(Job::serve), say) {
-            (Some(_), FromCaller::Ask { .. }) if self.leaving => {
+            (Some(serve), FromCaller::Ask { request, from: position }) if self.leaving => {
+                if serve.requests.attach(caller, *request, position, &mut self.out).is_none() {
+                    return;
+                }
                 let reason = "the node that serves the model is leaving the mesh: retry".into();
                 ToCaller::Done { reason: DoneReason::Failed(reason), end: 0 }
             }

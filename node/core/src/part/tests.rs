@@ -481,3 +481,17 @@ fn a_part_that_waits_for_its_order_is_reported_and_released() {
     say(&mut parts, COORDINATOR, EPOCH, ToParticipant::Release { part: PartId(1) });
     assert_eq!(parts.held().count(), 0);
 }
+
+/// Two owners, of which one coordinates, and a standby that does not hold its part yet: nobody can be elected, so the
+/// memory is for the next coordinator.
+#[test]
+fn a_part_is_dropped_with_its_coordinator_where_no_majority_can_elect_another() {
+    for (owners, kept) in [(vec![COORDINATOR, NEXT], false), (vec![COORDINATOR, NEXT, STANDBY], true)] {
+        let mut parts = Parts::new(ME);
+        let order = Order { successors: vec![NEXT], ..*order(&owners, 0, Some(Tier::Hot)) };
+        prepare(&mut parts, EPOCH, Box::new(order));
+        assert!(load(&mut parts));
+        parts.handle_coordinator_gone(NOW, COORDINATOR, false);
+        assert_eq!(parts.held().count() == 1, kept, "{owners:?}");
+    }
+}

@@ -158,7 +158,13 @@ impl Requests {
 
     /// Attaches a caller to the same request (key included) that runs, waits or has just ended: it gets the tokens that
     /// it lacks. Returns a request that is not known.
-    fn attach(&mut self, caller: Caller, request: Request, from: u32, out: &mut Out) -> Option<Request> {
+    pub(in crate::job) fn attach(
+        &mut self,
+        caller: Caller,
+        request: Request,
+        from: u32,
+        out: &mut Out,
+    ) -> Option<Request> {
         let known = |stream: &Stream| stream.request == request;
         if let Some(stream) = self.running.values_mut().chain(&mut self.waiting).find(|stream| known(stream)) {
             let before = core::mem::replace(&mut stream.caller, caller);

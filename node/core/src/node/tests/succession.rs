@@ -94,6 +94,33 @@ fn a_caller_at_another_member_is_served_from_the_successor() {
     }
 }
 
+/// A caller that lost messages asks a leaving coordinator again. It still gets the rest of what was accepted; a new request is
+/// rejected.
+#[test]
+fn a_leaving_coordinator_answers_what_it_has_accepted() {
+    let mut mesh = Mesh::new(&[225; 6]);
+    let job = mesh.deploy();
+    mesh.run_for(Duration::from_secs(3));
+    let stages = mesh.stages();
+    let member = (2..=6).map(id).find(|node| !stages.contains(node)).expect("a node without a stage");
+    let ask = |call, tokens| {
+        let request = Box::new(request(call, vec![1, 2, 3], tokens));
+        Input::Ask { call, to: id(1), job, request }
+    };
+    mesh.give(member, ask(CALL, 60));
+    let end = mesh.now + Duration::from_secs(5);
+    mesh.run_while(end, |mesh| mesh.told(CALL).len() < 10);
+    mesh.cut.insert((id(1), member));
+    mesh.give(id(1), Input::Leave);
+    mesh.run_for(Duration::from_millis(30));
+    mesh.cut.clear();
+    mesh.give(member, ask(AGAIN, 9));
+    assert_eq!(mesh.finish(CALL, Duration::from_secs(5)), DoneReason::Length);
+    assert_eq!(mesh.told(CALL), solo(&[1, 2, 3], 60));
+    let reason = mesh.finish(AGAIN, Duration::from_secs(5));
+    assert!(matches!(&reason, DoneReason::Failed(why) if why.contains("leaving the mesh")), "{reason:?}");
+}
+
 /// A coordinator that only stood still hands its callers over to its successor. Each receives every token once.
 #[test]
 fn callers_of_a_coordinator_that_comes_back_are_answered_by_its_successor() {
