@@ -14,7 +14,7 @@ use node_core::id::NodeId;
 use node_core::input::Input;
 use notice::BanNotice;
 use parking_lot::{Mutex, MutexGuard};
-use state::{STATE_BYTES_MAX, State};
+use state::{BanState, STATE_BYTES_MAX};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -46,7 +46,7 @@ pub(crate) struct Bans {
     data_dir: PathBuf,
     /// Display name of this node, for its revocations.
     name: String,
-    state: Mutex<State>,
+    state: Mutex<BanState>,
     /// Serialises changes while they are written and applied, so that an older key never replaces a newer one. `state`
     /// is never locked during a write.
     changing: Mutex<()>,
@@ -88,7 +88,7 @@ impl Bans {
     ) -> Result<Arc<Self>, NodeError> {
         let held = admission.credentials();
         // If the membership was granted just now, its key is at least as new as the saved one.
-        let state = State { key: held.mesh_key, ..load(&data_dir, &held)? };
+        let state = BanState { key: held.mesh_key, ..load(&data_dir, &held)? };
         let runtime = tokio::runtime::Handle::current();
         let (sealing, keys) = watch::channel(state.key);
         runtime.spawn(seal(gossip.clone(), keys));
@@ -150,7 +150,7 @@ impl Bans {
         getrandom::fill(&mut key).map_err(|e| NodeError::Failed(format!("cannot generate a random mesh key: {e}")))?;
         let with_it = self.endpoint.certified_by(peer);
         let number = self.state().number + 1;
-        let merged = self.merge(State { number, key, revocations: vec![revocation] })?;
+        let merged = self.merge(BanState { number, key, revocations: vec![revocation] })?;
         if merged.is_some() {
             self.exchange_with_all();
         }
@@ -165,7 +165,7 @@ impl Bans {
     /// Handles a member that rejected this node with a revocation.
     pub(crate) fn handle_refused(self: &Arc<Self>, revocation: Revocation) {
         let state = self.state();
-        let received = State { number: state.number, key: state.key, revocations: vec![revocation] };
+        let received = BanState { number: state.number, key: state.key, revocations: vec![revocation] };
         drop(state);
         if let Err(e) = self.merge(received) {
             tracing::error!("cannot save the ban of this node: {e}");
@@ -236,7 +236,7 @@ impl Bans {
     async fn try_exchange(self: &Arc<Self>, node: transport::NodeId, kind: u8) -> Result<(), RequestError> {
         let request = BulkRequest::Bans(Exchange::new(&self.state(), kind)).encode();
         let answer = self.endpoint.request(node, request.into()).await?.all(STATE_BYTES_MAX).await?;
-        if let Some(received) = State::decode(&answer) {
+        if let Some(received) = BanState::decode(&answer) {
             let bans = self.clone();
             // Blocking, because it writes to the disk.
             let _ = tokio::task::spawn_blocking(move || bans.receive(received)).await;
@@ -244,7 +244,7 @@ impl Bans {
         Ok(())
     }
 
-    fn receive(self: &Arc<Self>, received: State) {
+    fn receive(self: &Arc<Self>, received: BanState) {
         match self.merge(received) {
             Ok(Some(_)) => self.exchange_with_all(),
             Ok(None) => {}
@@ -258,7 +258,7 @@ impl Bans {
 
     /// Merges valid revocations and a newer key into the state. `None` if nothing changed; else the tickets of this
     /// node that became void.
-    fn merge(&self, received: State) -> Result<Option<Vec<Invite>>, NodeError> {
+    fn merge(&self, received: BanState) -> Result<Option<Vec<Invite>>, NodeError> {
         let _one_at_a_time = self.changing.lock();
         let mesh = self.admission.credentials().mesh;
         let now = unix_seconds();
@@ -298,7 +298,7 @@ impl Bans {
 
     /// Closes connections to banned nodes, removes them from the core, and voids the tickets that they may have, which
     /// it returns.
-    fn enforce(&self, state: &State) -> Vec<Invite> {
+    fn enforce(&self, state: &BanState) -> Vec<Invite> {
         let held = self.admission.credentials();
         let me = self.admission.identity().peer_id();
         let mut by_peer = state.banned(held.mesh);
@@ -340,7 +340,7 @@ impl Bans {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, BanState> {
         self.state.lock()
     }
 
@@ -367,8 +367,8 @@ pub(crate) fn restore(
     Ok((MeshCredentials { mesh_key: state.key, ..held }, notice))
 }
 
-fn load(data_dir: &std::path::Path, held: &MeshCredentials) -> Result<State, NodeError> {
-    State::load(data_dir, held)
+fn load(data_dir: &std::path::Path, held: &MeshCredentials) -> Result<BanState, NodeError> {
+    BanState::load(data_dir, held)
         .map_err(|e| NodeError::Failed(format!("cannot read {}: {e}", data_dir.join("bans").display())))
 }
 

@@ -29,12 +29,12 @@ pub(crate) enum Key {
     Given(String),
     /// In one of several files, tried in order. A key is sent only to a node that proves that it knows the key, because
     /// another user's program may have taken the node's port.
-    InFiles(Vec<PathBuf>, Arc<OnceLock<Found>>),
+    InFiles(Vec<PathBuf>, Arc<OnceLock<KeySearch>>),
 }
 
 /// Result of the search in the key files.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Found {
+pub(crate) struct KeySearch {
     key: Option<ApiKey>,
     /// For each file, why its key is not sent.
     why: Vec<String>,
@@ -190,8 +190,8 @@ impl Client {
     }
 
     /// The first key in the files that the node proves to know.
-    fn look(&self, files: &[PathBuf]) -> Found {
-        let mut found = Found::default();
+    fn look(&self, files: &[PathBuf]) -> KeySearch {
+        let mut found = KeySearch::default();
         let host = self.base.strip_prefix("http://").unwrap_or(&self.base);
         let Ok(address) = host.parse::<SocketAddr>() else {
             found.why.push(format!("`{host}` is not an IP address with a port, so no key file was searched"));
@@ -199,7 +199,7 @@ impl Client {
         };
         for file in files {
             match ApiKey::read(file) {
-                Ok(Some(key)) if self.proves(&key, address) => return Found { key: Some(key), why: Vec::new() },
+                Ok(Some(key)) if self.proves(&key, address) => return KeySearch { key: Some(key), why: Vec::new() },
                 Ok(Some(_)) => found
                     .why
                     .push(format!("{} holds the key of another node, or this node did not prove it", file.display())),

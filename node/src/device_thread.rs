@@ -75,8 +75,8 @@ struct DeviceThread {
 }
 
 enum Part {
-    Stage(stages::Held),
-    Tile(Box<tiles::Held>),
+    Stage(stages::LoadedStage),
+    Tile(Box<tiles::LoadedTile>),
 }
 
 /// A model counts as in use for this long after a batch. Meanwhile tile runs let batches pass every
@@ -181,10 +181,10 @@ impl DeviceThread {
         let (part, bytes, is_loading) = match part {
             NewPart::Stage(stage) => {
                 let now = stage.resident_bytes();
-                (Part::Stage(stages::Held { epoch, stage }), bytes_max.max(now.weights + now.working), false)
+                (Part::Stage(stages::LoadedStage { epoch, stage }), bytes_max.max(now.weights + now.working), false)
             }
             NewPart::Tile { order, standby, simulation, checkpoint } => {
-                let mut held = Box::new(tiles::Held::new((key, bytes_max), *order, simulation));
+                let mut held = Box::new(tiles::LoadedTile::new((key, bytes_max), *order, simulation));
                 let commands = || self.own.upgrade().ok_or("the node is shutting down");
                 if standby != Some(Tier::Warm) {
                     held.make(&self.shared.device)?;
@@ -336,14 +336,14 @@ impl DeviceThread {
     }
 
     /// The stage of a key, and the compute threads.
-    fn stage(&mut self, key: Key) -> Result<(&mut stages::Held, &mut Threads), String> {
+    fn stage(&mut self, key: Key) -> Result<(&mut stages::LoadedStage, &mut Threads), String> {
         match self.parts.get_mut(&key) {
             Some(Part::Stage(held)) => Ok((held, threads(&mut self.threads, &self.shared.device)?)),
             Some(Part::Tile(_)) | None => Err("this stage of the job is not loaded".into()),
         }
     }
 
-    fn tile(&mut self, key: Key) -> Option<&mut tiles::Held> {
+    fn tile(&mut self, key: Key) -> Option<&mut tiles::LoadedTile> {
         match self.parts.get_mut(&key) {
             Some(Part::Tile(held)) => Some(held),
             Some(Part::Stage(_)) | None => None,

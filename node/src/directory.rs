@@ -15,6 +15,10 @@ pub(crate) struct Directory {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Served {
     pub(crate) models: Vec<ServedModel>,
+    /// Names of the models of which it holds parts for other coordinators. If none of these answers, one of the holders
+    /// may succeed it.
+    #[serde(default)]
+    pub(crate) held: Vec<String>,
 }
 
 /// A model that a member serves.
@@ -34,13 +38,14 @@ pub(crate) struct ServedModel {
 pub(crate) const ANSWER_BYTES_MAX: usize = 64 << 10;
 
 impl Directory {
-    pub(crate) fn answer(&self) -> Vec<u8> {
+    /// The answer, with the models of which this node holds parts.
+    pub(crate) fn answer(&self, held: Vec<String>) -> Vec<u8> {
         let models = self.models.lock();
         let of = |(name, model): (&String, &ModelHandle)| {
             let (name, job, content) = (name.clone(), model.job.0, model.spec.content.0);
             ServedModel { name, job, content, context: model.context }
         };
-        let served = Served { models: models.iter().map(of).collect() };
+        let served = Served { models: models.iter().map(of).collect(), held };
         let bytes = serde_json::to_vec(&served).unwrap_or_default();
         if bytes.len() <= ANSWER_BYTES_MAX { bytes } else { Vec::new() }
     }
@@ -50,7 +55,9 @@ impl Directory {
 /// because a terminal would interpret them.
 pub(crate) fn decode(bytes: &[u8]) -> Option<Served> {
     let mut served: Served = serde_json::from_slice(bytes.get(..ANSWER_BYTES_MAX.min(bytes.len()))?).ok()?;
-    served.models.retain(|model| !model.name.chars().any(char::is_control));
+    let printable = |name: &str| !name.chars().any(char::is_control);
+    served.models.retain(|model| printable(&model.name));
+    served.held.retain(|name| printable(name));
     Some(served)
 }
 
@@ -60,10 +67,12 @@ mod tests {
 
     #[test]
     fn an_answer_round_trips_and_noise_is_rejected() {
-        assert_eq!(decode(&Directory::default().answer()), Some(Served::default()));
+        assert_eq!(decode(&Directory::default().answer(Vec::new())), Some(Served::default()));
         let model = |name: &str| ServedModel { name: name.into(), job: u64::MAX, content: [255; 32], context: 9 };
-        let served = Served { models: vec![model("a"), model("b\u{1b}[2J")] };
+        let held = ["c", "d\u{7}"].map(str::to_owned).to_vec();
+        let served = Served { models: vec![model("a"), model("b\u{1b}[2J")], held };
         let bytes = serde_json::to_vec(&served).unwrap();
+        assert_eq!(decode(&bytes).unwrap().held, ["c"]);
         assert_eq!(decode(&bytes).unwrap().models, [model("a")], "no control characters reach a terminal");
         for noise in [&b""[..], b"{", b"[]x", &[0xff; 300], &bytes[..bytes.len() - 1]] {
             assert_eq!(decode(noise), None);

@@ -24,6 +24,7 @@ use tokio::sync::mpsc;
 pub(crate) use crate::error::NodeError;
 pub(crate) use crate::hub::TokenEvent;
 pub(crate) use crate::views::{PlanReport, StateView};
+pub(crate) use demand::HELD_MAX;
 pub(crate) use model::{ModelHandle, ModelOptions, ModelRef, RemoteModel, TextCodec};
 
 mod again;

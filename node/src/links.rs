@@ -71,9 +71,9 @@ impl Drop for Links {
 
 /// The measurement schedule of all links.
 #[derive(Default)]
-struct Schedule(BTreeMap<transport::NodeId, Entry>);
+struct Schedule(BTreeMap<transport::NodeId, NextProbe>);
 
-struct Entry {
+struct NextProbe {
     /// When the connection was established, from its age: a new connection counts as a new link.
     since: Instant,
     due: Instant,
@@ -92,9 +92,9 @@ impl Schedule {
         for peer in peers {
             let since = now.checked_sub(peer.connected_for).unwrap_or(now);
             let bytes = peer.bytes_sent + peer.bytes_received;
-            let entry = self.0.entry(peer.node).or_insert(Entry { since, due: now, bytes });
+            let entry = self.0.entry(peer.node).or_insert(NextProbe { since, due: now, bytes });
             if since.saturating_duration_since(entry.since) > SAME {
-                *entry = Entry { since, due: now, bytes };
+                *entry = NextProbe { since, due: now, bytes };
             }
             let quiet = peer.since_last_frame.is_none_or(|silent| silent >= FRAMES_SILENT);
             if quiet && bytes.saturating_sub(entry.bytes) <= IDLE_BYTES && entry.due <= now {
@@ -186,7 +186,7 @@ mod tests {
         assert_eq!(next(&mut schedule, 0, &[9]), Some(9));
         assert_eq!(next(&mut schedule, 1, &[9]), None, "it was measured a second ago");
         // Both are new; the one that was seen first goes first, whatever its id.
-        schedule.0.insert([5; 16], Entry { since: start - age, due: start, bytes: 0 });
+        schedule.0.insert([5; 16], NextProbe { since: start - age, due: start, bytes: 0 });
         assert_eq!(next(&mut schedule, 2, &[9, 5, 1]), Some(5));
         assert_eq!(next(&mut schedule, 3, &[9, 5, 1]), Some(1));
         assert_eq!(next(&mut schedule, 4, &[9, 5, 1]), None);

@@ -64,7 +64,7 @@ type Latencies = Series<ModelLabel, Histogram, fn() -> Histogram>;
 pub(crate) struct Metrics {
     registry: Arc<Registry>,
     requests: Requests,
-    state: State,
+    state: Gauges,
     weights: Weights,
 }
 
@@ -79,7 +79,7 @@ struct Requests {
 }
 
 #[derive(Clone, Default)]
-struct State {
+struct Gauges {
     info: Family<InfoLabels, Gauge>,
     peers: Family<StateLabel, Gauge>,
     jobs: Gauge,
@@ -106,7 +106,7 @@ impl Default for Metrics {
     fn default() -> Self {
         let mut registry = Registry::with_prefix("meshnode");
         let requests = Requests::new(&mut registry);
-        let (state, weights) = (State::new(&mut registry), Weights::new(&mut registry));
+        let (state, weights) = (Gauges::new(&mut registry), Weights::new(&mut registry));
         Self { registry: Arc::new(registry), requests, state, weights }
     }
 }
@@ -125,7 +125,7 @@ impl Requests {
     }
 }
 
-impl State {
+impl Gauges {
     fn new(to: &mut Registry) -> Self {
         let known = Self::default();
         to.register("info", "Version and name of this node", known.info.clone());

@@ -421,11 +421,12 @@ fn bind(
 ) -> Result<Arc<Endpoint>, NodeError> {
     let (driver, tensors, library) = (driver.clone(), tensors.clone(), library.clone());
     let (sunk, asked) = (ways_in.clone(), ways_in.clone());
+    let viewed = driver.clone();
     let sink = move |event: Event| arrive(event, &driver, &tensors, &sunk);
     let serve = move |from: transport::NodeId, request: bytes::Bytes, reply: Reply| {
-        let (library, ways_in) = (library.clone(), asked.clone());
+        let (library, ways_in, driver) = (library.clone(), asked.clone(), viewed.clone());
         // Reading a chunk may block on the disk.
-        tokio::task::spawn_blocking(move || answer(from, &request, reply, &library, &ways_in));
+        tokio::task::spawn_blocking(move || answer(from, &request, reply, &library, &ways_in, &driver));
     };
     let listen = transport::Options {
         listen: SocketAddr::new(options.listen, port + 1),
@@ -437,7 +438,14 @@ fn bind(
 }
 
 /// Answers a member's request. Blocks.
-fn answer(from: transport::NodeId, request: &[u8], reply: Reply, library: &Library, ways_in: &WaysIn) {
+fn answer(
+    from: transport::NodeId,
+    request: &[u8],
+    reply: Reply,
+    library: &Library,
+    ways_in: &WaysIn,
+    driver: &DriverHandle,
+) {
     let answer = match BulkRequest::decode(request) {
         Some(BulkRequest::Grid(grid)) => return ways_in.submissions.answer(&grid, reply),
         Some(BulkRequest::Weights(content, what)) => Some(library.answer(content, what)),
@@ -445,7 +453,10 @@ fn answer(from: transport::NodeId, request: &[u8], reply: Reply, library: &Libra
             ways_in.admission.get().map(|guests| renewal::answer(guests, from, &chain))
         }
         Some(BulkRequest::Bans(exchange)) => ways_in.bans.get().map(|bans| bans.answer(from, exchange)),
-        Some(BulkRequest::Served) => Some(ways_in.directory.answer()),
+        Some(BulkRequest::Served) => {
+            let views = tokio::runtime::Handle::current().block_on(driver.views());
+            Some(ways_in.directory.answer(views.held_models().map(str::to_owned).collect()))
+        }
         None => None,
     };
     // An unknown request, or one that cannot be answered yet, gets a negative response.

@@ -11,11 +11,11 @@ pub(crate) type Key = (JobId, PartId);
 /// The parts of one node, shared by the driver thread, the loading tasks and the device thread.
 pub(crate) struct Residency {
     capacity: Capacity,
-    state: Mutex<State>,
+    state: Mutex<Residents>,
 }
 
 #[derive(Default)]
-struct State {
+struct Residents {
     /// Parts that the core has ordered.
     requested: BTreeMap<Key, Requested>,
     /// Bytes of the parts on the device thread; may lag behind the orders.
@@ -129,13 +129,13 @@ impl Residency {
         self.offered(&self.lock())
     }
 
-    fn offered(&self, state: &State) -> Capacity {
+    fn offered(&self, state: &Residents) -> Capacity {
         let replaced: u64 = state.requested.values().map(|requested| requested.replaced).sum();
         let taken = state.resident.values().sum::<u64>().saturating_add(replaced);
         Capacity { memory_free: self.capacity.memory_total.saturating_sub(taken), ..self.capacity.clone() }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, Residents> {
         self.state.lock()
     }
 }

@@ -36,7 +36,7 @@ mod schedule;
 pub(crate) mod view;
 
 /// A model on this node's disk, complete or in part. It stays in the cache while this or its file is held.
-pub(crate) struct Held {
+pub(crate) struct LocalModel {
     /// Hash of its shard index.
     pub content: ContentId,
     /// The open file.
@@ -63,7 +63,7 @@ impl Library {
     pub(crate) fn open(cache: Cache, models_dir: &Path) -> Result<Self, TransferError> {
         let dir = cache.dir();
         std::fs::create_dir_all(dir).map_err(|cause| TransferError::Disk { path: dir.to_owned(), cause })?;
-        let kept = |entry: cache::Entry| {
+        let kept = |entry: cache::CachedModel| {
             let path = cache.weights(entry.content);
             let index = cache.kept_index(entry.content).filter(|_| path.is_file())?;
             let holding = Holding::sparse(&path, index).inspect_err(|e| tracing::warn!("{e}")).ok()?;
@@ -81,7 +81,7 @@ impl Library {
     /// # Errors
     /// The file is not a readable model. A side file that cannot be written only means that the index is built again
     /// next time.
-    pub(crate) fn add(&self, path: &Path) -> Result<Held, TransferError> {
+    pub(crate) fn add(&self, path: &Path) -> Result<LocalModel, TransferError> {
         let file = ModelFile::open(path).map_err(|e| TransferError::Model(e.to_string()))?;
         let path = file.path().unwrap_or(path); // for a folder, the weights file in it
         let index = Arc::new(self.index_of(path, &file)?);
@@ -90,10 +90,10 @@ impl Library {
         // A known file that was modified is replaced by the one just read.
         let unchanged = held.get(&content).filter(|known| known.is_there());
         if let Some(file) = unchanged.and_then(|known| known.whole_file()) {
-            return Ok(Held { content, file: file.clone(), fetched_bytes: 0 });
+            return Ok(LocalModel { content, file: file.clone(), fetched_bytes: 0 });
         }
         held.insert(content, Arc::new(Holding::whole(path, index, file.clone())));
-        Ok(Held { content, file, fetched_bytes: 0 })
+        Ok(LocalModel { content, file, fetched_bytes: 0 })
     }
 
     /// Adds every model file of the user's whose index is already stored; others are added on request.
@@ -172,11 +172,11 @@ impl Library {
         layers: Range<usize>,
         sources: &[NodeId],
         ask: &Arc<impl Ask>,
-    ) -> Result<Held, TransferError> {
+    ) -> Result<LocalModel, TransferError> {
         let Some(file) = self.whole_file(content, name).await else {
             return self.fetched(content, name, layers, sources, ask).await;
         };
-        let Err(changed) = file.check_unchanged() else { return Ok(Held { content, file, fetched_bytes: 0 }) };
+        let Err(changed) = file.check_unchanged() else { return Ok(LocalModel { content, file, fetched_bytes: 0 }) };
         tracing::warn!("{changed}");
         let fetched = self.fetched(content, name, layers, sources, ask).await;
         fetched.map_err(|e| TransferError::Model(format!("{changed}. Fetching it from peers failed too: {e}")))
@@ -220,7 +220,7 @@ impl Library {
         layers: Range<usize>,
         sources: &[NodeId],
         ask: &Arc<impl Ask>,
-    ) -> Result<Held, TransferError> {
+    ) -> Result<LocalModel, TransferError> {
         // From here on the content is not evicted.
         let ongoing = self.ledger.begin(content, name, layers.clone());
         let mut swarm = Swarm::new(content, sources, ask.clone(), self.ledger.clone(), ongoing.progress.clone());
@@ -231,7 +231,7 @@ impl Library {
         if let Some(line) = ongoing.progress.summary(Instant::now()) {
             tracing::info!("{line}");
         }
-        Ok(Held { content, file, fetched_bytes })
+        Ok(LocalModel { content, file, fetched_bytes })
     }
 
     /// The local state of a content; fetches its index from a peer if it is unknown.

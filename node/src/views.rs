@@ -291,6 +291,11 @@ pub(crate) struct Views {
 }
 
 impl Views {
+    /// Names of the models of which this node holds parts for other nodes' jobs.
+    pub(crate) fn held_models(&self) -> impl Iterator<Item = &str> {
+        self.jobs.iter().filter(|job| !job.head).map(|job| job.model.as_str())
+    }
+
     /// Takes the snapshot.
     pub(crate) fn of(node: &Node) -> Self {
         Self {

@@ -52,7 +52,7 @@ pub fn repair(current: &Plan, work: &Work, fleet: &Fleet, options: &Options) -> 
 /// Weight bytes that devices must load to change from one plan to the other.
 pub fn moved_bytes(current: &Plan, next: &Plan, work: &Work) -> u64 {
     let moved = next.stages().iter().map(|stage| {
-        let held = Held::by(current, stage.device, work);
+        let held = DeviceShare::by(current, stage.device, work);
         let blocks: u64 = stage.layers.clone().map(|layer| held.block_moved(work, layer as usize)).sum();
         let ends = match (stage.layers.start == 0, stage.layers.end as usize == work.layers.len()) {
             (true, true) => held.both_moved(work),
@@ -80,7 +80,7 @@ fn problem(pool: &Pool<'_>, current: &Plan, work: &Work) -> Problem {
     problem.guide = Guide::Cheapest;
     problem.budget = search::BUDGET / 4; // loss plans search once per stage
     for (device, costs) in pool.candidates.iter().zip(&mut problem.devices) {
-        let held = Held::by(current, device.id, work);
+        let held = DeviceShare::by(current, device.id, work);
         let mut moved: Score = 0;
         for layer in 0..work.layers.len() {
             moved += Score::from(held.block_moved(work, layer)) << BYTES_SHIFT;
@@ -94,13 +94,13 @@ fn problem(pool: &Pool<'_>, current: &Plan, work: &Work) -> Problem {
 }
 
 /// What a device holds under a plan.
-struct Held {
+struct DeviceShare {
     layers: Vec<Range<u32>>,
     embed: bool,
     head: bool,
 }
 
-impl Held {
+impl DeviceShare {
     fn by(plan: &Plan, device: DeviceId, work: &Work) -> Self {
         let layers: Vec<Range<u32>> = plan.stages_of(device).map(|stage| stage.layers.clone()).collect();
         let embed = layers.iter().any(|layers| layers.start == 0);

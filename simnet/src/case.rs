@@ -30,7 +30,7 @@ pub struct Case {
     pub network: Options,
     /// Further entry nodes; host 0 is the first.
     #[serde(rename = "entry", skip_serializing_if = "Vec::is_empty")]
-    pub entries: Vec<Entry>,
+    pub entries: Vec<EntryNode>,
     /// Requests of callers.
     #[serde(rename = "request")]
     pub requests: Vec<Ask>,
@@ -64,7 +64,7 @@ pub struct Mesh {
 /// A further entry node, which coordinates its own job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
-pub struct Entry {
+pub struct EntryNode {
     /// Its host.
     pub host: u32,
     /// Layers of the model that it serves; if absent, the model of host 0.
@@ -119,9 +119,9 @@ impl Default for Mesh {
     }
 }
 
-impl Default for Entry {
+impl Default for EntryNode {
     fn default() -> Self {
-        Entry { host: 1, layers: None }
+        EntryNode { host: 1, layers: None }
     }
 }
 

@@ -3,7 +3,7 @@
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use node_core::time::Duration;
 use serde_json::json;
-use simnet::case::{Entry, Simulation};
+use simnet::case::{EntryNode, Simulation};
 use simnet::minimize::minimize;
 use simnet::run::Outcome;
 use simnet::soak::{self, Size, draw, run_caught};
@@ -215,7 +215,7 @@ fn figures(case: &Case) -> String {
     )
 }
 
-fn entry_text(entry: &Entry) -> String {
+fn entry_text(entry: &EntryNode) -> String {
     let serves = entry.layers.map_or("the same model".into(), |layers| format!("a model of {layers} layers"));
     format!("entry node: host {} serves {serves}", entry.host)
 }

@@ -88,7 +88,7 @@ const KIND_CHARS: usize = 24;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::case::{Ask, Entry, Simulation};
+    use crate::case::{Ask, EntryNode, Simulation};
     use crate::faults::{Fault, Timed};
     use crate::host::HostId;
     use node_core::time::{Duration, Instant};
@@ -101,7 +101,7 @@ mod tests {
         (case.mesh.hosts, case.mesh.memory_mib, case.lasts) = (2, 50, Duration::from_secs(1));
         case.requests = vec![Ask::default(); 3];
         case.simulations = vec![Simulation::default(); 2];
-        case.entries = vec![Entry::default()];
+        case.entries = vec![EntryNode::default()];
         let outcome = run_caught(&case);
         assert!(!outcome.violations.is_empty());
         let least = minimize(&case, &outcome, 50);

@@ -6,12 +6,12 @@ use std::collections::BinaryHeap;
 /// A heap of events ordered by (time, sequence), so that ties are deterministic.
 #[derive(Debug)]
 pub struct Queue<E> {
-    heap: BinaryHeap<Reverse<Entry<E>>>,
+    heap: BinaryHeap<Reverse<QueuedEvent<E>>>,
     sequence: u64,
 }
 
 #[derive(Debug)]
-struct Entry<E> {
+struct QueuedEvent<E> {
     at: Instant,
     sequence: u64,
     event: E,
@@ -26,7 +26,7 @@ impl<E> Queue<E> {
     /// Schedules an event.
     pub fn push(&mut self, at: Instant, event: E) {
         self.sequence += 1;
-        self.heap.push(Reverse(Entry { at, sequence: self.sequence, event }));
+        self.heap.push(Reverse(QueuedEvent { at, sequence: self.sequence, event }));
     }
 
     /// The next event, if it is due by `until`.
@@ -63,21 +63,21 @@ impl<E> Default for Queue<E> {
     }
 }
 
-impl<E> PartialEq for Entry<E> {
+impl<E> PartialEq for QueuedEvent<E> {
     fn eq(&self, other: &Self) -> bool {
         (self.at, self.sequence) == (other.at, other.sequence)
     }
 }
 
-impl<E> Eq for Entry<E> {}
+impl<E> Eq for QueuedEvent<E> {}
 
-impl<E> PartialOrd for Entry<E> {
+impl<E> PartialOrd for QueuedEvent<E> {
     fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl<E> Ord for Entry<E> {
+impl<E> Ord for QueuedEvent<E> {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         (self.at, self.sequence).cmp(&(other.at, other.sequence))
     }

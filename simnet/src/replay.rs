@@ -4,7 +4,7 @@ use node_core::Node;
 use node_core::id::{Epoch, NodeId};
 use node_core::input::Input;
 use node_core::output::Output;
-use node_core::record::{Entry, Header, Reader, RecordError};
+use node_core::record::{DriverCall, Header, Reader, RecordError};
 use node_core::time::Instant;
 use node_core::work::{JobSpec, Order, PartWork};
 use partitioner::explain::{bytes, layers};
@@ -37,7 +37,7 @@ pub fn replay(bytes: &[u8]) -> Result<Replayed, RecordError> {
     let (mut first, mut now) = (None, Instant(0));
     for entry in reader {
         match entry {
-            Ok(Entry::Input { at, input }) => {
+            Ok(DriverCall::Input { at, input }) => {
                 now = now.max(at);
                 let began = *first.get_or_insert(now);
                 replayed.inputs += 1;
@@ -45,7 +45,7 @@ pub fn replay(bytes: &[u8]) -> Result<Replayed, RecordError> {
                 replayed.log(worth_input(&input, &|id| name(&node, id)));
                 node.handle(at, input);
             }
-            Ok(Entry::Polled) => {
+            Ok(DriverCall::Polled) => {
                 while let Some(output) = node.poll() {
                     replayed.outputs += 1;
                     digest.add(&output);

@@ -1,5 +1,5 @@
 //! Many random cases, one per seed, run on all cores. Next: `minimize.rs`.
-use crate::case::{Ask, Case, Entry, Mesh, Simulation, StandbyTier};
+use crate::case::{Ask, Case, EntryNode, Mesh, Simulation, StandbyTier};
 use crate::faults::{self, Ground};
 use crate::options::{Options, chance};
 use crate::run::{Outcome, run};
@@ -131,7 +131,7 @@ fn draw_simulations(seed: u64, size: Size, span_us: u64) -> Vec<Simulation> {
 
 /// A second entry node in a fifth of the cases, which receives a part of the requests. It serves the same model if hosts
 /// have memory for it twice, else a smaller one.
-fn draw_entries(seed: u64, size: Size, memory_mib: u64, requests: &mut [Ask]) -> Vec<Entry> {
+fn draw_entries(seed: u64, size: Size, memory_mib: u64, requests: &mut [Ask]) -> Vec<EntryNode> {
     let mut rng = chance(seed, "second entry node");
     if size.hosts < 4 || !rng.random_bool(0.2) {
         return Vec::new();
@@ -141,7 +141,7 @@ fn draw_entries(seed: u64, size: Size, memory_mib: u64, requests: &mut [Ask]) ->
     for ask in requests {
         ask.entry = u32::from(rng.random_bool(0.4));
     }
-    vec![Entry { host: rng.random_range(1..size.hosts), layers }]
+    vec![EntryNode { host: rng.random_range(1..size.hosts), layers }]
 }
 
 /// With this much memory on each of eight hosts, two models of twelve layers and their standbys fit.

@@ -206,10 +206,10 @@ struct Finder {
     /// Current mDNS announcements.
     announced: BTreeSet<(PeerId, Multiaddr)>,
     /// Reported peers, to be reported again while they are connected or announced.
-    found: BTreeMap<PeerId, Found>,
+    found: BTreeMap<PeerId, FoundPeer>,
 }
 
-struct Found {
+struct FoundPeer {
     event: DiscoveryEvent,
     connections: BTreeSet<ConnectionId>,
 }
@@ -287,7 +287,7 @@ impl Finder {
         if self.found.len() < FOUND_MAX || self.found.contains_key(&peer_id) {
             let connections = self.found.remove(&peer_id).map(|found| found.connections).unwrap_or_default();
             let connections = connections.into_iter().chain([connection]).collect();
-            self.found.insert(peer_id, Found { event: event.clone(), connections });
+            self.found.insert(peer_id, FoundPeer { event: event.clone(), connections });
         }
         (self.sink)(event);
     }

@@ -51,14 +51,14 @@ impl<P> Clone for Lane<P> {
 }
 
 struct Inner<P> {
-    state: Mutex<State<P>>,
+    state: Mutex<LaneState<P>>,
     open: Opener<P>,
     on_stopped: OnStopped,
     budget: Arc<Budget>,
     runtime: Handle,
 }
 
-struct State<P> {
+struct LaneState<P> {
     pipe: Option<P>,
     /// Empty unless `draining`.
     queue: VecDeque<Item>,
@@ -103,7 +103,7 @@ impl<P: Pipe> Lane<P> {
         budget: Arc<Budget>,
         runtime: Handle,
     ) -> Self {
-        let state = State { pipe, queue: VecDeque::new(), draining: false, waker: None, ended: None };
+        let state = LaneState { pipe, queue: VecDeque::new(), draining: false, waker: None, ended: None };
         Self(Arc::new(Inner { state: Mutex::new(state), open, on_stopped, budget, runtime }))
     }
 
@@ -232,7 +232,7 @@ impl<P: Pipe> Lane<P> {
     }
 
     /// Marks the end, empties the queue, and reports a stop by the peer outside the lock.
-    fn end(&self, mut state: MutexGuard<'_, State<P>>, error: PipeError) -> PipeError {
+    fn end(&self, mut state: MutexGuard<'_, LaneState<P>>, error: PipeError) -> PipeError {
         let first = state.ended.is_none();
         let error = *state.ended.get_or_insert(error);
         state.draining = false;
@@ -244,12 +244,12 @@ impl<P: Pipe> Lane<P> {
         error
     }
 
-    fn drop_queue(&self, state: &mut State<P>) {
+    fn drop_queue(&self, state: &mut LaneState<P>) {
         let bytes = state.queue.drain(..).map(|item| item.bytes()).sum();
         self.0.budget.give(bytes);
     }
 
-    fn lock(&self) -> MutexGuard<'_, State<P>> {
+    fn lock(&self) -> MutexGuard<'_, LaneState<P>> {
         // No code panics while it holds the lock; even then the state would be consistent.
         self.0.state.lock()
     }
@@ -261,7 +261,7 @@ enum Step {
     Make(usize, Box<dyn FnOnce() -> [Bytes; 2] + Send>),
 }
 
-impl<P: Pipe> State<P> {
+impl<P: Pipe> LaneState<P> {
     /// Writes what the pipe accepts and returns the rest.
     fn write_now(&mut self, mut bufs: [Bytes; 2]) -> Result<Option<[Bytes; 2]>, PipeError> {
         let Some(pipe) = &mut self.pipe else { return Ok(Some(bufs)) };

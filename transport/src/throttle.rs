@@ -5,10 +5,10 @@ use tokio::time::{Instant, sleep_until};
 
 /// Paces writers to a rate; unlimited while no rate is set.
 #[derive(Debug, Default)]
-pub(crate) struct Throttle(Mutex<State>);
+pub(crate) struct Throttle(Mutex<Allowance>);
 
 #[derive(Debug, Default)]
-struct State {
+struct Allowance {
     bytes_per_second: Option<u64>,
     /// When the bytes admitted so far will have been sent at the current rate.
     clear: Option<Instant>,

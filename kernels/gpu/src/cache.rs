@@ -86,11 +86,11 @@ impl Store {
         entries.retain(|entry| entry.path.file_name().is_some_and(|n| n.to_string_lossy().starts_with(&prefix)));
         entries.sort_by(|a, b| (b.used, &b.path).cmp(&(a.used, &a.path)));
         let mut bytes = 0;
-        let within = |entry: &Entry| {
+        let within = |entry: &CachedFile| {
             bytes += entry.bytes;
             bytes <= bytes_max
         };
-        let read = |entry: Entry| {
+        let read = |entry: CachedFile| {
             let (key, content) = read(&entry.path)?;
             // Such an entry is named by its content, so an entry copied from another space fails this check.
             (key == entry_key(space, Key::of(&[&content]))).then_some(content)
@@ -173,7 +173,7 @@ impl Store {
     }
 
     /// All entries. Also removes abandoned temporary files.
-    fn entries(&self) -> Vec<Entry> {
+    fn entries(&self) -> Vec<CachedFile> {
         let mut entries = Vec::new();
         for file in std::fs::read_dir(&self.dir).into_iter().flatten().filter_map(Result::ok) {
             let path = file.path();
@@ -182,7 +182,7 @@ impl Store {
             match path.extension().and_then(|extension| extension.to_str()) {
                 Some(SUFFIX) if metadata.is_file() => {
                     let bytes = metadata.len().next_multiple_of(FILE_BYTES);
-                    entries.push(Entry { path, bytes, used });
+                    entries.push(CachedFile { path, bytes, used });
                 }
                 Some("tmp") if used.elapsed().is_ok_and(|age| age > ABANDONED) => {
                     let _ = std::fs::remove_file(&path); // the next call retries
@@ -213,7 +213,7 @@ impl Store {
     }
 }
 
-struct Entry {
+struct CachedFile {
     path: PathBuf,
     /// On disk, rounded up to [`FILE_BYTES`].
     bytes: u64,

@@ -68,7 +68,7 @@ pub struct Membership {
     /// Every node that was ever up and is not yet forgotten.
     peers: BTreeMap<NodeId, Peer>,
     /// Nodes found by discovery or remembered, members or not.
-    contacts: BTreeMap<NodeId, Found>,
+    contacts: BTreeMap<NodeId, KnownPeer>,
     connected: BTreeMap<NodeId, Link>,
     /// Banned nodes: nothing from them or about them is accepted.
     banned: BTreeSet<NodeId>,
@@ -102,7 +102,7 @@ struct Peer {
     refused: u32,
 }
 
-struct Found {
+struct KnownPeer {
     peer_id: Vec<u8>,
     gossip: Vec<SocketAddr>,
     data: Vec<SocketAddr>,

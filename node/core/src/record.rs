@@ -30,7 +30,7 @@ pub struct Header {
 
 /// One call by the driver.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub enum Entry {
+pub enum DriverCall {
     /// `handle` was called.
     Input {
         /// The time argument.
@@ -163,7 +163,7 @@ impl<'a> Reader<'a> {
 }
 
 impl Iterator for Reader<'_> {
-    type Item = Result<Entry, RecordError>;
+    type Item = Result<DriverCall, RecordError>;
 
     fn next(&mut self) -> Option<Self::Item> {
         let entry = self.part("entry of a recording").transpose()?;
@@ -227,11 +227,11 @@ mod tests {
         let bytes = recording();
         let (header, reader) = Reader::open(&bytes).unwrap();
         assert_eq!((header.seed, header.program.as_str(), header.config.node), (10, "test", NodeId([7; 16])));
-        let entries: Vec<Entry> = reader.map(Result::unwrap).collect();
+        let entries: Vec<DriverCall> = reader.map(Result::unwrap).collect();
         assert_eq!(entries.len(), 4);
-        assert!(matches!(&entries[2], Entry::Polled));
+        assert!(matches!(&entries[2], DriverCall::Polled));
         assert!(
-            matches!(&entries[3], Entry::Input { at: Instant(3), input: Input::Message { bytes, .. } } if bytes.len() == 3)
+            matches!(&entries[3], DriverCall::Input { at: Instant(3), input: Input::Message { bytes, .. } } if bytes.len() == 3)
         );
     }
 

@@ -48,6 +48,11 @@ pub(crate) trait Engine: Clone + Send + Sync + 'static {
         let _ = name;
         std::future::ready(Ok(None))
     }
+    /// Whether a member holds parts of another node's job for that model.
+    fn is_held(&self, name: &str) -> impl Future<Output = bool> + Send {
+        let _ = name;
+        std::future::ready(false)
+    }
     /// Models that were served before a restart and are not ready yet.
     fn starting(&self) -> Vec<Starting> {
         Vec::new()
@@ -205,6 +210,10 @@ impl Engine for NodeHandle {
 
     async fn attach(&self, name: &str) -> Result<Option<Served>, NodeError> {
         NodeHandle::attach(self, name).await
+    }
+
+    async fn is_held(&self, name: &str) -> bool {
+        NodeHandle::is_held(self, name).await
     }
 
     fn starting(&self) -> Vec<Starting> {

@@ -6,7 +6,7 @@ use super::error::ApiError;
 use super::fields::{self, Field};
 use super::guard::Caller;
 use crate::report::{Cancelled, SimulationPlan, SimulationReport, Submitted};
-use crate::submissions::answers::Found;
+use crate::submissions::answers::Answerer;
 use crate::submissions::look::{QueryKind, SimulationQuery, with_step};
 use crate::submissions::report::ReportContext;
 use crate::submissions::run_folder::Existing;
@@ -117,7 +117,7 @@ async fn find<E: Engine>(
     app: &App<E>,
     job: &str,
     sight: QueryKind,
-) -> Result<(Arc<Submissions>, ReportContext, Found), ApiError> {
+) -> Result<(Arc<Submissions>, ReportContext, Answerer), ApiError> {
     let all = here(app)?;
     let around = all.around().await;
     let found = match SimulationQuery::new(job, sight) {
@@ -173,8 +173,8 @@ pub(crate) async fn view<E: Engine>(
     Path(job): Path<String>,
 ) -> Result<Json<SimulationReport>, ApiError> {
     match find(&app, &job, QueryKind::Report).await? {
-        (all, around, Found::Here(submission)) => Ok(Json(all.report(&submission, &around))),
-        (_, _, Found::There(answer)) => Ok(Json(parsed(&answer)?)),
+        (all, around, Answerer::Here(submission)) => Ok(Json(all.report(&submission, &around))),
+        (_, _, Answerer::There(answer)) => Ok(Json(parsed(&answer)?)),
     }
 }
 
@@ -183,8 +183,8 @@ pub(crate) async fn cancel<E: Engine>(
     Path(job): Path<String>,
 ) -> Result<Json<Cancelled>, ApiError> {
     let (all, submission) = match find(&app, &job, QueryKind::Report).await? {
-        (all, _, Found::Here(submission)) => (all, submission),
-        (_, _, Found::There(answer)) => {
+        (all, _, Answerer::Here(submission)) => (all, submission),
+        (_, _, Answerer::There(answer)) => {
             let report = parsed(&answer)?;
             let who = report.coordinator().and_then(|node| node.name.as_deref()).unwrap_or("another node");
             return Err(ApiError::over(format!("{who} coordinates the simulation `{job}`: cancel it there")));
@@ -205,8 +205,8 @@ pub(crate) async fn events<E: Engine>(
     Path(job): Path<String>,
 ) -> Result<Response, ApiError> {
     let (all, submission) = match find(&app, &job, QueryKind::Report).await? {
-        (all, _, Found::Here(submission)) => (all, submission),
-        (_, _, Found::There(_)) => return Ok(followed(app, job)),
+        (all, _, Answerer::Here(submission)) => (all, submission),
+        (_, _, Answerer::There(_)) => return Ok(followed(app, job)),
     };
     let changes = submission.changes();
     let lines = stream::unfold(Some((submission, changes, true)), move |state| {
@@ -237,8 +237,8 @@ fn followed<E: Engine>(app: App<E>, job: String) -> Response {
             tokio::time::sleep(FOLLOWED_EVERY).await;
         }
         let report = match find(&app, &job, QueryKind::Report).await.ok()? {
-            (all, around, Found::Here(submission)) => all.report(&submission, &around),
-            (_, _, Found::There(answer)) => parsed(&answer).ok()?,
+            (all, around, Answerer::Here(submission)) => all.report(&submission, &around),
+            (_, _, Answerer::There(answer)) => parsed(&answer).ok()?,
         };
         let next = if report.state().is_over() { None } else { Some((app, job, false)) };
         Some((Ok::<_, Infallible>(report.to_json() + "\n"), next))
@@ -252,11 +252,11 @@ pub(crate) async fn picture<E: Engine>(
     Path(job): Path<String>,
 ) -> Result<Response, ApiError> {
     let (step, png) = match find(&app, &job, QueryKind::Picture).await? {
-        (_, _, Found::Here(submission)) => {
+        (_, _, Answerer::Here(submission)) => {
             let (step, png) = off_thread(move || submission.picture().ok_or_else(nothing_yet)).await?;
             (step, Bytes::from(png))
         }
-        (_, _, Found::There(answer)) => with_step(&answer).ok_or_else(nothing_yet)?,
+        (_, _, Answerer::There(answer)) => with_step(&answer).ok_or_else(nothing_yet)?,
     };
     let headers = [
         (header::CONTENT_TYPE, "image/png".to_owned()),
@@ -297,11 +297,11 @@ pub(crate) async fn text<E: Engine>(
 ) -> Result<Response, ApiError> {
     let (columns, lines) = (size.columns.clamp(8, 1000), size.lines.clamp(4, 500));
     let (step, text) = match find(&app, &job, QueryKind::Text(columns as u16, lines as u16)).await? {
-        (_, _, Found::Here(submission)) => {
+        (_, _, Answerer::Here(submission)) => {
             let (step, text) = off_thread(move || submission.text(columns, lines).ok_or_else(nothing_yet)).await?;
             (step, Bytes::from(text))
         }
-        (_, _, Found::There(answer)) => with_step(&answer).ok_or_else(nothing_yet)?,
+        (_, _, Answerer::There(answer)) => with_step(&answer).ok_or_else(nothing_yet)?,
     };
     let headers = [(header::CONTENT_TYPE, "text/plain; charset=utf-8".to_owned()), (STEP, step.to_string())];
     Ok((headers, text).into_response())

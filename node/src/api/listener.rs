@@ -110,11 +110,11 @@ struct Connections {
 #[derive(Debug, Default)]
 struct Open {
     next: u64,
-    all: BTreeMap<u64, Entry>,
+    all: BTreeMap<u64, OpenConnection>,
 }
 
 #[derive(Debug)]
-struct Entry {
+struct OpenConnection {
     from: IpAddr,
     /// Idle since; `None` while it answers a request.
     waiting: Option<Instant>,
@@ -136,7 +136,7 @@ impl Connections {
         }
         let (number, closed) = (open.next, Arc::new(Notify::new()));
         open.next += 1;
-        open.all.insert(number, Entry { from, waiting: Some(Instant::now()), closed: closed.clone() });
+        open.all.insert(number, OpenConnection { from, waiting: Some(Instant::now()), closed: closed.clone() });
         drop(open);
         Some((Arc::new(Connection { number, local, reserved: full, all: self.clone() }), closed))
     }
@@ -148,7 +148,7 @@ impl Connections {
 
 impl Open {
     /// Closes the connection that has been idle longest; `false` if none is idle.
-    fn close_one(&mut self, of: impl Fn(&Entry) -> bool) -> bool {
+    fn close_one(&mut self, of: impl Fn(&OpenConnection) -> bool) -> bool {
         let waiting = self.all.iter().filter(|(_, entry)| of(entry));
         let longest = waiting.filter_map(|(number, entry)| Some((entry.waiting?, *number))).min();
         let closed = longest.and_then(|(_, number)| self.all.remove(&number));

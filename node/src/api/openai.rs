@@ -9,6 +9,7 @@ use super::generation::{Figures, Generation, Order, Step};
 use super::guard;
 use super::idempotency::{self, Begun, Fingerprint, Key, Turn, last_event};
 use super::request::{self, Body};
+use crate::handle::HELD_MAX;
 use axum::Json;
 use axum::extract::{Path, Request, State};
 use axum::http::HeaderValue;
@@ -24,9 +25,6 @@ const KEEP_ALIVE: Duration = Duration::from_secs(10);
 /// How long a client that resumes a stream waits for a successor of its entry node: the first successor takes over
 /// after two to eight seconds, each further one a second later.
 const SUCCESSOR_MAX: Duration = Duration::from_secs(10);
-/// How long a request waits while this node holds parts of a lost coordinator's job. A participant keeps them for at
-/// most 15 s; after that, their memory is free for another job.
-const ORPHAN_MAX: Duration = Duration::from_secs(20);
 /// Interval between attempts to find the successor.
 const LOOK: Duration = Duration::from_millis(250);
 
@@ -90,7 +88,7 @@ pub(crate) fn find<E: Engine>(app: &App<E>, name: Option<&str>) -> Result<Served
 /// As [`find`], but also uses a model that another member serves, or starts serving it here if this node has its file.
 /// So any member can take over the requests of a lost node. While a successor of the model's coordinator may come, the
 /// request waits for it: a second job would compete with the first for memory. A client that `resumes` waits for a
-/// successor of its entry node even if this node has no part of the job.
+/// successor of its entry node even if no member has a part of the job.
 pub(crate) async fn find_or_serve<E: Engine>(
     app: &App<E>,
     name: Option<&str>,
@@ -105,8 +103,8 @@ pub(crate) async fn find_or_serve<E: Engine>(
         if let Some(found) = app.engine.attach(name).await? {
             return Ok(found);
         }
-        let wait_max = if takes_part(app, name).await {
-            ORPHAN_MAX
+        let wait_max = if app.engine.is_held(name).await {
+            HELD_MAX
         } else if resumes {
             SUCCESSOR_MAX
         } else {
@@ -120,11 +118,6 @@ pub(crate) async fn find_or_serve<E: Engine>(
             return Err(error);
         }
     }
-}
-
-/// Whether this node holds parts of another node's job for that model.
-async fn takes_part<E: Engine>(app: &App<E>, name: &str) -> bool {
-    app.engine.state().await.jobs.iter().any(|job| !job.head && job.model == name)
 }
 
 async fn generate<E: Engine>(app: App<E>, request: Request, shape: Shape) -> Result<Response, ApiError> {

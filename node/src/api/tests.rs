@@ -136,6 +136,10 @@ impl Engine for FakeNode {
         Ok(Served { name: name.to_owned(), ..Self::served() })
     }
 
+    async fn is_held(&self, name: &str) -> bool {
+        self.jobs.lock().iter().any(|job| !job.head && job.model == name)
+    }
+
     async fn undeploy(&self, model: &str) -> Result<(), NodeError> {
         self.stopped.lock().push(model.to_owned());
         Ok(())

@@ -1,5 +1,5 @@
 //! The push-pull exchange of bans between two members, and its format on the wire.
-use super::state::State;
+use super::state::BanState;
 
 /// First byte of an exchange: the receiver starts an exchange of its own if the states differ.
 pub(super) const NEWS: u8 = 1;
@@ -13,11 +13,11 @@ pub(super) const BACK: u8 = 0;
 pub(crate) struct Exchange {
     pub(super) kind: u8,
     pub(super) digest: [u8; 32],
-    pub(super) head: State,
+    pub(super) head: BanState,
 }
 
 impl Exchange {
-    pub(super) fn new(state: &State, kind: u8) -> Self {
+    pub(super) fn new(state: &BanState, kind: u8) -> Self {
         Self { kind, digest: state.digest(), head: state.head() }
     }
 
@@ -30,7 +30,7 @@ impl Exchange {
     pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
         let (&kind, rest) = bytes.split_first()?;
         let (digest, head) = rest.split_first_chunk::<32>()?;
-        Some(Self { kind, digest: *digest, head: State::decode(head)? })
+        Some(Self { kind, digest: *digest, head: BanState::decode(head)? })
     }
 }
 
@@ -39,11 +39,11 @@ mod tests {
     use super::*;
     use transport::{Identity, MeshCredentials, Revocation};
 
-    fn state() -> State {
+    fn state() -> BanState {
         let founder = Identity::generate();
         let held = MeshCredentials::found(&founder, u64::MAX);
         let issue = |at| Revocation::issue(&held, &founder, Identity::generate().peer_id(), at, ("a", "b")).unwrap();
-        State { number: 3, key: [7; 32], revocations: [5, 6].map(issue).into() }
+        BanState { number: 3, key: [7; 32], revocations: [5, 6].map(issue).into() }
     }
 
     #[test]
@@ -53,7 +53,7 @@ mod tests {
             assert_eq!(exchange.head.revocations.len(), 2);
             assert_eq!(Exchange::decode(&exchange.encode()), Some(exchange));
         }
-        let empty = Exchange::new(&State::default(), NEWS);
+        let empty = Exchange::new(&BanState::default(), NEWS);
         assert_eq!(Exchange::decode(&empty.encode()), Some(empty));
     }
 
@@ -76,11 +76,11 @@ mod tests {
     #[test]
     fn the_digest_is_of_the_whole_state() {
         let state = state();
-        let digest = |state: &State| Exchange::new(state, NEWS).digest;
+        let digest = |state: &BanState| Exchange::new(state, NEWS).digest;
         let changed = [
-            State { number: 4, ..state.clone() },
-            State { key: [8; 32], ..state.clone() },
-            State { revocations: state.revocations[..1].to_vec(), ..state.clone() },
+            BanState { number: 4, ..state.clone() },
+            BanState { key: [8; 32], ..state.clone() },
+            BanState { revocations: state.revocations[..1].to_vec(), ..state.clone() },
         ];
         assert!(changed.iter().all(|changed| digest(changed) != digest(&state)));
         assert_eq!(digest(&state.clone()), digest(&state));

@@ -22,14 +22,14 @@ const MAGIC: &[u8; 16] = b"meshnode bans 2\n";
 
 /// Revocations and key of a mesh.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct State {
+pub(super) struct BanState {
     /// Number of key rotations. The key with the higher number wins; of equal numbers, the larger key.
     pub(super) number: u64,
     pub(super) key: [u8; 32],
     pub(super) revocations: Vec<Revocation>,
 }
 
-impl State {
+impl BanState {
     /// Loads the saved state, or a state with the key of the credentials if the file is missing or unusable. A damaged
     /// file is moved aside, because members send the revocations again.
     ///
@@ -37,7 +37,7 @@ impl State {
     /// The file cannot be read or moved.
     pub(super) fn load(data_dir: &Path, held: &MeshCredentials) -> std::io::Result<Self> {
         let path = data_dir.join(FILE);
-        let begin = State { key: held.mesh_key, ..State::default() };
+        let begin = BanState { key: held.mesh_key, ..BanState::default() };
         let bytes = match std::fs::read(&path) {
             Ok(bytes) => bytes,
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(begin),
@@ -68,7 +68,7 @@ impl State {
                 if MAGIC.starts_with(&bytes[..bytes.len().min(MAGIC.len())]) { None } else { Self::decode(bytes) };
             return state
                 .filter(|state| state.key == [0; 32])
-                .map_or(FromFile::Damaged, |state| FromFile::Whole(State { key: held.mesh_key, ..state }));
+                .map_or(FromFile::Damaged, |state| FromFile::Whole(BanState { key: held.mesh_key, ..state }));
         };
         let parts =
             rest.split_first_chunk::<32>().and_then(|(mesh, rest)| Some((mesh, rest.split_first_chunk::<32>()?)));
@@ -97,7 +97,7 @@ impl State {
     }
 
     /// Merges `received` into this state: the newer key, and the revocations that `is_valid` accepts.
-    pub(super) fn merged(mut self, received: State, is_valid: impl Fn(&Revocation) -> bool) -> State {
+    pub(super) fn merged(mut self, received: BanState, is_valid: impl Fn(&Revocation) -> bool) -> BanState {
         let is_newer = (received.number, received.key) > (self.number, self.key);
         if is_newer && received.number <= self.number + NUMBER_LEAP_MAX {
             (self.number, self.key) = (received.number, received.key);
@@ -138,8 +138,8 @@ impl State {
 
     /// The founder's newest revocations that fit a request, which are sent first. Without the key: a member that had
     /// the key but not all revocations would send it to banned nodes.
-    pub(super) fn head(&self) -> State {
-        let mut head = State::default();
+    pub(super) fn head(&self) -> BanState {
+        let mut head = BanState::default();
         let mut bytes = 0;
         let roots: Vec<&Revocation> = self.roots().collect();
         for revocation in roots.into_iter().rev() {
@@ -183,7 +183,7 @@ impl State {
 }
 
 enum FromFile {
-    Whole(State),
+    Whole(BanState),
     OtherMesh,
     Damaged,
 }
@@ -212,28 +212,28 @@ mod tests {
     }
 
     impl Mesh {
-        fn ban(&self, by: usize, banned: usize, at: u64) -> State {
+        fn ban(&self, by: usize, banned: usize, at: u64) -> BanState {
             self.ban_peer(by, self.members[banned].0.peer_id(), at)
         }
 
-        fn ban_peer(&self, by: usize, banned: PeerId, at: u64) -> State {
+        fn ban_peer(&self, by: usize, banned: PeerId, at: u64) -> BanState {
             let (me, held) = &self.members[by];
             let revocation = Revocation::issue(held, me, banned, at, ("banned", "issuer")).unwrap();
-            State { revocations: vec![revocation], ..State::default() }
+            BanState { revocations: vec![revocation], ..BanState::default() }
         }
 
-        fn founder_ban(&self, banned: usize, at: u64) -> State {
+        fn founder_ban(&self, banned: usize, at: u64) -> BanState {
             let banned = self.members[banned].0.peer_id();
             let revocation = Revocation::issue(&self.held, &self.founder, banned, at, ("banned", "founder")).unwrap();
-            State { revocations: vec![revocation], ..State::default() }
+            BanState { revocations: vec![revocation], ..BanState::default() }
         }
 
-        fn merged(&self, states: &[State]) -> State {
+        fn merged(&self, states: &[BanState]) -> BanState {
             let is_valid = |revocation: &Revocation| revocation.verify(self.held.mesh).is_ok();
-            states.iter().cloned().fold(State::default(), |all, one| all.merged(one, is_valid))
+            states.iter().cloned().fold(BanState::default(), |all, one| all.merged(one, is_valid))
         }
 
-        fn banned(&self, state: &State) -> BTreeSet<PeerId> {
+        fn banned(&self, state: &BanState) -> BTreeSet<PeerId> {
             state.banned(self.held.mesh).into_keys().collect()
         }
     }
@@ -242,7 +242,7 @@ mod tests {
     fn members_with_the_same_revocations_agree_on_who_is_banned() {
         let mesh = mesh();
         let states = [mesh.ban(0, 1, 5), mesh.ban(1, 0, 6), mesh.ban(1, 2, 7)];
-        let back: Vec<State> = states.iter().rev().cloned().collect();
+        let back: Vec<BanState> = states.iter().rev().cloned().collect();
         let (one, other) = (mesh.merged(&states), mesh.merged(&back));
         assert_eq!(one, other);
         assert_eq!(mesh.banned(&one), [mesh.members[1].0.peer_id()].into());
@@ -258,14 +258,14 @@ mod tests {
             [mesh.members[0].0.peer_id(), mesh.members[2].0.peer_id()].into(),
             "the founder's revocations take precedence"
         );
-        assert_eq!(State::decode(&states[0].encode()), Some(states[0].clone()));
+        assert_eq!(BanState::decode(&states[0].encode()), Some(states[0].clone()));
     }
 
     #[test]
     fn forgeries_and_floods_change_nothing() {
         let (mesh, other) = (mesh(), mesh());
-        assert_eq!(mesh.merged(&[other.ban(0, 1, 5)]), State::default());
-        let flood: Vec<State> = (0..2 * BANS_MAX as u64).map(|at| mesh.ban(0, 1, 1000 + at)).collect();
+        assert_eq!(mesh.merged(&[other.ban(0, 1, 5)]), BanState::default());
+        let flood: Vec<BanState> = (0..2 * BANS_MAX as u64).map(|at| mesh.ban(0, 1, 1000 + at)).collect();
         let first = mesh.ban(0, 2, 5);
         let all = mesh.merged(&[flood.as_slice(), &[first]].concat());
         assert_eq!(all.revocations.len(), BANS_MAX);
@@ -273,14 +273,14 @@ mod tests {
         assert!(all.encode().len() <= STATE_BYTES_MAX);
         for cut in 1..60 {
             let bytes = all.encode();
-            let _ = State::decode(&bytes[..cut]);
+            let _ = BanState::decode(&bytes[..cut]);
         }
     }
 
     #[test]
     fn a_flood_by_a_banned_member_does_not_displace_later_bans() {
         let mesh = mesh();
-        let flood: Vec<State> =
+        let flood: Vec<BanState> =
             (0..BANS_MAX as u64).map(|at| mesh.ban_peer(0, Identity::generate().peer_id(), 1 + at)).collect();
         let all = [flood.as_slice(), &[mesh.founder_ban(0, 2000), mesh.ban(1, 2, 3000)]].concat();
         let state = mesh.merged(&all);
@@ -290,7 +290,7 @@ mod tests {
 
     #[test]
     fn the_newer_key_wins_and_numbers_cannot_be_exhausted() {
-        let state = |number, key| State { number, key: [key; 32], revocations: Vec::new() };
+        let state = |number, key| BanState { number, key: [key; 32], revocations: Vec::new() };
         let is_valid = |_: &Revocation| true;
         assert_eq!(state(1, 5).merged(state(2, 1), is_valid), state(2, 1));
         assert_eq!(state(2, 1).merged(state(1, 5), is_valid), state(2, 1));
@@ -302,21 +302,21 @@ mod tests {
     fn a_torn_bans_file_is_moved_aside_at_every_length() {
         let (mesh, dir) = (mesh(), tempfile::tempdir().unwrap());
         let path = dir.path().join(FILE);
-        let begin = State { key: mesh.held.mesh_key, ..State::default() };
-        assert_eq!(State::load(dir.path(), &mesh.held).unwrap(), begin, "a missing file");
-        let state = State { number: 3, key: [9; 32], ..mesh.merged(&[mesh.ban(0, 1, 5), mesh.founder_ban(2, 6)]) };
+        let begin = BanState { key: mesh.held.mesh_key, ..BanState::default() };
+        assert_eq!(BanState::load(dir.path(), &mesh.held).unwrap(), begin, "a missing file");
+        let state = BanState { number: 3, key: [9; 32], ..mesh.merged(&[mesh.ban(0, 1, 5), mesh.founder_ban(2, 6)]) };
         state.save(dir.path(), mesh.held.mesh).unwrap();
-        assert_eq!(State::load(dir.path(), &mesh.held).unwrap(), state, "key, number and revocations in one file");
+        assert_eq!(BanState::load(dir.path(), &mesh.held).unwrap(), state, "key, number and revocations in one file");
         let whole = std::fs::read(&path).unwrap();
         for length in 0..whole.len() {
             std::fs::write(&path, &whole[..length]).unwrap();
-            assert_eq!(State::load(dir.path(), &mesh.held).unwrap(), begin, "torn at {length}");
+            assert_eq!(BanState::load(dir.path(), &mesh.held).unwrap(), begin, "torn at {length}");
             assert!(!path.exists(), "torn at {length}");
         }
         let mut flipped = whole.clone();
         *flipped.last_mut().unwrap() ^= 1;
         std::fs::write(&path, &flipped).unwrap();
-        assert_eq!(State::load(dir.path(), &mesh.held).unwrap(), begin, "a flipped bit");
+        assert_eq!(BanState::load(dir.path(), &mesh.held).unwrap(), begin, "a flipped bit");
         let aside = |name: &str| name.starts_with("bans.damaged-");
         assert!(std::fs::read_dir(dir.path()).unwrap().flatten().any(|f| aside(&f.file_name().to_string_lossy())));
     }
@@ -326,28 +326,28 @@ mod tests {
     #[test]
     fn a_crash_during_a_save_leaves_the_old_or_the_new_state() {
         let (mesh, dir) = (mesh(), tempfile::tempdir().unwrap());
-        let old = State { number: 1, key: [1; 32], ..mesh.merged(&[mesh.ban(0, 1, 5)]) };
-        let new = State { number: 2, key: [2; 32], ..mesh.merged(&[mesh.ban(0, 1, 5), mesh.ban(0, 2, 6)]) };
+        let old = BanState { number: 1, key: [1; 32], ..mesh.merged(&[mesh.ban(0, 1, 5)]) };
+        let new = BanState { number: 2, key: [2; 32], ..mesh.merged(&[mesh.ban(0, 1, 5), mesh.ban(0, 2, 6)]) };
         let bytes = new.to_file(mesh.held.mesh);
         for length in 0..=bytes.len() {
             old.save(dir.path(), mesh.held.mesh).unwrap();
             std::fs::write(dir.path().join(FILE).with_extension("new"), &bytes[..length]).unwrap();
-            assert_eq!(State::load(dir.path(), &mesh.held).unwrap(), old, "not renamed yet, {length} bytes written");
+            assert_eq!(BanState::load(dir.path(), &mesh.held).unwrap(), old, "not renamed yet, {length} bytes written");
         }
         new.save(dir.path(), mesh.held.mesh).unwrap();
-        assert_eq!(State::load(dir.path(), &mesh.held).unwrap(), new);
+        assert_eq!(BanState::load(dir.path(), &mesh.held).unwrap(), new);
     }
 
     #[test]
     fn files_of_another_mesh_and_of_the_first_version_are_recognised() {
         let (mesh, other, dir) = (mesh(), mesh(), tempfile::tempdir().unwrap());
-        let state = State { number: 3, key: [9; 32], ..mesh.merged(&[mesh.ban(0, 1, 5)]) };
+        let state = BanState { number: 3, key: [9; 32], ..mesh.merged(&[mesh.ban(0, 1, 5)]) };
         state.save(dir.path(), mesh.held.mesh).unwrap();
-        let begin = State { key: other.held.mesh_key, ..State::default() };
-        assert_eq!(State::load(dir.path(), &other.held).unwrap(), begin, "the data directory joined another mesh");
-        std::fs::write(dir.path().join(FILE), State { key: [0; 32], ..state.clone() }.encode()).unwrap();
-        let expected = State { key: mesh.held.mesh_key, ..state };
-        assert_eq!(State::load(dir.path(), &mesh.held).unwrap(), expected, "the key was stored with the membership");
+        let begin = BanState { key: other.held.mesh_key, ..BanState::default() };
+        assert_eq!(BanState::load(dir.path(), &other.held).unwrap(), begin, "the data directory joined another mesh");
+        std::fs::write(dir.path().join(FILE), BanState { key: [0; 32], ..state.clone() }.encode()).unwrap();
+        let expected = BanState { key: mesh.held.mesh_key, ..state };
+        assert_eq!(BanState::load(dir.path(), &mesh.held).unwrap(), expected, "the key was stored with the membership");
     }
 
     #[test]
@@ -368,7 +368,7 @@ mod tests {
     fn the_head_has_the_bans_of_the_founder_newest_first() {
         let mesh = mesh();
         let state = mesh.merged(&[mesh.founder_ban(1, 5), mesh.ban(0, 2, 6), mesh.founder_ban(2, 7)]);
-        let state = State { number: 9, key: [9; 32], ..state };
+        let state = BanState { number: 9, key: [9; 32], ..state };
         let head = state.head();
         assert_eq!(head.revocations.iter().map(|revocation| revocation.at).collect::<Vec<_>>(), [7, 5]);
         assert_eq!((head.number, head.key), (0, [0; 32]), "the key comes with all revocations only");
@@ -377,16 +377,16 @@ mod tests {
     #[test]
     fn a_key_that_is_not_newer_brings_its_revocations_all_the_same() {
         let mesh = mesh();
-        let own = State { number: 5, key: [5; 32], ..State::default() };
-        let received = State { number: 4, key: [9; 32], ..mesh.ban(0, 1, 5) };
+        let own = BanState { number: 5, key: [5; 32], ..BanState::default() };
+        let received = BanState { number: 4, key: [9; 32], ..mesh.ban(0, 1, 5) };
         let merged = own.merged(received, |_| true);
         assert_eq!((merged.number, merged.key, merged.revocations.len()), (5, [5; 32], 1));
     }
 
     #[test]
     fn the_largest_leap_of_the_key_number_is_accepted() {
-        let own = State { number: 5, key: [5; 32], ..State::default() };
-        let key = |number| own.clone().merged(State { number, key: [9; 32], ..State::default() }, |_| true).key;
+        let own = BanState { number: 5, key: [5; 32], ..BanState::default() };
+        let key = |number| own.clone().merged(BanState { number, key: [9; 32], ..BanState::default() }, |_| true).key;
         assert_eq!(key(5 + NUMBER_LEAP_MAX), [9; 32]);
         assert_eq!(key(5 + NUMBER_LEAP_MAX + 1), [5; 32]);
     }
@@ -394,7 +394,7 @@ mod tests {
     #[test]
     fn a_revocation_that_is_not_valid_is_not_kept() {
         let mesh = mesh();
-        let merged = State::default().merged(mesh.ban(0, 1, 5), |revocation| revocation.at > 5);
-        assert_eq!(merged, State::default());
+        let merged = BanState::default().merged(mesh.ban(0, 1, 5), |revocation| revocation.at > 5);
+        assert_eq!(merged, BanState::default());
     }
 }

@@ -111,7 +111,7 @@ async fn bans_above_64_kib_still_reach_all_members() {
     let issue = |_| {
         Revocation::issue(&flooder.held, &flooder.identity, peer(), unix_seconds(), ("some name", "flooder")).unwrap()
     };
-    let flood = State { number: 1, key: [7; 32], revocations: (0..BANS_MAX).map(issue).collect() };
+    let flood = BanState { number: 1, key: [7; 32], revocations: (0..BANS_MAX).map(issue).collect() };
     assert!(flood.encode().len() > REQUEST_BYTES_MAX, "larger than a request");
     flooder.bans.receive(flood);
     until("the flood", || nodes.iter().all(|node| node.bans.state().revocations.len() == BANS_MAX)).await;
@@ -169,7 +169,7 @@ async fn a_disconnected_member_gets_all_bans_when_it_reconnects() {
         let peer = Identity::generate().peer_id();
         Revocation::issue(&away.held, &away.identity, peer, unix_seconds(), ("", "")).unwrap()
     };
-    founder.bans.receive(State { number: 5, key: [9; 32], revocations: (0..BANS_MAX).map(issue).collect() });
+    founder.bans.receive(BanState { number: 5, key: [9; 32], revocations: (0..BANS_MAX).map(issue).collect() });
     away.dial(founder);
     until("all of them", || *away.bans.state() == *founder.bans.state()).await;
     assert_eq!((away.key(), away.bans.state().revocations.len()), ([9; 32], BANS_MAX));
@@ -186,8 +186,10 @@ fn a_saved_ban_survives_a_clock_that_is_set_back() {
     let revocation = Revocation::issue(&root, &founder, peer, ahead, ("", "")).unwrap();
     assert!(revocation.is_from_the_future(unix_seconds()));
     let dir = tempfile::tempdir().unwrap();
-    State { number: 1, key: root.mesh_key, revocations: vec![revocation.clone()] }.save(dir.path(), root.mesh).unwrap();
-    let kept = State::load(dir.path(), &root).unwrap();
+    BanState { number: 1, key: root.mesh_key, revocations: vec![revocation.clone()] }
+        .save(dir.path(), root.mesh)
+        .unwrap();
+    let kept = BanState::load(dir.path(), &root).unwrap();
     assert_eq!(kept.banned(root.mesh).into_keys().collect::<Vec<_>>(), [peer], "saved, so in force");
 }
 

@@ -10,13 +10,13 @@ use node_core::work::serve::{Item, ItemResult, SampleSpec, Sampling};
 use std::sync::Arc;
 
 /// A loaded stage.
-pub(super) struct Held {
+pub(super) struct LoadedStage {
     /// The epoch of its batches.
     pub(super) epoch: Epoch,
     pub(super) stage: Box<dyn Stage>,
 }
 
-impl Held {
+impl LoadedStage {
     /// The stage, if it is loaded for this epoch.
     pub(super) fn of(&mut self, epoch: Epoch) -> Result<&mut dyn Stage, String> {
         if self.epoch != epoch {

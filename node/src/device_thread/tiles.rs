@@ -25,7 +25,7 @@ use transport::buffer_pool::Buffer;
 use transport::frame::Dtype;
 
 /// A tile of this node.
-pub(super) struct Held {
+pub(super) struct LoadedTile {
     key: Key,
     bytes_max: u64,
     pub(super) order: TileOrder,
@@ -79,7 +79,7 @@ pub(super) enum Progress {
     Given(Mark),
 }
 
-impl Held {
+impl LoadedTile {
     /// A tile without cells.
     pub(super) fn new((key, bytes_max): (Key, u64), order: TileOrder, simulation: Arc<Simulation>) -> Self {
         let step = Duration::from_nanos(order.step_ns);

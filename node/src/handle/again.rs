@@ -1,13 +1,13 @@
 //! After a restart, serves the models that were served before it, and shows their state meanwhile.
 use super::NodeHandle;
-use super::demand::DeployMode;
+use super::demand::{DeployMode, HELD_MAX};
 use super::model::ModelRef;
 use super::opened::Opened;
-use super::remembered::{Entry, Starting};
+use super::remembered::{RememberedModel, Starting};
 use crate::error::NodeError;
 use crate::views::JobView;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// First and longest delay between attempts to place a model: other members may still be starting.
 const AGAIN: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(5)];
@@ -23,10 +23,10 @@ impl NodeHandle {
         let node = self.clone();
         tokio::spawn(async move {
             // One after another, in the order in which they were first served, so that they find the same free memory.
-            let mut wait = AGAIN[0];
+            let (mut wait, start) = (AGAIN[0], Instant::now());
             while !node.inner.remembered.starting().is_empty() && !node.inner.leaving.load(Ordering::Relaxed) {
                 for Starting { entry, .. } in node.inner.remembered.starting() {
-                    node.start_again(&entry).await;
+                    node.start_again(&entry, start).await;
                 }
                 tokio::time::sleep(wait).await;
                 wait = (wait * 2).min(AGAIN[1]);
@@ -34,12 +34,17 @@ impl NodeHandle {
         });
     }
 
-    async fn start_again(&self, entry: &Entry) {
+    async fn start_again(&self, entry: &RememberedModel, start: Instant) {
         // A successor has taken the job over: requests are forwarded there, and a second copy would waste memory.
         if let Some(member) = self.serving_members(&entry.name).await.into_iter().next() {
             let reason =
                 format!("{} took the model over while this node was down; requests are forwarded there", member.name);
             return self.inner.remembered.set_starting(&entry.name, Some(reason));
+        }
+        // The memory is for the successor first.
+        if start.elapsed() < HELD_MAX && self.is_held(&entry.name).await {
+            let reason = "another node coordinated it while this node was down and is lost: its successor is awaited";
+            return self.inner.remembered.set_starting(&entry.name, Some(reason.to_owned()));
         }
         match self.deploy_in_turn(ModelRef(entry.name.clone()), DeployMode::AfterRestart).await {
             Ok(_) => {
@@ -60,7 +65,7 @@ impl NodeHandle {
     }
 
     /// Opens the model of an entry, if its file still exists.
-    pub(super) async fn open_remembered(&self, entry: &Entry) -> Result<Opened, NodeError> {
+    pub(super) async fn open_remembered(&self, entry: &RememberedModel) -> Result<Opened, NodeError> {
         if !entry.path.is_file() {
             return Err(NodeError::NotFound(format!(
                 "its file {} is gone: restore it, or stop the model with `meshnode serve {} --stop`",
@@ -73,7 +78,7 @@ impl NodeHandle {
 
     /// Names and contexts of the models that are still to be served again.
     pub(crate) fn starting_models(&self) -> Vec<(String, u32)> {
-        let context = |entry: &Entry| entry.options.context.unwrap_or_default();
+        let context = |entry: &RememberedModel| entry.options.context.unwrap_or_default();
         let served = |name: &str| self.inner.serving.all().iter().any(|model| model.name == name);
         let starting = self.inner.remembered.starting().into_iter().map(|starting| starting.entry);
         starting.filter(|entry| !served(&entry.name)).map(|entry| (entry.name.clone(), context(&entry))).collect()

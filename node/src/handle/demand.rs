@@ -13,6 +13,10 @@ const PLACE_MAX: Duration = Duration::from_secs(5);
 /// Retry interval: adverts of free memory are sent once per second.
 const AGAIN: Duration = Duration::from_millis(500);
 
+/// How long to wait for a successor while members hold parts of a lost coordinator's job. A participant keeps them for at
+/// most 15 s; after that, their memory is free for another job.
+pub(crate) const HELD_MAX: Duration = Duration::from_secs(20);
+
 /// Most reductions if memory is short: down to one concurrent request with an eighth of the context.
 const SMALLER_MAX: u32 = 4;
 

@@ -2,7 +2,7 @@
 use super::demand::DeployMode;
 use super::model::{ModelHandle, ModelOptions, ModelRef};
 use super::opened::{CONTEXT_DEFAULT, Opened};
-use super::remembered::Entry;
+use super::remembered::RememberedModel;
 use super::serving::{Unserved, name_of};
 use super::{Inner, NodeHandle, PLAN_MAX};
 use crate::error::NodeError;
@@ -98,7 +98,12 @@ impl NodeHandle {
         }
     }
 
-    fn options(&self, mode: &DeployMode, entry: Option<&Entry>, opened: &Opened) -> Result<ModelOptions, NodeError> {
+    fn options(
+        &self,
+        mode: &DeployMode,
+        entry: Option<&RememberedModel>,
+        opened: &Opened,
+    ) -> Result<ModelOptions, NodeError> {
         let remembered = entry.map(|entry| entry.options.clone()).unwrap_or_default();
         Ok(match mode {
             DeployMode::Requested { options, .. } => options.clone(),
@@ -127,8 +132,9 @@ impl NodeHandle {
             let others = remembered.all().into_iter().filter(|entry| {
                 entry.name != served.name && serving.by_name(&entry.name).is_some_and(|other| other.job == served.job)
             });
-            let mut entries: Vec<Entry> = others.map(|entry| Entry { options: options.clone(), ..entry }).collect();
-            entries.push(Entry { name: served.name.clone(), path: opened.path.clone(), options });
+            let mut entries: Vec<RememberedModel> =
+                others.map(|entry| RememberedModel { options: options.clone(), ..entry }).collect();
+            entries.push(RememberedModel { name: served.name.clone(), path: opened.path.clone(), options });
             remembered.put(entries);
         }
     }

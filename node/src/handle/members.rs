@@ -1,10 +1,10 @@
 //! Finds models that other members serve, by asking the connected ones. Requests for such a model are forwarded there.
 use super::NodeHandle;
 use super::model::{ModelHandle, RemoteModel, TextCodec};
-use crate::api::engine::Served;
+use crate::api::engine;
 use crate::bulk::BulkRequest;
 use crate::clock::unix_seconds;
-use crate::directory::{self, ServedModel};
+use crate::directory::{self, Served, ServedModel};
 use crate::error::NodeError;
 use crate::transfer::endpoint::EndpointAsk;
 use crate::transfer::request::Ask;
@@ -36,26 +36,42 @@ pub(crate) struct ServingMember {
 impl NodeHandle {
     /// The members that serve a model of that name.
     pub(crate) async fn serving_members(&self, model: &str) -> Vec<ServingMember> {
+        let serving = |(name, node, served): (String, NodeId, Served)| {
+            let model = served.models.into_iter().find(|served| served.name == model)?;
+            Some(ServingMember { name, node, model })
+        };
+        self.directories().await.into_iter().filter_map(serving).collect()
+    }
+
+    /// Whether this node or another member holds parts of another node's job for that model. If no member serves the
+    /// model, its coordinator is lost, and a successor may come.
+    pub(crate) async fn is_held(&self, model: &str) -> bool {
+        let views = self.inner.driver.views().await;
+        let here = views.held_models().any(|held| held == model);
+        here || self.directories().await.iter().any(|(.., served)| served.held.iter().any(|held| held == model))
+    }
+
+    /// What the connected members serve.
+    async fn directories(&self) -> Vec<(String, NodeId, Served)> {
         let peers = self.inner.driver.views().await.peers;
         let others = peers.into_iter().filter(|peer| !peer.this_node && peer.connected && peer.state == "alive");
-        let asked = others.take(ASKED_MAX).map(|peer| self.ask_served(peer, model));
+        let asked = others.take(ASKED_MAX).map(|peer| self.ask_directory(peer));
         futures::future::join_all(asked).await.into_iter().flatten().collect()
     }
 
-    async fn ask_served(&self, peer: PeerView, model: &str) -> Option<ServingMember> {
+    async fn ask_directory(&self, peer: PeerView) -> Option<(String, NodeId, Served)> {
         let node = NodeId(u128::from_str_radix(&peer.node, 16).ok()?.to_be_bytes());
         let ask = EndpointAsk(self.inner.endpoint.clone());
         let answer = ask.ask(node, BulkRequest::Served.encode(), directory::ANSWER_BYTES_MAX);
         let bytes = tokio::time::timeout(ANSWER_MAX, answer).await.ok()?.ok()?;
-        let model = directory::decode(&bytes)?.models.into_iter().find(|served| served.name == model)?;
-        Some(ServingMember { name: peer.name, node, model })
+        Some((peer.name, node, directory::decode(&bytes)?))
     }
 
     /// A model of that name that another member serves; `None` if no member that responds does.
     ///
     /// # Errors
     /// Its vocabulary cannot be read.
-    pub(crate) async fn attach(&self, name: &str) -> Result<Option<Served>, NodeError> {
+    pub(crate) async fn attach(&self, name: &str) -> Result<Option<engine::Served>, NodeError> {
         let stem = name.strip_suffix(".gguf").and_then(|name| name.rsplit('/').next()).unwrap_or(name);
         let Some(ServingMember { node, model, .. }) = self.serving_members(stem).await.into_iter().next() else {
             return Ok(None);
@@ -63,7 +79,7 @@ impl NodeHandle {
         let words = self.vocabulary(ContentId(model.content), &model.name, &[node]).await?;
         let elsewhere = Some(RemoteModel { node, job: JobId(model.job) });
         let (name, context, created) = (model.name, model.context, unix_seconds());
-        Ok(Some(Served { name, context, created, text: Arc::new(words), elsewhere }))
+        Ok(Some(engine::Served { name, context, created, text: Arc::new(words), elsewhere }))
     }
 
     /// The vocabulary of a model, from its header on this node's disk or from nodes that hold it.

@@ -2,7 +2,7 @@
 use super::NodeHandle;
 use super::model::{ModelHandle, ModelOptions, ModelRef, TextCodec};
 use crate::error::NodeError;
-use crate::transfer::{Held, Library};
+use crate::transfer::{Library, LocalModel};
 use kernels_models::recipe::Recipe;
 use kernels_models::stage::Activations;
 use kernels_models::tokenizer::TokenizerError;
@@ -50,7 +50,7 @@ pub(super) struct Opened {
     pub(super) name: String,
     /// Absolute.
     pub(super) path: PathBuf,
-    pub(super) held: Held,
+    pub(super) held: LocalModel,
     words: TextCodec,
 }
 

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 /// A model to serve, under the name that its user gave it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Entry {
+pub(crate) struct RememberedModel {
     /// Name for the API.
     pub(crate) name: String,
     /// Its file, or a folder's weights, as an absolute path.
@@ -24,12 +24,12 @@ pub(crate) struct Entry {
 /// The list, and the state of the entries that are not served yet.
 pub(crate) struct Remembered {
     path: PathBuf,
-    state: Mutex<State>,
+    state: Mutex<RememberedModels>,
 }
 
 #[derive(Default)]
-struct State {
-    entries: Vec<Entry>,
+struct RememberedModels {
+    entries: Vec<RememberedModel>,
     /// By name: entries not placed yet since the start, and why the last attempt failed.
     starting: BTreeMap<String, Option<String>>,
 }
@@ -37,7 +37,7 @@ struct State {
 /// An entry that is not placed yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Starting {
-    pub(crate) entry: Entry,
+    pub(crate) entry: RememberedModel,
     /// Why the last attempt failed; `None` before the first one ends.
     pub(crate) reason: Option<String>,
 }
@@ -60,22 +60,22 @@ impl Remembered {
                 Vec::new()
             }
         };
-        Self { path, state: Mutex::new(State { entries, starting: BTreeMap::new() }) }
+        Self { path, state: Mutex::new(RememberedModels { entries, starting: BTreeMap::new() }) }
     }
 
     /// All entries, in the order in which they were first served.
-    pub(crate) fn all(&self) -> Vec<Entry> {
+    pub(crate) fn all(&self) -> Vec<RememberedModel> {
         self.lock().entries.clone()
     }
 
     /// The entry of that name.
-    pub(crate) fn get(&self, name: &str) -> Option<Entry> {
+    pub(crate) fn get(&self, name: &str) -> Option<RememberedModel> {
         self.lock().entries.iter().find(|entry| entry.name == name).cloned()
     }
 
     /// Adds entries, replacing those of the same name, and writes the list if it changed. A list that cannot be written
     /// is logged as a disk error; the model is served anyway.
-    pub(crate) fn put(&self, new: Vec<Entry>) {
+    pub(crate) fn put(&self, new: Vec<RememberedModel>) {
         self.change(|entries| {
             for entry in new {
                 match entries.iter_mut().find(|known| known.name == entry.name) {
@@ -106,14 +106,14 @@ impl Remembered {
     /// The entries that are not placed yet.
     pub(crate) fn starting(&self) -> Vec<Starting> {
         let state = self.lock();
-        let starting = |entry: &Entry| {
+        let starting = |entry: &RememberedModel| {
             let reason = state.starting.get(&entry.name)?.clone();
             Some(Starting { entry: entry.clone(), reason })
         };
         state.entries.iter().filter_map(starting).collect()
     }
 
-    fn change(&self, change: impl FnOnce(&mut Vec<Entry>)) -> bool {
+    fn change(&self, change: impl FnOnce(&mut Vec<RememberedModel>)) -> bool {
         let mut state = self.lock();
         let before = state.entries.clone();
         change(&mut state.entries);
@@ -130,7 +130,7 @@ impl Remembered {
         true
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, RememberedModels> {
         self.state.lock()
     }
 }
@@ -140,18 +140,18 @@ const FILE: &str = "served.json";
 /// A full list of names and paths takes a tenth of this.
 const BYTES_MAX: u64 = 1 << 20;
 
-fn read(path: &Path) -> io::Result<Vec<Entry>> {
+fn read(path: &Path) -> io::Result<Vec<RememberedModel>> {
     let bytes = std::fs::metadata(path)?.len();
     if bytes > BYTES_MAX {
         return Err(io::Error::other(format!("expected at most {BYTES_MAX} bytes, found {bytes}")));
     }
-    let mut entries: Vec<Entry> = serde_json::from_slice(&std::fs::read(path)?)?;
+    let mut entries: Vec<RememberedModel> = serde_json::from_slice(&std::fs::read(path)?)?;
     entries.truncate(JOBS_MAX);
     Ok(entries)
 }
 
 /// Replaces the list atomically: after a crash it is the old one or the new one.
-fn write(path: &Path, entries: &[Entry]) -> io::Result<()> {
+fn write(path: &Path, entries: &[RememberedModel]) -> io::Result<()> {
     let beside = path.with_extension("new");
     let mut file = std::fs::File::options().write(true).create(true).truncate(true).mode(0o600).open(&beside)?;
     file.write_all(&serde_json::to_vec_pretty(entries)?).and_then(|()| file.sync_all())?;
@@ -162,9 +162,9 @@ fn write(path: &Path, entries: &[Entry]) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    fn entry(name: &str, context: u32) -> Entry {
+    fn entry(name: &str, context: u32) -> RememberedModel {
         let options = ModelOptions { int8: Some(true), context: Some(context), sequences: Some(8) };
-        Entry { name: name.into(), path: format!("/models/{name}.gguf").into(), options }
+        RememberedModel { name: name.into(), path: format!("/models/{name}.gguf").into(), options }
     }
 
     #[test]

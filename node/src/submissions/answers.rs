@@ -2,7 +2,7 @@
 //! unchanged, or from what this node knows of a run that it submitted before a restart.
 use super::Submissions;
 use super::checkpoints::newest_step;
-use super::ledger::Entry;
+use super::ledger::ListedRun;
 use super::look::{JOB_CHARACTERS, QueryKind, SimulationQuery};
 use super::report::{ReportContext, held_report, report};
 use super::submission::Submission;
@@ -20,7 +20,7 @@ const ANSWER_MAX: Duration = Duration::from_secs(3);
 const ANSWER_BYTES_MAX: usize = 32 << 20;
 
 /// Where a query was answered.
-pub(crate) enum Found {
+pub(crate) enum Answerer {
     /// This node coordinates the simulation.
     Here(Arc<Submission>),
     /// Another member responded.
@@ -62,17 +62,17 @@ impl Submissions {
 
     /// Answers a query wherever the simulation is coordinated: here, at the coordinator of tiles on this node, or else
     /// at any member that knows it.
-    pub(crate) async fn look(&self, look: &SimulationQuery, around: &ReportContext) -> Option<Found> {
+    pub(crate) async fn look(&self, look: &SimulationQuery, around: &ReportContext) -> Option<Answerer> {
         let own = self.named(&look.job);
         if let Some(submission) = own.clone().filter(|submission| !submission.moved()) {
-            return Some(Found::Here(submission));
+            return Some(Answerer::Here(submission));
         }
         let there = self.look_elsewhere(look, around).await;
         // If the coordinator does not respond, report what this node has.
         let held = || around.held().into_iter().find(|job| look.names(*job)).map(|job| held_report(job, around));
         let known =
             there.or_else(|| held().filter(|_| look.sight == QueryKind::Report).map(|held| held.to_json().into()));
-        known.map(Found::There).or(own.map(Found::Here))
+        known.map(Answerer::There).or(own.map(Answerer::Here))
     }
 
     async fn look_elsewhere(&self, look: &SimulationQuery, around: &ReportContext) -> Option<Bytes> {
@@ -139,14 +139,14 @@ impl Submissions {
         found
     }
 
-    async fn successor_report(&self, entry: &Entry, around: &ReportContext) -> SimulationReport {
+    async fn successor_report(&self, entry: &ListedRun, around: &ReportContext) -> SimulationReport {
         let asked = match SimulationQuery::new(&entry.job, QueryKind::Report) {
             Some(look) => self.look(&look, around).await,
             None => None,
         };
         let there = match asked {
-            Some(Found::There(answer)) => serde_json::from_slice::<SimulationReport>(&answer).ok(),
-            Some(Found::Here(_)) | None => None,
+            Some(Answerer::There(answer)) => serde_json::from_slice::<SimulationReport>(&answer).ok(),
+            Some(Answerer::Here(_)) | None => None,
         };
         if let Some(mut report) = there {
             report.set_role(Role::Submitter);

@@ -7,7 +7,7 @@
 use super::files::{PARTIAL, folder, io_error, whole_file};
 use kernels_grids::Region;
 use kernels_simulations::Simulation;
-use layout::{FOLDER, FORMAT, Layout, MANIFEST, Manifest, PART, Part, file_name, hex, step_folder};
+use layout::{CheckpointPart, FOLDER, FORMAT, Layout, MANIFEST, Manifest, PART, file_name, hex, step_folder};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::Write;
@@ -163,7 +163,7 @@ impl Checkpoints {
         let part = |region: &Region| {
             let file = file_name(*region);
             let hash = written.get(&file).ok_or_else(|| format!("{file} of step {step} is missing"))?;
-            Ok(Part { start: region.start, end: region.end, blake3: hex(hash), file })
+            Ok(CheckpointPart { start: region.start, end: region.end, blake3: hex(hash), file })
         };
         let parts = regions.iter().map(part).collect::<Result<Vec<_>, String>>()?;
         let named: BTreeSet<String> = parts.iter().map(|part| part.file.clone()).collect();

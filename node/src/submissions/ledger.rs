@@ -21,7 +21,7 @@ const ANSWER_HOLDS: Duration = Duration::from_secs(5);
 
 /// A run in the list.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct Entry {
+pub(super) struct ListedRun {
     pub(super) job: String,
     pub(super) name: String,
     pub(super) out: Option<PathBuf>,
@@ -30,7 +30,7 @@ pub(super) struct Entry {
 /// The list of runs that were submitted here and have not ended here.
 pub(super) struct Ledger {
     path: PathBuf,
-    entries: Mutex<Vec<Entry>>,
+    entries: Mutex<Vec<ListedRun>>,
     /// Other members' last answers about them.
     answers: Mutex<HashMap<String, (Instant, SimulationReport)>>,
 }
@@ -46,7 +46,7 @@ impl Ledger {
 
     /// Adds a submitted simulation.
     pub(super) fn add(&self, submission: &Submission) {
-        let entry = Entry {
+        let entry = ListedRun {
             job: format!("{:016x}", submission.job.0),
             name: submission.simulation.name().into(),
             out: submission.out.clone(),
@@ -66,7 +66,7 @@ impl Ledger {
         self.write(&entries);
     }
 
-    fn write(&self, entries: &[Entry]) {
+    fn write(&self, entries: &[ListedRun]) {
         let folder = self.path.parent().unwrap_or(Path::new("."));
         let text = serde_json::to_vec_pretty(entries).unwrap_or_default();
         let written = std::fs::create_dir_all(folder).map_err(|e| e.to_string());
@@ -76,12 +76,12 @@ impl Ledger {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<Entry>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<ListedRun>> {
         self.entries.lock()
     }
 
     /// The listed runs.
-    pub(super) fn entries(&self) -> Vec<Entry> {
+    pub(super) fn entries(&self) -> Vec<ListedRun> {
         self.lock().clone()
     }
 
@@ -108,7 +108,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let place = folder.path().join("simulations");
         let ledger = Ledger::open(&place);
-        let entry = |number: usize| Entry { job: format!("{number:016x}"), name: "a".into(), out: None };
+        let entry = |number: usize| ListedRun { job: format!("{number:016x}"), name: "a".into(), out: None };
         *ledger.lock() = (0..3).map(entry).collect();
         ledger.write(&ledger.lock());
         let again = Ledger::open(&place);

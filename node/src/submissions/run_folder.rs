@@ -46,7 +46,7 @@ struct Manifest {
     format: String,
     name: String,
     job: String,
-    state: State,
+    state: RunStatus,
     /// Steps completed when it ended.
     step: u32,
     /// Steps requested.
@@ -59,7 +59,7 @@ struct Manifest {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-enum State {
+enum RunStatus {
     Running,
     Done,
     Ended,
@@ -69,13 +69,13 @@ enum State {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Written {
     folder: String,
-    kind: Kind,
+    kind: WrittenKind,
     quantity: String,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-enum Kind {
+enum WrittenKind {
     Png,
     Gif,
     Zarr,
@@ -85,10 +85,10 @@ enum Kind {
 impl From<&OutputSpec> for Written {
     fn from(output: &OutputSpec) -> Self {
         let kind = match output.kind {
-            OutputKind::Png => Kind::Png,
-            OutputKind::Gif => Kind::Gif,
-            OutputKind::Zarr => Kind::Zarr,
-            OutputKind::Vtk => Kind::Vtk,
+            OutputKind::Png => WrittenKind::Png,
+            OutputKind::Gif => WrittenKind::Gif,
+            OutputKind::Zarr => WrittenKind::Zarr,
+            OutputKind::Vtk => WrittenKind::Vtk,
         };
         Self { folder: output.folder.clone(), kind, quantity: output.quantity.clone() }
     }
@@ -98,10 +98,10 @@ impl Written {
     /// Its existing files in a run's folder, relative to that folder.
     fn files(&self, run: &Path) -> Vec<PathBuf> {
         let kind = match self.kind {
-            Kind::Png => OutputKind::Png,
-            Kind::Gif => OutputKind::Gif,
-            Kind::Zarr => OutputKind::Zarr,
-            Kind::Vtk => OutputKind::Vtk,
+            WrittenKind::Png => OutputKind::Png,
+            WrittenKind::Gif => OutputKind::Gif,
+            WrittenKind::Zarr => OutputKind::Zarr,
+            WrittenKind::Vtk => OutputKind::Vtk,
         };
         output::written(run, &self.folder, kind, &self.quantity)
     }
@@ -191,7 +191,7 @@ impl Manifest {
             format: FORMAT.into(),
             name: simulation.name().into(),
             job: format!("{:016x}", job.0),
-            state: State::Running,
+            state: RunStatus::Running,
             step: 0,
             steps: simulation.steps(),
             outputs: simulation.outputs().iter().map(Written::from).collect(),
@@ -221,9 +221,9 @@ impl Manifest {
         let last = checkpoint
             .map_or_else(|| "without a checkpoint".into(), |step| format!("with a checkpoint of step {step}"));
         let found = match self.state {
-            State::Done => format!("a finished run of {steps} steps ({name})"),
-            State::Ended => format!("a run that ended at step {step} of {steps} ({name}), {last}"),
-            State::Running => format!("an unfinished run of {steps} steps ({name}), {last}"),
+            RunStatus::Done => format!("a finished run of {steps} steps ({name})"),
+            RunStatus::Ended => format!("a run that ended at step {step} of {steps} ({name}), {last}"),
+            RunStatus::Running => format!("an unfinished run of {steps} steps ({name}), {last}"),
         };
         match contents(&run.join(REPLACED)) {
             Ok(Contents::Run(before)) => {
@@ -278,7 +278,7 @@ impl Opened {
         let lock = lock(out)?;
         recover(out)?;
         // A finished run was interrupted while it removed the run that it replaced.
-        if matches!(contents(out)?, Contents::Run(run) if run.state == State::Done) {
+        if matches!(contents(out)?, Contents::Run(run) if run.state == RunStatus::Done) {
             remove_replaced(out);
         }
         check(out, existing)?;
@@ -348,7 +348,7 @@ impl RunFolder {
             }
             return;
         }
-        self.manifest.state = if done { State::Done } else { State::Ended };
+        self.manifest.state = if done { RunStatus::Done } else { RunStatus::Ended };
         self.manifest.step = step;
         if let Err(error) = self.manifest.write(&self.path) {
             tracing::warn!("{error}");
@@ -592,7 +592,7 @@ mod tests {
         fs::create_dir_all(out.join("alive-png")).unwrap();
         fs::write(out.join("alive-png/alive_0000000010.png"), "new").unwrap();
         let mut manifest = run.manifest.clone();
-        manifest.state = State::Done;
+        manifest.state = RunStatus::Done;
         manifest.write(out).unwrap();
         drop(run);
         assert!(replaced(out).is_some(), "the crash is before the removal");

@@ -23,7 +23,7 @@ pub(crate) struct Cache {
 
 /// A content in the cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Entry {
+pub(super) struct CachedModel {
     pub(super) used_at: SystemTime,
     pub(super) content: ContentId,
     pub(super) bytes: u64,
@@ -61,16 +61,16 @@ impl Cache {
     }
 
     /// All contents, least recently used first.
-    pub(super) fn entries(&self) -> Vec<Entry> {
+    pub(super) fn entries(&self) -> Vec<CachedModel> {
         let entry = |path: PathBuf| {
             let content = content_of(&path)?;
             let index = std::fs::metadata(&path).ok()?;
             let weights = std::fs::metadata(self.weights(content)).map_or(0, |m| m.blocks() * BLOCK_BYTES);
             let bytes = weights + index.blocks() * BLOCK_BYTES;
-            Some(Entry { used_at: index.modified().unwrap_or(SystemTime::UNIX_EPOCH), content, bytes })
+            Some(CachedModel { used_at: index.modified().unwrap_or(SystemTime::UNIX_EPOCH), content, bytes })
         };
         let files = std::fs::read_dir(&self.dir).into_iter().flatten().flatten();
-        let mut entries: Vec<Entry> = files.filter_map(|file| entry(file.path())).collect();
+        let mut entries: Vec<CachedModel> = files.filter_map(|file| entry(file.path())).collect();
         entries.sort_by_key(|entry| (entry.used_at, entry.content));
         entries
     }
@@ -96,7 +96,7 @@ impl Cache {
         coming: u64,
         free: Option<u64>,
         may_go: impl Fn(ContentId) -> bool,
-    ) -> Result<Vec<Entry>, NoRoom> {
+    ) -> Result<Vec<CachedModel>, NoRoom> {
         let entries = self.entries();
         let used: u64 = entries.iter().map(|entry| entry.bytes).sum();
         let over_limit = used.saturating_add(coming).saturating_sub(self.limit);

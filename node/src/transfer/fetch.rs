@@ -26,7 +26,7 @@ pub(super) struct Swarm<A> {
 }
 
 /// The result of a request.
-enum Answer {
+enum SourceAnswer {
     Have(NodeId, Result<Vec<bool>, String>),
     Chunk(Wish, Result<Chunk, TransferError>),
 }
@@ -142,7 +142,7 @@ impl<A: Ask> Swarm<A> {
 /// One run of a schedule.
 struct Fetching {
     schedule: Schedule,
-    running: JoinSet<Answer>,
+    running: JoinSet<SourceAnswer>,
     aborts: BTreeMap<Wish, AbortHandle>,
     /// Sources that have not yet answered which chunks they have.
     unanswered: usize,
@@ -157,7 +157,7 @@ impl Fetching {
         self.unanswered += 1;
         self.running.spawn(async move {
             let answer = ask.ask(node, request, 1 + count.div_ceil(8)).await;
-            Answer::Have(
+            SourceAnswer::Have(
                 node,
                 answer.and_then(|answer| match answer.split_first() {
                     Some((1, bits)) => {
@@ -180,8 +180,9 @@ impl Fetching {
             }
             let (ask, holding) = (swarm.ask.clone(), holding.clone());
             let request = BulkRequest::Weights(swarm.content, WeightsRequest::Chunk(wish.chunk as u32)).encode();
-            let abort =
-                self.running.spawn(async move { Answer::Chunk(wish, chunk(&*ask, wish, request, holding).await) });
+            let abort = self
+                .running
+                .spawn(async move { SourceAnswer::Chunk(wish, chunk(&*ask, wish, request, holding).await) });
             self.aborts.insert(wish, abort);
         }
     }
@@ -190,20 +191,20 @@ impl Fetching {
         &mut self,
         swarm: &mut Swarm<impl Ask>,
         holding: &Holding,
-        answer: Answer,
+        answer: SourceAnswer,
     ) -> Result<(), TransferError> {
         let now = Instant::now();
         match answer {
-            Answer::Have(node, Ok(has)) => {
+            SourceAnswer::Have(node, Ok(has)) => {
                 self.unanswered -= 1;
                 swarm.has.insert(node, has.clone());
                 self.schedule.handle_holder(node, has, swarm.ledger.is_trusted(node));
             }
-            Answer::Have(node, Err(why)) => {
+            SourceAnswer::Have(node, Err(why)) => {
                 self.unanswered -= 1;
                 self.last = format!("{node}: {why}");
             }
-            Answer::Chunk(wish, came) => {
+            SourceAnswer::Chunk(wish, came) => {
                 self.aborts.remove(&wish);
                 match came? {
                     Chunk::Kept(bytes) => {

@@ -108,7 +108,7 @@ impl Bench {
         library(&self.dir.path().join("fetcher"), 1 << 30)
     }
 
-    async fn share(&self, library: &Arc<Library>, layers: Range<usize>) -> Result<Held, TransferError> {
+    async fn share(&self, library: &Arc<Library>, layers: Range<usize>) -> Result<LocalModel, TransferError> {
         let sources: Vec<NodeId> = self.net.0.keys().copied().collect();
         library.share(self.content, "tiny", layers, &sources, &self.net).await
     }
@@ -377,13 +377,13 @@ async fn a_truncated_cache_file_is_fetched_again() {
     assert_eq!(logits(&mut *stage), expected, "the stage loaded before keeps working");
 }
 
-fn stage(held: &Held) -> Result<Box<dyn Stage>, StageError> {
+fn stage(held: &LocalModel) -> Result<Box<dyn Stage>, StageError> {
     let (layers, activations) = (0..held.file.config().layers, Activations::Int8);
     let options = StageOptions { layers, sequences: 1, context: 16, activations, threads: 1 };
     kernels_models::load_cpu_stage(held.file.clone(), options)
 }
 
-fn stage_error(held: &Held) -> String {
+fn stage_error(held: &LocalModel) -> String {
     stage(held).err().expect("an error").to_string()
 }
 

@@ -109,7 +109,7 @@ pub(crate) fn search(problem: &Problem) -> Outcome {
     Search::new(problem).run()
 }
 
-struct State {
+struct SearchState {
     used: u128,
     last: usize,
     /// Least score with exactly layers `0..j` covered.
@@ -123,7 +123,7 @@ struct State {
 struct Search<'a> {
     problem: &'a Problem,
     exact: bool,
-    states: Vec<State>,
+    states: Vec<SearchState>,
     best: Option<(Score, usize)>,
     best_with: Vec<Score>,
     furthest: usize,
@@ -201,7 +201,13 @@ impl<'a> Search<'a> {
         if costs.fits_whole {
             cells[problem.layers] = self.join(enter, costs.before[problem.layers] + costs.open + costs.whole);
         }
-        self.keep(State { used: 1 << device, last: device, via: vec![(u32::MAX, 0); cells.len()], cells, rank: 0 })
+        self.keep(SearchState {
+            used: 1 << device,
+            last: device,
+            via: vec![(u32::MAX, 0); cells.len()],
+            cells,
+            rank: 0,
+        })
     }
 
     /// The state in which `device` takes the next stage after any state of `group` (all of which used the same devices).
@@ -228,7 +234,7 @@ impl<'a> Search<'a> {
             Rule::Max => self.extend_max(&arrive, device),
         };
         let via = starts.iter().map(|&start| (through[start as usize], start)).collect();
-        self.keep(State { used: self.states[group[0]].used | 1 << device, last: device, cells, via, rank: 0 })
+        self.keep(SearchState { used: self.states[group[0]].used | 1 << device, last: device, cells, via, rank: 0 })
     }
 
     /// Least sum for each end, with a sliding window over starts: a stage that fits an end starts at `from` or later.
@@ -282,7 +288,7 @@ impl<'a> Search<'a> {
 
     /// Records what a state completes, drops cells that cannot become better than the best, and stores the state if it can be
     /// extended.
-    fn keep(&mut self, mut state: State) -> Option<usize> {
+    fn keep(&mut self, mut state: SearchState) -> Option<usize> {
         let layers = self.problem.layers;
         let furthest = state.cells.iter().rposition(|&score| score < NEVER)?;
         self.furthest = self.furthest.max(furthest);
@@ -329,7 +335,7 @@ impl<'a> Search<'a> {
     }
 
     /// The least estimated score of a placement that begins with this state.
-    fn rank(&self, state: &State) -> Score {
+    fn rank(&self, state: &SearchState) -> Score {
         let layers = self.problem.layers;
         let mut rank = NEVER;
         let mut filler = Filler::new(self, state.used);

@@ -105,7 +105,7 @@ fn read_alignment(metadata: &Metadata) -> Result<u64, WeightsError> {
 }
 
 /// An entry of the tensor table, with its offset into the data.
-pub(super) struct Entry {
+pub(super) struct TableEntry {
     pub name: String,
     pub quant: QuantType,
     pub rows: usize,
@@ -114,7 +114,7 @@ pub(super) struct Entry {
     pub size: u64,
 }
 
-fn read_table(reader: &mut Reader<'_>, count: u64) -> Result<Vec<Entry>, WeightsError> {
+fn read_table(reader: &mut Reader<'_>, count: u64) -> Result<Vec<TableEntry>, WeightsError> {
     // An 8-byte length with one byte of name, dimension count, one dimension, type, offset.
     const SMALLEST: u64 = 8 + 1 + 4 + 8 + 4 + 8;
     reader.expect_count("tensors", count, SMALLEST)?;
@@ -134,7 +134,7 @@ fn read_table(reader: &mut Reader<'_>, count: u64) -> Result<Vec<Entry>, Weights
     Ok(table)
 }
 
-fn read_table_row(reader: &mut Reader<'_>) -> Result<Entry, WeightsError> {
+fn read_table_row(reader: &mut Reader<'_>) -> Result<TableEntry, WeightsError> {
     let start = reader.at;
     let name = reader.name("tensor name")?;
     let dims = reader.u32(&name)?;
@@ -164,18 +164,18 @@ fn read_table_row(reader: &mut Reader<'_>) -> Result<Entry, WeightsError> {
         return Err(bad(&format!("rows of at most {ROW_BYTES_MAX} bytes")));
     }
     let size = (row_bytes as u64).checked_mul(rows as u64).ok_or_else(|| bad("a size that fits 64 bit"))?;
-    Ok(Entry { name, quant, rows, cols, offset, size })
+    Ok(TableEntry { name, quant, rows, cols, offset, size })
 }
 
 /// Converts offsets to file ranges, sorted by position. Checks that they are aligned, inside the file and do not overlap.
 pub(super) fn place(
-    table: Vec<Entry>,
+    table: Vec<TableEntry>,
     data: u64,
     alignment: u64,
     file_len: u64,
 ) -> Result<Vec<TensorInfo>, WeightsError> {
     let mut tensors = Vec::with_capacity(table.len());
-    for Entry { name, quant, rows, cols, offset, size } in table {
+    for TableEntry { name, quant, rows, cols, offset, size } in table {
         if !offset.is_multiple_of(alignment) {
             let found = format!("tensor {name:?} at {offset}");
             return Err(WeightsError::Malformed(format!(

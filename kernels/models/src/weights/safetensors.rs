@@ -13,7 +13,7 @@ use serde_json::Value as Json;
 
 use super::config::QueryKeyOrder;
 use super::error::WeightsError;
-use super::gguf::{self, Entry, Header};
+use super::gguf::{self, Header, TableEntry};
 use super::metadata::{Array, Element, Metadata, Value};
 
 /// Maximum bytes of the JSON header; the format's own limit.
@@ -106,7 +106,7 @@ fn carry(mut listed: BTreeMap<String, Json>, data: u64, config: &Json) -> Bytes 
 }
 
 /// The tensors, with GGUF names.
-fn table(listed: BTreeMap<String, Json>, tied: bool) -> Result<Vec<Entry>, WeightsError> {
+fn table(listed: BTreeMap<String, Json>, tied: bool) -> Result<Vec<TableEntry>, WeightsError> {
     let mut table = Vec::new();
     for (name, json) in listed {
         // Inverse frequencies are derived from the configuration; a tied head repeats the embedding.
@@ -120,7 +120,7 @@ fn table(listed: BTreeMap<String, Json>, tied: bool) -> Result<Vec<Entry>, Weigh
     Ok(table)
 }
 
-fn entry(name: &str, listed: &Listed) -> Result<Entry, WeightsError> {
+fn entry(name: &str, listed: &Listed) -> Result<TableEntry, WeightsError> {
     let wrong = |what: &str| malformed(&format!("tensor {name:?} of shape {:?}: {what}", listed.shape));
     let quant = match listed.dtype.as_str() {
         "F32" => QuantType::F32,
@@ -147,7 +147,7 @@ fn entry(name: &str, listed: &Listed) -> Result<Entry, WeightsError> {
     if end.checked_sub(start) != Some(size) {
         return Err(wrong(&format!("expected {size} bytes, found the range {start}..{end}")));
     }
-    Ok(Entry { name: gguf_name(name), quant, rows, cols, offset: start, size })
+    Ok(TableEntry { name: gguf_name(name), quant, rows, cols, offset: start, size })
 }
 
 /// Maps `model.layers.3.mlp.up_proj.weight` to `blk.3.ffn_up.weight`. Unknown names are kept and rejected later, by name.

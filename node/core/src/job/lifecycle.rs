@@ -14,7 +14,7 @@ use super::refusals::Refusals;
 use super::serve::Serve;
 use super::succession::Claims;
 use super::timeout::PrepareTimeout;
-use super::workload::{Found, Then, Workload};
+use super::workload::{NewPlan, Then, Workload};
 use crate::id::{CallId, Epoch, JobId, NodeId, PartId};
 use crate::limits::{DEGRADED_MAX, EXCLUDED, PREPARE_RETRY, STANDBY_RETRY};
 use crate::message::{ToCoordinator, ToParticipant};
@@ -663,14 +663,14 @@ enum NoPlan {
     Grid(GridError),
 }
 
-fn found(answer: Answer) -> Result<Found, NoPlan> {
+fn found(answer: Answer) -> Result<NewPlan, NoPlan> {
     match answer {
         Answer::Model(Ok(answer)) if answer.plan.stages().is_empty() => {
             Err(NoPlan::Model(PlanError::Invalid("the planner found no stages".into())))
         }
-        Answer::Model(Ok(answer)) => Ok(Found::Model(answer.plan)),
+        Answer::Model(Ok(answer)) => Ok(NewPlan::Model(answer.plan)),
         Answer::Model(Err(error)) => Err(NoPlan::Model(error)),
-        Answer::Grid(Ok(plan)) => Ok(Found::Grid(plan)),
+        Answer::Grid(Ok(plan)) => Ok(NewPlan::Grid(plan)),
         // A question that can never have a plan ends the job. Otherwise the job waits for the mesh to change.
         Answer::Grid(Err(error @ (GridError::Invalid(_) | GridError::Depth { .. }))) => {
             Err(NoPlan::Never(format!("{error}")))

@@ -6,7 +6,7 @@
 use super::lifecycle::{Job, Phase};
 use super::output::{JobOutput, JobQuestion, Out};
 use super::serve::Serve;
-use super::workload::{Found, Workload};
+use super::workload::{NewPlan, Workload};
 use crate::id::{NodeId, PartId};
 use crate::limits::{FETCH_MAX, MOVE_EVERY, MOVE_GAIN_PERCENT, MOVE_QUIET, MOVE_REVIEWS, PREPARE_RETRY, STANDBY_RETRY};
 use crate::message::ToParticipant;
@@ -173,7 +173,7 @@ impl Job {
                 if let Some(change) = steps.gains(now, &plan, &self.parts) {
                     steps.roll_back();
                     out.push_back(JobOutput::Notify(Event::JobMoves { job: self.id, change }));
-                    self.adopt(now, Found::Grid(plan), out);
+                    self.adopt(now, NewPlan::Grid(plan), out);
                 }
             }
             (Answer::Model(_) | Answer::Grid(_) | Answer::ModelStandbys(_) | Answer::GridStandbys(_), _) => {}
@@ -282,7 +282,7 @@ impl Job {
                     self.rebalance.last = Some(Moved { change, fetched_bytes: came });
                     self.rebalance.rest(now);
                     self.workload.stop();
-                    self.adopt(now, Found::Model(*plan), out);
+                    self.adopt(now, NewPlan::Model(*plan), out);
                 }
             }
         }

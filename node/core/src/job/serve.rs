@@ -15,7 +15,7 @@ use crate::work::{PartState, PartWork, Placement, PredictedChange, ProgramRecord
 use alloc::boxed::Box;
 use alloc::collections::BTreeMap;
 use alloc::{string::String, vec::Vec};
-use calibration::{Calibration, Found};
+use calibration::{Calibration, MeasuredSpeed};
 use partitioner::{DeviceId, ModelAnswer, Plan, Stage, Tier};
 use requests::Route;
 pub(in crate::job) use requests::{Requests, Submitted};
@@ -272,7 +272,7 @@ impl Serve {
     ) {
         let quiet = self.requests.quiet();
         let Some(found) = self.calibration.handle_answer(now, node, nonce, result.is_ok(), quiet) else { return };
-        let Found { layers, took, quiet, nonce } = found;
+        let MeasuredSpeed { layers, took, quiet, nonce } = found;
         let measured = Measured { took, quiet, nonce, digest: result.unwrap_or_default() };
         let (job, work) = (self.job, Box::new(self.model.work.clone()));
         out.push_back(JobOutput::Measured { job, node, work, layers, measured });

@@ -28,7 +28,7 @@ pub(super) enum Workload {
 
 /// A plan that the job has not adopted yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Found {
+pub(super) enum NewPlan {
     Model(Plan),
     Grid(alloc::boxed::Box<partitioner::tiles::GridPlan>),
 }
@@ -52,19 +52,19 @@ impl Workload {
     }
 
     /// Whether a part is the same in the plan found as now, so that its standby may stay.
-    pub(super) fn is_same_part(&self, found: &Found, part: PartId) -> bool {
+    pub(super) fn is_same_part(&self, found: &NewPlan, part: PartId) -> bool {
         match (self, found) {
-            (Workload::Serve(serve), Found::Model(plan)) => serve.is_same_part(plan, part),
-            (Workload::Serve(_), Found::Grid(_)) | (Workload::Steps(_), _) => false,
+            (Workload::Serve(serve), NewPlan::Model(plan)) => serve.is_same_part(plan, part),
+            (Workload::Serve(_), NewPlan::Grid(_)) | (Workload::Steps(_), _) => false,
         }
     }
 
     /// Adopts a plan. Returns its parts.
-    pub(super) fn adopt(&mut self, found: Found) -> Vec<Part> {
+    pub(super) fn adopt(&mut self, found: NewPlan) -> Vec<Part> {
         match (self, found) {
-            (Workload::Serve(serve), Found::Model(plan)) => serve.adopt(plan),
-            (Workload::Steps(steps), Found::Grid(plan)) => steps.adopt(&plan),
-            (Workload::Serve(_), Found::Grid(_)) | (Workload::Steps(_), Found::Model(_)) => Vec::new(),
+            (Workload::Serve(serve), NewPlan::Model(plan)) => serve.adopt(plan),
+            (Workload::Steps(steps), NewPlan::Grid(plan)) => steps.adopt(&plan),
+            (Workload::Serve(_), NewPlan::Grid(_)) | (Workload::Steps(_), NewPlan::Model(_)) => Vec::new(),
         }
     }
 

@@ -1,5 +1,7 @@
 //! Contacts and connections: how a node finds the members it knows of, and keeps connections to them.
-use super::{ANNOUNCE_MAX, CONTACTS_MAX, FULL_MESH_MAX, Found, Life, Membership, MembershipOutput, STRANGER_DIALS_MAX};
+use super::{
+    ANNOUNCE_MAX, CONTACTS_MAX, FULL_MESH_MAX, KnownPeer, Life, Membership, MembershipOutput, STRANGER_DIALS_MAX,
+};
 use crate::id::{Generation, NodeId};
 use crate::time::{Duration, Instant};
 use alloc::vec::Vec;
@@ -57,14 +59,14 @@ impl Membership {
     ) {
         if !self.contacts.contains_key(&node) && self.contacts.len() >= CONTACTS_MAX {
             // Contacts that never answered are dropped first, the most tried first: those are most likely invented.
-            let rank = |found: &Found| (found.answered, core::cmp::Reverse(found.tries), found.at);
+            let rank = |found: &KnownPeer| (found.answered, core::cmp::Reverse(found.tries), found.at);
             let worst = self.contacts.iter().min_by_key(|(_, found)| rank(found)).map(|(node, _)| *node);
             worst.into_iter().for_each(|node| self.drop_contact(node));
         }
         let answers = self.is_alive(node) || self.connected.contains_key(&node);
         let (tries, next, answered) =
             self.contacts.get(&node).map_or((0, at, answers), |found| (found.tries, found.next, found.answered));
-        self.contacts.insert(node, Found { peer_id, gossip, data, at, tries, next, answered });
+        self.contacts.insert(node, KnownPeer { peer_id, gossip, data, at, tries, next, answered });
     }
 
     /// A contact was heard or reached: it may be tried again immediately.

@@ -11,7 +11,7 @@ use alloc::vec::Vec;
 
 /// An entry. The shell stores its payload under `tensor`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Entry {
+pub(super) struct LogEntry {
     pub(super) cursor: u32,
     /// The cursor of a receiver that holds it.
     pub(super) end: u32,
@@ -107,7 +107,7 @@ pub(super) struct Sent {
     keep: Keep,
     bytes: u64,
     count: usize,
-    channels: BTreeMap<u64, VecDeque<Entry>>,
+    channels: BTreeMap<u64, VecDeque<LogEntry>>,
     followers: Vec<Follower>,
 }
 
@@ -119,7 +119,7 @@ impl Sent {
     // ---- entries
 
     /// Adds an entry, in place of those that it overwrites. Returns the payloads that are dropped.
-    pub(super) fn push(&mut self, channel: u64, entry: Entry) -> Vec<TensorId> {
+    pub(super) fn push(&mut self, channel: u64, entry: LogEntry) -> Vec<TensorId> {
         let mut gone = self.cut(channel, entry.cursor);
         let adjoins = self.channels.get(&channel).and_then(VecDeque::back).is_none_or(|last| last.end >= entry.cursor);
         if !adjoins && self.bounds.joined > 0 {
@@ -353,7 +353,13 @@ impl Sent {
 }
 
 /// Adds the frames of one channel that are due to one follower, with adjacent entries joined.
-fn send(known: &mut Follower, channel: u64, entries: &VecDeque<Entry>, bounds: Bounds, due: &mut Vec<OutgoingFrame>) {
+fn send(
+    known: &mut Follower,
+    channel: u64,
+    entries: &VecDeque<LogEntry>,
+    bounds: Bounds,
+    due: &mut Vec<OutgoingFrame>,
+) {
     let (from, held) = (known.next.of(channel), known.held.of(channel));
     let (Some(first), Some(last)) = (entries.front(), entries.back()) else { return };
     if last.end <= from {
@@ -402,7 +408,7 @@ fn send(known: &mut Follower, channel: u64, entries: &VecDeque<Entry>, bounds: B
 
 /// The entry with which to continue at a cursor: the last one that begins no later, if it extends beyond the cursor;
 /// otherwise the next one.
-fn covering(entries: &VecDeque<Entry>, cursor: u32) -> usize {
+fn covering(entries: &VecDeque<LogEntry>, cursor: u32) -> usize {
     let after = entries.partition_point(|entry| entry.cursor <= cursor);
     let before = after.checked_sub(1).filter(|&at| entries[at].end > cursor);
     before.unwrap_or(after)

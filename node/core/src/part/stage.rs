@@ -8,7 +8,7 @@ mod invariants;
 use super::output::{Names, Out, PartOutput, Started, discard, discard_payload};
 use super::pace::Pace;
 use super::queue::{Waiting, choose};
-use super::sent::{Bounds, Entry, Keep, OutgoingFrame, Sent};
+use super::sent::{Bounds, Keep, LogEntry, OutgoingFrame, Sent};
 use crate::id::{Epoch, JobId, NodeId, PartId, RequestId, TensorId, WorkId};
 use crate::limits::{
     CHUNK_POSITIONS_MAX, CLOSED_REQUESTS_MAX, HELD_EVERY, PARKED_FRAMES_MAX, RESUME_QUIET, RING_BYTES_MAX,
@@ -437,7 +437,7 @@ impl StageRun {
             (ItemResult::Hidden, Some(_)) if open => {
                 let bytes = self.route.row_bytes.saturating_mul(header.count.into());
                 let (cursor, count, last) = (header.cursor, header.count, header.last);
-                let entry = Entry { cursor, end: position, count, last, tensor: output, bytes };
+                let entry = LogEntry { cursor, end: position, count, last, tensor: output, bytes };
                 let mut gone = self.sent.push(header.channel, entry);
                 self.pump(out);
                 let next = self.route.part.after();

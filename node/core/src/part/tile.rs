@@ -6,7 +6,7 @@
 mod standby;
 
 use super::output::{Names, Out, PartOutput, Started, discard};
-use super::sent::{Bounds, Entry, Keep, OutgoingFrame, Sent};
+use super::sent::{Bounds, Keep, LogEntry, OutgoingFrame, Sent};
 use crate::id::{Epoch, JobId, NodeId, PartId, TensorId, WorkId};
 use crate::limits::{
     HALO_ENTRIES_MAX, HALO_LOG_BYTES_MAX, HALO_STRIPS_QUEUED_MAX, HALO_WINDOW_BYTES, REPORTS_KEPT, SAVES_WAITING_MAX,
@@ -31,7 +31,7 @@ pub(super) use standby::AfterSnapshot;
 pub(super) struct TileRun {
     job: JobId,
     place: Place,
-    state: State,
+    state: TileState,
     /// Steps completed.
     step: u32,
     sent: Sent,
@@ -83,7 +83,7 @@ struct Link {
 
 /// State of a tile.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum State {
+enum TileState {
     /// A standby without cells. It has waited for the owner's snapshot since then.
     Empty { since: Instant },
     /// A standby that is fetching the snapshot of this step.
@@ -160,7 +160,7 @@ impl TileRun {
         TileRun {
             job,
             place: Place::new(epoch, order, tile),
-            state: State::Empty { since: now },
+            state: TileState::Empty { since: now },
             step: 0,
             sent: Sent::new(Keep::WhileNeeded, bounds),
             received: BTreeMap::new(),
@@ -189,7 +189,7 @@ impl TileRun {
 
     /// Whether it has cells to compute with.
     fn has_cells(&self) -> bool {
-        matches!(self.state, State::Ready | State::Running)
+        matches!(self.state, TileState::Ready | TileState::Running)
     }
 
     /// Steps completed, and the total number of steps.
@@ -233,14 +233,14 @@ impl TileRun {
     /// It has the cells of this step, from any source.
     pub(super) fn loaded(&mut self, step: u32, out: &mut Out) {
         self.forget_all(out);
-        (self.step, self.state, self.begun) = (step, State::Ready, false);
+        (self.step, self.state, self.begun) = (step, TileState::Ready, false);
     }
 
     /// Pauses what runs under an earlier placement: nothing is started or sent until the coordinator lets the tile run
     /// again.
     pub(super) fn pause(&mut self, out: &mut Out) {
-        if self.state == State::Running {
-            self.state = State::Ready;
+        if self.state == TileState::Running {
+            self.state = TileState::Ready;
         }
         self.forget_received(out);
         self.sent.clear_followers();
@@ -253,14 +253,16 @@ impl TileRun {
         let promoted = self.is_shadow() && order.standby.is_none();
         self.place = Place::new(epoch, order, tile);
         self.promoted = promoted;
-        if let State::Empty { since } = &mut self.state {
+        if let TileState::Empty { since } = &mut self.state {
             *since = now;
         }
         match self.state {
-            State::Snapshot { step, .. } if promoted => Some(step),
-            State::Snapshot { .. } | State::Empty { .. } | State::Fetching { .. } | State::Ready | State::Running => {
-                None
-            }
+            TileState::Snapshot { step, .. } if promoted => Some(step),
+            TileState::Snapshot { .. }
+            | TileState::Empty { .. }
+            | TileState::Fetching { .. }
+            | TileState::Ready
+            | TileState::Running => None,
         }
     }
 
@@ -268,7 +270,7 @@ impl TileRun {
     pub(super) fn may_stay(&self, order: &Order) -> bool {
         let same_role = self.is_shadow() == order.standby.is_some();
         let promoted = self.is_shadow() && order.standby.is_none();
-        let has = self.has_cells() || matches!(self.state, State::Snapshot { .. });
+        let has = self.has_cells() || matches!(self.state, TileState::Snapshot { .. });
         // A standby of one tier does not become a standby of the other.
         let tier = !same_role || self.place.standby == order.standby || order.standby.is_none();
         tier && (same_role || (promoted && has))
@@ -294,10 +296,10 @@ impl TileRun {
 
     /// All parts are ready. `at`: the steps completed by each tile.
     pub(super) fn go(&mut self, at: &[u32], out: &mut Out) {
-        if self.state != State::Ready || self.is_shadow() {
+        if self.state != TileState::Ready || self.is_shadow() {
             return;
         }
-        self.state = State::Running;
+        self.state = TileState::Running;
         for (peer, node) in self.place.neighbours() {
             let Some(&held) = at.get(peer.index()) else { continue };
             self.sent.follow(peer, node, true, true);
@@ -384,7 +386,7 @@ impl TileRun {
                 out.push_back(PartOutput::Frame { to, header, payload: Payload::Tensor(tensor), copy });
             }
         }
-        if matches!(self.state, State::Ready) {
+        if matches!(self.state, TileState::Ready) {
             // Before `Go` it is not known what each node will ask for: a standby that learned of the placement earlier
             // may be far ahead of an owner.
             return;
@@ -413,7 +415,7 @@ impl TileRun {
 
     /// An owner that waits too long for halos reports its step, and the senders continue from there.
     pub(super) fn ask_again(&mut self, now: Instant, out: &mut Out) {
-        let waits = self.state == State::Running && self.busy.is_none() && self.begun && !self.is_shadow();
+        let waits = self.state == TileState::Running && self.busy.is_none() && self.begun && !self.is_shadow();
         if !waits || self.step >= self.place.schedule.steps || now < self.ask_at || self.saves_wait() {
             return;
         }
@@ -443,7 +445,7 @@ impl TileRun {
     /// Starts the next run, if it can. `paused`: the coordinator waits for an answer first.
     pub(super) fn start(&mut self, now: Instant, paused: bool, names: &mut Names, out: &mut Out) -> Option<Started> {
         let steps = self.place.schedule.steps;
-        if self.state != State::Running || self.busy.is_some() || paused || self.saves_wait() {
+        if self.state != TileState::Running || self.busy.is_some() || paused || self.saves_wait() {
             return None;
         }
         if !self.begun {
@@ -545,7 +547,7 @@ impl TileRun {
         let (halos, cursor) = (core::mem::take(&mut busy.halos), busy.to);
         if sizes.len() == halos.len() {
             for ((link, tensor), &(count, bytes)) in halos.into_iter().zip(sizes) {
-                let entry = Entry { cursor, end: cursor.saturating_add(1), count, last: false, tensor, bytes };
+                let entry = LogEntry { cursor, end: cursor.saturating_add(1), count, last: false, tensor, bytes };
                 let gone = self.sent.push(link.into(), entry);
                 out.extend(gone.into_iter().map(discard));
             }
@@ -634,7 +636,7 @@ impl TileRun {
 
     /// Reports its progress, if it has cells or a snapshot.
     pub(super) fn report_progress(&self, out: &mut Out) {
-        if self.has_cells() || matches!(self.state, State::Snapshot { .. }) {
+        if self.has_cells() || matches!(self.state, TileState::Snapshot { .. }) {
             let (part, step, figures) = (self.place.part, self.step, self.figures);
             self.report(FromTile::Progress { part, step, figures }, out);
         }

@@ -15,9 +15,9 @@ fn member(roles: Roles) -> Member {
 }
 
 impl Member {
-    fn revoke(&self, banned: PeerId, at: u64) -> State {
+    fn revoke(&self, banned: PeerId, at: u64) -> BanState {
         let revocation = Revocation::issue(&self.held, &self.identity, banned, at, ("", "")).unwrap();
-        State { number: 0, key: [0; 32], revocations: vec![revocation] }
+        BanState { number: 0, key: [0; 32], revocations: vec![revocation] }
     }
 }
 
@@ -100,8 +100,8 @@ async fn an_exchange_between_equal_states_needs_no_answer() {
     let same = Exchange::new(&member.bans.state(), BACK);
     assert!(member.bans.answer([9; 16], same).is_empty());
     member.bans.ban(peer(), "").unwrap();
-    let answer = member.bans.answer([9; 16], Exchange::new(&State::default(), BACK));
-    assert_eq!(State::decode(&answer).as_ref(), Some(&*member.bans.state()), "the whole state, with the key");
+    let answer = member.bans.answer([9; 16], Exchange::new(&BanState::default(), BACK));
+    assert_eq!(BanState::decode(&answer).as_ref(), Some(&*member.bans.state()), "the whole state, with the key");
 }
 
 #[tokio::test]
@@ -110,7 +110,7 @@ async fn the_head_of_an_exchange_is_merged_before_the_answer() {
     let guest = peer();
     let news = Exchange { kind: BACK, digest: [0; 32], head: member.revoke(guest, unix_seconds()) };
     let answer = member.bans.answer([9; 16], news);
-    assert!(State::decode(&answer).is_some_and(|state| state.revocations.len() == 1));
+    assert!(BanState::decode(&answer).is_some_and(|state| state.revocations.len() == 1));
     assert!(member.bans.of(NodeId(node_id(&guest))).is_some());
 }
 

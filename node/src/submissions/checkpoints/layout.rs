@@ -20,12 +20,12 @@ pub(super) struct Manifest {
     pub(super) step: u32,
     pub(super) identity: String,
     pub(super) size: [usize; 3],
-    pub(super) parts: Vec<Part>,
+    pub(super) parts: Vec<CheckpointPart>,
 }
 
 /// A tile's part in the manifest.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Part {
+pub(super) struct CheckpointPart {
     pub(super) start: [usize; 3],
     pub(super) end: [usize; 3],
     pub(super) file: String,

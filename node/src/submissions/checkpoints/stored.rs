@@ -1,5 +1,5 @@
 //! Reads a complete checkpoint: verifies it, and returns its cells in blocks, never as a whole.
-use super::layout::{FOLDER, FORMAT, Layout, MANIFEST, Manifest, Part, file_name, hex, step_folder};
+use super::layout::{CheckpointPart, FOLDER, FORMAT, Layout, MANIFEST, Manifest, file_name, hex, step_folder};
 use crate::regions::common;
 use crate::submissions::files::io_error;
 use bytes::Bytes;
@@ -21,7 +21,7 @@ pub(crate) struct Checkpoint {
     /// The step after which it was saved.
     pub step: u32,
     folder: PathBuf,
-    parts: Vec<(Region, Part)>,
+    parts: Vec<(Region, CheckpointPart)>,
     layout: Layout,
 }
 
@@ -48,7 +48,7 @@ impl Checkpoint {
                 path.display()
             ));
         }
-        let parts: Vec<(Region, Part)> =
+        let parts: Vec<(Region, CheckpointPart)> =
             manifest.parts.into_iter().map(|part| (Region { start: part.start, end: part.end }, part)).collect();
         let blocks: Vec<partitioner::tiles::Block> = parts
             .iter()
@@ -88,7 +88,7 @@ impl Checkpoint {
     }
 
     /// Opens the file of a part and checks its size.
-    fn part(&self, region: Region, part: &Part) -> Result<File, String> {
+    fn part(&self, region: Region, part: &CheckpointPart) -> Result<File, String> {
         let path = self.folder.join(&part.file);
         let file = File::open(&path).map_err(|e| io_error(&path, &e))?;
         let (expected, found) = (self.layout.bytes(region), file.metadata().map_err(|e| io_error(&path, &e))?.len());
@@ -103,7 +103,7 @@ impl Checkpoint {
     /// # Errors
     /// A disk error, or a box outside the grid.
     pub(crate) fn read(&self, region: Region, mut each: impl FnMut(Bytes) -> bool) -> Result<(), String> {
-        let shared: Vec<(Region, Region, &Part)> =
+        let shared: Vec<(Region, Region, &CheckpointPart)> =
             self.parts.iter().filter_map(|(owned, part)| Some((*owned, common(owned, &region)?, part))).collect();
         if region.cells() == 0
             || shared.iter().map(|(_, both, _)| both.cells()).sum::<usize>() != region.cells()
@@ -111,7 +111,7 @@ impl Checkpoint {
         {
             return Err(format!("{region:?} is not in the checkpoint's grid"));
         }
-        let open = |(owned, both, part): (Region, Region, &Part)| {
+        let open = |(owned, both, part): (Region, Region, &CheckpointPart)| {
             Ok(Source {
                 layout: self.layout,
                 owned,

@@ -3,7 +3,7 @@ use super::{Degraded, Job, NoPlan, Phase, Role, found};
 use crate::id::{Epoch, NodeId, PartId};
 use crate::job::output::{JobOutput, JobQuestion, Out, PlannerQuestion};
 use crate::job::part::{Part, Standby};
-use crate::job::workload::Found;
+use crate::job::workload::NewPlan;
 use crate::limits::{DEGRADED_RETRY, HEARTBEAT, PLACE_ATTEMPTS_MAX, PREPARE_RETRY};
 use crate::message::ToParticipant;
 use crate::output::Event;
@@ -146,7 +146,7 @@ impl Job {
     }
 
     /// Adopts a placement.
-    pub(in crate::job) fn adopt(&mut self, now: Instant, found: Found, out: &mut Out) {
+    pub(in crate::job) fn adopt(&mut self, now: Instant, found: NewPlan, out: &mut Out) {
         let kept: Vec<bool> =
             (0..self.parts.len()).map(|at| self.workload.is_same_part(&found, PartId::of(at))).collect();
         let before = core::mem::take(&mut self.parts);

@@ -30,7 +30,7 @@ struct Probe {
 
 /// Measured speed of a node, once enough challenges were answered.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Found {
+pub(super) struct MeasuredSpeed {
     pub(super) layers: Range<u32>,
     /// The shortest time of the last answers.
     pub(super) took: Duration,
@@ -95,7 +95,7 @@ impl Calibration {
         nonce: u64,
         done: bool,
         quiet: Option<u64>,
-    ) -> Option<Found> {
+    ) -> Option<MeasuredSpeed> {
         let running = self.running.take_if(|running| running.node == node && running.nonce == nonce)?;
         let probe = self.by_node.get_mut(&node)?;
         if !done {
@@ -109,7 +109,7 @@ impl Calibration {
         let enough = probe.took.len() >= CHALLENGES;
         probe.due = now + if enough { CHALLENGE_EVERY } else { CHALLENGE_SOON };
         let &(took, quiet) = probe.took.iter().min_by_key(|(took, _)| *took)?;
-        enough.then(|| Found { layers: probe.layers.clone(), took, quiet, nonce })
+        enough.then(|| MeasuredSpeed { layers: probe.layers.clone(), took, quiet, nonce })
     }
 
     /// When the next challenge or timeout is due.

@@ -15,9 +15,9 @@ fn rows(bytes: u64) -> Sent {
     sent
 }
 
-fn entry(cursor: u32, count: u32, tensor: u64) -> Entry {
+fn entry(cursor: u32, count: u32, tensor: u64) -> LogEntry {
     let tensor = TensorId::Produced(tensor);
-    Entry { cursor, end: cursor + count, count, last: false, tensor, bytes: count.into() }
+    LogEntry { cursor, end: cursor + count, count, last: false, tensor, bytes: count.into() }
 }
 
 /// Adds an entry of ten rows. Returns the payloads that are dropped.
@@ -106,7 +106,7 @@ fn halos(steps: u32, bytes: u64, keep: u64) -> Sent {
     let mut sent = Sent::new(Keep::WhileNeeded, bounds);
     for step in 0..steps {
         let tensor = TensorId::Produced(step.into());
-        sent.push(0, Entry { cursor: step, end: step + 1, count: 1, last: false, tensor, bytes });
+        sent.push(0, LogEntry { cursor: step, end: step + 1, count: 1, last: false, tensor, bytes });
     }
     sent
 }
@@ -163,7 +163,7 @@ fn halos_of_every_eighth_step_are_all_kept_for_a_standby() {
     sent.follow(NEXT, OWNER, true, true);
     sent.follow(NEXT, STANDBY, false, false);
     for step in [0, 8, 16, 24] {
-        let entry = Entry { end: step + 1, ..entry(step, 10, step.into()) };
+        let entry = LogEntry { end: step + 1, ..entry(step, 10, step.into()) };
         assert_eq!(numbers(&sent.push(REQUEST, entry)), []);
         sent.reached(NEXT, OWNER, step);
         assert_eq!(sent.trim(step, |_| NEXT), []);

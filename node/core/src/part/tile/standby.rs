@@ -1,5 +1,5 @@
 //! A tile's standby: fetches a snapshot of the owner, computes as well or keeps the snapshot, and reports what it has.
-use super::{Out, State, TileRun};
+use super::{Out, TileRun, TileState};
 use crate::id::NodeId;
 use crate::limits::{SNAPSHOT_EVERY_MIN, SNAPSHOT_RETRY};
 use crate::message::{ToParticipant, ToTile};
@@ -22,27 +22,27 @@ pub(in crate::part) enum AfterSnapshot {
 impl TileRun {
     /// The tile was loaded without cells.
     pub(in crate::part) fn wait_for_snapshot(&mut self, now: Instant) {
-        self.state = State::Empty { since: now };
+        self.state = TileState::Empty { since: now };
     }
 
     /// The standby starts to follow. It reports its step to the nodes that feed it, and asks for a snapshot if it has
     /// none.
     pub(in crate::part) fn start_following(&mut self, out: &mut Out) {
         let live = self.has_cells();
-        if self.state == State::Ready {
-            self.state = State::Running;
+        if self.state == TileState::Ready {
+            self.state = TileState::Running;
             self.keep_for_neighbours();
         }
         let step = match self.state {
-            State::Snapshot { step, .. } => step,
-            State::Empty { .. } | State::Fetching { .. } | State::Ready | State::Running => self.step,
+            TileState::Snapshot { step, .. } => step,
+            TileState::Empty { .. } | TileState::Fetching { .. } | TileState::Ready | TileState::Running => self.step,
         };
         let part = self.place.part;
         for (to, node) in self.place.neighbours() {
             let cursors = Cursors::All(step);
             self.message(node, ToParticipant::Held { part, to, cursors, live, again: true }, out);
         }
-        if matches!(self.state, State::Empty { .. }) {
+        if matches!(self.state, TileState::Empty { .. }) {
             self.ask_for_snapshot(out);
         }
     }
@@ -74,11 +74,11 @@ impl TileRun {
     /// The owner has saved a snapshot.
     pub(in crate::part) fn handle_saved(&mut self, me: NodeId, from: NodeId, step: u32, bytes: u64, out: &mut Out) {
         let (job, part) = (self.job, self.place.part);
-        let wanted = matches!(self.state, State::Empty { .. } | State::Snapshot { .. });
+        let wanted = matches!(self.state, TileState::Empty { .. } | TileState::Snapshot { .. });
         let owner = self.is_shadow() && self.place.owner(part) == Some(from) && from != me;
         if owner && wanted && bytes <= self.place.bytes_max {
-            if matches!(self.state, State::Empty { .. }) {
-                self.state = State::Fetching { step };
+            if matches!(self.state, TileState::Empty { .. }) {
+                self.state = TileState::Fetching { step };
             }
             let kind = SaveKind::Snapshot;
             out.push_back(PartOutput::Shell(Output::Collect { job, from, part, step, kind, bytes }));
@@ -100,22 +100,22 @@ impl TileRun {
         // A standby that was promoted meanwhile is restored from the snapshot that it had then.
         let follows = self.place.standby.is_some();
         match (&mut self.state, result) {
-            (State::Fetching { step: wanted }, Ok(())) if *wanted == step => {
-                self.state = State::Snapshot { step, at: now, asked: false };
+            (TileState::Fetching { step: wanted }, Ok(())) if *wanted == step => {
+                self.state = TileState::Snapshot { step, at: now, asked: false };
                 if warm {
                     self.step = step;
                 } else {
                     then = AfterSnapshot::Restore;
                 }
             }
-            (State::Snapshot { step: before, asked, .. }, Ok(())) if follows && *before < step => {
+            (TileState::Snapshot { step: before, asked, .. }, Ok(())) if follows && *before < step => {
                 let old = core::mem::replace(before, step);
                 *asked = false;
                 self.step = step;
                 out.push_back(forget(old));
             }
-            (State::Fetching { .. }, Err(_)) => self.state = State::Empty { since: now },
-            (State::Snapshot { asked, .. }, Err(_)) => *asked = false,
+            (TileState::Fetching { .. }, Err(_)) => self.state = TileState::Empty { since: now },
+            (TileState::Snapshot { asked, .. }, Err(_)) => *asked = false,
             (_, Ok(())) => out.push_back(forget(step)),
             (_, Err(_)) => {}
         }
@@ -132,7 +132,7 @@ impl TileRun {
     pub(in crate::part) fn handle_gap(&mut self, now: Instant, out: &mut Out) {
         if self.is_shadow() && self.has_cells() && !self.is_busy() {
             self.forget_all(out);
-            (self.step, self.begun, self.state) = (0, false, State::Empty { since: now });
+            (self.step, self.begun, self.state) = (0, false, TileState::Empty { since: now });
             self.start_following(out);
         }
     }
@@ -144,25 +144,25 @@ impl TileRun {
         }
         let (part, every) = (self.place.part, self.place.snapshot.max(SNAPSHOT_EVERY_MIN));
         match &mut self.state {
-            State::Running => {
+            TileState::Running => {
                 for (to, node) in self.place.neighbours() {
                     let cursors = Cursors::All(self.step);
                     self.message(node, ToParticipant::Held { part, to, cursors, live: true, again: false }, out);
                 }
             }
-            State::Empty { since } if now.since(*since) >= SNAPSHOT_RETRY => {
+            TileState::Empty { since } if now.since(*since) >= SNAPSHOT_RETRY => {
                 *since = now;
                 self.ask_for_snapshot(out);
             }
             // The owner keeps its last snapshot only: the next one is asked for when this one is here, or does not
             // arrive.
-            State::Snapshot { at, asked, .. }
+            TileState::Snapshot { at, asked, .. }
                 if now.since(*at) >= if *asked { every.max(SNAPSHOT_RETRY) } else { every } =>
             {
                 (*at, *asked) = (now, true);
                 self.ask_for_snapshot(out);
             }
-            State::Empty { .. } | State::Snapshot { .. } | State::Fetching { .. } | State::Ready => {}
+            TileState::Empty { .. } | TileState::Snapshot { .. } | TileState::Fetching { .. } | TileState::Ready => {}
         }
     }
 }
