@@ -136,9 +136,9 @@ impl HeldJob {
     /// Whether there are successors, and enough voters are left to elect one, as far as this node knows.
     fn may_elect(&self, coordinator: NodeId) -> bool {
         let Some(order) = self.order().filter(|order| !order.successors.is_empty()) else { return false };
-        // Before the first record no standby has held its part.
-        let owners = || order.owners.iter().copied().collect();
-        let all = self.succession.record.as_ref().map_or_else(owners, |record| record.voters(&order.owners));
+        // Only successors have the record. A standby votes for them.
+        let Some(record) = &self.succession.record else { return true };
+        let all = record.voters(&order.owners);
         2 * all.iter().filter(|node| **node != coordinator).count() > all.len()
     }
 
