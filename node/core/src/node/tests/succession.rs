@@ -94,6 +94,16 @@ fn a_caller_at_another_member_is_served_from_the_successor() {
     }
 }
 
+/// One of two owners is left: the standbys' votes make the majority.
+#[test]
+fn standbys_elect_the_successor_of_two_owners() {
+    let mut mesh = Mesh::new(&[450; 4]);
+    started(&mut mesh, &[1, 2, 3], 60, 10);
+    assert_eq!(mesh.stages().len(), 2);
+    mesh.nodes.get_mut(&id(1)).unwrap().down = true;
+    await_successor(&mut mesh);
+}
+
 /// A caller that lost messages asks a leaving coordinator again. It still gets the rest of what was accepted; a new request is
 /// rejected.
 #[test]
