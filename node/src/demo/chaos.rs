@@ -13,6 +13,9 @@ const STANDBY_MAX: Duration = Duration::from_secs(180);
 /// With no request running, a standby that is not current this long after it was loaded is a warm one: too slow to keep
 /// up.
 const WARM_AFTER: Duration = Duration::from_secs(10);
+/// A stage that has no standby this long after its job is ready gets none: the coordinator looks for one at once and again
+/// when a member joins.
+const SPARE_MAX: Duration = Duration::from_secs(3);
 /// Pairs of generations, one with and one without standbys, whose speeds are compared. Both of a pair run within
 /// seconds, so that other load on the machine affects both.
 const PAIRS: usize = 5;
@@ -221,21 +224,29 @@ impl Mesh<'_> {
         Ok(victims)
     }
 
-    /// Waits until the job runs, every standby is current, and every node is a member. Returns the coordinator and the
-    /// job.
+    /// Waits until the job runs, every standby is current, and every node is a member. Stages for which no standby node
+    /// is found within [`SPARE_MAX`] are not waited for. Returns the coordinator and the job.
     fn wait_covered(&self) -> Result<(usize, JobView)> {
         let end = Instant::now() + STANDBY_MAX;
+        let mut settled_since = None;
         loop {
+            let mut settled = false;
             for at in 0..self.nodes.len() {
                 let Ok(state) = self.nodes[at].get("/api/v1/state") else { continue };
                 let state = StateView::deserialize(&state)?;
-                let covered = |job: &&JobView| {
-                    let settled = |standby: &StandbyView| standby.state == "current" || standby.state == "none";
-                    job.head && job.state == "ready" && job.standbys.iter().all(settled)
-                };
-                if let Some(job) = state.jobs.iter().find(covered).filter(|_| all_alive(&state)) {
-                    return Ok((at, job.clone()));
+                let job = state.jobs.iter().find(|job| job.head && job.state == "ready");
+                let Some(job) = job.filter(|_| all_alive(&state)) else { continue };
+                let is = |standby: &StandbyView, names: &[&str]| names.contains(&standby.state.as_str());
+                if job.standbys.iter().all(|standby| is(standby, &["current", "none"])) {
+                    settled = true;
+                    let since = settled_since.get_or_insert_with(Instant::now);
+                    if job.standbys.iter().all(|standby| is(standby, &["current"])) || since.elapsed() > SPARE_MAX {
+                        return Ok((at, job.clone()));
+                    }
                 }
+            }
+            if !settled {
+                settled_since = None;
             }
             if Instant::now() > end {
                 let jobs: Vec<_> = self.nodes.iter().map(|node| node.get("/api/v1/jobs").unwrap_or_default()).collect();
