@@ -125,6 +125,11 @@ pub(crate) fn is_cached(name: &str, models_dir: &Path) -> bool {
     locate(name, models_dir).is_some_and(|at| !is_path || (is_name(name) && at.starts_with(models_dir)))
 }
 
+/// The name under which a request may mean a model: the stem of a `.gguf` path or hub reference, else the name itself.
+pub(crate) fn name_in_request(name: &str) -> &str {
+    name.strip_suffix(".gguf").and_then(|name| name.rsplit('/').next()).unwrap_or(name)
+}
+
 /// Downloads a model, unless it is on this machine, and returns the path of its file.
 ///
 /// # Errors

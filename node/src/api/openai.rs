@@ -10,6 +10,7 @@ use super::guard;
 use super::idempotency::{self, Begun, Fingerprint, Key, Turn, last_event};
 use super::request::{self, Body};
 use crate::handle::HELD_MAX;
+use crate::pull::name_in_request;
 use axum::Json;
 use axum::extract::{Path, Request, State};
 use axum::http::HeaderValue;
@@ -73,8 +74,7 @@ pub(crate) fn find<E: Engine>(app: &App<E>, name: Option<&str>) -> Result<Served
     let name = name.filter(|name| !name.is_empty());
     let name = name.ok_or_else(|| ApiError::invalid("model", "`model` is missing or empty: name a model"))?;
     let models = app.engine.models();
-    let stem = name.strip_suffix(".gguf").and_then(|n| n.rsplit('/').next());
-    if let Some(model) = models.iter().find(|m| m.name == name || Some(m.name.as_str()) == stem) {
+    if let Some(model) = models.iter().find(|m| m.name == name || m.name == name_in_request(name)) {
         return Ok(model.clone());
     }
     let names: Vec<&str> = models.iter().map(|m| m.name.as_str()).collect();

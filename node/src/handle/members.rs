@@ -6,6 +6,7 @@ use crate::bulk::BulkRequest;
 use crate::clock::unix_seconds;
 use crate::directory::{self, Served, ServedModel};
 use crate::error::NodeError;
+use crate::pull::name_in_request;
 use crate::transfer::endpoint::EndpointAsk;
 use crate::transfer::request::Ask;
 use crate::views::PeerView;
@@ -46,7 +47,7 @@ impl NodeHandle {
     /// Whether this node or another member holds parts of another node's job for that model. If no member serves the
     /// model, its coordinator is lost, and a successor may come.
     pub(crate) async fn is_held(&self, model: &str) -> bool {
-        let views = self.inner.driver.views().await;
+        let (model, views) = (name_in_request(model), self.inner.driver.views().await);
         let here = views.held_models().any(|held| held == model);
         here || self.directories().await.iter().any(|(.., served)| served.held.iter().any(|held| held == model))
     }
@@ -72,7 +73,7 @@ impl NodeHandle {
     /// # Errors
     /// Its vocabulary cannot be read.
     pub(crate) async fn attach(&self, name: &str) -> Result<Option<engine::Served>, NodeError> {
-        let stem = name.strip_suffix(".gguf").and_then(|name| name.rsplit('/').next()).unwrap_or(name);
+        let stem = name_in_request(name);
         let Some(ServingMember { node, model, .. }) = self.serving_members(stem).await.into_iter().next() else {
             return Ok(None);
         };
