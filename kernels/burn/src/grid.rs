@@ -1,6 +1,7 @@
 //! Oracle for grid kernels: each built-in rule as a few burn tensor operations, slow but correct on any backend.
 //!
 //! To prototype a rule, start with [`Around`].
+use bimm_contracts::assert_shape_contract;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Tensor, TensorData};
 use kernels_grids::lbm::{Collision, LatticeFluid};
@@ -85,8 +86,15 @@ impl<B: Backend> Around<B> {
 ///
 /// # Errors
 /// The rule does not fit the grid, or has no version here: text rules, and fluids with faces other than periodic and walls.
+///
+/// # Panics
+/// If a field has another size than the grid.
 pub fn step<B: Backend>(grid: &Grid, rule: &Rule, fields: &[Field<B>]) -> Result<Vec<Field<B>>, String> {
     rule.check(grid).map_err(|error| error.to_string())?;
+    let [x, y, z] = grid.size();
+    for field in fields {
+        assert_shape_contract!(["z", "y", "x"], &field.dims(), &[("z", z), ("y", y), ("x", x)]);
+    }
     let around = |number: usize| Around::new(grid, &fields[number], number, 1);
     let cell = |number: usize| fields[number].clone();
     let missing = || Err(format!("{} has no version in tensor operations", rule.name()));

@@ -1,10 +1,16 @@
 //! Oracle for models: computes a model from its recipe in plain burn operations, all positions of a sequence at once.
+use bimm_contracts::{assert_shape_contract, define_shape_contract, unpack_shape_contract};
 use burn::tensor::activation::{sigmoid, softmax};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
 use kernels::order::Activation;
 use kernels_models::recipe::{LayerRecipe, Recipe};
 use kernels_models::weights::{ModelConfig, ModelFile, Rope, RopeKind};
+
+// burn broadcasts axes of length 1, so a wrong shape may give numbers instead of an error.
+define_shape_contract!(HIDDEN, ["tokens", "width"]);
+define_shape_contract!(HEADS, ["tokens", "heads" * "head_dim"]);
+define_shape_contract!(TURNS, ["tokens", "one", "pairs"]);
 
 /// Logits `[tokens, vocabulary]` after each token of a sequence.
 ///
@@ -87,12 +93,17 @@ impl<B: Backend> Model<'_, B> {
         index: usize,
         turns: &[Tensor<B, 3>; 2],
     ) -> Tensor<B, 2> {
+        let width = self.config.width;
+        let [tokens] = unpack_shape_contract!(HIDDEN, &hidden.dims(), &["tokens"], &[("width", width)]);
         let name = |part: &str| format!("blk.{index}.{part}");
         let after = |x: Tensor<B, 2>, part: &str| {
             if recipe.norms_after { self.norm(x, &name(&format!("{part}.weight"))) } else { x }
         };
         let x = self.norm(hidden.clone(), &name("attn_norm.weight"));
         let attended = self.attend(x, recipe, index, turns);
+        let ModelConfig { heads, head_dim, .. } = *self.config;
+        let sizes = [("tokens", tokens), ("heads", heads), ("head_dim", head_dim)];
+        assert_shape_contract!(HEADS, &attended.dims(), &sizes);
         let mut given = self.product(attended, &name("attn_output.weight"));
         if recipe.output_bias {
             given = given + self.tensor(&name("attn_output.bias"));
@@ -151,8 +162,8 @@ impl<B: Backend> Model<'_, B> {
 
     /// Applies rotary embedding to the first `2 · pairs` elements of each head of `[positions, heads, head_dim]`.
     fn turn(&self, x: Tensor<B, 3>, [cosine, sine]: &[Tensor<B, 3>; 2]) -> Tensor<B, 3> {
-        let [n, heads, head_dim] = x.dims();
-        let pairs = cosine.dims()[2];
+        let [n, heads, head_dim] = unpack_shape_contract!(["tokens", "heads", "head_dim"], &x.dims());
+        let [pairs] = unpack_shape_contract!(TURNS, &cosine.dims(), &["pairs"], &[("tokens", n), ("one", 1)]);
         let turning = x.clone().slice([0..n, 0..heads, 0..2 * pairs]);
         let (a, b) = match self.config.rope.kind {
             RopeKind::Interleaved => {
