@@ -381,12 +381,15 @@ impl Screen {
             summary.stall_ms_max,
             summary.seed
         );
-        line!(
-            "{:.1} tokens/s with standbys, {:.1} without: a cost of {:.1} %",
-            summary.tokens_per_s,
-            summary.tokens_per_s_without_standbys,
-            summary.standby_cost_percent
-        );
+        match (summary.tokens_per_s_without_standbys, summary.standby_cost_percent) {
+            (Some(without), Some(cost)) => {
+                line!("{:.1} tokens/s with standbys, {without:.1} without: a cost of {cost:.1} %", summary.tokens_per_s)
+            }
+            _ => line!(
+                "{:.1} tokens/s with standbys; not compared with none, as the job kept moving to other nodes",
+                summary.tokens_per_s
+            ),
+        }
         if summary.coordinator_kills > 0 {
             line!(
                 "coordinator killed {} times: the client resumed at another node after {:.0} ms (median), {:.0} ms (maximum)",

@@ -21,6 +21,8 @@ const SPARE_MAX: Duration = Duration::from_secs(3);
 const PAIRS: usize = 5;
 /// No further pair starts after this time.
 const PAIRS_MAX: Duration = Duration::from_secs(20);
+/// Times that the job may move during this comparison before it is left out.
+const MOVES_MAX: u32 = 3;
 /// Tokens at the start and the end of a generation without a kill, so that the client observes the stall.
 const MARGIN: u64 = 4;
 
@@ -47,11 +49,12 @@ pub(crate) struct ChaosSummary {
     pub seed: u64,
     /// Tokens per second with hot standbys, the median of a few generations.
     pub tokens_per_s: f64,
-    /// The same without standbys, alternating with those above: the standby nodes drain meanwhile.
-    pub tokens_per_s_without_standbys: f64,
+    /// The same without standbys, alternating with those above: the standby nodes drain meanwhile. Not measured if the job
+    /// kept moving, as it may on a busy machine.
+    pub tokens_per_s_without_standbys: Option<f64>,
     /// Slowdown by the standbys, the median of the pairs. On a machine with fewer cores than nodes, standbys compete
     /// with the stages for the cores.
-    pub standby_cost_percent: f64,
+    pub standby_cost_percent: Option<f64>,
     /// Number of coordinator kills after the stage kills, each during an answer.
     pub coordinator_kills: usize,
     /// Time from a coordinator kill to the client's next event, from another node, milliseconds: the median.
@@ -139,6 +142,7 @@ impl Demo {
             let at = (stalls.len() * percent).div_ceil(100).max(1) - 1;
             stalls.get(at).copied().unwrap_or_default()
         };
+        let measured = !speeds.without.is_empty();
         Ok(ChaosSummary {
             kills,
             requests_lost: lost,
@@ -150,8 +154,8 @@ impl Demo {
             nodes: NAMES.len(),
             seed,
             tokens_per_s: middle(&speeds.with),
-            tokens_per_s_without_standbys: middle(&speeds.without),
-            standby_cost_percent: speeds.cost_percent(),
+            tokens_per_s_without_standbys: measured.then(|| middle(&speeds.without)),
+            standby_cost_percent: measured.then(|| speeds.cost_percent()),
             coordinator_kills: coordinators,
             coordinator_pause_ms_p50: middle(&pauses),
             coordinator_pause_ms_max: pauses.last().copied().unwrap_or_default(),
@@ -262,10 +266,22 @@ impl Mesh<'_> {
         let (mut speeds, end) = (Speeds::default(), Instant::now() + PAIRS_MAX);
         let speed = || self.demo.generate(&self.nodes[0], &mut |_, _| Ok(())).map(|run| run.tokens_per_s);
         self.wait_hot()?;
-        speed()?; // warm-up
+        let warm_up = speed()?;
+        let mut moves = 0;
         while speeds.with.len() < PAIRS && (speeds.with.len() < 2 || Instant::now() < end) {
             speeds.with.push(speed()?);
-            let spares = self.drain_spares()?;
+            let Some(spares) = self.drain_spares()? else {
+                speeds.with.pop();
+                self.wait_hot()?;
+                moves += 1;
+                if moves > MOVES_MAX {
+                    if speeds.with.is_empty() {
+                        speeds.with.push(warm_up);
+                    }
+                    break;
+                }
+                continue;
+            };
             speeds.without.push(speed()?);
             if speeds.with.len() < PAIRS && Instant::now() < end {
                 speeds.without.push(speed()?);
@@ -279,19 +295,28 @@ impl Mesh<'_> {
         Ok(speeds)
     }
 
-    /// Drains the nodes without a stage; returns them once no stage has a standby.
-    fn drain_spares(&self) -> Result<Vec<&LocalNode>> {
+    /// Drains the nodes without a stage; returns them once no stage has a standby. `None` if the job moved to other nodes
+    /// meanwhile, as it may on a busy machine: then all accept work again.
+    fn drain_spares(&self) -> Result<Option<Vec<&LocalNode>>> {
         self.wait_hot()?;
-        let jobs = Vec::<JobView>::deserialize(self.nodes[0].get("/api/v1/jobs")?)?;
-        let stages = jobs.first().map(|job| job.stages.as_slice()).unwrap_or_default();
-        let holds = |node: &&LocalNode| stages.iter().any(|stage| stage.name == node.name);
-        let spares: Vec<&LocalNode> = self.nodes[1..].iter().filter(|node| !holds(node)).collect();
+        let holders = |jobs: &[JobView]| -> Vec<String> {
+            jobs.iter().take(1).flat_map(|job| &job.stages).map(|stage| stage.name.clone()).collect()
+        };
+        let stages = holders(&Vec::<JobView>::deserialize(self.nodes[0].get("/api/v1/jobs")?)?);
+        let spares: Vec<&LocalNode> = self.nodes[1..].iter().filter(|node| !stages.contains(&node.name)).collect();
         spares.iter().try_for_each(|spare| drain(spare, true))?;
+        let moved = Cell::new(false);
         let none = |state: StateView| {
-            state.jobs.first().is_none_or(|job| job.standbys.iter().all(|standby| standby.name.is_none()))
+            moved.set(holders(&state.jobs) != stages);
+            moved.get()
+                || state.jobs.first().is_none_or(|job| job.standbys.iter().all(|standby| standby.name.is_none()))
         };
         self.nodes[0].wait_state(STANDBY_MAX, |state| StateView::deserialize(state).is_ok_and(none))?;
-        Ok(spares)
+        if moved.get() {
+            spares.iter().try_for_each(|spare| drain(spare, false))?;
+            return Ok(None);
+        }
+        Ok(Some(spares))
     }
 
     /// One generation; kills a node after `moment` tokens.
