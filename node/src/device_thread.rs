@@ -8,6 +8,7 @@ use crate::device::Compute;
 use crate::panics::guarded;
 use crate::residency::Key;
 use command::{Command, Commands, NewPart};
+use constraints::Constraints;
 use kernels::threads::Threads;
 use kernels_grids::any_tile::Mark;
 use kernels_models::stage::RowsOut;
@@ -20,6 +21,7 @@ use partitioner::Tier;
 use pending::{Pending, PendingWork, Watcher, nanos};
 use queue::{Queue, Work};
 use shared::Shared;
+use stages::Inputs;
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak, mpsc};
@@ -28,6 +30,7 @@ use std::time::{Duration, Instant};
 use tiles::{Progress, TileRun};
 
 pub(crate) mod command;
+mod constraints;
 mod pending;
 mod queue;
 pub(crate) mod shared;
@@ -147,14 +150,14 @@ impl DeviceThread {
                 self.settle(|held| held == key);
                 // A broken stage reports its error at its next batch.
                 if let Some(Part::Stage(held)) = self.parts.get_mut(&key) {
-                    let _ = catch_unwind(AssertUnwindSafe(|| held.stage.release(request.0)));
+                    let _ = catch_unwind(AssertUnwindSafe(|| held.release(request.0)));
                 }
             }
             Command::Challenge { key: (job, part), epoch, nonce } => {
                 self.settle(|held| held == (job, part));
                 let result = guarded(|| {
                     let (held, threads) = self.stage((job, part))?;
-                    stages::challenge(held.of(epoch)?, threads, nonce)
+                    stages::challenge(&mut *held.of(epoch)?.stage, threads, nonce)
                 });
                 self.shared.driver.input(Input::Challenged { job, epoch, part, nonce, result });
             }
@@ -179,9 +182,11 @@ impl DeviceThread {
     ) -> Result<Option<Loaded>, String> {
         self.parts.remove(&key);
         let (part, bytes, is_loading) = match part {
-            NewPart::Stage(stage) => {
+            NewPart::Stage { stage, file } => {
                 let now = stage.resident_bytes();
-                (Part::Stage(stages::LoadedStage { epoch, stage }), bytes_max.max(now.weights + now.working), false)
+                let constraints = Constraints::new(file);
+                let held = stages::LoadedStage { epoch, stage, constraints };
+                (Part::Stage(held), bytes_max.max(now.weights + now.working), false)
             }
             NewPart::Tile { order, standby, simulation, checkpoint } => {
                 let mut held = Box::new(tiles::LoadedTile::new((key, bytes_max), *order, simulation));
@@ -248,12 +253,12 @@ impl DeviceThread {
     fn batch(&mut self, work: WorkId, key: Key, epoch: Epoch, items: Vec<Item>) {
         self.settle(|held| held == key);
         self.batch_at = Some(Instant::now());
-        let mut inputs = Vec::new();
+        let mut inputs = Inputs::default();
         // A panic must not end the node: the stage is reported as failed and loaded again.
         let submitted = guarded(|| {
-            inputs = stages::inputs(&self.shared.tensors, &items);
+            inputs = Inputs::new(stages::rows_of(&self.shared.tensors, &items));
             let (held, threads) = self.stage(key)?;
-            stages::submit(held.of(epoch)?, threads, &items, &inputs)
+            stages::submit(held.of(epoch)?, threads, &items, &mut inputs)
         });
         match submitted {
             Ok(None) => self.pending.push_back(Pending { key, work, what: PendingWork::Batch { items, inputs } }),

@@ -1,4 +1,6 @@
 //! Chat templates: renders a conversation into the model's prompt format by running its own Jinja template with minijinja.
+use std::collections::BTreeSet;
+
 use minijinja::value::{Kwargs, Value};
 use minijinja::{Error, ErrorKind, context};
 use serde::{Deserialize, Serialize};
@@ -18,13 +20,60 @@ const CHATML: &str = "{% for message in messages %}{{ '<|im_start|>' + message['
 /// Maximum bytes of a rendered prompt: the limit of the tokenizer.
 const RENDERED_BYTES_MAX: usize = crate::tokenizer::TEXT_BYTES_MAX;
 
-/// One message of a conversation.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// One message of a conversation. Templates see an empty list and `None` as undefined.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct ChatMessage {
-    /// `system`, `user` or `assistant`; templates may accept more.
+    /// `system`, `user` or `assistant`, or `tool` if the template has tools; templates may accept more.
     pub role: String,
     /// Message text.
     pub content: String,
+    /// Tools that the assistant called: `{"id", "type": "function", "function": {"name", "arguments"}}` with the arguments as an
+    /// object.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub tool_calls: Vec<serde_json::Value>,
+    /// The call that a `tool` message answers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tool_call_id: Option<String>,
+    /// Name of the tool that answers, or of the speaker.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// What the assistant thought before its answer.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reasoning_content: Option<String>,
+}
+
+impl ChatMessage {
+    /// A message of text.
+    #[must_use]
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
+        Self { role: role.into(), content: content.into(), ..Self::default() }
+    }
+
+    /// The message with each of its texts changed.
+    fn map(&self, text: &mut dyn FnMut(&str) -> String) -> Self {
+        Self {
+            role: self.role.clone(),
+            content: text(&self.content),
+            tool_calls: self.tool_calls.iter().map(|call| map_value(call, text)).collect(),
+            tool_call_id: self.tool_call_id.as_deref().map(&mut *text),
+            name: self.name.as_deref().map(&mut *text),
+            reasoning_content: self.reasoning_content.as_deref().map(&mut *text),
+        }
+    }
+}
+
+/// A JSON value with each of its strings changed, keys included.
+fn map_value(value: &serde_json::Value, text: &mut dyn FnMut(&str) -> String) -> serde_json::Value {
+    use serde_json::Value;
+    match value {
+        Value::String(string) => Value::String(text(string)),
+        Value::Array(list) => Value::Array(list.iter().map(|entry| map_value(entry, text)).collect()),
+        Value::Object(object) => {
+            Value::Object(object.iter().map(|(key, entry)| (text(key), map_value(entry, text))).collect())
+        }
+        Value::Null | Value::Bool(_) | Value::Number(_) => value.clone(),
+    }
 }
 
 /// A validated template. Each rendering parses it again, because the engine's instructions borrow from the text; the first
@@ -71,9 +120,16 @@ impl ChatTemplate {
         self.fallback
     }
 
-    /// Token ids of a conversation; `add_generation_prompt` opens the assistant's turn. Only the template can produce control
-    /// tokens: a message that spells one (`<|im_end|>`) is encoded as text, so a user cannot end a turn or impersonate another
-    /// role. To achieve this, the template sees such a message with a marker character inserted that occurs nowhere else.
+    /// Whether the template shows the model its tools, or thoughts, or whatever else it calls by that name.
+    #[must_use]
+    pub fn mentions(&self, name: &str) -> bool {
+        self.source.contains(name)
+    }
+
+    /// Token ids of a conversation; `add_generation_prompt` opens the assistant's turn. `tools` are described as in OpenAI's API.
+    /// Only the template can produce control tokens: a message or a tool that spells one (`<|im_end|>`) is encoded as text, so a
+    /// user cannot end a turn or impersonate another role. To achieve this, the template sees such a text with a marker character
+    /// inserted that occurs nowhere else.
     ///
     /// # Errors
     /// As [`Self::render`], or a text that cannot be encoded.
@@ -81,22 +137,37 @@ impl ChatTemplate {
         &self,
         tokenizer: &Tokenizer,
         messages: &[ChatMessage],
+        tools: &[serde_json::Value],
         add_generation_prompt: bool,
     ) -> Result<Vec<u32>, ChatTemplateError> {
-        let used = |mark: &char| self.source.contains(*mark) || messages.iter().any(|m| m.content.contains(*mark));
-        // Private-use characters are unaffected by trimming, case folding and JSON.
-        let mut marks = ('\u{e000}'..='\u{f8ff}').chain('\u{f0000}'..='\u{ffffd}').chain('\u{100000}'..='\u{10fffd}');
-        let Some(mark) = marks.find(|mark| !used(mark)) else { return Err(ChatTemplateError::NoMark) };
+        let Some(mark) = self.unused_mark(messages, tools) else { return Err(ChatTemplateError::NoMark) };
         let mut spelt = false;
-        let marked = messages.iter().map(|message| match tokenizer.mark_control(&message.content, mark) {
-            Some(content) => {
+        let mut marked = |text: &str| match tokenizer.mark_control(text, mark) {
+            Some(marked) => {
                 spelt = true;
-                ChatMessage { role: message.role.clone(), content }
+                marked
             }
-            None => message.clone(),
-        });
-        let prompt = self.render(&marked.collect::<Vec<_>>(), add_generation_prompt)?;
+            None => text.to_owned(),
+        };
+        let messages: Vec<ChatMessage> = messages.iter().map(|message| message.map(&mut marked)).collect();
+        let tools: Vec<serde_json::Value> = tools.iter().map(|tool| map_value(tool, &mut marked)).collect();
+        let prompt = self.render(&messages, &tools, add_generation_prompt)?;
         Ok(if spelt { tokenizer.encode_marked_prompt(&prompt, mark)? } else { tokenizer.encode_prompt(&prompt)? })
+    }
+
+    /// A private-use character that occurs nowhere: trimming, case folding and JSON leave it as it is.
+    fn unused_mark(&self, messages: &[ChatMessage], tools: &[serde_json::Value]) -> Option<char> {
+        let is_private =
+            |c: &char| matches!(c, '\u{e000}'..='\u{f8ff}' | '\u{f0000}'..='\u{ffffd}' | '\u{100000}'..='\u{10fffd}');
+        let mut used: BTreeSet<char> = self.source.chars().filter(is_private).collect();
+        let mut collect = |text: &str| {
+            used.extend(text.chars().filter(is_private));
+            String::new()
+        };
+        messages.iter().for_each(|message| drop(message.map(&mut collect)));
+        tools.iter().for_each(|tool| drop(map_value(tool, &mut collect)));
+        let mut marks = ('\u{e000}'..='\u{f8ff}').chain('\u{f0000}'..='\u{ffffd}').chain('\u{100000}'..='\u{10fffd}');
+        marks.find(|mark| !used.contains(mark))
     }
 
     /// Renders the prompt of a conversation as text; `add_generation_prompt` opens the assistant's turn. Use [`Self::encode`]
@@ -105,10 +176,17 @@ impl ChatTemplate {
     /// # Errors
     /// [`ChatTemplateError::Render`]: the template rejected the conversation (for example two user turns in a row) or failed;
     /// [`ChatTemplateError::TooLong`].
-    pub fn render(&self, messages: &[ChatMessage], add_generation_prompt: bool) -> Result<String, ChatTemplateError> {
+    pub fn render(
+        &self,
+        messages: &[ChatMessage],
+        tools: &[serde_json::Value],
+        add_generation_prompt: bool,
+    ) -> Result<String, ChatTemplateError> {
         let messages = Value::from_serialize(messages);
+        // Templates ask `if tools` or `tools is not none`.
+        let tools = if tools.is_empty() { Value::from(()) } else { Value::from_serialize(tools) };
         let (bos_token, eos_token) = (&self.bos, &self.eos);
-        let context = context! { messages, add_generation_prompt, bos_token, eos_token, tools => Value::from(()) };
+        let context = context! { messages, add_generation_prompt, bos_token, eos_token, tools };
         match guard::run(&self.source, Some(context)) {
             Ok(text) if text.len() > RENDERED_BYTES_MAX => Err(ChatTemplateError::TooLong),
             Ok(text) => Ok(text),

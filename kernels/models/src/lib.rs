@@ -4,6 +4,7 @@
 
 pub mod bench;
 pub mod chat_template;
+pub mod constraint;
 pub mod decoder;
 pub mod model;
 pub mod recipe;

@@ -85,13 +85,15 @@ pub struct LogitChanges<'a> {
     pub prompt: usize,
     /// Tokens, each with the bias of its logit in millionths.
     pub bias: &'a [(u32, i32)],
+    /// The tokens that may be drawn, if not all: bit `id % 32` of word `id / 32`.
+    pub allowed: Option<&'a [u32]>,
 }
 
 impl LogitChanges<'_> {
     /// Whether the logits stay unchanged.
     #[must_use]
     pub fn is_empty(&self, settings: &SamplerSettings) -> bool {
-        self.bias.is_empty() && (self.history.is_empty() || !settings.uses_history())
+        self.bias.is_empty() && self.allowed.is_none() && (self.history.is_empty() || !settings.uses_history())
     }
 }
 
@@ -135,7 +137,7 @@ impl Sampler {
     /// likely tokens the lowest id comes first. A token less than 2^-44 as likely as the most likely one is never drawn.
     ///
     /// # Errors
-    /// No logits or more than 2^20, a logit of NaN or +∞, no finite logit, or a setting out of range.
+    /// No logits or more than 2^20, a logit of NaN or +∞, no finite logit among the allowed tokens, or a setting out of range.
     pub fn sample(
         &mut self,
         logits: &[f32],
@@ -149,7 +151,7 @@ impl Sampler {
         if !changes.is_empty(settings) {
             change(logits, settings, changes, &mut self.seen, &mut self.changed);
             logits = &self.changed;
-            seen = self.scratch.survey(logits);
+            seen = check(logits, &self.scratch)?;
         }
         if settings.temperature == 0.0 {
             return Ok(seen.first as u32);
@@ -195,7 +197,8 @@ fn check(logits: &[f32], scratch: &Scratch) -> Result<Survey, SampleError> {
     Ok(seen)
 }
 
-/// Applies bias and penalties. Non-finite logits stay; token ids outside the vocabulary are ignored.
+/// Applies bias and penalties, and removes the tokens that are not allowed. Non-finite logits stay; token ids outside the
+/// vocabulary are ignored.
 fn change(
     logits: &[f32],
     settings: &SamplerSettings,
@@ -205,13 +208,20 @@ fn change(
 ) {
     out.clear();
     out.extend_from_slice(logits);
-    let mut set = |id: u32, of: &dyn Fn(f64) -> f64| {
+    let set = |out: &mut Vec<f32>, id: u32, of: &dyn Fn(f64) -> f64| {
         if let Some(logit) = out.get_mut(id as usize).filter(|logit| logit.is_finite()) {
             *logit = (of(f64::from(*logit)) as f32).clamp(f32::MIN, f32::MAX);
         }
     };
     for &(id, millionths) in changes.bias {
-        set(id, &|logit| logit + f64::from(millionths) / 1e6);
+        set(out, id, &|logit| logit + f64::from(millionths) / 1e6);
+    }
+    if let Some(allowed) = changes.allowed {
+        for (word, logits) in out.chunks_mut(32).enumerate() {
+            let bits = allowed.get(word).copied().unwrap_or(0);
+            let removed = logits.iter_mut().enumerate().filter(|(bit, _)| bits >> bit & 1 == 0);
+            removed.for_each(|(_, logit)| *logit = f32::NEG_INFINITY);
+        }
     }
     if !settings.uses_history() {
         return;
@@ -223,7 +233,7 @@ fn change(
     seen.sort_unstable();
     for same in seen.chunk_by(|a, b| a.0 == b.0) {
         let generated: u32 = same.iter().map(|(_, generated)| generated).sum();
-        set(same[0].0, &|logit| {
+        set(out, same[0].0, &|logit| {
             let repeated = if logit > 0.0 { logit / repetition } else { logit * repetition };
             repeated - f64::from(generated) * frequency - f64::from(generated.min(1)) * presence
         });

@@ -1,5 +1,6 @@
 //! Answers in OpenAI's form: whole, or as the events of a stream.
 use super::generation::Figures;
+use super::output::{Delta, OutputReader, Reading, ToolCall};
 use axum::Json;
 use axum::response::sse::{Event, Sse};
 use axum::response::{IntoResponse, Response};
@@ -24,30 +25,44 @@ impl Shape {
     }
 }
 
-/// The fields that all chunks of an answer share.
+/// What all chunks of an answer share.
 pub(super) struct Answer {
     shape: Shape,
     id: String,
+    seed: u64,
     created: u64,
     model: String,
+    reading: Reading,
 }
 
 impl Answer {
-    /// `seed`: of the request's key, so that the answer has the same id on every node.
-    pub(super) fn new(shape: Shape, seed: u64, model: &str) -> Self {
+    /// `seed`: of the request's key, so that the answer has the same ids on every node.
+    pub(super) fn new(shape: Shape, seed: u64, model: &str, reading: Reading) -> Self {
         let prefix = match shape {
             Shape::Chat => "chatcmpl",
             Shape::Completion => "cmpl",
         };
         let created = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs());
-        Self { shape, id: format!("{prefix}-{seed:016x}"), created, model: model.to_owned() }
+        let id = format!("{prefix}-{seed:016x}");
+        Self { shape, id, seed, created, model: model.to_owned(), reading }
     }
 
-    /// The whole answer, if it is not streamed.
+    /// The whole answer, if it is not streamed. `text`: as the model wrote it.
     pub(super) fn whole(&self, text: &str, finish: &str, figures: &Figures) -> Value {
         let (object, choice) = match self.shape {
             Shape::Chat => {
-                let message = json!({"role": "assistant", "content": text, "refusal": null});
+                let mut reader = OutputReader::new(self.reading);
+                let mut read = reader.push(text);
+                read.append(reader.finish());
+                let finish = reason(finish, &reader);
+                let content = if read.content.is_empty() && !read.calls.is_empty() { None } else { Some(read.content) };
+                let mut message = json!({"role": "assistant", "content": content, "refusal": null});
+                if !read.reasoning.is_empty() {
+                    message["reasoning_content"] = json!(read.reasoning.trim());
+                }
+                if !read.calls.is_empty() {
+                    message["tool_calls"] = read.calls.iter().map(|call| self.call(call)).collect();
+                }
                 ("chat.completion", json!({"index": 0, "message": message, "logprobs": null, "finish_reason": finish}))
             }
             Shape::Completion => {
@@ -62,19 +77,33 @@ impl Answer {
     /// The first event of a stream.
     pub(super) fn begin(&self, include_usage: bool) -> Option<SentEvent> {
         match self.shape {
-            Shape::Chat => Some((0, self.chunk(Some(""), None, include_usage, true))),
+            Shape::Chat => {
+                let delta = json!({"role": "assistant", "content": ""});
+                let choice = json!({"index": 0, "delta": delta, "logprobs": null, "finish_reason": null});
+                Some((0, self.event_data(choice, include_usage)))
+            }
             Shape::Completion => None,
         }
     }
 
     /// The last events of a stream, beginning with the held-back `text`.
-    pub(super) fn end(&self, text: &str, finish: &str, figures: &Figures, include_usage: bool) -> Vec<SentEvent> {
+    pub(super) fn end(
+        &self,
+        reader: &mut OutputReader,
+        text: &str,
+        finish: &str,
+        figures: &Figures,
+        include_usage: bool,
+    ) -> Vec<SentEvent> {
         let tokens = u64::from(figures.tokens);
         let mut events = Vec::new();
-        if !text.is_empty() {
-            events.push((tokens + END_TEXT, self.chunk(Some(text), None, include_usage, false)));
+        let mut rest = reader.push(text);
+        rest.append(reader.finish());
+        if !rest.is_empty() {
+            events.push((tokens + END_TEXT, self.chunk(&rest, None, include_usage)));
         }
-        events.push((tokens + END_REASON, self.chunk(None, Some(finish), include_usage, false)));
+        let finish = reason(finish, reader);
+        events.push((tokens + END_REASON, self.chunk(&Delta::default(), Some(finish), include_usage)));
         if include_usage {
             events.push((tokens + END_USAGE, self.usage_chunk(figures)));
         }
@@ -83,25 +112,49 @@ impl Answer {
     }
 
     /// The data of one event.
-    pub(super) fn chunk(&self, text: Option<&str>, finish: Option<&str>, include_usage: bool, begin: bool) -> String {
+    pub(super) fn chunk(&self, delta: &Delta, finish: Option<&str>, include_usage: bool) -> String {
         let choice = match self.shape {
             Shape::Chat => {
-                let delta = match (begin, text) {
-                    (true, _) => json!({"role": "assistant", "content": ""}),
-                    (false, Some(text)) => json!({"content": text}),
-                    (false, None) => json!({}),
-                };
-                json!({"index": 0, "delta": delta, "logprobs": null, "finish_reason": finish})
+                let mut fields = serde_json::Map::new();
+                if !delta.reasoning.is_empty() {
+                    fields.insert("reasoning_content".into(), json!(delta.reasoning));
+                }
+                if !delta.content.is_empty() {
+                    fields.insert("content".into(), json!(delta.content));
+                }
+                if !delta.calls.is_empty() {
+                    let call = |call: &ToolCall| {
+                        let mut value = self.call(call);
+                        value["index"] = json!(call.index);
+                        value
+                    };
+                    fields.insert("tool_calls".into(), delta.calls.iter().map(call).collect());
+                }
+                json!({"index": 0, "delta": fields, "logprobs": null, "finish_reason": finish})
             }
             Shape::Completion => {
-                json!({"index": 0, "text": text.unwrap_or(""), "logprobs": null, "finish_reason": finish})
+                json!({"index": 0, "text": delta.content, "logprobs": null, "finish_reason": finish})
             }
         };
+        self.event_data(choice, include_usage)
+    }
+
+    fn event_data(&self, choice: Value, include_usage: bool) -> String {
         let mut value = self.envelope(self.chunk_object(), vec![choice]);
         if include_usage {
             value["usage"] = Value::Null;
         }
         value.to_string()
+    }
+
+    /// A tool call. Its id has nine letters and digits, as the templates of Mistral require.
+    fn call(&self, call: &ToolCall) -> Value {
+        const DIGITS: &[u8; 36] = b"0123456789abcdefghijklmnopqrstuvwxyz";
+        let mut seed = blake3::Hasher::new_derive_key("meshnode 2026 id of a tool call");
+        seed.update(&self.seed.to_le_bytes()).update(&(call.index as u64).to_le_bytes());
+        let id: String =
+            seed.finalize().as_bytes()[..9].iter().map(|&b| char::from(DIGITS[usize::from(b) % 36])).collect();
+        json!({"id": id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}})
     }
 
     fn usage_chunk(&self, figures: &Figures) -> String {
@@ -123,6 +176,11 @@ impl Answer {
             "system_fingerprint": null, "choices": choices,
         })
     }
+}
+
+/// The finish reason: an answer that ends after calls waits for their results.
+fn reason<'a>(finish: &'a str, reader: &OutputReader) -> &'a str {
+    if finish == "stop" && reader.calls() > 0 { "tool_calls" } else { finish }
 }
 
 fn usage(figures: &Figures) -> Value {
@@ -153,9 +211,12 @@ impl Finished {
             None => Json(self.answer.whole(&self.text, self.finish, &self.figures)).into_response(),
             Some(include_usage) => {
                 let known = self.marks.iter().rev().find(|(event, _)| after.is_some_and(|after| *event <= after));
-                let rest = self.text.get(known.map_or(0, |(_, length)| *length)..).unwrap_or_default();
+                let (received, rest) =
+                    self.text.split_at_checked(known.map_or(0, |(_, length)| *length)).unwrap_or((&self.text, ""));
+                let mut reader = OutputReader::new(self.answer.reading);
+                reader.push(received);
                 let begin = self.answer.begin(include_usage);
-                let end = self.answer.end(rest, self.finish, &self.figures, include_usage);
+                let end = self.answer.end(&mut reader, rest, self.finish, &self.figures, include_usage);
                 let events = begin.into_iter().chain(end).filter(|sent| is_new(sent, after));
                 Sse::new(stream::iter(events.map(event).collect::<Vec<_>>())).into_response()
             }
@@ -164,7 +225,9 @@ impl Finished {
 
     #[cfg(test)]
     pub(super) fn sample(text: &str) -> Self {
-        let answer = Answer { shape: Shape::Chat, id: String::new(), created: 0, model: String::new() };
+        let reading = Reading::default();
+        let answer =
+            Answer { shape: Shape::Chat, id: String::new(), seed: 0, created: 0, model: String::new(), reading };
         Self { answer, text: text.to_owned(), marks: Vec::new(), finish: "stop", figures: Figures::none() }
     }
 }

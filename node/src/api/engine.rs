@@ -1,4 +1,5 @@
 //! The interface between the API and the node, narrow enough to test the API without a mesh.
+use super::output::MARKERS;
 use crate::handle::{
     BanReport, GenerateRequest, ModelHandle, ModelOptions, ModelRef, NodeError, NodeHandle, PlanReport, RemoteModel,
     StateView, TextCodec, TokenEvent, TokenStream,
@@ -6,7 +7,9 @@ use crate::handle::{
 use crate::report::SimulationPlan;
 use crate::submissions::Submissions;
 use kernels_models::chat_template::ChatMessage;
+use kernels_models::constraint::{Constraint, GrammarVocabulary};
 use kernels_simulations::Simulation;
+use serde_json::Value;
 use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
@@ -125,12 +128,25 @@ pub(crate) trait Text: Send + Sync {
     /// # Errors
     /// Why the text cannot be encoded.
     fn encode(&self, text: &str) -> Result<Vec<u32>, String>;
-    /// Token ids of a conversation, or `None` if the model has no chat template. The content of messages is encoded as
-    /// text, never as control tokens.
+    /// Token ids of a conversation with these tools, or `None` if the model has no chat template. Messages and tools are
+    /// encoded as text, never as control tokens.
     ///
     /// # Errors
     /// The template rejects the conversation.
-    fn chat(&self, messages: &[ChatMessage]) -> Option<Result<Vec<u32>, String>>;
+    fn chat(&self, messages: &[ChatMessage], tools: &[Value]) -> Option<Result<Vec<u32>, String>>;
+    /// Whether the text of the chat template contains this.
+    fn template_mentions(&self, text: &str) -> bool;
+    /// The state of an answer that must match a grammar.
+    ///
+    /// # Errors
+    /// The grammar is invalid or too complex; why.
+    fn constrain(&self, grammar: &str) -> Result<Constraint, String>;
+    /// The id of the control token with this spelling.
+    fn control_token(&self, text: &str) -> Option<u32>;
+    /// As [`Text::bytes`], but with the control tokens that delimit thoughts and tool calls.
+    fn spelled(&self, token: u32) -> Vec<u8> {
+        self.bytes(token)
+    }
     /// Whether the model has a chat template.
     fn chats(&self) -> bool;
     /// The bytes that a token adds to the text.
@@ -144,9 +160,29 @@ impl Text for TextCodec {
         self.tokenizer.encode_prompt(text).map_err(|e| e.to_string())
     }
 
-    fn chat(&self, messages: &[ChatMessage]) -> Option<Result<Vec<u32>, String>> {
+    fn chat(&self, messages: &[ChatMessage], tools: &[Value]) -> Option<Result<Vec<u32>, String>> {
         let template = self.template.as_ref().filter(|_| self.chats())?;
-        Some(template.encode(&self.tokenizer, messages, true).map_err(|e| e.to_string()))
+        Some(template.encode(&self.tokenizer, messages, tools, true).map_err(|e| e.to_string()))
+    }
+
+    fn template_mentions(&self, text: &str) -> bool {
+        self.template.as_ref().is_some_and(|template| template.mentions(text))
+    }
+
+    fn constrain(&self, grammar: &str) -> Result<Constraint, String> {
+        let vocabulary = self.grammars.get_or_init(|| GrammarVocabulary::new(&self.tokenizer));
+        let vocabulary = vocabulary.as_ref().map_err(ToString::to_string)?;
+        Constraint::new(vocabulary, grammar).map_err(|e| e.to_string())
+    }
+
+    fn control_token(&self, text: &str) -> Option<u32> {
+        self.tokenizer.token_id(text).filter(|id| self.tokenizer.is_control(*id))
+    }
+
+    fn spelled(&self, token: u32) -> Vec<u8> {
+        let bytes = self.tokenizer.token_bytes(token).unwrap_or_default();
+        let is_marker = || MARKERS.iter().any(|marker| marker.as_bytes() == bytes);
+        if self.tokenizer.is_control(token) && !is_marker() { Vec::new() } else { bytes.to_vec() }
     }
 
     fn chats(&self) -> bool {

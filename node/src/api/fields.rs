@@ -23,6 +23,8 @@ enum Expects {
     Object,
     /// A string, or an array of strings.
     Texts,
+    /// An array of objects.
+    Objects,
     /// The messages of a conversation.
     Messages,
     /// A string, an array of strings, token ids, or lists of token ids.
@@ -69,6 +71,11 @@ impl Field {
         Self::new(name, Expects::Object)
     }
 
+    /// An array of objects.
+    pub(crate) const fn objects(name: &'static str) -> Self {
+        Self::new(name, Expects::Objects)
+    }
+
     /// A string, or an array of strings.
     pub(crate) const fn texts(name: &'static str) -> Self {
         Self::new(name, Expects::Texts)
@@ -113,6 +120,8 @@ impl Field {
             Expects::Object => wrong("an object"),
             Expects::Texts if value.is_string() || all(value, Value::is_string) => Ok(()),
             Expects::Texts => wrong("a string or an array of strings"),
+            Expects::Objects if all(value, Value::is_object) => Ok(()),
+            Expects::Objects => wrong("an array of objects"),
             Expects::Messages => messages(name, value),
             Expects::Prompt => {
                 let ids = |value: &Value| all(value, is_token);
@@ -143,6 +152,14 @@ fn messages(name: &str, value: &Value) -> Result<(), ApiError> {
         }
         if !message["role"].is_string() {
             return Err(mismatch(&place(".role"), "a string", &message["role"]));
+        }
+        for field in ["tool_call_id", "name", "reasoning_content"] {
+            if !(message[field].is_string() || message[field].is_null()) {
+                return Err(mismatch(&place(&format!(".{field}")), "a string", &message[field]));
+            }
+        }
+        if !(message["tool_calls"].is_null() || all(&message["tool_calls"], Value::is_object)) {
+            return Err(mismatch(&place(".tool_calls"), "an array of objects", &message["tool_calls"]));
         }
         let content = &message["content"];
         let Some(parts) = content.as_array() else {

@@ -4,6 +4,7 @@ use super::error::ApiError;
 use super::pieces::Pieces;
 use crate::handle::{GenerateRequest, TokenEvent};
 use crate::metrics::Metrics;
+use kernels_models::constraint::Constraint;
 use node_core::work::serve::{DoneReason, RequestKey, Sampling};
 use std::time::{Duration, Instant};
 
@@ -17,6 +18,21 @@ pub(crate) struct Order {
     pub(crate) stops: Vec<String>,
 }
 
+impl Order {
+    /// Requires the answer to match a grammar.
+    ///
+    /// # Errors
+    /// The answer must not end where the grammar does.
+    pub(crate) fn constrain(&mut self, grammar: Option<String>) -> Result<(), ApiError> {
+        if grammar.is_some() && self.ignore_eos {
+            let message = "`ignore_eos` continues after the end, where a grammar allows nothing: send one of them";
+            return Err(ApiError::invalid("ignore_eos", message));
+        }
+        self.sampling.grammar = grammar;
+        Ok(())
+    }
+}
+
 /// A running request. Dropping it stops its work.
 pub(crate) struct Generation<T> {
     /// `None` once the request has ended.
@@ -25,6 +41,7 @@ pub(crate) struct Generation<T> {
     first: Option<TokenEvent>,
     model: Served,
     pieces: Pieces,
+    check: Option<GrammarCheck>,
     figures: Figures,
     metrics: Metrics,
 }
@@ -90,12 +107,14 @@ impl<T: Tokens> Generation<T> {
             ignore_eos: order.ignore_eos,
             key,
         };
+        let check = GrammarCheck::new(request.sampling.grammar.as_deref(), &model)?;
         let tokens = engine.submit(&model, request).await?;
         let mut generation = Self {
             tokens: Some(tokens),
             first: None,
             model,
             pieces: Pieces::new(order.stops),
+            check,
             figures: Figures { prompt_tokens, tokens: 0, started, first: None, last: None },
             metrics: metrics.clone(),
         };
@@ -126,10 +145,20 @@ impl<T: Tokens> Generation<T> {
         match event {
             TokenEvent::Token { position, token } => {
                 self.count();
-                let text = self.pieces.push(&self.model.text.bytes(token));
+                if let Some(Err(error)) = self.check.as_mut().map(|check| check.push(token)) {
+                    self.end("failed");
+                    return Step::Failed(error);
+                }
+                let text = self.pieces.push(&self.model.text.spelled(token));
                 Step::Token { position, token, text }
             }
-            TokenEvent::Done { reason: DoneReason::Stop } => self.ended("stop"),
+            TokenEvent::Done { reason: DoneReason::Stop } => match self.check.as_mut().map(GrammarCheck::end) {
+                Some(Err(error)) => {
+                    self.end("failed");
+                    Step::Failed(error)
+                }
+                Some(Ok(())) | None => self.ended("stop"),
+            },
             TokenEvent::Done { reason: DoneReason::Length } => self.ended("length"),
             TokenEvent::Done { reason } => {
                 self.end("failed");
@@ -172,6 +201,35 @@ impl<T: Tokens> Generation<T> {
             self.metrics.request_ended(&self.model.name, outcome);
             self.metrics.prompt_tokens(&self.model.name, self.figures.prompt_tokens as u64);
         }
+    }
+}
+
+/// Checks an answer against its grammar. The node that draws the tokens keeps to it; this one does not rely on that.
+struct GrammarCheck {
+    constraint: Constraint,
+    answer: Vec<u32>,
+}
+
+impl GrammarCheck {
+    fn new(grammar: Option<&str>, model: &Served) -> Result<Option<Self>, ApiError> {
+        let compiled = grammar.map(|grammar| model.text.constrain(grammar)).transpose();
+        let compiled = compiled.map_err(|reason| ApiError::invalid(None, reason))?;
+        Ok(compiled.map(|constraint| Self { constraint, answer: Vec::new() }))
+    }
+
+    fn push(&mut self, token: u32) -> Result<(), ApiError> {
+        self.answer.push(token);
+        self.constraint.follow(&self.answer).map_err(|error| {
+            ApiError::failed(format!(
+                "the answer left its grammar ({error}): the node with the model's last layers may lack the vocabulary; \
+                 serve the model from a GGUF file"
+            ))
+        })
+    }
+
+    fn end(&mut self) -> Result<(), ApiError> {
+        let unfinished = "the answer ended before its grammar did: the grammar became too complex; simplify the schema";
+        if self.constraint.is_complete() { Ok(()) } else { Err(ApiError::failed(unfinished)) }
     }
 }
 

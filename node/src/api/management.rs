@@ -1,6 +1,7 @@
 //! `/api/v1/…` endpoints for the command line, and `/healthz`, `/readyz`, `/metrics` for monitoring.
 use super::app::App;
 use super::body::{body, off_thread};
+use super::chat::{Form, chat};
 use super::engine::Engine;
 use super::error::ApiError;
 use super::fields::Field;
@@ -8,7 +9,7 @@ use super::generation::{Figures, Generation, Order, Step};
 use super::guard::Caller;
 use super::idempotency::Key;
 use super::openai::{find, find_or_serve};
-use super::request::{self, MessageBody, Prompt, Settings, chat_prompt};
+use super::request::{self, MessageBody, Prompt, Settings};
 use crate::handle::{ModelOptions, ModelRef};
 use crate::metrics;
 use axum::Extension;
@@ -197,8 +198,10 @@ pub(crate) async fn generate<E: Engine>(State(app): State<App<E>>, request: Requ
     let (order, templated): (Order, bool) = off_thread(move || {
         let templated = !requested.raw && for_order.text.chats();
         let prompt = match (requested.messages, requested.prompt) {
-            (Some(messages), None) => chat_prompt(messages, &for_order)?,
-            (None, Some(Prompt::Text(text))) if templated => chat_prompt(vec![MessageBody::user(text)], &for_order)?,
+            (Some(messages), None) => chat(messages, &Form::default(), &for_order)?.prompt,
+            (None, Some(Prompt::Text(text))) if templated => {
+                chat(vec![MessageBody::user(text)], &Form::default(), &for_order)?.prompt
+            }
             (None, Some(prompt)) => prompt.tokens(&for_order)?,
             (Some(_), Some(_)) | (None, None) => {
                 return Err(ApiError::invalid("prompt", "expected exactly one of `prompt` and `messages`"));

@@ -8,6 +8,7 @@ use super::fields;
 use super::generation::{Figures, Generation, Order, Step};
 use super::guard;
 use super::idempotency::{self, Begun, Fingerprint, Key, Turn, last_event};
+use super::output::{OutputReader, Reading};
 use super::request::{self, Body};
 use crate::handle::HELD_MAX;
 use crate::pull::name_in_request;
@@ -142,14 +143,15 @@ async fn generate<E: Engine>(app: App<E>, request: Request, shape: Shape) -> Res
     body.seed_or(id.seed());
     let model = find_or_serve(&app, body.model.as_deref(), after.is_some()).await?;
     let for_order = model.clone();
-    let order: Order = off_thread(move || match shape {
+    let (order, reading): (Order, Reading) = off_thread(move || match shape {
         Shape::Chat => body.chat(&for_order),
         Shape::Completion => body.completion(&for_order),
     })
     .await?;
-    let answer = Answer::new(shape, id.seed(), &model.name);
+    let answer = Answer::new(shape, id.seed(), &model.name, reading);
     let generation = Generation::start(&app.engine, model, order, name, &app.metrics).await?;
-    let running = Running { generation, answer, record, after };
+    let reader = OutputReader::new(reading);
+    let running = Running { generation, answer, reader, record, after };
     let mut response = if streaming { stream_answer(running, include_usage) } else { whole_answer(running).await? };
     if let Ok(id) = HeaderValue::from_str(id.as_str()) {
         response.headers_mut().insert(idempotency::REQUEST_ID, id);
@@ -161,6 +163,7 @@ async fn generate<E: Engine>(app: App<E>, request: Request, shape: Shape) -> Res
 struct Running<T> {
     generation: Generation<T>,
     answer: Answer,
+    reader: OutputReader,
     record: Record,
     /// The last event that the client has received.
     after: Option<u64>,
@@ -229,21 +232,23 @@ fn stream_answer<T: Tokens>(running: Running<T>, include_usage: bool) -> Respons
     Sse::new(new.map(event)).keep_alive(KeepAlive::new().interval(KEEP_ALIVE).text("waiting")).into_response()
 }
 
-/// The next event with text, the end, or the error.
+/// The next event with news, the end, or the error.
 async fn advance<T: Tokens>(mut running: Box<Running<T>>, include_usage: bool) -> (SentEvent, Phase<T>) {
     loop {
         match running.generation.next().await {
-            Step::Token { text, .. } if text.is_empty() => {}
             Step::Token { text, .. } => {
                 let id = u64::from(running.generation.figures().tokens);
                 running.record.push(id, &text);
-                let data = running.answer.chunk(Some(&text), None, include_usage, false);
-                return ((id, data), Phase::Running(running));
+                let delta = running.reader.push(&text);
+                if !delta.is_empty() {
+                    let data = running.answer.chunk(&delta, None, include_usage);
+                    return ((id, data), Phase::Running(running));
+                }
             }
             Step::End { text, finish } => {
-                let Running { generation, answer, mut record, .. } = *running;
+                let Running { generation, answer, mut reader, mut record, .. } = *running;
                 let figures = generation.figures();
-                let mut rest = answer.end(&text, finish, figures, include_usage).into_iter();
+                let mut rest = answer.end(&mut reader, &text, finish, figures, include_usage).into_iter();
                 record.push(u64::from(figures.tokens) + END_TEXT, &text);
                 record.finish(answer, finish, figures);
                 return (rest.next().unwrap_or_default(), Phase::Ending(rest));

@@ -58,7 +58,7 @@ impl Pieces {
 }
 
 /// Length of the longest proper prefix of `stop` that `text` ends with.
-fn overlap(text: &str, stop: &str) -> usize {
+pub(super) fn overlap(text: &str, stop: &str) -> usize {
     let longest = text.len().min(stop.len() - 1);
     (1..=longest).rev().find(|&n| stop.is_char_boundary(n) && text.ends_with(&stop[..n])).unwrap_or(0)
 }

@@ -1,9 +1,11 @@
 //! OpenAI's request bodies, parsed strictly: an unsupported parameter is rejected by name, never silently ignored.
+use super::chat::{self, Form};
 use super::engine::Served;
 use super::error::ApiError;
 use super::fields::Field;
 use super::generation::Order;
-use kernels_models::chat_template::ChatMessage;
+use super::output::Reading;
+use super::tools::Tools;
 use node_core::work::serve::{LOGIT_BIASES_MAX, Sampling};
 use serde::Deserialize;
 use serde_json::Value;
@@ -32,6 +34,10 @@ pub(crate) const BODY: &[Field] = &[
     Field::number("frequency_penalty"),
     Field::object("logit_bias"),
     Field::texts("modalities"),
+    Field::objects("tools"),
+    Field::bool("parallel_tool_calls"),
+    Field::object("response_format"),
+    Field::text("grammar"),
     Field::count("max_tokens"),
     Field::count("max_completion_tokens"),
     Field::number("temperature"),
@@ -63,7 +69,10 @@ pub(crate) struct Body {
     logprobs: Option<Value>,
     top_logprobs: Option<u64>,
     response_format: Option<Value>,
-    tools: Option<Value>,
+    grammar: Option<String>,
+    tools: Option<Vec<Value>>,
+    tool_choice: Option<Value>,
+    parallel_tool_calls: Option<bool>,
     functions: Option<Value>,
     modalities: Option<Vec<String>>,
 }
@@ -88,28 +97,54 @@ pub(crate) struct Settings {
 }
 
 /// One message of a conversation.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
 pub(crate) struct MessageBody {
-    role: String,
-    content: Option<Content>,
+    pub(super) role: String,
+    pub(super) content: Option<Content>,
+    pub(super) tool_calls: Option<Vec<Value>>,
+    pub(super) tool_call_id: Option<String>,
+    pub(super) name: Option<String>,
+    pub(super) reasoning_content: Option<String>,
 }
 
 impl MessageBody {
     /// A message with the role `user`.
     pub(crate) fn user(text: String) -> Self {
-        Self { role: "user".into(), content: Some(Content::Text(text)) }
+        Self { role: "user".into(), content: Some(Content::Text(text)), ..Self::default() }
     }
 }
 
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
-enum Content {
+pub(super) enum Content {
     Text(String),
     Parts(Vec<Part>),
 }
 
+impl Content {
+    /// The text of all parts.
+    ///
+    /// # Errors
+    /// A part is not text.
+    pub(super) fn text(self) -> Result<String, ApiError> {
+        let parts = match self {
+            Content::Text(text) => return Ok(text),
+            Content::Parts(parts) => parts.into_iter(),
+        };
+        let text = |part: Part| match (part.kind.as_str(), part.text) {
+            ("text", Some(text)) => Ok(text),
+            (kind, _) => Err(ApiError::unsupported(
+                "messages",
+                format!("content of type `{kind}` is not supported: expected type `text` with `text`"),
+            )),
+        };
+        parts.map(text).collect()
+    }
+}
+
 #[derive(Debug, Deserialize)]
-struct Part {
+pub(super) struct Part {
     #[serde(rename = "type")]
     kind: String,
     text: Option<String>,
@@ -157,7 +192,7 @@ impl Body {
     ///
     /// # Errors
     /// Unsupported parameters, or a conversation that the model's chat template rejects.
-    pub(crate) fn chat(self, model: &Served) -> Result<Order, ApiError> {
+    pub(crate) fn chat(self, model: &Served) -> Result<(Order, Reading), ApiError> {
         self.check_supported()?;
         if self.prompt.is_some() {
             return Err(ApiError::invalid(
@@ -166,21 +201,32 @@ impl Body {
             ));
         }
         let messages = self.messages.ok_or_else(|| ApiError::invalid("messages", "`messages` is missing"))?;
-        let prompt = chat_prompt(messages, model)?;
-        self.settings.order(prompt, None, model)
+        let tools = Tools::read(self.tools, self.tool_choice.as_ref(), self.parallel_tool_calls)?;
+        let form = Form { tools, response: self.response_format, grammar: self.grammar };
+        let chat = chat::chat(messages, &form, model)?;
+        let mut order = self.settings.order(chat.prompt, None, model)?;
+        order.constrain(chat.grammar)?;
+        Ok((order, chat.reading))
     }
 
     /// The order for a completion request.
     ///
     /// # Errors
     /// As [`Self::chat`].
-    pub(crate) fn completion(self, model: &Served) -> Result<Order, ApiError> {
+    pub(crate) fn completion(self, model: &Served) -> Result<(Order, Reading), ApiError> {
         self.check_supported()?;
         if self.messages.is_some() {
             return Err(ApiError::invalid("messages", "`messages` belongs to /v1/chat/completions; send `prompt`"));
         }
+        if self.tools.is_some_and(|tools| !tools.is_empty()) {
+            return Err(ApiError::invalid("tools", "`tools` belongs to /v1/chat/completions"));
+        }
         let prompt = self.prompt.ok_or_else(|| ApiError::invalid("prompt", "`prompt` is missing"))?;
-        self.settings.order(prompt.tokens(model)?, Some(COMPLETION_TOKENS_DEFAULT), model)
+        let form = Form { tools: None, response: self.response_format, grammar: self.grammar };
+        let grammar = chat::grammar_of(&form, Reading::default(), &*model.text)?;
+        let mut order = self.settings.order(prompt.tokens(model)?, Some(COMPLETION_TOKENS_DEFAULT), model)?;
+        order.constrain(grammar)?;
+        Ok((order, Reading::default()))
     }
 
     fn check_supported(&self) -> Result<(), ApiError> {
@@ -188,7 +234,6 @@ impl Body {
             value.as_ref().is_some_and(|v| !v.is_null() && *v != Value::Bool(false) && *v != Value::Array(vec![]))
         };
         let not_one = |count: Option<u64>| count.is_some_and(|n| n != 1);
-        let plain_text = self.response_format.as_ref().is_none_or(|f| f.is_null() || f["type"] == "text");
         let text_only = self.modalities.as_ref().is_none_or(|m| m.iter().all(|m| m == "text"));
         let refused = [
             (not_one(self.n), "n", "only one choice per request: send n=1"),
@@ -197,9 +242,7 @@ impl Body {
             (self.top_logprobs.is_some_and(|n| n > 0), "top_logprobs", "log probabilities are not supported"),
             (self.echo == Some(true), "echo", "echo is not supported"),
             (self.suffix.as_ref().is_some_and(|s| !s.is_empty()), "suffix", "suffix is not supported"),
-            (!plain_text, "response_format", "only {\"type\": \"text\"} is supported"),
-            (some(&self.tools), "tools", "tool calls are not supported"),
-            (some(&self.functions), "functions", "function calls are not supported"),
+            (some(&self.functions), "functions", "this is OpenAI's older form: send `tools`"),
             (!text_only, "modalities", "only text is supported"),
         ];
         match refused.iter().find(|(wrong, _, _)| *wrong) {
@@ -232,49 +275,6 @@ impl Prompt {
             None => Ok(ids),
         }
     }
-}
-
-/// The token ids of a conversation in the model's chat format.
-pub(crate) fn chat_prompt(messages: Vec<MessageBody>, model: &Served) -> Result<Vec<u32>, ApiError> {
-    if messages.is_empty() {
-        return Err(ApiError::invalid("messages", "`messages` is empty: expected at least one message"));
-    }
-    let messages = messages.into_iter().map(turn).collect::<Result<Vec<_>, _>>()?;
-    match model.text.chat(&messages) {
-        Some(Ok(prompt)) => Ok(prompt),
-        Some(Err(error)) => {
-            Err(ApiError::invalid("messages", format!("the model's chat template rejected the messages: {error}")))
-        }
-        None => Err(ApiError::invalid("messages", "this model has no chat template: send `prompt` to /v1/completions")),
-    }
-}
-
-fn turn(message: MessageBody) -> Result<ChatMessage, ApiError> {
-    let role = match message.role.as_str() {
-        "developer" => "system".to_owned(), // OpenAI's newer name
-        "system" | "user" | "assistant" => message.role,
-        other => {
-            return Err(ApiError::unsupported(
-                "messages",
-                format!("the role `{other}` is not supported: expected system, developer, user or assistant"),
-            ));
-        }
-    };
-    let content = match message.content {
-        None => String::new(),
-        Some(Content::Text(text)) => text,
-        Some(Content::Parts(parts)) => parts
-            .into_iter()
-            .map(|part| match (part.kind.as_str(), part.text) {
-                ("text", Some(text)) => Ok(text),
-                (kind, _) => Err(ApiError::unsupported(
-                    "messages",
-                    format!("content of type `{kind}` is not supported: expected type `text` with `text`"),
-                )),
-            })
-            .collect::<Result<_, _>>()?,
-    };
-    Ok(ChatMessage { role, content })
 }
 
 fn encode(text: &str, model: &Served, param: &'static str) -> Result<Vec<u32>, ApiError> {
@@ -335,6 +335,7 @@ impl Settings {
             presence_penalty_e6: penalty("presence_penalty", self.presence_penalty)?,
             frequency_penalty_e6: penalty("frequency_penalty", self.frequency_penalty)?,
             logit_bias_e6: self.logit_bias(model)?,
+            grammar: None,
             seed,
         })
     }

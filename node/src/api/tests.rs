@@ -6,6 +6,8 @@ use crate::handle::{BanReport, GenerateRequest, ModelOptions, ModelRef, NodeErro
 use crate::submissions::Submissions;
 use crate::views::JobView;
 use kernels_models::chat_template::ChatMessage;
+use kernels_models::constraint::{Constraint, GrammarVocabulary};
+use kernels_models::weights::testing::{TINY_CONTROL, TinyModel};
 use node_core::work::serve::DoneReason;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
@@ -19,28 +21,52 @@ use tokio::sync::mpsc;
 mod access;
 mod grids;
 mod idempotency;
+mod tools;
 
-/// A tokenizer with one token per byte: token = byte.
-struct Bytes;
+/// A tokenizer with one token per byte: token = byte in prompts. In answers the ids are those of the small model, whose
+/// vocabulary grammars use: its control tokens come before the bytes.
+struct Bytes {
+    /// What the chat template mentions.
+    template: &'static str,
+}
+
+const FIRST_BYTE: u32 = TINY_CONTROL.len() as u32;
 
 impl Text for Bytes {
     fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
         Ok(text.bytes().map(u32::from).collect())
     }
-    fn chat(&self, messages: &[ChatMessage]) -> Option<Result<Vec<u32>, String>> {
+    fn chat(&self, messages: &[ChatMessage], tools: &[Value]) -> Option<Result<Vec<u32>, String>> {
+        let tools: String = tools.iter().map(|tool| format!("<tool>{tool}")).collect();
         Some(match messages.last().map(|m| m.role.as_str()) {
             Some("assistant") => Err("the last turn must be the user's".into()),
-            _ => self.encode(&messages.iter().map(|m| format!("<{}>{}", m.role, m.content)).collect::<String>()),
+            _ => {
+                let calls =
+                    |m: &ChatMessage| m.tool_calls.iter().map(|call| format!("<call>{call}")).collect::<String>();
+                let turn = |m: &ChatMessage| format!("<{}>{}{}", m.role, m.content, calls(m));
+                self.encode(&(tools + &messages.iter().map(turn).collect::<String>()))
+            }
         })
     }
     fn chats(&self) -> bool {
         true
     }
     fn bytes(&self, token: u32) -> Vec<u8> {
-        vec![token as u8]
+        vec![(token - FIRST_BYTE) as u8]
     }
     fn vocabulary(&self) -> u32 {
         256
+    }
+    fn template_mentions(&self, text: &str) -> bool {
+        self.template.contains(text)
+    }
+    fn constrain(&self, grammar: &str) -> Result<Constraint, String> {
+        let tokenizer = TinyModel::default().open().tokenizer().map_err(|e| e.to_string())?;
+        let vocabulary = GrammarVocabulary::new(&tokenizer).map_err(|e| e.to_string())?;
+        Constraint::new(&vocabulary, grammar).map_err(|e| e.to_string())
+    }
+    fn control_token(&self, _: &str) -> Option<u32> {
+        None
     }
 }
 
@@ -48,6 +74,8 @@ impl Text for Bytes {
 #[derive(Clone)]
 struct FakeNode {
     script: &'static str,
+    template: &'static str,
+    context: u32,
     done: DoneReason,
     endless: bool,
     running: Arc<AtomicUsize>,
@@ -62,6 +90,8 @@ impl FakeNode {
         let (running, requests) = (Arc::default(), Arc::default());
         Self {
             script,
+            template: "",
+            context: 64,
             done: DoneReason::Stop,
             endless: false,
             running,
@@ -72,8 +102,9 @@ impl FakeNode {
         }
     }
 
-    fn served() -> Served {
-        Served { name: "tiny".into(), context: 64, created: 7, text: Arc::new(Bytes), elsewhere: None }
+    fn served(&self) -> Served {
+        let text = Arc::new(Bytes { template: self.template });
+        Served { name: "tiny".into(), context: self.context, created: 7, text, elsewhere: None }
     }
 }
 
@@ -98,7 +129,7 @@ impl Engine for FakeNode {
     type Tokens = Running;
 
     fn models(&self) -> Vec<Served> {
-        vec![Self::served()]
+        vec![self.served()]
     }
 
     async fn submit(&self, _: &Served, request: GenerateRequest) -> Result<Running, NodeError> {
@@ -111,7 +142,7 @@ impl Engine for FakeNode {
             let bytes: Box<dyn Iterator<Item = u8> + Send> =
                 if endless { Box::new(script.bytes().cycle()) } else { Box::new(script.bytes()) };
             for (i, byte) in bytes.enumerate() {
-                let event = TokenEvent::Token { position: position + i as u32, token: byte.into() };
+                let event = TokenEvent::Token { position: position + i as u32, token: u32::from(byte) + FIRST_BYTE };
                 if sender.send(event).await.is_err() {
                     return;
                 }
@@ -125,7 +156,7 @@ impl Engine for FakeNode {
     }
 
     async fn deploy(&self, model: ModelRef, _: ModelOptions) -> Result<Served, NodeError> {
-        if model.0 == "tiny" { Ok(Self::served()) } else { Err(NodeError::NotFound(format!("no model `{}`", model.0))) }
+        if model.0 == "tiny" { Ok(self.served()) } else { Err(NodeError::NotFound(format!("no model `{}`", model.0))) }
     }
 
     fn has(&self, name: &str) -> bool {
@@ -133,7 +164,7 @@ impl Engine for FakeNode {
     }
 
     async fn serve_on_demand(&self, name: &str) -> Result<Served, NodeError> {
-        Ok(Served { name: name.to_owned(), ..Self::served() })
+        Ok(Served { name: name.to_owned(), ..self.served() })
     }
 
     async fn is_held(&self, name: &str) -> bool {
@@ -398,15 +429,51 @@ fn errors_name_the_wrong_parameter() {
     for (extra, param) in [
         (json!({"logprobs": true}), "logprobs"),
         (json!({"n": 2}), "n"),
-        (json!({"tools": [{"type": "function"}]}), "tools"),
-        (json!({"response_format": {"type": "json_object"}}), "response_format"),
+        (json!({"tools": 5}), "tools"),
+        (json!({"tools": [{"type": "function"}]}), "tools[0].function.name"),
+        (json!({"tools": [{"type": "retrieval"}]}), "tools[0].type"),
+        (json!({"tools": [{"type": "function", "function": {"name": "a b"}}]}), "tools[0].function.name"),
+        (
+            json!({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}),
+            "tools[0].function.parameters",
+        ),
+        (
+            json!({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "objekt"}}}], "tool_choice": "required"}),
+            "tools[0].function.parameters",
+        ),
+        (
+            json!({"tools": [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "f"}}]}),
+            "tools[1].function.name",
+        ),
+        (json!({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "often"}), "tool_choice"),
+        (
+            json!({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": {"type": "function", "function": {"name": "g"}}}),
+            "tool_choice",
+        ),
+        (json!({"tool_choice": "required"}), "tool_choice"),
+        (json!({"functions": [{"name": "f"}]}), "functions"),
+        (json!({"response_format": {"type": "xml"}}), "response_format.type"),
+        (json!({"response_format": {"type": "json_schema"}}), "response_format.json_schema.schema"),
+        (
+            json!({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/$defs/a"}}}}),
+            "response_format",
+        ),
+        (json!({"response_format": {"type": "json_object"}, "ignore_eos": true}), "ignore_eos"),
+        (json!({"response_format": {"type": "json_object"}, "grammar": "start: \"a\""}), "grammar"),
+        (json!({"grammar": "start: \"a"}), "grammar"),
+        (
+            json!({"messages": [{"role": "user", "tool_calls": [{"function": {"name": "f"}}]}]}),
+            "messages[0].tool_calls",
+        ),
+        (json!({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}), "messages[0].tool_calls"),
+        (json!({"messages": [{"role": "tool", "content": "x", "tool_call_id": 5}]}), "messages[0].tool_call_id"),
         (json!({"temperature": 3}), "temperature"),
         (json!({"top_p": 0}), "top_p"),
         (json!({"top_k": -5}), "top_k"),
         (json!({"max_tokens": 0}), "max_tokens"),
         (json!({"stop": [""]}), "stop"),
         (json!({"messages": []}), "messages"),
-        (json!({"messages": [{"role": "tool", "content": "x"}]}), "messages"),
+        (json!({"messages": [{"role": "narrator", "content": "x"}]}), "messages[0].role"),
         (json!({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}), "messages"),
         (json!({"messages": [{"role": "assistant", "content": "x"}]}), "messages"),
         (json!({"messages": [{"role": "user", "content": "x".repeat(80)}]}), "messages"),
@@ -575,7 +642,7 @@ fn generation_for_the_command_line_streams_json_lines() {
     assert_eq!(status, 200, "{text}");
     let lines: Vec<Value> = text.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
     assert_eq!(lines[0]["templated"], true);
-    assert_eq!(lines[1], json!({"position": 8, "token": 0xc3, "text": ""}));
+    assert_eq!(lines[1], json!({"position": 8, "token": 0xc3 + FIRST_BYTE, "text": ""}));
     assert_eq!(lines[2]["text"], "é");
     assert_eq!(lines[4]["done"], "stop");
     assert_eq!((&lines[4]["prompt_tokens"], &lines[4]["tokens"]), (&json!(8), &json!(3)));

@@ -2,6 +2,7 @@
 use crate::residency::Key;
 use kernels_grids::Region;
 use kernels_models::stage::Stage;
+use kernels_models::weights::ModelFile;
 use kernels_simulations::Simulation;
 use node_core::id::{Epoch, JobId, LoadId, RequestId};
 use node_core::work::Run;
@@ -95,7 +96,12 @@ pub(crate) enum Command {
 /// A part to hold.
 pub(crate) enum NewPart {
     /// A stage, already loaded on another thread.
-    Stage(Box<dyn Stage>),
+    Stage {
+        /// The stage.
+        stage: Box<dyn Stage>,
+        /// Its model, if it draws tokens: grammars need the vocabulary.
+        file: Option<Arc<ModelFile>>,
+    },
     /// A tile, which the device thread creates.
     Tile {
         /// The coordinator's order.

@@ -1,8 +1,8 @@
 //! Work that a device computes while the device thread continues: its completion, and when it is answered.
 use super::command::Command;
+use super::stages::Inputs;
 use crate::panics::guarded;
 use crate::residency::Key;
-use crate::tensors::Tensor;
 use kernels_grids::any_tile::Mark;
 use node_core::id::WorkId;
 use node_core::work::serve::Item;
@@ -38,11 +38,7 @@ impl Pending {
 /// The kind of work, which decides when it is answered.
 pub(super) enum PendingWork {
     /// A batch of a stage, answered when it completes.
-    Batch {
-        items: Vec<Item>,
-        /// One per item.
-        inputs: Vec<Option<Tensor>>,
-    },
+    Batch { items: Vec<Item>, inputs: Inputs },
     /// Steps of a tile. Answered when the *previous* run completes, so that the core sends the next run before the
     /// device goes idle. The last run of a job is answered on its own completion.
     Steps { before: Option<Launched>, this: Launched, last: bool, made: TileResult },

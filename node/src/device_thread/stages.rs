@@ -1,4 +1,5 @@
 //! The part of the device thread specific to model stages: batches in, results out, and numerics challenges.
+use super::constraints::Constraints;
 use crate::tensors::{Tensor, TensorStore, join};
 use kernels::threads::Threads;
 use kernels_models::sampler::{LogitChanges, SamplerSettings};
@@ -14,20 +15,35 @@ pub(super) struct LoadedStage {
     /// The epoch of its batches.
     pub(super) epoch: Epoch,
     pub(super) stage: Box<dyn Stage>,
+    pub(super) constraints: Constraints,
+}
+
+/// What a batch reads while it is computed: one of each per item.
+#[derive(Default)]
+pub(super) struct Inputs {
+    rows: Vec<Option<Tensor>>,
+    /// The tokens that may be drawn, if not all.
+    allowed: Vec<Option<Vec<u32>>>,
 }
 
 impl LoadedStage {
-    /// The stage, if it is loaded for this epoch.
-    pub(super) fn of(&mut self, epoch: Epoch) -> Result<&mut dyn Stage, String> {
+    /// This stage, if it is loaded for the epoch.
+    pub(super) fn of(&mut self, epoch: Epoch) -> Result<&mut Self, String> {
         if self.epoch != epoch {
             return Err(format!("the stage was loaded for epoch {}, not {}", self.epoch.counter, epoch.counter));
         }
-        Ok(&mut *self.stage)
+        Ok(self)
+    }
+
+    /// Frees what belongs to a request.
+    pub(super) fn release(&mut self, request: u64) {
+        self.constraints.release(request);
+        self.stage.release(request);
     }
 }
 
 /// Takes the input rows of a batch out of `tensors`.
-pub(super) fn inputs(tensors: &TensorStore, items: &[Item]) -> Vec<Option<Tensor>> {
+pub(super) fn rows_of(tensors: &TensorStore, items: &[Item]) -> Vec<Option<Tensor>> {
     let take = |item: &Item| match &item.input {
         Payload::Tensor(id) => tensors.take(*id),
         Payload::Tensors(ids) => join(ids.iter().map(|id| tensors.take(*id)).collect()),
@@ -36,14 +52,15 @@ pub(super) fn inputs(tensors: &TensorStore, items: &[Item]) -> Vec<Option<Tensor
     items.iter().map(take).collect()
 }
 
-/// Submits a batch. `None`: the device is computing it, and [`finish`] returns the outputs.
+/// Submits a batch whose rows are in `inputs`. `None`: the device is computing it, and [`finish`] returns the outputs.
 pub(super) fn submit(
-    stage: &mut dyn Stage,
+    held: &mut LoadedStage,
     threads: &mut Threads,
     items: &[Item],
-    inputs: &[Option<Tensor>],
+    inputs: &mut Inputs,
 ) -> Result<Option<Vec<RowsOut>>, String> {
-    match stage.submit(threads, &batch(items, inputs)?).map_err(|e| e.to_string())? {
+    inputs.allowed = held.constraints.allowed(items);
+    match held.stage.submit(threads, &inputs.batch(items)?).map_err(|e| e.to_string())? {
         Submitted::Done(outputs) => Ok(Some(outputs)),
         Submitted::Queued => Ok(None),
     }
@@ -54,9 +71,24 @@ pub(super) fn finish(
     stage: &mut dyn Stage,
     threads: &mut Threads,
     items: &[Item],
-    inputs: &[Option<Tensor>],
+    inputs: &Inputs,
 ) -> Result<Vec<RowsOut>, String> {
-    stage.finish(threads, &batch(items, inputs)?).map_err(|e| e.to_string())
+    stage.finish(threads, &inputs.batch(items)?).map_err(|e| e.to_string())
+}
+
+impl Inputs {
+    /// Of these rows; what may be drawn is not known yet.
+    pub(super) fn new(rows: Vec<Option<Tensor>>) -> Self {
+        Self { rows, allowed: Vec::new() }
+    }
+
+    fn batch<'a>(&'a self, items: &'a [Item]) -> Result<Vec<Rows<'a>>, String> {
+        let of = |(at, item): (usize, &'a Item)| {
+            let allowed = self.allowed.get(at).and_then(Option::as_deref);
+            rows(item, self.rows.get(at).and_then(Option::as_ref), allowed)
+        };
+        items.iter().enumerate().map(of).collect()
+    }
 }
 
 /// The results of a batch as reported to the core; hidden rows go into `tensors` under the id that the core chose.
@@ -70,10 +102,6 @@ pub(super) fn results(tensors: &TensorStore, items: &[Item], outputs: Vec<RowsOu
         RowsOut::Logits(_) | RowsOut::Nothing => ItemResult::Nothing,
     };
     items.iter().zip(outputs).map(result).collect()
-}
-
-fn batch<'a>(items: &'a [Item], inputs: &'a [Option<Tensor>]) -> Result<Vec<Rows<'a>>, String> {
-    items.iter().zip(inputs).map(|(item, input)| rows(item, input)).collect()
 }
 
 /// A digest of the stage's outputs for generated rows: equal for equal numerics.
@@ -119,7 +147,7 @@ fn digest(stage: &mut dyn Stage, threads: &mut Threads, nonce: u64) -> Result<u6
     Ok(u64::from_le_bytes(digest.finalize().as_bytes()[..8].try_into().unwrap_or_default()))
 }
 
-fn rows<'a>(item: &'a Item, input: &'a Option<Tensor>) -> Result<Rows<'a>, String> {
+fn rows<'a>(item: &'a Item, input: Option<&'a Tensor>, allowed: Option<&'a [u32]>) -> Result<Rows<'a>, String> {
     let input = match input {
         Some(Tensor::Tokens(tokens)) => RowsIn::Tokens(tokens),
         Some(Tensor::Hidden(rows)) => RowsIn::Hidden(rows),
@@ -132,13 +160,13 @@ fn rows<'a>(item: &'a Item, input: &'a Option<Tensor>) -> Result<Rows<'a>, Strin
         sequence: item.request.0,
         position: item.position as usize,
         input,
-        output: item.sample.as_ref().map_or(RequestedOutput::Nothing, want),
+        output: item.sample.as_ref().map_or(RequestedOutput::Nothing, |sample| want(sample, allowed)),
     })
 }
 
-fn want(sample: &SampleSpec) -> RequestedOutput<'_> {
-    let changes =
-        LogitChanges { history: &sample.history, prompt: sample.prompt as usize, bias: &sample.sampling.logit_bias_e6 };
+fn want<'a>(sample: &'a SampleSpec, allowed: Option<&'a [u32]>) -> RequestedOutput<'a> {
+    let bias = &sample.sampling.logit_bias_e6;
+    let changes = LogitChanges { history: &sample.history, prompt: sample.prompt as usize, bias, allowed };
     RequestedOutput::Token(Draw { settings: settings(&sample.sampling), position: sample.position, changes })
 }
 

@@ -185,7 +185,7 @@ impl Bench {
         let mut gate = Some(gate);
         for (job, name) in (1..).zip(names) {
             let stage = Pretended { name, log: log.clone(), gate: gate.take() };
-            self.hold(JobId(job), NewPart::Stage(Box::new(stage)));
+            self.hold(JobId(job), NewPart::Stage { stage: Box::new(stage), file: None });
             assert!(self.loaded());
         }
         (open, log)

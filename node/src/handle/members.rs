@@ -134,6 +134,6 @@ impl NodeHandle {
 }
 
 fn words_of(file: &ModelFile) -> Result<TextCodec, NodeError> {
-    let tokenizer = Arc::new(file.tokenizer().map_err(|e| NodeError::Invalid(e.to_string()))?);
-    Ok(TextCodec { tokenizer, template: file.chat_template().ok().map(Arc::new) })
+    let tokenizer = file.tokenizer().map_err(|e| NodeError::Invalid(e.to_string()))?;
+    Ok(TextCodec::new(tokenizer, file.chat_template().ok()))
 }

@@ -1,11 +1,12 @@
 //! Models as users name them and as nodes serve them: their options, their vocabulary, and where they run.
 use super::usage::Usage;
 use crate::clock::unix_seconds;
+use kernels_models::constraint::{ConstraintError, GrammarVocabulary};
 use node_core::id::{ContentId, JobId, NodeId};
 use node_core::work::serve::ModelSpec;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// A model given by path, or by the name under which `meshnode pull` cached it.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -82,6 +83,18 @@ pub(crate) struct TextCodec {
     pub tokenizer: Arc<kernels_models::tokenizer::Tokenizer>,
     /// The chat template, if the model has one.
     pub template: Option<Arc<kernels_models::chat_template::ChatTemplate>>,
+    /// The vocabulary prepared for grammars, once a request has one.
+    pub grammars: Arc<OnceLock<Result<GrammarVocabulary, ConstraintError>>>,
+}
+
+impl TextCodec {
+    /// Without a vocabulary for grammars.
+    pub(crate) fn new(
+        tokenizer: kernels_models::tokenizer::Tokenizer,
+        template: Option<kernels_models::chat_template::ChatTemplate>,
+    ) -> Self {
+        Self { tokenizer: Arc::new(tokenizer), template: template.map(Arc::new), grammars: Arc::default() }
+    }
 }
 
 /// A served model that another node coordinates.

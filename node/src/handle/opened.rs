@@ -12,7 +12,6 @@ use node_core::input::Input;
 use node_core::limits::{RING_BYTES_MAX, SEQUENCES_MAX};
 use node_core::work::serve::ModelSpec;
 use std::path::PathBuf;
-use std::sync::Arc;
 
 impl NodeHandle {
     /// Opens a model file off the async threads: hashing a large file for the first time takes seconds.
@@ -79,8 +78,7 @@ fn open_model(library: &Library, path: &std::path::Path, name: String) -> Result
     let names_itself = |e: &TokenizerError| matches!(e, TokenizerError::NoFile { .. });
     let no_words = |e| if names_itself(&e) { NodeError::Invalid(e.to_string()) } else { invalid(&e) };
     let tokenizer = named.tokenizer().map_err(no_words)?;
-    let template = named.chat_template().ok().map(Arc::new);
-    let words = TextCodec { tokenizer: Arc::new(tokenizer), template };
+    let words = TextCodec::new(tokenizer, named.chat_template().ok());
     let held = library.add(path).map_err(|e| invalid(&e))?;
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     Ok(Opened { name, path, held, words })

@@ -4,11 +4,10 @@ use kernels_models::weights::testing::TinyModel;
 use node_core::id::ContentId;
 use node_core::work::serve::ModelSpec;
 use partitioner::Work;
-use std::sync::Arc;
 
 /// The vocabulary of a small model.
 pub(super) fn words() -> TextCodec {
-    TextCodec { tokenizer: Arc::new(TinyModel::default().open().tokenizer().unwrap()), template: None }
+    TextCodec::new(TinyModel::default().open().tokenizer().unwrap(), None)
 }
 
 /// A model without layers: its content is `content` repeated.

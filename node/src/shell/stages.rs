@@ -43,14 +43,18 @@ impl Shell {
             // Peers may now fetch these weights from this node.
             driver.input(Input::Holdings(library.contents()));
             let loaded = tokio::task::spawn_blocking(move || {
-                held.and_then(|held| load_stage(&device, held.file.clone(), (&name, &order, part), got))
+                held.and_then(|held| {
+                    let stage = load_stage(&device, held.file.clone(), (&name, &order, part), got)?;
+                    let draws_tokens = part.index() + 1 == order.layers.len();
+                    Ok((stage, draws_tokens.then(|| held.file.clone())))
+                })
             })
             .await;
             match loaded.unwrap_or_else(|e| Err(format!("loading was interrupted: {e}"))) {
                 // The device thread answers. A stage whose order was superseded is dropped here.
-                Ok(stage) => {
+                Ok((stage, file)) => {
                     residency.install(key, load, || {
-                        let part = NewPart::Stage(stage);
+                        let part = NewPart::Stage { stage, file };
                         let _ = commands.send(Command::Load { key, epoch, load, bytes_max, part });
                     });
                 }

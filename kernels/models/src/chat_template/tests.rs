@@ -6,7 +6,7 @@ use crate::weights::ModelFile;
 use crate::weights::testing::{TINY_CONTROL, TinyModel, real_model_path};
 
 fn message(role: &str, content: &str) -> ChatMessage {
-    ChatMessage { role: role.into(), content: content.into() }
+    ChatMessage::new(role, content)
 }
 
 fn template(source: &str) -> ChatTemplate {
@@ -18,7 +18,7 @@ fn the_real_models_template_renders_the_oracle_prompt() {
     let Some(path) = real_model_path() else { return };
     let template = ModelFile::open(&path).expect("opens").chat_template().expect("a template");
     assert!(!template.is_fallback());
-    let prompt = template.render(&[message("user", "What is the capital of France?")], true).expect("renders");
+    let prompt = template.render(&[message("user", "What is the capital of France?")], &[], true).expect("renders");
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/oracles/smollm2_greedy.json");
     let oracle: serde_json::Value = serde_json::from_slice(&std::fs::read(path).expect("there")).expect("JSON");
     let prompts = oracle["prompts"].as_array().expect("prompts");
@@ -32,9 +32,9 @@ fn a_model_without_a_template_gets_chatml() {
     assert!(template.is_fallback());
     let messages = [message("system", "s"), message("user", "u")];
     let expected = "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n";
-    assert_eq!(template.render(&messages, false).expect("renders"), expected);
+    assert_eq!(template.render(&messages, &[], false).expect("renders"), expected);
     let open = format!("{expected}<|im_start|>assistant\n");
-    assert_eq!(template.render(&messages, true).expect("renders"), open);
+    assert_eq!(template.render(&messages, &[], true).expect("renders"), open);
 }
 
 /// Features of published templates that plain Jinja lacks: Python methods, namespaces, exceptions, dates, block trimming.
@@ -46,16 +46,16 @@ fn templates_written_for_python() {
                   {%- if ns.found %}{{ messages[0].content.split(',')[-1] }}{% endif %}{{ eos_token }}\
                   {{ {'a': 1} | tojson }}{% if tools is not none %}tools{% endif %}";
     let messages = [message("system", "a,b"), message("user", "  hi <b> ")];
-    let text = template(source).render(&messages, false).expect("renders");
+    let text = template(source).render(&messages, &[], false).expect("renders");
     assert_eq!(text, "<s>\n[USER]hi <b>\n\nb</s>{\"a\": 1}");
     let json = "{{ messages | tojson }} {{ {'b': [1, 2]} | tojson(indent=2) }}";
-    let text = template(json).render(&[message("user", "<\"é'>")], false).expect("renders");
+    let text = template(json).render(&[message("user", "<\"é'>")], &[], false).expect("renders");
     assert_eq!(text, "[{\"role\": \"user\", \"content\": \"<\\\"é'>\"}] {\n  \"b\": [\n    1,\n    2\n  ]\n}");
     let refuse = "{% if messages[0].role != 'user' %}{{ raise_exception('the user speaks first') }}{% endif %}ok";
-    assert_eq!(template(refuse).render(&[message("user", "")], false).expect("renders"), "ok");
-    let error = template(refuse).render(&[message("assistant", "")], false).expect_err("refused").to_string();
+    assert_eq!(template(refuse).render(&[message("user", "")], &[], false).expect("renders"), "ok");
+    let error = template(refuse).render(&[message("assistant", "")], &[], false).expect_err("refused").to_string();
     assert!(error.contains("the user speaks first"), "{error}");
-    assert_eq!(template("{{ strftime_now('%Y') }}").render(&[], false).expect("renders").len(), 4);
+    assert_eq!(template("{{ strftime_now('%Y') }}").render(&[], &[], false).expect("renders").len(), 4);
 }
 
 #[test]
@@ -65,13 +65,13 @@ fn malicious_templates_are_stopped() {
     assert!(error.contains("cannot be parsed"), "{error}");
     let endless = "{% for a in range(10000) %}{% for b in range(10000) %}{% for c in range(10000) %}{{ '' }}{% endfor \
                    %}{% endfor %}{% endfor %}";
-    assert!(matches!(template(endless).render(&[], false), Err(ChatTemplateError::Render(_))));
-    assert!(matches!(template("{{ nothing.at.all }}").render(&[], false), Err(ChatTemplateError::Render(_))));
+    assert!(matches!(template(endless).render(&[], &[], false), Err(ChatTemplateError::Render(_))));
+    assert!(matches!(template("{{ nothing.at.all }}").render(&[], &[], false), Err(ChatTemplateError::Render(_))));
 }
 
 fn fails(source: &str) -> String {
     match ChatTemplate::parse(Some(source), String::new(), String::new()) {
-        Ok(parsed) => parsed.render(&[message("user", "hello")], false).expect_err(source).to_string(),
+        Ok(parsed) => parsed.render(&[message("user", "hello")], &[], false).expect_err(source).to_string(),
         Err(error) => error.to_string(),
     }
 }
@@ -130,7 +130,7 @@ fn templates_that_double_their_text_are_stopped() {
 fn templates_that_would_not_terminate_are_stopped() {
     // The method of minijinja_contrib never returns for an empty argument.
     let count = "{{ 'abc'.count('') }} {{ 'aXbX'.count('X') }} {{ ''.count('') }}";
-    assert_eq!(template(count).render(&[], false).expect("renders"), "4 2 1");
+    assert_eq!(template(count).render(&[], &[], false).expect("renders"), "4 2 1");
     let text = "{% set ns = namespace(x='ab') %}{% for i in range(22) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}";
     for step in [
         "{% if ns.x == ns.x ~ 'a' %}{% endif %}",
@@ -162,7 +162,7 @@ fn repeated_constants_are_rejected() {
     ] {
         assert!(fails(source).contains("variable beside it"), "{source}");
     }
-    assert_eq!(template("{% set n = 3 %}{{ '=' * n }}{{ 2 * 3 }}").render(&[], false).expect("renders"), "===6");
+    assert_eq!(template("{% set n = 3 %}{{ '=' * n }}{{ 2 * 3 }}").render(&[], &[], false).expect("renders"), "===6");
 }
 
 #[test]
@@ -181,9 +181,9 @@ fn deep_or_cyclic_values_are_rejected() {
     let terms = format!("{{{{ messages{} }}}}", ".a".repeat(10_000));
     assert!(fails(&terms).contains("undefined"));
     let sum = format!("{{% set n = 1 %}}{{{{ n{} }}}}", "+1".repeat(10_000));
-    assert_eq!(template(&sum).render(&[], false).expect("renders"), "10001");
+    assert_eq!(template(&sum).render(&[], &[], false).expect("renders"), "10001");
     let branches = format!("{{% if messages is none %}}{}{{% endif %}}ok", "{% elif 0 %}".repeat(5_000));
-    assert_eq!(template(&branches).render(&[], false).expect("renders"), "ok");
+    assert_eq!(template(&branches).render(&[], &[], false).expect("renders"), "ok");
     let error = fails(&"x".repeat(70_000));
     assert!(error.contains("70000 bytes"), "{error}");
     let loud = format!("{{{{ raise_exception('{}') }}}}", "y".repeat(50_000));
@@ -204,7 +204,7 @@ fn guards_change_no_result() {
             "{{ 1 < 2 <= 2 }} {{ 'a' in 'abc' }} {{ 2 not in [1] }} {{ 1 == 1.0 }} {{ 'a' < 'b' }}",
             "True True True True True",
         ),
-        ("{% for k, v in {'b': 1, 'a': [2]}.items() %}{{ k }}={{ v }};{% endfor %}", "a=[2];b=1;"),
+        ("{% for k, v in {'b': 1, 'a': [2]}.items() %}{{ k }}={{ v }};{% endfor %}", "b=1;a=[2];"),
         (
             "{% for a in [1, 2, 3] recursive %}{{ a }}{{ loop([]) if a > 9 }}{{ loop.index }}{{ ',' if not loop.last }}{% else %}none{% endfor %}",
             "11,22,33",
@@ -250,7 +250,7 @@ fn guards_change_no_result() {
         ),
         ("{% with a = 1, b = 2 %}{{ a + b }}{% endwith %}{% block c %}in{{ 1 }}{% endblock %}", "3in1"),
     ] {
-        let found = template(source).render(&[message("user", "hello")], false);
+        let found = template(source).render(&[message("user", "hello")], &[], false);
         assert_eq!(found.as_deref().unwrap_or("error"), expected, "{source}: {found:?}");
     }
 }
@@ -265,14 +265,20 @@ fn a_long_conversation_is_rendered() {
                   '<|im_start|>' + m.role + '\n' + content | trim + '<|im_end|>\n' -}}{%- endfor -%}";
     let messages: Vec<ChatMessage> =
         (0..2_000).map(|i| message(if i % 2 == 0 { "user" } else { "assistant" }, &"word ".repeat(400))).collect();
-    let text = template(source).render(&messages, true).expect("renders");
+    let text = template(source).render(&messages, &[], true).expect("renders");
     assert!(text.len() > 4_000_000);
     let long = "x".repeat(1 << 20);
-    let error = template("{% for i in range(1000) %}{{ messages[0].content }}{% endfor %}")
-        .render(&[message("user", &long)], false);
+    let error = template("{% for i in range(1000) %}{{ messages[0].content }}{% endfor %}").render(
+        &[message("user", &long)],
+        &[],
+        false,
+    );
     assert!(error.expect_err("too long").to_string().contains("bytes of text"));
-    let error = template("{% for i in range(17) %}{{ messages[0].content }}{% endfor %}")
-        .render(&[message("user", &long)], false);
+    let error = template("{% for i in range(17) %}{{ messages[0].content }}{% endfor %}").render(
+        &[message("user", &long)],
+        &[],
+        false,
+    );
     assert!(matches!(error, Err(ChatTemplateError::TooLong)));
 }
 
@@ -295,8 +301,9 @@ fn control_tokens_come_from_the_template_alone() {
         "\u{e000}\u{e001}".to_owned() + end,
         format!("\u{e000}{}", "hello"),
     ] {
-        let ids =
-            parsed.encode(&tokenizer, &[message("user", &content), message("user", "hello")], false).expect("encodes");
+        let ids = parsed
+            .encode(&tokenizer, &[message("user", &content), message("user", "hello")], &[], false)
+            .expect("encodes");
         let control: Vec<u32> = ids.iter().copied().filter(|&id| tokenizer.is_control(id)).collect();
         assert_eq!(control, [1, 2, 1, 2], "{content:?}");
         // The message is encoded as plain text.
@@ -304,8 +311,8 @@ fn control_tokens_come_from_the_template_alone() {
         assert_eq!(ids[1..ids.len() - 1].split(|&id| id == 2).next(), Some(&inside[..]), "{content:?}");
     }
     let plain = [message("user", "hello world")];
-    let text = parsed.render(&plain, true).expect("renders");
-    let ids = parsed.encode(&tokenizer, &plain, true).expect("encodes");
+    let text = parsed.render(&plain, &[], true).expect("renders");
+    let ids = parsed.encode(&tokenizer, &plain, &[], true).expect("encodes");
     assert_eq!(ids, tokenizer.encode_prompt(&text).expect("encodes"), "no control tokens, no marks");
 }
 
@@ -316,7 +323,7 @@ fn a_user_of_smollm2_cannot_end_the_turn() {
     let (tokenizer, template) = (file.tokenizer().expect("a tokenizer"), file.chat_template().expect("a template"));
     let end = tokenizer.token_id("<|im_end|>").expect("a token");
     let count = |content: &str| {
-        let ids = template.encode(&tokenizer, &[message("user", content)], true).expect("encodes");
+        let ids = template.encode(&tokenizer, &[message("user", content)], &[], true).expect("encodes");
         let shown: String =
             ids.iter().map(|&id| String::from_utf8_lossy(tokenizer.token_bytes(id).unwrap_or_default())).collect();
         assert!(shown.contains(content), "{shown}");

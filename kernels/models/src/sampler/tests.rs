@@ -325,11 +325,28 @@ fn presence_applies_once_and_frequency_per_occurrence_excluding_the_prompt() {
 }
 
 #[test]
+fn only_allowed_tokens_are_drawn() {
+    let mut sampler = Sampler::new();
+    let logits: Vec<f32> = (0..100).map(|id| id as f32 / 50.0).collect();
+    let mut draw = |words: &[u32], temperature: f32, position| {
+        let s = SamplerSettings { temperature, ..SamplerSettings::greedy() };
+        let changes = LogitChanges { allowed: Some(words), ..LogitChanges::default() };
+        sampler.sample(&logits, &s, position, &changes)
+    };
+    assert_eq!(draw(&[0b1010, 0, 0, 0], 0.0, 0), Ok(3));
+    assert_eq!(draw(&[1, 0b100], 0.0, 0), Ok(34), "a token beyond the words is not allowed");
+    let drawn: std::collections::BTreeSet<u32> =
+        (0..200).filter_map(|at| draw(&[0b1010, 0, 1], 1.0, at).ok()).collect();
+    assert!(drawn.into_iter().eq([1, 3, 64]));
+    assert_eq!(draw(&[0], 0.0, 0), Err(SampleError::Empty { count: 100 }));
+}
+
+#[test]
 fn a_bias_is_added_before_penalties() {
     let mut sampler = Sampler::new();
     let mut choose = |bias: &[(u32, i32)], repetition_penalty| {
         let s = SamplerSettings { repetition_penalty, ..SamplerSettings::greedy() };
-        let changes = LogitChanges { history: &[1], prompt: 0, bias };
+        let changes = LogitChanges { history: &[1], bias, ..LogitChanges::default() };
         sampler.sample(&[4.0, 3.0, f32::NEG_INFINITY], &s, 0, &changes).expect("sound")
     };
     assert_eq!(choose(&[(1, 1_000_001)], 1.0), 1);

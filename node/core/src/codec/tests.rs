@@ -64,6 +64,7 @@ fn sampling() -> Sampling {
         presence_penalty_e6: -2_000_000,
         frequency_penalty_e6: 300_000,
         logit_bias_e6: vec![(7, -100_000_000), (u32::MAX, 1)],
+        grammar: Some("start: \"yes\" | \"no\"".into()),
         seed: u64::MAX,
         ..Sampling::GREEDY
     }

@@ -130,6 +130,8 @@ pub struct Sampling {
     pub frequency_penalty_e6: i32,
     /// Tokens and the values that are added to their logits; at most [`LOGIT_BIASES_MAX`].
     pub logit_bias_e6: Vec<(u32, i32)>,
+    /// Grammar that the answer must match, in llguidance's dialect of Lark; at most [`GRAMMAR_BYTES_MAX`].
+    pub grammar: Option<String>,
     /// Key of the random number generator.
     pub seed: u64,
 }
@@ -145,6 +147,7 @@ impl Sampling {
         presence_penalty_e6: 0,
         frequency_penalty_e6: 0,
         logit_bias_e6: Vec::new(),
+        grammar: None,
         seed: 0,
     };
 
@@ -153,11 +156,15 @@ impl Sampling {
         self.repetition_penalty_e6 != Self::GREEDY.repetition_penalty_e6
             || self.presence_penalty_e6 != 0
             || self.frequency_penalty_e6 != 0
+            || self.grammar.is_some()
     }
 }
 
 /// Logit biases per request. OpenAI allows some hundreds.
 pub const LOGIT_BIASES_MAX: usize = 1024;
+
+/// Bytes of a grammar. Each participant compiles it, so an order or a log entry of this size must stay acceptable.
+pub const GRAMMAR_BYTES_MAX: usize = 64 << 10;
 
 /// Why a call ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -277,7 +284,7 @@ pub struct SampleSpec {
     pub sampling: Sampling,
     /// Position of the sampled token: with the seed, the key of the random number.
     pub position: u32,
-    /// Tokens so far, for penalties. Empty if the sampling does not depend on them.
+    /// Tokens so far, for penalties and grammars. Empty if the sampling does not depend on them.
     pub history: Vec<u32>,
     /// Number of prompt tokens in the history.
     pub prompt: u32,

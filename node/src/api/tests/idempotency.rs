@@ -43,7 +43,7 @@ fn gist(text: &str) -> (String, String, Vec<Value>) {
 }
 
 /// The events of a stream: id and data.
-fn events(text: &str) -> Vec<(u64, String)> {
+pub(super) fn events(text: &str) -> Vec<(u64, String)> {
     let mut id = None;
     let mut events = Vec::new();
     for line in text.lines() {
@@ -56,7 +56,7 @@ fn events(text: &str) -> Vec<(u64, String)> {
     events
 }
 
-fn resuming(path: &str, key: &str, last: &str) -> String {
+pub(super) fn resuming(path: &str, key: &str, last: &str) -> String {
     format!("{}Last-Event-ID: {last}\r\n", keyed(path, key))
 }
 

@@ -11,7 +11,7 @@ use crate::output::Event;
 use crate::planted::{self, Planted};
 use crate::time::Instant;
 use crate::work::log::TokenLog;
-use crate::work::serve::{DoneReason, Logged, Position, Request, ToCaller};
+use crate::work::serve::{DoneReason, GRAMMAR_BYTES_MAX, Logged, Position, Request, ToCaller};
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::{format, string::String, vec::Vec};
 
@@ -140,6 +140,11 @@ impl Requests {
                  an answer; shorten the prompt or serve the model with a larger context",
                 request.prompt.len(),
                 self.context
+            ))
+        } else if let Some(grammar) = request.sampling.grammar.as_ref().filter(|text| text.len() > GRAMMAR_BYTES_MAX) {
+            DoneReason::Invalid(format!(
+                "the grammar has {} bytes, at most {GRAMMAR_BYTES_MAX} are allowed: shorten the schema",
+                grammar.len()
             ))
         } else if request.max_tokens == 0 {
             DoneReason::Length
@@ -289,9 +294,12 @@ impl Requests {
             while tokens < LOG_TOKENS_MAX
                 && let Some(what) = stream.news()
             {
-                if let Logged::Tokens { tokens: new, .. } = &what {
-                    tokens += new.len();
-                }
+                tokens += match &what {
+                    Logged::Tokens { tokens: new, .. } => new.len(),
+                    // A message counts four bytes a token.
+                    Logged::Opened { sampling, .. } => sampling.grammar.as_ref().map_or(0, String::len).div_ceil(4),
+                    Logged::Over => 0,
+                };
                 news.push((stream.id, what));
             }
         }
