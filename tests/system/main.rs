@@ -18,6 +18,7 @@ mod openai;
 mod reshape;
 mod serving;
 mod standby;
+mod structured;
 mod tidy;
 mod two_losses;
 mod weights;

@@ -4,6 +4,7 @@ Prints one line per check; exits with an error at the first failed check.
 """
 
 import concurrent.futures
+import json
 import sys
 
 import openai
@@ -69,6 +70,70 @@ with concurrent.futures.ThreadPoolExecutor(6) as pool:
     answers = {a.choices[0].message.content for a in pool.map(ask, range(6))}
 check("six concurrent clients get the same text", answers == {text}, answers)
 
+schema = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "kind": {"enum": ["cat", "dog"]},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+as_schema = {"type": "json_schema", "json_schema": {"name": "animal", "strict": True, "schema": schema}}
+
+
+def animal(seed):
+    answer = client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": "Invent an animal."}], max_tokens=80, temperature=1, seed=seed,
+        response_format=as_schema,
+    ).choices[0]
+    value = json.loads(answer.message.content)
+    fits = set(value) == {"name", "age", "kind"} and 1 <= len(value["name"]) <= 12 and 0 <= value["age"] <= 120
+    return fits and value["kind"] in ("cat", "dog") and answer.finish_reason == "stop", answer.message.content
+
+
+with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    animals = list(pool.map(animal, range(200)))
+check("200 answers match their schema", all(fits for fits, _ in animals), [text for fits, text in animals if not fits])
+check("their contents vary", len({text for _, text in animals}) > 50)
+listed = client.chat.completions.create(
+    model=model, messages=question, max_tokens=40, temperature=0, response_format={"type": "json_object"}
+)
+check("any JSON object", listed.choices[0].message.content.startswith("{"), listed.choices[0].message.content)
+
+tools = [
+    {"type": "function", "function": {"name": "weather", "description": "The weather in a city", "parameters": {
+        "type": "object", "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["C", "F"]}},
+        "required": ["city", "unit"], "additionalProperties": False,
+    }}},
+    {"type": "function", "function": {"name": "add", "parameters": {
+        "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        "required": ["a", "b"], "additionalProperties": False,
+    }}},
+]
+about = [{"role": "user", "content": "What is the weather in Oslo?"}]
+chosen = client.chat.completions.create(
+    model=model, messages=about, tools=tools, max_tokens=80, temperature=0,
+    tool_choice={"type": "function", "function": {"name": "weather"}},
+).choices[0]
+call = chosen.message.tool_calls[0]
+check("a tool of choice is called", (chosen.finish_reason, call.function.name) == ("tool_calls", "weather"), chosen)
+check("its arguments match its schema", set(json.loads(call.function.arguments)) == {"city", "unit"}, call.function.arguments)
+answer = client.chat.completions.create(
+    model=model, tools=tools, max_tokens=30, temperature=0, tool_choice="none",
+    messages=about + [chosen.message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": "7 C, rain"}],
+).choices[0]
+check("the result is answered", answer.message.content and answer.finish_reason in ("stop", "length"), answer.message.content)
+pieces = list(client.chat.completions.create(
+    model=model, messages=about, tools=tools, tool_choice="required", parallel_tool_calls=False, max_tokens=80, temperature=0, stream=True
+))
+calls = [call for piece in pieces for call in piece.choices[0].delta.tool_calls or []]
+check("a required call is streamed", len(calls) == 1 and pieces[-1].choices[0].finish_reason == "tool_calls", calls)
+check("its arguments are JSON", isinstance(json.loads(calls[0].function.arguments), dict), calls[0].function.arguments)
+free = client.chat.completions.create(model=model, messages=about, tools=tools, max_tokens=60, temperature=0).choices[0]
+check("tools may be left alone", free.finish_reason in ("stop", "length", "tool_calls"), free)
+
 abandoned = client.chat.completions.create(model=model, messages=question, max_tokens=400, stream=True)
 next(abandoned)
 abandoned.close()
@@ -86,6 +151,8 @@ def rejected(name, error, **request):
 rejected("an unknown model", openai.NotFoundError, model="gpt-4o")
 rejected("log probabilities", openai.BadRequestError, logprobs=True)
 rejected("several choices", openai.BadRequestError, n=2)
+rejected("an impossible schema", openai.BadRequestError, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}})
+rejected("a tool without a name", openai.BadRequestError, tools=[{"type": "function", "function": {}}])
 rejected("a hot temperature", openai.BadRequestError, temperature=9)
 rejected("a prompt beyond the context", openai.BadRequestError, messages=[{"role": "user", "content": "word " * 20000}])
 print("all ok")

@@ -104,7 +104,12 @@ impl Constraint {
             self.tokens.clear();
         }
         for (at, &token) in answer.iter().enumerate().skip(self.tokens.len()) {
-            self.now.consume_token(token).map_err(|_| ConstraintError::Rejected { at, token })?;
+            // A matcher that has stopped takes no token, not even the end of the text.
+            let ends =
+                self.now.is_stopped() && !self.now.is_error() && self.trie.tok_trie().eos_tokens().contains(&token);
+            if !ends {
+                self.now.consume_token(token).map_err(|_| ConstraintError::Rejected { at, token })?;
+            }
             self.tokens.push(token);
         }
         Ok(())

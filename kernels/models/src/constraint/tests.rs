@@ -37,6 +37,10 @@ fn walk(constraint: &mut Constraint, tokenizer: &Tokenizer, seed: u64) -> Vec<u3
         let token = allowed[(random(seed, answer.len() as u32) % allowed.len() as u64) as usize];
         if tokenizer.eos().contains(&token) {
             assert!(constraint.is_complete());
+            let mut ended = answer.clone();
+            ended.push(token);
+            constraint.follow(&ended).expect("it may end here");
+            assert!(constraint.is_complete());
             return answer;
         }
         assert!(answer.len() < 500, "the schema bounds the answer");
