@@ -78,7 +78,7 @@ struct DeviceThread {
 }
 
 enum Part {
-    Stage(stages::LoadedStage),
+    Stage(Box<stages::LoadedStage>),
     Tile(Box<tiles::LoadedTile>),
 }
 
@@ -185,7 +185,7 @@ impl DeviceThread {
             NewPart::Stage { stage, file } => {
                 let now = stage.resident_bytes();
                 let constraints = Constraints::new(file);
-                let held = stages::LoadedStage { epoch, stage, constraints };
+                let held = Box::new(stages::LoadedStage { epoch, stage, constraints });
                 (Part::Stage(held), bytes_max.max(now.weights + now.working), false)
             }
             NewPart::Tile { order, standby, simulation, checkpoint } => {

@@ -1,7 +1,7 @@
 //! Grammars of answers: `response_format` as a grammar in llguidance's dialect of Lark.
 use super::error::ApiError;
 use super::output::Thoughts;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 /// How strictly a schema is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,20 +28,14 @@ pub(crate) fn whole(thoughts: Thoughts, answer: &str, rules: &str) -> String {
 
 /// A schema as a part of a rule. The answer has no white space but one space after `,` and `:`, because small models repeat
 /// white space for ever where they may.
-pub(crate) fn embedded(schema: &Value, style: JsonStyle) -> String {
+pub(crate) fn embedded(schema: &Map<String, Value>, style: JsonStyle) -> String {
     let style = json!({
         "whitespace_flexible": false, "item_separator": ", ", "key_separator": ": ",
         "lenient": style == JsonStyle::Lenient,
     });
-    let schema = match schema {
-        Value::Object(schema) => {
-            let mut schema = schema.clone();
-            schema.insert("x-guidance".into(), style);
-            Value::Object(schema)
-        }
-        other => json!({"x-guidance": style, "allOf": [other]}),
-    };
-    format!("%json {schema}")
+    let mut schema = schema.clone();
+    schema.insert("x-guidance".into(), style);
+    format!("%json {}", Value::Object(schema))
 }
 
 /// A string of Lark.
@@ -57,13 +51,16 @@ pub(crate) fn rule(format: Option<&Value>) -> Result<Option<String>, ApiError> {
     let Some(format) = format.filter(|format| !format.is_null()) else { return Ok(None) };
     match format["type"].as_str() {
         Some("text") => Ok(None),
-        Some("json_object") => Ok(Some(embedded(&json!({"type": "object"}), JsonStyle::Lenient))),
+        Some("json_object") => {
+            let object = Map::from_iter([("type".to_owned(), json!("object"))]);
+            Ok(Some(embedded(&object, JsonStyle::Lenient)))
+        }
         Some("json_schema") => {
             let described = &format["json_schema"];
             let schema = described.get("schema").or_else(|| format.get("schema"));
             let style = if described["strict"] == Value::Bool(true) { JsonStyle::Strict } else { JsonStyle::Lenient };
             match schema {
-                Some(schema @ Value::Object(_)) => Ok(Some(embedded(schema, style))),
+                Some(Value::Object(schema)) => Ok(Some(embedded(schema, style))),
                 Some(_) | None => Err(ApiError::invalid_at(
                     "response_format.json_schema.schema".into(),
                     "`response_format` of type json_schema must have a JSON schema, which is an object, in `json_schema.schema`",

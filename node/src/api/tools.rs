@@ -5,7 +5,7 @@ use super::grammar::{JsonStyle, embedded, quoted, whole};
 use super::output::Thoughts;
 use kernels_models::chat_template::ChatMessage;
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use std::collections::BTreeSet;
 
 /// Tools per request: OpenAI's limit.
@@ -46,7 +46,7 @@ pub(crate) struct Tools {
 #[derive(Debug)]
 struct Tool {
     name: String,
-    parameters: Value,
+    parameters: Map<String, Value>,
     /// As the client described it.
     described: Value,
 }
@@ -221,11 +221,14 @@ impl Tool {
             return wrong(".function.name", "a tool's name must be 1 to 64 letters, digits, `_`, `-` or `.`");
         };
         let parameters = match &function["parameters"] {
-            Value::Null => json!({"type": "object", "properties": {}, "additionalProperties": false}),
+            Value::Null => Map::from_iter([
+                ("type".to_owned(), json!("object")),
+                ("additionalProperties".to_owned(), json!(false)),
+            ]),
             Value::Object(schema) => {
                 let mut schema = schema.clone();
                 schema.entry("type").or_insert_with(|| json!("object"));
-                Value::Object(schema)
+                schema
             }
             Value::Bool(_) | Value::Number(_) | Value::String(_) | Value::Array(_) => {
                 return wrong(".function.parameters", "`parameters` must be a JSON schema, which is an object");
