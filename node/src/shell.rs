@@ -110,6 +110,7 @@ impl Shell {
                 self.submit(Command::Release { key: (job, part), request });
             }
             Output::Discard { tensor } => drop(self.tensors.take(tensor)),
+            Output::Split { tensor, at, of, into } => self.tensors.split(tensor, at, of, into),
             Output::Share { tensor, also } => {
                 if let Some(payload) = self.tensors.get(tensor) {
                     self.tensors.put(also, payload);

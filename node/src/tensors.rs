@@ -49,6 +49,26 @@ impl TensorStore {
         self.lock().remove(&id).map(|(tensor, _credit)| tensor)
     }
 
+    /// Splits rows or tokens after the first `at` of `of`. The parts of a payload that is missing or of another kind are
+    /// missing.
+    pub(crate) fn split(&self, id: TensorId, at: u32, of: u32, into: [TensorId; 2]) {
+        let parts = match self.take(id) {
+            Some(Tensor::Hidden(rows)) => {
+                let width = rows.len().checked_div(of as usize).unwrap_or(0);
+                let parts = rows.split_at_checked(at as usize * width);
+                parts.map(|(first, rest)| [first, rest].map(|part| Tensor::Hidden(Arc::new(part.to_vec()))))
+            }
+            Some(Tensor::Tokens(tokens)) => {
+                let parts = tokens.split_at_checked(at as usize);
+                parts.map(|(first, rest)| [first, rest].map(|part| Tensor::Tokens(part.to_vec())))
+            }
+            Some(Tensor::Halo { .. }) | None => None,
+        };
+        for (id, part) in into.into_iter().zip(parts.into_iter().flatten()) {
+            self.put(id, part);
+        }
+    }
+
     /// Returns a payload and keeps it.
     pub(crate) fn get(&self, id: TensorId) -> Option<Tensor> {
         self.lock().get(&id).map(|(tensor, _)| tensor.clone())
@@ -85,6 +105,24 @@ pub(crate) fn join(parts: Vec<Option<Tensor>>) -> Option<Tensor> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rows_and_tokens_are_split() {
+        let store = TensorStore::default();
+        let [whole, first, rest] = [1, 2, 3].map(TensorId::Produced);
+        store.put(whole, Tensor::Hidden(Arc::new(vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0])));
+        store.split(whole, 1, 3, [first, rest]);
+        assert_eq!(store.take(first), Some(Tensor::Hidden(Arc::new(vec![1.0, 2.0]))));
+        assert_eq!(store.take(rest), Some(Tensor::Hidden(Arc::new(vec![3.0, 4.0, 5.0, 6.0]))));
+        store.put(whole, Tensor::Tokens(vec![1, 2, 3]));
+        store.split(whole, 2, 3, [first, rest]);
+        assert_eq!(store.take(first), Some(Tensor::Tokens(vec![1, 2])));
+        assert_eq!(store.take(rest), Some(Tensor::Tokens(vec![3])));
+        store.put(whole, Tensor::Tokens(vec![1]));
+        store.split(whole, 2, 3, [first, rest]);
+        store.split(whole, 1, 3, [first, rest]);
+        assert!(store.is_empty(), "it is too short, or missing");
+    }
 
     #[test]
     fn payloads_are_joined_unless_one_is_missing() {

@@ -325,6 +325,22 @@ impl Executor {
         self.tensors.remove(&tensor);
     }
 
+    /// `Output::Split`.
+    pub fn split(&mut self, tensor: TensorId, at: u32, into: [TensorId; 2]) {
+        let parts = match self.tensors.remove(&tensor) {
+            Some(Cargo::Rows(mut rows, row_bytes)) => {
+                let rest = rows.split_off((at as usize).min(rows.len()));
+                [Cargo::Rows(rows, row_bytes), Cargo::Rows(rest, row_bytes)]
+            }
+            Some(Cargo::Tokens(mut tokens)) => {
+                let rest = tokens.split_off((at as usize).min(tokens.len()));
+                [Cargo::Tokens(tokens), Cargo::Tokens(rest)]
+            }
+            None => return,
+        };
+        self.tensors.extend(into.into_iter().zip(parts));
+    }
+
     /// A copy of a payload to send; `None` if the core named an unknown tensor.
     pub fn give(&mut self, payload: Payload) -> Option<Cargo> {
         match payload {

@@ -166,6 +166,7 @@ fn worth_output(output: &Output, name: &dyn Fn(NodeId) -> String) -> Option<Stri
         | Output::Challenge { .. }
         | Output::Release { .. }
         | Output::Discard { .. }
+        | Output::Split { .. }
         | Output::Remember { .. } => None,
         Output::Connect { node, .. } => Some(format!("< connect to {}", name(*node))),
         Output::Disconnect { node } => Some(format!("< disconnect from {}", name(*node))),

@@ -539,6 +539,7 @@ impl World {
             Output::Run(run) => self.run(id, *run),
             Output::Release { job, part, request } => host.executor.release(job, part, request),
             Output::Discard { tensor } => host.executor.discard(tensor),
+            Output::Split { tensor, at, of: _, into } => host.executor.split(tensor, at, into),
             Output::Share { tensor, also } => host.executor.share(tensor, also),
             Output::Collect { job, from, part, step, kind, bytes } => {
                 self.collect_state(id, from, (job, part, step, kind), bytes);

@@ -39,6 +39,11 @@ pub const CHUNK_POSITIONS_MAX: u32 = 512;
 /// Positions of one request's chunk in the deepest pipelines: fewer rows would not amortise the weights that each forward pass
 /// reads.
 pub const CHUNK_POSITIONS_MIN: u32 = 16;
+/// Time of the prefill rows that share batches with the decode steps of other requests, in all stages together. A decode step may
+/// wait for one batch at each stage and then shares another, so it takes about twice this longer.
+pub const PREFILL_BESIDE: Duration = Duration::from_millis(25);
+/// Most times that [`PREFILL_BESIDE`] is extended for requests without a first token: streams still get some tokens a second.
+pub const PREFILL_WEIGHT_MAX: usize = 4;
 /// Prefill chunks in flight per request: bounds the queues of a stage, and a deeper pipeline waits for some of the chunks.
 pub const CHUNKS_IN_FLIGHT_MAX: u32 = 64;
 /// Frames that a stage parks for requests without a slot or an `Open` (the `Open`, or the `Close` of another request, travels

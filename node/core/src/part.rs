@@ -559,7 +559,8 @@ fn start(
     in_flight: &mut BTreeMap<WorkId, Flight>,
     out: &mut Out,
 ) {
-    let Started { work, task, budget, makes } = started;
+    let Started { work, task, budget, before, makes } = started;
+    out.extend(before.into_iter().map(PartOutput::Shell));
     in_flight.insert(work, Flight { job, started: now, budget, makes });
     out.push_back(PartOutput::WorkStarted { job, budget });
     out.push_back(PartOutput::Shell(Output::Run(Box::new(Run { work, job, epoch, part, task }))));

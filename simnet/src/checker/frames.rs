@@ -64,6 +64,7 @@ impl Observer for Frames {
                 seen.old.remove(&(host, *tensor));
                 None
             }
+            Output::Split { tensor, .. } => used(&seen, &Payload::Tensor(*tensor)),
             Output::Run(run) => match &run.task {
                 Task::Batch(items) => items.iter().find_map(|item| used(&seen, &item.input)),
                 Task::Steps(steps) => {

@@ -54,6 +54,7 @@ impl Known {
             | Output::Run(_)
             | Output::Release { .. }
             | Output::Discard { .. }
+            | Output::Split { .. }
             | Output::Share { .. }
             | Output::Collect { .. }
             | Output::Forget { .. }

@@ -305,6 +305,12 @@ impl Mesh {
             Output::Discard { tensor } => {
                 self.nodes.get_mut(&me).unwrap().tensors.remove(&tensor).expect("discarded once");
             }
+            Output::Split { tensor, at, of: _, into } => {
+                let tensors = &mut self.nodes.get_mut(&me).unwrap().tensors;
+                let mut first = tensors.remove(&tensor).expect("a tensor that is there");
+                let rest = first.split_off(at as usize);
+                tensors.extend(into.into_iter().zip([first, rest]));
+            }
             other @ (Output::Restore { .. }
             | Output::Share { .. }
             | Output::Collect { .. }

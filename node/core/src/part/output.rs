@@ -91,6 +91,8 @@ pub(super) struct Started {
     pub(super) task: Task,
     /// Predicted duration.
     pub(super) budget: Duration,
+    /// What the shell does before it.
+    pub(super) before: Vec<Output>,
     /// Payloads that it creates. They are discarded if the part is gone when it returns.
     pub(super) makes: Vec<TensorId>,
 }

@@ -1,5 +1,5 @@
 //! Predicts how long batches take on this node's executor, so that a stalled executor is detected.
-use crate::limits::SEQUENCES_MAX;
+use crate::limits::{CHUNK_POSITIONS_MAX, CHUNK_POSITIONS_MIN, SEQUENCES_MAX};
 use crate::time::Duration;
 
 /// Durations of past batches, to predict the next one.
@@ -9,6 +9,8 @@ pub(super) struct Pace {
     decode: Option<Duration>,
     /// Slowest recent nanoseconds per row of a prefill batch.
     prefill_row_ns: Option<u64>,
+    /// Usual nanoseconds per row of batches with many rows.
+    row_ns: Option<u64>,
 }
 
 impl Pace {
@@ -24,9 +26,20 @@ impl Pace {
         }
     }
 
+    /// Rows that usually take this long.
+    pub(super) fn rows_within(&self, time: Duration) -> u32 {
+        let time_ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let rows = self.row_ns.map_or(u64::from(ROWS_UNKNOWN), |row_ns| time_ns / row_ns.max(1));
+        u32::try_from(rows).unwrap_or(u32::MAX).clamp(CHUNK_POSITIONS_MIN, CHUNK_POSITIONS_MAX)
+    }
+
     /// Adopts a longer time immediately, and decays by an eighth with each shorter one.
     pub(super) fn learn(&mut self, rows: u64, took: Duration) {
         let took_ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+        if rows >= u64::from(CHUNK_POSITIONS_MIN) {
+            let row_ns = took_ns / rows;
+            self.row_ns = Some(self.row_ns.map_or(row_ns, |old| old - old / 4 + row_ns / 4));
+        }
         if rows <= u64::from(SEQUENCES_MAX) {
             let old = self.decode.map_or(took, |old| old - old / 8);
             self.decode = Some(old.max(took));
@@ -37,3 +50,6 @@ impl Pace {
         }
     }
 }
+
+/// Rows of a batch before any is measured: few enough for a processor.
+const ROWS_UNKNOWN: u32 = 64;

@@ -7,12 +7,13 @@ mod invariants;
 
 use super::output::{Names, Out, PartOutput, Started, discard, discard_payload};
 use super::pace::Pace;
-use super::queue::{Waiting, choose};
+use super::queue::{BatchLimits, Waiting, choose};
 use super::sent::{Bounds, Keep, LogEntry, OutgoingFrame, Sent};
 use crate::id::{Epoch, JobId, NodeId, PartId, RequestId, TensorId, WorkId};
 use crate::limits::{
-    CHUNK_POSITIONS_MAX, CLOSED_REQUESTS_MAX, HELD_EVERY, PARKED_FRAMES_MAX, RESUME_QUIET, RING_BYTES_MAX,
-    RING_FRAMES_MAX, SEQUENCES_MAX, STAGE_QUEUE_MAX, STAGE_QUEUE_POSITIONS_MAX,
+    CHUNK_POSITIONS_MAX, CLOSED_REQUESTS_MAX, HELD_EVERY, PARKED_FRAMES_MAX, PREFILL_BESIDE, PREFILL_WEIGHT_MAX,
+    RESUME_QUIET, RING_BYTES_MAX, RING_FRAMES_MAX, SEQUENCES_MAX, STAGE_QUEUE_MAX, STAGE_QUEUE_POSITIONS_MAX,
+    chunk_positions,
 };
 use crate::message::{FrameHeader, FromStage, ToCoordinator, ToParticipant, ToStage};
 use crate::output::Output;
@@ -40,8 +41,6 @@ pub(super) struct StageRun {
     waiting: VecDeque<Waiting>,
     /// The batch at the executor.
     running: Option<Batch>,
-    /// The last batch was decode only, so the next one may be a prefill chunk.
-    prefill_turn: bool,
     pace: Pace,
     touched: u64,
     /// Send log of the rows for the next stage.
@@ -104,6 +103,8 @@ struct Cache {
     computed: u32,
     /// Frames that wait for `Open`, in order.
     parked: VecDeque<Waiting>,
+    /// Its last frame was one position: it decodes.
+    decodes: bool,
     /// Counter value of its last use. The least recently used cache is evicted first.
     touched: u64,
 }
@@ -142,7 +143,6 @@ impl StageRun {
             closed: BTreeSet::new(),
             waiting: VecDeque::new(),
             running: None,
-            prefill_turn: true,
             pace: Pace::default(),
             touched: 0,
             sent: Sent::new(Keep::WhileRoom, bounds),
@@ -249,6 +249,7 @@ impl StageRun {
             self.sent.rewind(header.channel, header.cursor);
         }
         held.have = header.end();
+        held.decodes = header.count == 1;
         if waits_for_open {
             held.parked.push_back(waiting);
         } else {
@@ -348,16 +349,20 @@ impl StageRun {
 
     // ---- batches
 
-    /// Takes the next batch from the queue, if the executor is free: either the decode steps of all requests that have
-    /// one queued, or prefill chunks up to the rows of one chunk. The two take turns, so that neither starves, and a
-    /// decode step waits for one chunk at most.
+    /// Takes the next batch from the queue, if the executor is free: decode steps, and prefill rows beside them.
     pub(super) fn start(&mut self, now: Instant, names: &mut Names) -> Option<Started> {
         if self.running.is_some() || self.waiting.is_empty() || !self.started || self.withheld.is_some() {
             return None;
         }
-        let chosen = choose(&mut self.waiting, self.prefill_turn, self.route.stages);
+        let limits = self.batch_limits();
+        let mut before = Vec::new();
+        let mut split = |tensor, at, of| {
+            let into = [names.tensor(), names.tensor()];
+            before.push(Output::Split { tensor, at, of, into });
+            into
+        };
+        let chosen = choose(&mut self.waiting, limits, &mut split);
         let rows = chosen.iter().map(|waiting| u64::from(waiting.header.count)).sum();
-        self.prefill_turn = chosen.iter().all(|waiting| waiting.header.count == 1);
         let work = names.work();
         let mut batch = Batch { work, started: now, items: Vec::with_capacity(chosen.len()) };
         let mut items = Vec::with_capacity(chosen.len());
@@ -368,7 +373,22 @@ impl StageRun {
         }
         let makes = batch.items.iter().map(|&(_, tensor)| tensor).collect();
         self.running = Some(batch);
-        Some(Started { work, task: Task::Batch(items), budget: self.pace.predict(rows), makes })
+        Some(Started { work, task: Task::Batch(items), budget: self.pace.predict(rows), before, makes })
+    }
+
+    /// The requests that decode are divided into as many groups as there are stages, so that each stage has one while the
+    /// others compute theirs. Beside them, prefill takes no more rows than they can wait for: they wait longer where more
+    /// requests wait for their first token.
+    fn batch_limits(&self) -> BatchLimits {
+        let stages = self.route.stages.max(1);
+        let decoding = self.requests.values().filter(|held| held.decodes).count();
+        let beside = |weight: usize| PREFILL_BESIDE * u32::try_from(weight.clamp(1, PREFILL_WEIGHT_MAX)).unwrap_or(1);
+        let prefill = match (self.requests.len() - decoding).checked_div(decoding) {
+            Some(weight) => self.pace.rows_within(beside(weight) / stages),
+            None => CHUNK_POSITIONS_MAX,
+        };
+        let decodes = decoding.div_ceil(stages as usize).max(1);
+        BatchLimits { joined: chunk_positions(stages), decodes, prefill, rows: CHUNK_POSITIONS_MAX }
     }
 
     fn item(&self, waiting: Waiting, output: TensorId) -> Item {

@@ -533,7 +533,7 @@ impl TileRun {
         let makes = halos.iter().map(|&(_, tensor)| tensor).collect();
         self.busy = Some(Busy { work, to, halos: halos.clone(), steps, since: now });
         let task = Task::Steps(TileWork { from: self.step, to, halos_in, halos_out: halos, stops });
-        Started { work, task, budget, makes }
+        Started { work, task, budget, before: Vec::new(), makes }
     }
 
     /// Whether this is the running work.
