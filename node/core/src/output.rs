@@ -60,7 +60,7 @@ pub enum Output {
     Release { job: JobId, part: PartId, request: RequestId },
     /// Drop a payload that will not be used.
     Discard { tensor: TensorId },
-    /// Split a payload of `of` hidden rows into its first `at` rows and the others.
+    /// Split a payload of `of` hidden rows, or of `of` tokens from another node, into the first `at` and the others.
     Split { tensor: TensorId, at: u32, of: u32, into: [TensorId; 2] },
     /// A payload is for another part on this node too: retain it under a second name.
     Share { tensor: TensorId, also: TensorId },

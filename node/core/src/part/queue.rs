@@ -55,7 +55,7 @@ impl Waiting {
     }
 }
 
-/// Splits a tensor of hidden rows, `(tensor, rows of the first part, all rows)`; returns the ids of both parts.
+/// Splits a stored payload of rows or tokens: `(payload, rows of the first part, all rows)`. Returns the ids of both parts.
 pub(super) type Split<'a> = dyn FnMut(TensorId, u32, u32) -> [TensorId; 2] + 'a;
 
 /// Consecutive frames of one request in the queue.
