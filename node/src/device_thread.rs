@@ -208,7 +208,7 @@ impl DeviceThread {
         };
         self.parts.insert(key, part);
         // Report the capacity before the answer: a plan computed once the job is ready must count this part's memory.
-        self.shared.driver.input(Input::CapacityChanged(self.shared.residency.resident(key, Some(bytes))));
+        self.shared.residency.loaded(key, load, bytes);
         Ok((!is_loading).then_some(Loaded { bytes, step: None }))
     }
 
@@ -231,11 +231,10 @@ impl DeviceThread {
     fn answer_load(&mut self, key: Key, load: LoadId, result: Result<Loaded, String>) {
         let Shared { residency, driver, .. } = &self.shared;
         if result.is_err() {
-            let (_, offered) = residency.fail(key, load, || {});
-            let dropped = self.parts.remove(&key).map(|_| residency.resident(key, None));
-            if let Some(capacity) = dropped.or(offered) {
-                driver.input(Input::CapacityChanged(capacity));
+            if self.parts.remove(&key).is_some() {
+                residency.dropped(key);
             }
+            residency.fail(key, load, || {});
         }
         let (job, part) = key;
         driver.input(Input::Loaded { job, part, load, result });
@@ -245,7 +244,7 @@ impl DeviceThread {
         self.settle(&is_gone);
         for (key, part) in self.parts.extract_if(|key, _| is_gone(*key)) {
             drop(part);
-            self.shared.driver.input(Input::CapacityChanged(self.shared.residency.resident(key, None)));
+            self.shared.residency.dropped(key);
         }
     }
 

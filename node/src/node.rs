@@ -145,7 +145,9 @@ pub(crate) async fn start(options: UpOptions) -> Result<(NodeHandle, Running), N
     let (data_dir, name) = (options.data_dir.clone(), options.name.clone());
     let bans = Bans::open(endpoint.clone(), guests.clone(), gossip.clone(), driver.clone(), data_dir, name)?;
     let bans = bans_cell.get_or_init(|| bans).clone();
-    let residency = Arc::new(Residency::new(device.capacity.clone()));
+    let advertise = driver.clone();
+    let residency = Residency::new(device.capacity.clone(), move |now| advertise.input(Input::CapacityChanged(now)));
+    let residency = Arc::new(residency);
     let idle_gpus = device.idle_gpus.clone();
     let device = Arc::new(device);
     let shared = Shared {

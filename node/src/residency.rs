@@ -12,12 +12,17 @@ pub(crate) type Key = (JobId, PartId);
 pub(crate) struct Residency {
     capacity: Capacity,
     state: Mutex<Residents>,
+    /// Called with the capacity to advertise, under the lock: a later capacity never arrives before an earlier one.
+    publish: Box<dyn Fn(Capacity) + Send + Sync>,
 }
 
 #[derive(Default)]
 struct Residents {
     /// Parts that the core has ordered.
     requested: BTreeMap<Key, Requested>,
+    /// Most bytes of the loads handed to the device thread that it has not reported on. They count even if the part was dropped
+    /// meanwhile: the device thread loads the part before it learns of that.
+    handed_over: BTreeMap<(Key, LoadId), u64>,
     /// Bytes of the parts on the device thread; may lag behind the orders.
     resident: BTreeMap<Key, u64>,
 }
@@ -30,9 +35,9 @@ struct Requested {
 }
 
 impl Residency {
-    /// An empty node that offers all of `capacity`.
-    pub(crate) fn new(capacity: Capacity) -> Self {
-        Self { capacity, state: Mutex::default() }
+    /// An empty node that offers all of `capacity`, and passes each change of it to `publish`, which must not block.
+    pub(crate) fn new(capacity: Capacity, publish: impl Fn(Capacity) + Send + Sync + 'static) -> Self {
+        Self { capacity, state: Mutex::default(), publish: Box::new(publish) }
     }
 
     /// Orders a part that may take `bytes_max`; it supersedes the parts of its job in `replaces`.
@@ -51,6 +56,7 @@ impl Residency {
         let taken: u64 = state.requested.iter().map(of).sum();
         let total = self.capacity.memory_total;
         if taken.saturating_add(bytes_max) > total {
+            self.publish(&state);
             return Err(format!(
                 "no room for a part of {}: this node offers {}, other parts take {}",
                 Size(bytes_max),
@@ -65,43 +71,56 @@ impl Residency {
     /// Calls `hand_over`, which sends the loaded part to the device thread, if the order is current. Atomic: no other
     /// order can intervene. Returns whether the order is current.
     pub(crate) fn install(&self, key: Key, load: LoadId, hand_over: impl FnOnce()) -> bool {
-        let state = self.lock();
-        let requested = state.requested.get(&key).is_some_and(|requested| requested.load == load);
-        if requested {
-            hand_over();
-        }
-        requested
+        let mut state = self.lock();
+        let Some(requested) = state.requested.get_mut(&key).filter(|requested| requested.load == load) else {
+            return false;
+        };
+        let bytes = requested.bytes_max.max(core::mem::take(&mut requested.replaced));
+        state.handed_over.insert((key, load), bytes);
+        hand_over();
+        true
     }
 
     /// Removes a part that failed to load, and calls `drop_it`, which notifies the device thread, if the order is
-    /// current. Returns whether it is, and the capacity to advertise if that changed.
-    pub(crate) fn fail(&self, key: Key, load: LoadId, drop_it: impl FnOnce()) -> (bool, Option<Capacity>) {
+    /// current. Returns whether it is.
+    pub(crate) fn fail(&self, key: Key, load: LoadId, drop_it: impl FnOnce()) -> bool {
         let mut state = self.lock();
-        if state.requested.get(&key).is_none_or(|requested| requested.load != load) {
-            return (false, None);
+        let mut freed = state.handed_over.remove(&(key, load)).is_some();
+        let current = state.requested.get(&key).is_some_and(|requested| requested.load == load);
+        if current {
+            freed |= state.requested.remove(&key).is_some_and(|requested| requested.replaced > 0);
+            drop_it();
         }
-        let freed = state.requested.remove(&key).is_some_and(|requested| requested.replaced > 0);
-        drop_it();
-        (true, freed.then(|| self.offered(&state)))
+        if freed {
+            self.publish(&state);
+        }
+        current
     }
 
     /// Removes a part and calls `drop_it`, which notifies the device thread. A load that completes later is dropped.
-    /// Returns the capacity to advertise, if it changes before the device thread drops the part.
-    pub(crate) fn end(&self, key: Key, drop_it: impl FnOnce()) -> Option<Capacity> {
-        let mut state = self.lock();
-        let freed = state.requested.remove(&key).is_some_and(|requested| requested.replaced > 0);
-        drop_it();
-        freed.then(|| self.offered(&state))
+    pub(crate) fn end(&self, key: Key, drop_it: impl FnOnce()) {
+        self.remove(|other| *other == key, drop_it);
     }
 
     /// Removes all parts of a job and calls `drop_them`, which notifies the device thread. Otherwise like
     /// [`Self::end`].
-    pub(crate) fn end_job(&self, job: JobId, drop_them: impl FnOnce()) -> Option<Capacity> {
+    pub(crate) fn end_job(&self, job: JobId, drop_them: impl FnOnce()) {
+        self.remove(|(of, _)| *of == job, drop_them);
+    }
+
+    /// The device thread reports what it drops. Memory that was reserved for a load which it never received is free at once.
+    fn remove(&self, is_gone: impl Fn(&Key) -> bool, notify: impl FnOnce()) {
         let mut state = self.lock();
-        let freed = state.requested.iter().any(|((of, _), requested)| *of == job && requested.replaced > 0);
-        state.requested.retain(|(of, _), _| *of != job);
-        drop_them();
-        freed.then(|| self.offered(&state))
+        let mut freed = false;
+        state.requested.retain(|key, requested| {
+            let gone = is_gone(key);
+            freed |= gone && requested.replaced > 0;
+            !gone
+        });
+        notify();
+        if freed {
+            self.publish(&state);
+        }
     }
 
     /// Whether a part of the job is ordered.
@@ -109,30 +128,27 @@ impl Residency {
         self.lock().requested.keys().any(|(of, _)| *of == job)
     }
 
-    /// Records the bytes of a part on the device thread, `None` if it was dropped; returns the capacity to advertise.
-    pub(crate) fn resident(&self, key: Key, bytes: Option<u64>) -> Capacity {
+    /// The device thread has loaded a part of `bytes`.
+    pub(crate) fn loaded(&self, key: Key, load: LoadId, bytes: u64) {
         let mut state = self.lock();
-        match bytes {
-            Some(bytes) => {
-                state.resident.insert(key, bytes);
-                if let Some(requested) = state.requested.get_mut(&key) {
-                    requested.replaced = 0;
-                }
-            }
-            None => drop(state.resident.remove(&key)),
-        }
-        self.offered(&state)
+        state.handed_over.remove(&(key, load));
+        state.resident.insert(key, bytes);
+        self.publish(&state);
     }
 
-    /// The capacity to advertise now.
-    pub(crate) fn capacity(&self) -> Capacity {
-        self.offered(&self.lock())
+    /// The device thread has dropped a part.
+    pub(crate) fn dropped(&self, key: Key) {
+        let mut state = self.lock();
+        state.resident.remove(&key);
+        self.publish(&state);
     }
 
-    fn offered(&self, state: &Residents) -> Capacity {
+    fn publish(&self, state: &Residents) {
         let replaced: u64 = state.requested.values().map(|requested| requested.replaced).sum();
-        let taken = state.resident.values().sum::<u64>().saturating_add(replaced);
-        Capacity { memory_free: self.capacity.memory_total.saturating_sub(taken), ..self.capacity.clone() }
+        let handed_over: u64 = state.handed_over.values().sum();
+        let taken = state.resident.values().sum::<u64>().saturating_add(replaced).saturating_add(handed_over);
+        let memory_free = self.capacity.memory_total.saturating_sub(taken);
+        (self.publish)(Capacity { memory_free, ..self.capacity.clone() });
     }
 
     fn lock(&self) -> MutexGuard<'_, Residents> {
@@ -144,12 +160,42 @@ impl Residency {
 mod tests {
     use super::*;
     use std::cell::Cell;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU64, Ordering};
 
     const FIRST: Key = (JobId(1), PartId(0));
     const SECOND: Key = (JobId(2), PartId(0));
 
-    fn residency(total: u64) -> Residency {
-        Residency::new(Capacity {
+    /// A node, and the free memory that it advertises.
+    struct Node {
+        residency: Residency,
+        free: Arc<AtomicU64>,
+    }
+
+    impl core::ops::Deref for Node {
+        type Target = Residency;
+
+        fn deref(&self) -> &Residency {
+            &self.residency
+        }
+    }
+
+    impl Node {
+        fn free(&self) -> u64 {
+            self.free.load(Ordering::Relaxed)
+        }
+
+        /// Orders a part, which the device thread then holds with as many bytes as it may have.
+        fn load(&self, key: Key, load: u64, bytes: u64) {
+            self.begin(key, LoadId(load), bytes, &[]).expect("it fits");
+            assert!(self.install(key, LoadId(load), || {}));
+            self.loaded(key, LoadId(load), bytes);
+        }
+    }
+
+    fn node(total: u64) -> Node {
+        let free = Arc::new(AtomicU64::new(total));
+        let capacity = Capacity {
             machine: 0,
             zone: String::new(),
             device: "cpu".into(),
@@ -163,52 +209,61 @@ mod tests {
             cache_bytes_per_second: 1,
             numerics: 1,
             pass_steps: 1,
-        })
+        };
+        let published = free.clone();
+        let residency = Residency::new(capacity, move |now| published.store(now.memory_free, Ordering::Relaxed));
+        Node { residency, free }
     }
 
     #[test]
     fn held_memory_is_not_offered() {
-        let node = residency(100);
+        let node = node(100);
         node.begin(FIRST, LoadId(1), 60, &[]).unwrap();
         let refused = node.begin(SECOND, LoadId(1), 50, &[]).unwrap_err();
         assert!(refused.contains("60 B") && refused.contains("100 B"), "{refused}");
-        assert_eq!(node.resident(FIRST, Some(40)).memory_free, 60);
+        node.install(FIRST, LoadId(1), || {});
+        node.loaded(FIRST, LoadId(1), 40);
+        assert_eq!(node.free(), 60);
         node.begin(SECOND, LoadId(1), 50, &[]).unwrap();
         node.begin(FIRST, LoadId(2), 50, &[PartId(0)]).expect("a part replaces one of the same job");
-        assert_eq!(node.resident(FIRST, None).memory_free, 60, "a replaced part counts until the new one is loaded");
-        assert_eq!(node.resident(FIRST, Some(50)).memory_free, 50);
+        node.dropped(FIRST);
+        assert_eq!(node.free(), 60, "a replaced part counts until the new one is loaded");
+        node.install(FIRST, LoadId(2), || {});
+        node.loaded(FIRST, LoadId(2), 50);
+        assert_eq!(node.free(), 50);
         node.end(FIRST, || {});
         node.fail(SECOND, LoadId(1), || {});
-        assert_eq!(node.resident(FIRST, None).memory_free, 100);
+        node.dropped(FIRST);
+        assert_eq!(node.free(), 100);
         node.begin((JobId(3), PartId(0)), LoadId(1), 100, &[]).expect("all memory is free again");
     }
 
     #[test]
     fn parts_of_a_job_count_separately_and_replaced_parts_once() {
-        let node = residency(100);
+        let node = node(100);
         let part = |part| (JobId(1), PartId(part));
         for number in [0, 1] {
-            node.begin(part(number), LoadId(number.into()), 40, &[]).unwrap();
-            node.resident(part(number), Some(40));
+            node.load(part(number), number.into(), 40);
         }
         node.begin(part(2), LoadId(2), 40, &[]).expect_err("both parts stay");
         node.begin(part(2), LoadId(2), 90, &[PartId(0), PartId(1)]).expect("both parts are replaced");
-        assert_eq!(node.capacity().memory_free, 20);
+        assert_eq!(node.free(), 20);
         // Another order, before that load completes.
         node.begin(part(3), LoadId(3), 50, &[PartId(2)]).unwrap();
-        assert_eq!(node.capacity().memory_free, 20);
+        assert_eq!(node.free(), 20);
         assert!(!node.install(part(2), LoadId(2), || panic!("the order was superseded")));
         assert!(node.install(part(3), LoadId(3), || {}));
-        assert_eq!(node.resident(part(3), Some(50)).memory_free, 50);
+        node.loaded(part(3), LoadId(3), 50);
+        assert_eq!(node.free(), 50);
         node.begin(part(4), LoadId(4), 50, &[PartId(3)]).unwrap();
-        let (requested, offered) = node.fail(part(4), LoadId(4), || {});
-        assert_eq!((requested, offered.map(|now| now.memory_free)), (true, Some(100)));
+        assert!(node.fail(part(4), LoadId(4), || {}));
+        assert_eq!(node.free(), 100);
         assert!(!node.has_job(JobId(1)));
     }
 
     #[test]
     fn a_load_that_completes_after_its_job_is_dropped() {
-        let node = residency(100);
+        let node = node(100);
         let installed = Cell::new(0);
         let count = || installed.set(installed.get() + 1);
         node.begin(FIRST, LoadId(1), 10, &[]).unwrap();
@@ -222,41 +277,57 @@ mod tests {
         assert_eq!(installed.get(), 1, "the job has ended");
     }
 
-    fn free(offered: Option<Capacity>) -> Option<u64> {
-        offered.map(|capacity| capacity.memory_free)
+    #[test]
+    fn memory_is_not_offered_while_the_device_thread_loads_a_part_of_an_ended_job() {
+        let node = node(100);
+        node.load(FIRST, 1, 60);
+        node.begin(FIRST, LoadId(2), 70, &[]).unwrap();
+        node.install(FIRST, LoadId(2), || {});
+        node.end_job(JobId(1), || {});
+        assert_eq!(node.free(), 40, "the first part is there, and the second is being loaded");
+        node.loaded(FIRST, LoadId(2), 70);
+        assert_eq!(node.free(), 30);
+        node.dropped(FIRST);
+        assert_eq!(node.free(), 100);
+        // The same, and the load fails.
+        node.begin(FIRST, LoadId(3), 70, &[]).unwrap();
+        node.install(FIRST, LoadId(3), || {});
+        node.end_job(JobId(1), || {});
+        node.load(SECOND, 1, 10);
+        assert_eq!(node.free(), 20);
+        assert!(!node.fail(FIRST, LoadId(3), || panic!("the job has ended")));
+        assert_eq!(node.free(), 90);
     }
 
     #[test]
     fn an_order_that_does_not_fit_leaves_other_parts_as_they_are() {
-        let node = residency(100);
-        node.begin(FIRST, LoadId(1), 60, &[]).unwrap();
-        node.resident(FIRST, Some(60));
+        let node = node(100);
+        node.load(FIRST, 1, 60);
         node.begin(SECOND, LoadId(1), 41, &[]).unwrap_err();
         assert!(node.has_job(JobId(1)) && !node.has_job(JobId(2)));
-        assert_eq!(node.capacity().memory_free, 40);
+        assert_eq!(node.free(), 40);
         node.begin(SECOND, LoadId(2), 40, &[]).expect("exactly what is left");
     }
 
     #[test]
     fn an_order_that_does_not_fit_still_replaces_the_parts_that_the_shell_drops() {
-        let node = residency(100);
-        node.begin(FIRST, LoadId(1), 60, &[]).unwrap();
-        node.resident(FIRST, Some(60));
+        let node = node(100);
+        node.load(FIRST, 1, 60);
         node.begin((JobId(1), PartId(1)), LoadId(2), 200, &[PartId(0)]).unwrap_err();
         assert!(!node.has_job(JobId(1)));
-        assert_eq!(node.capacity().memory_free, 100);
+        assert_eq!(node.free(), 100);
     }
 
     #[test]
     fn a_huge_order_is_rejected_instead_of_wrapping() {
-        let node = residency(100);
+        let node = node(100);
         node.begin(FIRST, LoadId(1), 60, &[]).unwrap();
         node.begin(SECOND, LoadId(1), u64::MAX, &[]).unwrap_err();
     }
 
     #[test]
     fn parts_of_other_jobs_with_the_same_number_are_not_replaced() {
-        let node = residency(100);
+        let node = node(100);
         node.begin(FIRST, LoadId(1), 60, &[]).unwrap();
         node.begin(SECOND, LoadId(1), 60, &[PartId(0)]).unwrap_err();
         assert!(node.has_job(JobId(1)));
@@ -264,35 +335,39 @@ mod tests {
 
     #[test]
     fn a_part_that_failed_under_an_old_order_changes_nothing() {
-        let node = residency(100);
+        let node = node(100);
         node.begin(FIRST, LoadId(1), 10, &[]).unwrap();
         node.begin(FIRST, LoadId(2), 10, &[PartId(0)]).unwrap();
-        let (current, offered) = node.fail(FIRST, LoadId(1), || panic!("the newer order stays"));
-        assert!(!current && offered.is_none() && node.has_job(JobId(1)));
+        assert!(!node.fail(FIRST, LoadId(1), || panic!("the newer order stays")));
+        assert!(node.has_job(JobId(1)));
         let dropped = Cell::new(false);
-        let (current, _) = node.fail(FIRST, LoadId(2), || dropped.set(true));
-        assert!(current && dropped.get() && !node.has_job(JobId(1)));
+        assert!(node.fail(FIRST, LoadId(2), || dropped.set(true)));
+        assert!(dropped.get() && !node.has_job(JobId(1)));
     }
 
     #[test]
     fn capacity_is_advertised_at_once_only_if_the_device_thread_will_not_report_it() {
-        let node = residency(100);
-        node.begin(FIRST, LoadId(1), 60, &[]).unwrap();
-        node.resident(FIRST, Some(60));
-        assert_eq!(free(node.end(FIRST, || {})), None, "the device thread still has the part");
-        assert_eq!(node.resident(FIRST, None).memory_free, 100);
-        node.begin(FIRST, LoadId(2), 60, &[]).unwrap();
-        node.resident(FIRST, Some(60));
+        let node = node(100);
+        node.load(FIRST, 1, 60);
+        node.end(FIRST, || {});
+        assert_eq!(node.free(), 40, "the device thread still has the part");
+        node.dropped(FIRST);
+        assert_eq!(node.free(), 100);
+        node.load(FIRST, 2, 60);
         node.begin(FIRST, LoadId(3), 60, &[]).unwrap();
-        assert_eq!(free(node.end_job(JobId(2), || {})), None, "another job");
-        assert_eq!(free(node.end_job(JobId(1), || {})), Some(100), "the replaced part was reserved until then");
+        node.end_job(JobId(2), || {});
+        assert_eq!(node.free(), 40, "another job");
+        node.end_job(JobId(1), || {});
+        assert_eq!(node.free(), 100, "the replaced part was reserved until then");
     }
 
     #[test]
     fn a_part_that_takes_more_than_planned_never_wraps_the_free_memory() {
-        let node = residency(100);
+        let node = node(100);
         node.begin(FIRST, LoadId(1), 60, &[]).unwrap();
-        assert_eq!(node.resident(FIRST, Some(130)).memory_free, 0);
+        node.install(FIRST, LoadId(1), || {});
+        node.loaded(FIRST, LoadId(1), 130);
+        assert_eq!(node.free(), 0);
         node.begin(SECOND, LoadId(1), 1, &[]).unwrap_err();
     }
 }

@@ -166,7 +166,6 @@ impl Shell {
         replaces.iter().filter(|part| !stays(**part)).for_each(|part| self.drop_quietly((job, *part)));
         if let Err(reason) = begun {
             self.drop_quietly(key);
-            self.driver.input(Input::CapacityChanged(self.residency.capacity()));
             return self.driver.input(Input::Loaded { job, part: order.part, load, result: Err(reason) });
         }
         let ordered = Ordered { key, epoch, load, sources };
@@ -203,9 +202,7 @@ impl Shell {
 
     /// Drops a part.
     fn drop_part(&self, key: Key) {
-        if let Some(offered) = self.residency.end(key, || self.drop_quietly(key)) {
-            self.driver.input(Input::CapacityChanged(offered));
-        }
+        self.residency.end(key, || self.drop_quietly(key));
     }
 
     /// Drops a part on the device thread, if it is there.
@@ -215,9 +212,7 @@ impl Shell {
 
     fn unload(&self, job: JobId) {
         self.endpoint.forget(job.0);
-        if let Some(offered) = self.residency.end_job(job, || self.submit(Command::Unload { job })) {
-            self.driver.input(Input::CapacityChanged(offered));
-        }
+        self.residency.end_job(job, || self.submit(Command::Unload { job }));
         let submissions = self.submissions.clone();
         self.runtime.spawn_blocking(move || submissions.forget_mirror(job));
         self.submissions.forget_simulation(job);

@@ -31,7 +31,7 @@ impl Bench {
         let folder = std::env::temp_dir();
         let options = UpOptions { device: device.into(), threads: Some(2), ..UpOptions::solo(folder.clone(), folder) };
         let device = Arc::new(Compute::open(&options).unwrap());
-        let residency = Arc::new(Residency::new(device.capacity.clone()));
+        let residency = Arc::new(Residency::new(device.capacity.clone(), |_| {}));
         let shared = Shared { tensors: Arc::default(), states: Arc::default(), residency, driver, device };
         Self { commands: spawn(shared).unwrap().0, queue, works: 0 }
     }

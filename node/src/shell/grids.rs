@@ -36,12 +36,9 @@ impl Shell {
                     let _ = commands.send(load_command(simulation));
                 }),
                 Err(reason) => {
-                    let (is_current, offered) = residency.fail(key, load, || {
+                    let is_current = residency.fail(key, load, || {
                         let _ = commands.send(Command::Drop { key });
                     });
-                    if let Some(offered) = offered {
-                        driver.input(Input::CapacityChanged(offered));
-                    }
                     if is_current {
                         driver.input(Input::Loaded { job, part, load, result: Err(reason) });
                     }

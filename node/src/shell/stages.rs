@@ -27,9 +27,7 @@ impl Shell {
             let (residency, driver) = (residency.clone(), driver.clone());
             move |reason: String| {
                 // The device thread does not have it yet.
-                if let (_, Some(offered)) = residency.fail(key, load, || {}) {
-                    driver.input(Input::CapacityChanged(offered));
-                }
+                residency.fail(key, load, || {});
                 driver.input(Input::Loaded { job, part, load, result: Err(reason) });
             }
         };
