@@ -1,7 +1,8 @@
-//! The local HTTP API: OpenAI-compatible endpoints for programs, `/api/v1` for the command line, metrics for monitors.
+//! The local HTTP API: endpoints of OpenAI's and Anthropic's APIs for programs, `/api/v1` for the command line, metrics for
+//! monitors.
 //! The only user of axum.
 //!
-//! Next: `api/guard.rs` (access control), `api/openai.rs`, `api/generation.rs` (the life of one request).
+//! Next: `api/guard.rs` (access control), `api/endpoint.rs`, `api/generation.rs` (the life of one request).
 use crate::api_key::ApiKey;
 use crate::folders::Folders;
 use crate::metrics::Metrics;
@@ -16,11 +17,15 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 mod answer;
+mod anthropic;
 mod app;
+mod blocks;
 mod body;
 mod chat;
+mod endpoint;
 pub(crate) mod engine;
 mod error;
+mod events;
 mod fields;
 mod generation;
 mod grammar;
@@ -30,7 +35,7 @@ mod idempotency;
 mod listener;
 mod login;
 mod management;
-mod openai;
+mod models;
 mod output;
 mod pieces;
 mod request;
@@ -137,10 +142,12 @@ type Route<E> = (&'static str, &'static str, Access, MethodRouter<App<E>>);
 fn routes<E: Engine>() -> Vec<Route<E>> {
     use Access::{Administer, Open, Public};
     vec![
-        ("GET", "/v1/models", Open, get(openai::models::<E>)),
-        ("GET", "/v1/models/{*name}", Open, get(openai::model::<E>)),
-        ("POST", "/v1/chat/completions", Open, post(openai::chat::<E>)),
-        ("POST", "/v1/completions", Open, post(openai::completion::<E>)),
+        ("GET", "/v1/models", Open, get(models::models::<E>)),
+        ("GET", "/v1/models/{*name}", Open, get(models::model::<E>)),
+        ("POST", "/v1/chat/completions", Open, post(endpoint::chat::<E>)),
+        ("POST", "/v1/completions", Open, post(endpoint::completion::<E>)),
+        ("POST", "/v1/messages", Open, post(endpoint::messages::<E>)),
+        ("POST", "/v1/messages/count_tokens", Open, post(endpoint::count_tokens::<E>)),
         ("GET", "/healthz", Public, get(management::health)),
         ("GET", "/readyz", Open, get(management::ready::<E>)),
         ("GET", "/metrics", Open, get(management::metrics::<E>)),
@@ -187,6 +194,7 @@ fn router<E: Engine>(app: App<E>, guard: &Guard) -> Router {
         })
         .layer(axum::middleware::from_fn_with_state(guard.clone(), guard::check))
         .layer(axum::middleware::from_fn(listener::follow))
+        .layer(axum::middleware::from_fn(error::in_the_form_of_its_api))
         .with_state(app)
 }
 

@@ -1,6 +1,9 @@
-//! API errors in OpenAI's format: `{"error": {"message", "type", "param", "code"}}` with the matching HTTP status.
+//! API errors with the matching HTTP status, in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`; below
+//! `/v1/messages` in Anthropic's: `{"type": "error", "error": {"type", "message"}}`.
 use crate::handle::NodeError;
+use axum::extract::Request;
 use axum::http::{HeaderValue, StatusCode, header};
+use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use node_core::work::serve::DoneReason;
 use serde_json::{Value, json};
@@ -37,6 +40,11 @@ impl ApiError {
     /// 400: a field of OpenAI's API that this server does not support.
     pub(crate) fn unsupported(param: &'static str, message: impl Into<String>) -> Self {
         Self { code: Some("unsupported_parameter"), ..Self::invalid(param, message) }
+    }
+
+    /// 400: a part of a field that this server does not support.
+    pub(crate) fn unsupported_at(place: String, message: impl Into<String>) -> Self {
+        Self { code: Some("unsupported_parameter"), ..Self::invalid_at(place, message) }
     }
 
     /// 400: the prompt does not fit the context.
@@ -135,9 +143,67 @@ impl ApiError {
         }
     }
 
+    /// The error with other names of fields, for an API that is translated. Each pair has OpenAI's name and the other one; the
+    /// first that occurs is replaced.
+    #[must_use]
+    pub(crate) fn renamed(self, names: &[(&str, &str)]) -> Self {
+        let rename = |text: &str| {
+            let found = names.iter().find(|(name, _)| text.contains(name));
+            found.map_or_else(|| text.to_owned(), |(name, other)| text.replace(name, other))
+        };
+        // A place is a name without the quotes that it has in a message.
+        let place = |param: &str| rename(&format!("`{param}`")).trim_matches('`').to_owned();
+        Self { param: self.param.map(|param| Cow::Owned(place(&param))), message: rename(&self.message), ..self }
+    }
+
     /// The JSON body of the response.
     pub(crate) fn body(&self) -> Value {
         json!({"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
+    }
+
+    /// The JSON body in Anthropic's form, which has no field for the place.
+    pub(crate) fn anthropic_body(&self) -> Value {
+        let kind = match self.status {
+            StatusCode::UNAUTHORIZED => "authentication_error",
+            StatusCode::FORBIDDEN => "permission_error",
+            StatusCode::NOT_FOUND => "not_found_error",
+            StatusCode::PAYLOAD_TOO_LARGE => "request_too_large",
+            StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+            StatusCode::SERVICE_UNAVAILABLE if self.code == Some("too_many_connections") => "overloaded_error",
+            status if status.is_server_error() => "api_error",
+            _ => "invalid_request_error",
+        };
+        let message = match &self.param {
+            Some(place) if !self.message.contains(&**place) => format!("{place}: {}", self.message),
+            Some(_) | None => self.message.clone(),
+        };
+        json!({"type": "error", "error": {"type": kind, "message": message}})
+    }
+
+    fn response(&self, body: Value) -> Response {
+        let mut response = (self.status, axum::Json(body)).into_response();
+        let headers = response.headers_mut();
+        match self.status {
+            StatusCode::TOO_MANY_REQUESTS | StatusCode::CONFLICT => {
+                headers.insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+            }
+            StatusCode::UNAUTHORIZED => {
+                headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+            }
+            _ => {}
+        }
+        response
+    }
+}
+
+/// Middleware around all routes: an error has the form of the API that the path belongs to.
+pub(super) async fn in_the_form_of_its_api(request: Request, next: Next) -> Response {
+    let path = request.uri().path();
+    let is_anthropic = path == "/v1/messages" || path.starts_with("/v1/messages/");
+    let mut response = next.run(request).await;
+    match response.extensions_mut().remove::<ApiError>() {
+        Some(error) if is_anthropic => error.response(error.anthropic_body()),
+        Some(_) | None => response,
     }
 }
 
@@ -157,17 +223,8 @@ impl From<NodeError> for ApiError {
 
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
-        let mut response = (self.status, axum::Json(self.body())).into_response();
-        let headers = response.headers_mut();
-        match self.status {
-            StatusCode::TOO_MANY_REQUESTS | StatusCode::CONFLICT => {
-                headers.insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
-            }
-            StatusCode::UNAUTHORIZED => {
-                headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
-            }
-            _ => {}
-        }
+        let mut response = self.response(self.body());
+        response.extensions_mut().insert(self);
         response
     }
 }

@@ -25,6 +25,8 @@ enum Expects {
     Texts,
     /// An array of objects.
     Objects,
+    /// A string, or an array of objects.
+    TextOrObjects,
     /// The messages of a conversation.
     Messages,
     /// A string, an array of strings, token ids, or lists of token ids.
@@ -76,6 +78,11 @@ impl Field {
         Self::new(name, Expects::Objects)
     }
 
+    /// A string, or an array of objects.
+    pub(crate) const fn text_or_objects(name: &'static str) -> Self {
+        Self::new(name, Expects::TextOrObjects)
+    }
+
     /// A string, or an array of strings.
     pub(crate) const fn texts(name: &'static str) -> Self {
         Self::new(name, Expects::Texts)
@@ -122,6 +129,8 @@ impl Field {
             Expects::Texts => wrong("a string or an array of strings"),
             Expects::Objects if all(value, Value::is_object) => Ok(()),
             Expects::Objects => wrong("an array of objects"),
+            Expects::TextOrObjects if value.is_string() || all(value, Value::is_object) => Ok(()),
+            Expects::TextOrObjects => wrong("a string or an array of objects"),
             Expects::Messages => messages(name, value),
             Expects::Prompt => {
                 let ids = |value: &Value| all(value, is_token);

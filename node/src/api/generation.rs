@@ -52,9 +52,30 @@ pub(crate) enum Step {
     /// A token. Its text is empty while it is held back.
     Token { position: u32, token: u32, text: String },
     /// The end, with the text that was held back. Nothing follows.
-    End { text: String, finish: &'static str },
+    End { text: String, finish: Finish },
     /// The request failed. Nothing follows.
     Failed(ApiError),
+}
+
+/// Why an answer ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Finish {
+    /// The model ended it.
+    Stop,
+    /// This stop string appeared.
+    StopString(String),
+    /// It has as many tokens as the request or the context allows.
+    Length,
+}
+
+impl Finish {
+    /// The word of OpenAI's API, also in metrics.
+    pub(crate) fn word(&self) -> &'static str {
+        match self {
+            Finish::Stop | Finish::StopString(_) => "stop",
+            Finish::Length => "length",
+        }
+    }
 }
 
 /// Token counts and latencies of one request.
@@ -68,11 +89,6 @@ pub(crate) struct Figures {
 }
 
 impl Figures {
-    #[cfg(test)]
-    pub(crate) fn none() -> Self {
-        Self { prompt_tokens: 0, tokens: 0, started: Instant::now(), first: None, last: None }
-    }
-
     /// Time to first token.
     pub(crate) fn first_token(&self) -> Option<Duration> {
         self.first.map(|first| first - self.started)
@@ -135,8 +151,8 @@ impl<T: Tokens> Generation<T> {
 
     /// The next step. Cancel-safe: dropping the future loses no event.
     pub(crate) async fn next(&mut self) -> Step {
-        if self.pieces.stopped() {
-            return self.ended("stop");
+        if let Some(stop) = self.pieces.stopped_by() {
+            return self.ended(Finish::StopString(stop.to_owned()));
         }
         let event = match self.first.take() {
             Some(event) => event,
@@ -157,9 +173,9 @@ impl<T: Tokens> Generation<T> {
                     self.end("failed");
                     Step::Failed(error)
                 }
-                Some(Ok(())) | None => self.ended("stop"),
+                Some(Ok(())) | None => self.ended(Finish::Stop),
             },
-            TokenEvent::Done { reason: DoneReason::Length } => self.ended("length"),
+            TokenEvent::Done { reason: DoneReason::Length } => self.ended(Finish::Length),
             TokenEvent::Done { reason } => {
                 self.end("failed");
                 let error = ApiError::from_reason(&reason)
@@ -190,8 +206,8 @@ impl<T: Tokens> Generation<T> {
         self.figures.tokens += 1;
     }
 
-    fn ended(&mut self, finish: &'static str) -> Step {
-        self.end(finish);
+    fn ended(&mut self, finish: Finish) -> Step {
+        self.end(finish.word());
         Step::End { text: self.pieces.finish(), finish }
     }
 

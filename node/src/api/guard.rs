@@ -115,10 +115,11 @@ impl Guard {
     }
 
     fn caller(&self, headers: &HeaderMap) -> Caller {
-        let given = bearer(headers).unwrap_or("");
-        let keys = [&self.keys.node, &self.keys.everyone];
-        let known = keys.into_iter().flatten().any(|key| key.is(given));
-        Caller { has_key: !given.is_empty() && (known || self.sessions.holds(given)) }
+        let known = |given: &str| {
+            let keys = [&self.keys.node, &self.keys.everyone];
+            keys.into_iter().flatten().any(|key| key.is(given)) || self.sessions.holds(given)
+        };
+        Caller { has_key: keys(headers).any(|given| !given.is_empty() && known(given)) }
     }
 
     fn admits(&self, access: Access, caller: Caller, headers: &HeaderMap) -> Result<(), ApiError> {
@@ -127,7 +128,7 @@ impl Guard {
             Access::Open => self.keys.everyone.is_some(),
             Access::Administer => true,
         };
-        match (required && !caller.has_key, bearer(headers)) {
+        match (required && !caller.has_key, keys(headers).next()) {
             (false, _) => Ok(()),
             (true, Some(_)) => Err(ApiError::unauthorised("the API key is not this node's")),
             (true, None) if access == Access::Administer => Err(ApiError::unauthorised(
@@ -141,8 +142,11 @@ impl Guard {
     }
 }
 
-pub(super) fn bearer(headers: &HeaderMap) -> Option<&str> {
-    headers.get(header::AUTHORIZATION)?.to_str().ok()?.strip_prefix("Bearer ").map(str::trim)
+/// The keys that a request carries: as OpenAI's clients send one, and as Anthropic's do.
+pub(super) fn keys(headers: &HeaderMap) -> impl Iterator<Item = &str> {
+    let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
+    let bearer = text("authorization").and_then(|value| value.strip_prefix("Bearer "));
+    [bearer, text("x-api-key")].into_iter().flatten().map(str::trim)
 }
 
 /// Whether `host` is as `127.0.0.1:9470`, `localhost` or `[::1]:80`. Any port is accepted, because forwarded ports
@@ -225,6 +229,12 @@ mod tests {
             assert_eq!(status(&guard, &[host, bearer("Bearer node's")], access), 200);
         }
         assert_eq!(status(&guard, &[host], Access::Public), 200);
+        let [right, wrong] = ["s3cret", "wrong"].map(|key| ("x-api-key", key));
+        assert_eq!(status(&guard, &[host, right], Access::Administer), 200, "as Anthropic's clients send it");
+        assert_eq!(status(&guard, &[host, wrong], Access::Open), 401);
+        assert_eq!(status(&guard, &[host, bearer("Bearer wrong"), right], Access::Open), 200);
+        let page = [host, right, ("origin", "https://evil.example")];
+        assert_eq!(status(&guard, &page, Access::Open), 403);
         let page = [host, bearer("Bearer s3cret"), ("origin", "https://evil.example")];
         assert_eq!(status(&guard, &page, Access::Open), 403);
     }

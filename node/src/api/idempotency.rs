@@ -18,6 +18,8 @@ pub(crate) const HEADER: &str = "idempotency-key";
 pub(crate) const REPLAYED: &str = "idempotent-replayed";
 /// Response header with the key for a retry: the client's, or one that the node chose.
 pub(crate) const REQUEST_ID: &str = "x-request-id";
+/// The same under the name that Anthropic's clients read.
+pub(crate) const REQUEST_ID_OF_ANTHROPIC: &str = "request-id";
 /// Request header with the id of the last event that the client received.
 const LAST_EVENT: &str = "last-event-id";
 /// Bytes of a key: room for several UUIDs.

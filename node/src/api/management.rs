@@ -8,7 +8,7 @@ use super::fields::Field;
 use super::generation::{Figures, Generation, Order, Step};
 use super::guard::Caller;
 use super::idempotency::Key;
-use super::openai::{find, find_or_serve};
+use super::models::{find, find_or_serve};
 use super::request::{self, MessageBody, Prompt, Settings};
 use crate::handle::{ModelOptions, ModelRef};
 use crate::metrics;
@@ -224,7 +224,7 @@ pub(crate) async fn generate<E: Engine>(State(app): State<App<E>>, request: Requ
                 Step::Token { position, token, text } => {
                     (json!({"position": position, "token": token, "text": text}), Some(generation))
                 }
-                Step::End { text, finish } => (end_line(&text, finish, generation.figures()), None),
+                Step::End { text, finish } => (end_line(&text, finish.word(), generation.figures()), None),
                 Step::Failed(error) => (error.body(), None),
             },
         };

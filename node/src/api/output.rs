@@ -23,7 +23,31 @@ pub(crate) enum Thoughts {
     Opened,
 }
 
-/// New parts of an answer.
+/// A part of an answer. Parts are in the order in which the model wrote them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Part {
+    /// Text of the thoughts.
+    Thoughts(String),
+    /// Text of the answer.
+    Text(String),
+    /// A complete call.
+    Call(ToolCall),
+}
+
+/// Appends parts. Texts of one kind that follow each other are one part.
+pub(crate) fn append(parts: &mut Vec<Part>, later: Vec<Part>) {
+    for part in later {
+        match (parts.last_mut(), part) {
+            (_, Part::Thoughts(text) | Part::Text(text)) if text.is_empty() => {}
+            (Some(Part::Thoughts(before)), Part::Thoughts(text)) | (Some(Part::Text(before)), Part::Text(text)) => {
+                before.push_str(&text);
+            }
+            (_, part) => parts.push(part),
+        }
+    }
+}
+
+/// Parts of an answer by kind, for APIs that do not keep their order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Delta {
     /// Text of the answer.
@@ -34,15 +58,17 @@ pub(crate) struct Delta {
     pub(crate) calls: Vec<ToolCall>,
 }
 
-impl Delta {
-    pub(crate) fn is_empty(&self) -> bool {
-        self.content.is_empty() && self.reasoning.is_empty() && self.calls.is_empty()
-    }
-
-    pub(crate) fn append(&mut self, later: Delta) {
-        self.content.push_str(&later.content);
-        self.reasoning.push_str(&later.reasoning);
-        self.calls.extend(later.calls);
+impl From<Vec<Part>> for Delta {
+    fn from(parts: Vec<Part>) -> Self {
+        let mut delta = Self::default();
+        for part in parts {
+            match part {
+                Part::Thoughts(text) => delta.reasoning.push_str(&text),
+                Part::Text(text) => delta.content.push_str(&text),
+                Part::Call(call) => delta.calls.push(call),
+            }
+        }
+        delta
     }
 }
 
@@ -57,7 +83,7 @@ pub(crate) struct ToolCall {
     pub(crate) arguments: String,
 }
 
-/// Reads one answer. The concatenation of all deltas does not depend on how the text is split.
+/// Reads one answer. The parts, appended to each other, do not depend on how the text is split.
 #[derive(Debug)]
 pub(crate) struct OutputReader {
     format: Option<ToolFormat>,
@@ -103,32 +129,27 @@ impl OutputReader {
         Self { format: reading.tools, state, held: String::new(), calls: 0 }
     }
 
-    /// The number of calls so far.
-    pub(crate) fn calls(&self) -> usize {
-        self.calls
-    }
-
     /// Takes more text.
-    pub(crate) fn push(&mut self, text: &str) -> Delta {
+    pub(crate) fn push(&mut self, text: &str) -> Vec<Part> {
         self.held.push_str(text);
-        let mut delta = Delta::default();
-        while let Some(part) = self.advance(false) {
-            delta.append(part);
-        }
-        delta
+        self.read(false)
     }
 
     /// The answer has ended.
-    pub(crate) fn finish(&mut self) -> Delta {
-        let mut delta = Delta::default();
-        while let Some(part) = self.advance(true) {
-            delta.append(part);
+    pub(crate) fn finish(&mut self) -> Vec<Part> {
+        self.read(true)
+    }
+
+    fn read(&mut self, ended: bool) -> Vec<Part> {
+        let mut parts = Vec::new();
+        while let Some(more) = self.advance(ended) {
+            append(&mut parts, more);
         }
-        delta
+        parts
     }
 
     /// Moves over one part of the held text; `None` if more text is needed.
-    fn advance(&mut self, ended: bool) -> Option<Delta> {
+    fn advance(&mut self, ended: bool) -> Option<Vec<Part>> {
         if self.held.is_empty() {
             return None;
         }
@@ -143,14 +164,14 @@ impl OutputReader {
                 } else {
                     self.state = if self.format.is_some() { State::AnswerBegins } else { State::Answer };
                 }
-                Some(Delta::default())
+                Some(Vec::new())
             }
             State::Thoughts => {
                 let (reasoning, found) = self.take_until(THINK_END, ended)?;
                 if found {
                     self.state = State::AnswerBegins;
                 }
-                Some(Delta { reasoning, ..Delta::default() })
+                Some(vec![Part::Thoughts(reasoning)])
             }
             State::AnswerBegins => self.begin_answer(ended),
             State::Answer => self.answer(ended),
@@ -174,7 +195,7 @@ impl OutputReader {
     }
 
     /// Drops white space; recognises an answer that is calls and nothing else.
-    fn begin_answer(&mut self, ended: bool) -> Option<Delta> {
+    fn begin_answer(&mut self, ended: bool) -> Option<Vec<Part>> {
         let begin = self.held.len() - self.held.trim_start().len();
         self.held.drain(..begin);
         if self.held.is_empty() {
@@ -186,14 +207,14 @@ impl OutputReader {
             }
             if self.held.starts_with('{') || self.held.starts_with(PYTHON) {
                 self.state = State::Calls;
-                return Some(Delta::default());
+                return Some(Vec::new());
             }
         }
         self.state = State::Answer;
-        Some(Delta::default())
+        Some(Vec::new())
     }
 
-    fn answer(&mut self, ended: bool) -> Option<Delta> {
+    fn answer(&mut self, ended: bool) -> Option<Vec<Part>> {
         let (tag, next) = match self.format {
             Some(ToolFormat::Hermes) => (CALL, State::Call),
             Some(ToolFormat::Mistral) => (CALLS, State::Calls),
@@ -228,7 +249,7 @@ impl OutputReader {
     }
 
     /// The calls in a text; `None` if it is not calls.
-    fn calls_of(&mut self, body: &str) -> Option<Delta> {
+    fn calls_of(&mut self, body: &str) -> Option<Vec<Part>> {
         let body = body.trim().trim_start_matches(PYTHON).trim_start();
         let mut found = Vec::new();
         match body.split_once(ARGUMENTS) {
@@ -259,8 +280,8 @@ impl OutputReader {
         }
         let first = self.calls;
         self.calls += found.len();
-        let call = |(at, (name, arguments))| ToolCall { index: first + at, name, arguments };
-        Some(Delta { calls: found.into_iter().enumerate().map(call).collect(), ..Delta::default() })
+        let call = |(at, (name, arguments))| Part::Call(ToolCall { index: first + at, name, arguments });
+        Some(found.into_iter().enumerate().map(call).collect())
     }
 }
 
@@ -269,21 +290,24 @@ fn as_text(arguments: &Value) -> String {
     arguments.as_str().map_or_else(|| arguments.to_string(), str::to_owned)
 }
 
-fn text(content: String) -> Delta {
-    Delta { content, ..Delta::default() }
+fn text(content: String) -> Vec<Part> {
+    vec![Part::Text(content)]
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn read(reading: Reading, pieces: &[&str]) -> Delta {
+    fn parts(reading: Reading, pieces: &[&str]) -> Vec<Part> {
         let mut reader = OutputReader::new(reading);
-        let mut all = Delta::default();
-        pieces.iter().for_each(|piece| all.append(reader.push(piece)));
-        all.append(reader.finish());
-        assert_eq!(reader.calls(), all.calls.len());
+        let mut all = Vec::new();
+        pieces.iter().for_each(|piece| append(&mut all, reader.push(piece)));
+        append(&mut all, reader.finish());
         all
+    }
+
+    fn read(reading: Reading, pieces: &[&str]) -> Delta {
+        parts(reading, pieces).into()
     }
 
     fn calls(delta: &Delta) -> Vec<(usize, &str, &str)> {
@@ -301,6 +325,16 @@ mod tests {
         let read = read(with(ToolFormat::Hermes), &[answer]);
         assert_eq!((read.reasoning.as_str(), read.content.as_str()), ("\nhm\n", "Let me look."));
         assert_eq!(calls(&read), [(0, "a", "{\"z\":1,\"b\":[2]}"), (1, "b", "{}")]);
+    }
+
+    #[test]
+    fn parts_keep_their_order() {
+        let answer =
+            "<think>hm</think>a <tool_call>{\"name\": \"f\"}</tool_call> b <tool_call>{\"name\": \"g\"}</tool_call>";
+        let call = |index, name: &str| Part::Call(ToolCall { index, name: name.into(), arguments: "{}".into() });
+        let [a, b] = ["a", "b"].map(|text| Part::Text(text.into()));
+        let expected = [Part::Thoughts("hm".into()), a, call(0, "f"), b, call(1, "g")];
+        assert_eq!(parts(with(ToolFormat::Hermes), &[answer]), expected);
     }
 
     #[test]
@@ -356,12 +390,12 @@ mod tests {
         ];
         for answer in answers {
             for format in [ToolFormat::Hermes, ToolFormat::Mistral, ToolFormat::Llama] {
-                let whole = read(with(format), &[answer]);
+                let whole = parts(with(format), &[answer]);
                 for size in 1..=5 {
                     let chars: Vec<String> =
                         answer.chars().collect::<Vec<_>>().chunks(size).map(String::from_iter).collect();
                     let pieces: Vec<&str> = chars.iter().map(String::as_str).collect();
-                    assert_eq!(read(with(format), &pieces), whole, "{answer:?} by {size} as {format:?}");
+                    assert_eq!(parts(with(format), &pieces), whole, "{answer:?} by {size} as {format:?}");
                 }
             }
         }

@@ -11,13 +11,14 @@ pub(crate) struct Pieces {
     /// Text held back: shorter than the longest stop string.
     held: String,
     stops: Vec<String>,
-    stopped: bool,
+    /// The number of the stop string that has appeared.
+    stopped: Option<usize>,
 }
 
 impl Pieces {
     /// `stops`: non-empty strings.
     pub(crate) fn new(stops: Vec<String>) -> Self {
-        Self { bytes: Vec::new(), held: String::new(), stops, stopped: false }
+        Self { bytes: Vec::new(), held: String::new(), stops, stopped: None }
     }
 
     /// Appends the bytes of one token and returns the text that may be emitted now.
@@ -27,28 +28,30 @@ impl Pieces {
         self.show(&text)
     }
 
-    /// Whether a stop string has appeared; text after it is dropped.
-    pub(crate) fn stopped(&self) -> bool {
-        self.stopped
+    /// The stop string that has appeared; text after it is dropped.
+    pub(crate) fn stopped_by(&self) -> Option<&str> {
+        self.stopped.map(|at| self.stops[at].as_str())
     }
 
     /// Ends the text and returns what was held back.
     pub(crate) fn finish(&mut self) -> String {
         let rest = String::from_utf8_lossy(&std::mem::take(&mut self.bytes)).into_owned();
         let mut text = self.show(&rest);
-        if !self.stopped {
+        if self.stopped.is_none() {
             text.push_str(&std::mem::take(&mut self.held));
         }
         text
     }
 
     fn show(&mut self, text: &str) -> String {
-        if self.stopped {
+        if self.stopped.is_some() {
             return String::new();
         }
         self.held.push_str(text);
-        if let Some(at) = self.stops.iter().filter_map(|stop| self.held.find(stop.as_str())).min() {
-            self.stopped = true;
+        let found =
+            self.stops.iter().enumerate().filter_map(|(stop, text)| Some((self.held.find(text.as_str())?, stop)));
+        if let Some((at, stop)) = found.min() {
+            self.stopped = Some(stop);
             self.held.truncate(at);
             return std::mem::take(&mut self.held);
         }
@@ -90,7 +93,7 @@ mod tests {
         let mut assembler = Pieces::new(stops.iter().map(|s| (*s).to_owned()).collect());
         let mut texts: Vec<String> = pieces.iter().map(|p| assembler.push(p)).collect();
         texts.push(assembler.finish());
-        (texts, assembler.stopped())
+        (texts, assembler.stopped_by().is_some())
     }
 
     #[test]
@@ -117,6 +120,9 @@ mod tests {
     fn the_earliest_stop_wins() {
         let (texts, stopped) = shown(&["bc", "abc", "é"], &[b"xabcy"]);
         assert_eq!((texts.concat().as_str(), stopped), ("x", true));
+        let mut assembler = Pieces::new(vec!["bc".into(), "abc".into()]);
+        assembler.push(b"xabcy");
+        assert_eq!(assembler.stopped_by(), Some("abc"));
         let (texts, _) = shown(&["é"], &[b"caf\xc3", b"\xa9!"]);
         assert_eq!(texts.concat(), "caf");
     }

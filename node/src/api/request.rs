@@ -1,5 +1,5 @@
 //! OpenAI's request bodies, parsed strictly: an unsupported parameter is rejected by name, never silently ignored.
-use super::chat::{self, Form};
+use super::chat::{self, Chat, Form};
 use super::engine::Served;
 use super::error::ApiError;
 use super::fields::Field;
@@ -56,44 +56,44 @@ pub(crate) const BODY: &[Field] = &[
 #[serde(default)]
 pub(crate) struct Body {
     pub(crate) model: Option<String>,
-    messages: Option<Vec<MessageBody>>,
-    prompt: Option<Prompt>,
+    pub(super) messages: Option<Vec<MessageBody>>,
+    pub(super) prompt: Option<Prompt>,
     pub(crate) stream: Option<bool>,
-    stream_options: Option<StreamOptions>,
+    pub(super) stream_options: Option<StreamOptions>,
     #[serde(flatten)]
-    settings: Settings,
-    n: Option<u64>,
-    best_of: Option<u64>,
-    echo: Option<bool>,
-    suffix: Option<String>,
-    logprobs: Option<Value>,
-    top_logprobs: Option<u64>,
-    response_format: Option<Value>,
-    grammar: Option<String>,
-    tools: Option<Vec<Value>>,
-    tool_choice: Option<Value>,
-    parallel_tool_calls: Option<bool>,
-    functions: Option<Value>,
-    modalities: Option<Vec<String>>,
+    pub(super) settings: Settings,
+    pub(super) n: Option<u64>,
+    pub(super) best_of: Option<u64>,
+    pub(super) echo: Option<bool>,
+    pub(super) suffix: Option<String>,
+    pub(super) logprobs: Option<Value>,
+    pub(super) top_logprobs: Option<u64>,
+    pub(super) response_format: Option<Value>,
+    pub(super) grammar: Option<String>,
+    pub(super) tools: Option<Vec<Value>>,
+    pub(super) tool_choice: Option<Value>,
+    pub(super) parallel_tool_calls: Option<bool>,
+    pub(super) functions: Option<Value>,
+    pub(super) modalities: Option<Vec<String>>,
 }
 
 /// Generation limits and sampling parameters; also part of `/api/v1/generate`.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct Settings {
-    max_tokens: Option<u32>,
-    max_completion_tokens: Option<u32>,
-    temperature: Option<f64>,
-    top_p: Option<f64>,
-    top_k: Option<i64>,
-    min_p: Option<f64>,
-    repetition_penalty: Option<f64>,
-    presence_penalty: Option<f64>,
-    frequency_penalty: Option<f64>,
-    logit_bias: Option<BTreeMap<String, Value>>,
-    seed: Option<i64>,
-    stop: Option<Stop>,
-    ignore_eos: Option<bool>,
+    pub(super) max_tokens: Option<u32>,
+    pub(super) max_completion_tokens: Option<u32>,
+    pub(super) temperature: Option<f64>,
+    pub(super) top_p: Option<f64>,
+    pub(super) top_k: Option<i64>,
+    pub(super) min_p: Option<f64>,
+    pub(super) repetition_penalty: Option<f64>,
+    pub(super) presence_penalty: Option<f64>,
+    pub(super) frequency_penalty: Option<f64>,
+    pub(super) logit_bias: Option<BTreeMap<String, Value>>,
+    pub(super) seed: Option<i64>,
+    pub(super) stop: Option<Stop>,
+    pub(super) ignore_eos: Option<bool>,
 }
 
 /// One message of a conversation.
@@ -166,13 +166,14 @@ pub(crate) enum Prompt {
 
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-struct StreamOptions {
+pub(super) struct StreamOptions {
     include_usage: Option<bool>,
 }
 
+/// One or several stop strings.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
-enum Stop {
+pub(super) enum Stop {
     One(String),
     Many(Vec<String>),
 }
@@ -200,13 +201,25 @@ impl Body {
                 "a chat request has `messages`; `prompt` belongs to /v1/completions",
             ));
         }
+        let (chat, settings) = self.conversation(model)?;
+        let mut order = settings.order(chat.prompt, None, model)?;
+        order.constrain(chat.grammar)?;
+        Ok((order, chat.reading))
+    }
+
+    /// The prompt of a chat request, which may be longer than the context.
+    ///
+    /// # Errors
+    /// As [`Self::chat`].
+    pub(crate) fn prompt(self, model: &Served) -> Result<Vec<u32>, ApiError> {
+        Ok(self.conversation(model)?.0.prompt)
+    }
+
+    fn conversation(self, model: &Served) -> Result<(Chat, Settings), ApiError> {
         let messages = self.messages.ok_or_else(|| ApiError::invalid("messages", "`messages` is missing"))?;
         let tools = Tools::read(self.tools, self.tool_choice.as_ref(), self.parallel_tool_calls)?;
         let form = Form { tools, response: self.response_format, grammar: self.grammar };
-        let chat = chat::chat(messages, &form, model)?;
-        let mut order = self.settings.order(chat.prompt, None, model)?;
-        order.constrain(chat.grammar)?;
-        Ok((order, chat.reading))
+        Ok((chat::chat(messages, &form, model)?, self.settings))
     }
 
     /// The order for a completion request.

@@ -19,6 +19,7 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 
 mod access;
+mod anthropic;
 mod grids;
 mod idempotency;
 mod tools;
@@ -288,6 +289,12 @@ impl Server {
         assert!(head.contains("content-type: text/event-stream"), "{head}");
         text.lines().filter_map(|l| l.strip_prefix("data: ").map(str::to_owned)).collect()
     }
+}
+
+/// The prompt of the last request.
+fn prompt(server: &Server) -> String {
+    let bytes = server.engine.requests.lock().last().unwrap().prompt.iter().map(|id| *id as u8).collect();
+    String::from_utf8(bytes).unwrap()
 }
 
 fn dechunk(mut body: &str) -> String {

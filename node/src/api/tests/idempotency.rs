@@ -56,6 +56,16 @@ pub(super) fn events(text: &str) -> Vec<(u64, String)> {
     events
 }
 
+/// The events of a stream: id, name and data.
+pub(super) fn named_events(text: &str) -> Vec<(Option<u64>, String, Value)> {
+    let event = |block: &str| {
+        let field = |name: &str| block.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(": "));
+        let data = serde_json::from_str(field("data")?).unwrap_or_else(|error| panic!("{error}: {block}"));
+        Some((field("id").map(|id| id.parse().unwrap()), field("event").unwrap_or_default().to_owned(), data))
+    };
+    text.split("\n\n").filter_map(event).collect()
+}
+
 pub(super) fn resuming(path: &str, key: &str, last: &str) -> String {
     format!("{}Last-Event-ID: {last}\r\n", keyed(path, key))
 }

@@ -12,11 +12,6 @@ fn weather() -> Value {
     json!([{"type": "function", "function": {"name": "weather", "description": "Now", "parameters": city}}])
 }
 
-fn prompt(server: &Server) -> String {
-    let bytes = server.engine.requests.lock().last().unwrap().prompt.iter().map(|id| *id as u8).collect();
-    String::from_utf8(bytes).unwrap()
-}
-
 /// The message that the deltas of a stream add up to.
 fn assembled(events: &[String]) -> Value {
     let mut message = json!({"content": "", "reasoning_content": "", "tool_calls": [], "finish_reason": null});

@@ -1,0 +1,176 @@
+//! Answers of OpenAI's `/v1/chat/completions` and `/v1/completions`.
+use super::super::error::ApiError;
+use super::super::events::{Ending, Head, SentEvent, Writer};
+use super::super::output::{Delta, Part, ToolCall};
+use serde_json::{Value, json};
+
+/// Ids of the last events, as offsets to the number of tokens: held-back text, finish reason, usage, end mark. The id of a
+/// token's event is the number of tokens.
+const END_TEXT: u64 = 1;
+const END_REASON: u64 = 2;
+const END_USAGE: u64 = 3;
+const END_MARK: u64 = 4;
+
+#[derive(Clone, Copy)]
+enum Shape {
+    Chat,
+    Completion,
+}
+
+/// Writes an answer as chunks with deltas.
+pub(super) struct Chunks {
+    shape: Shape,
+    head: Head,
+    include_usage: bool,
+    /// The answer has calls.
+    called: bool,
+}
+
+impl Chunks {
+    pub(super) fn chat(head: Head, include_usage: bool) -> Self {
+        Self { shape: Shape::Chat, head, include_usage, called: false }
+    }
+
+    pub(super) fn completion(head: Head, include_usage: bool) -> Self {
+        Self { shape: Shape::Completion, head, include_usage, called: false }
+    }
+
+    /// The data of one event.
+    fn chunk(&mut self, delta: &Delta, finish: Option<&str>) -> String {
+        self.called |= !delta.calls.is_empty();
+        let choice = match self.shape {
+            Shape::Chat => {
+                let mut fields = serde_json::Map::new();
+                if !delta.reasoning.is_empty() {
+                    fields.insert("reasoning_content".into(), json!(delta.reasoning));
+                }
+                if !delta.content.is_empty() {
+                    fields.insert("content".into(), json!(delta.content));
+                }
+                if !delta.calls.is_empty() {
+                    let call = |call: &ToolCall| {
+                        let mut value = self.call(call);
+                        value["index"] = json!(call.index);
+                        value
+                    };
+                    fields.insert("tool_calls".into(), delta.calls.iter().map(call).collect());
+                }
+                json!({"index": 0, "delta": fields, "logprobs": null, "finish_reason": finish})
+            }
+            Shape::Completion => {
+                json!({"index": 0, "text": delta.content, "logprobs": null, "finish_reason": finish})
+            }
+        };
+        self.event_data(choice)
+    }
+
+    fn event_data(&self, choice: Value) -> String {
+        let mut value = self.envelope(self.chunk_object(), vec![choice]);
+        if self.include_usage {
+            value["usage"] = Value::Null;
+        }
+        value.to_string()
+    }
+
+    fn call(&self, call: &ToolCall) -> Value {
+        let function = json!({"name": call.name, "arguments": call.arguments});
+        json!({"id": self.head.call_id(call.index), "type": "function", "function": function})
+    }
+
+    fn usage_chunk(&self, ending: &Ending) -> String {
+        let mut value = self.envelope(self.chunk_object(), vec![]);
+        value["usage"] = self.usage(ending);
+        value.to_string()
+    }
+
+    fn usage(&self, ending: &Ending) -> Value {
+        let (prompt, completion) = (self.head.prompt_tokens, ending.tokens as usize);
+        json!({"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion})
+    }
+
+    fn chunk_object(&self) -> &'static str {
+        match self.shape {
+            Shape::Chat => "chat.completion.chunk",
+            Shape::Completion => "text_completion",
+        }
+    }
+
+    fn envelope(&self, object: &str, choices: Vec<Value>) -> Value {
+        let prefix = match self.shape {
+            Shape::Chat => "chatcmpl",
+            Shape::Completion => "cmpl",
+        };
+        json!({
+            "id": format!("{prefix}-{:016x}", self.head.seed), "object": object, "created": self.head.created,
+            "model": self.head.model, "system_fingerprint": null, "choices": choices,
+        })
+    }
+
+    /// The finish reason: an answer that ends after calls waits for their results.
+    fn reason(&self, ending: &Ending) -> &'static str {
+        let word = ending.finish.word();
+        if word == "stop" && self.called { "tool_calls" } else { word }
+    }
+}
+
+impl Writer for Chunks {
+    fn whole(&mut self, parts: Vec<Part>, ending: &Ending) -> Value {
+        let read = Delta::from(parts);
+        self.called = !read.calls.is_empty();
+        let finish = self.reason(ending);
+        let (object, choice) = match self.shape {
+            Shape::Chat => {
+                let content = if read.content.is_empty() && self.called { None } else { Some(read.content) };
+                let mut message = json!({"role": "assistant", "content": content, "refusal": null});
+                if !read.reasoning.is_empty() {
+                    message["reasoning_content"] = json!(read.reasoning.trim());
+                }
+                if self.called {
+                    message["tool_calls"] = read.calls.iter().map(|call| self.call(call)).collect();
+                }
+                ("chat.completion", json!({"index": 0, "message": message, "logprobs": null, "finish_reason": finish}))
+            }
+            Shape::Completion => (
+                "text_completion",
+                json!({"index": 0, "text": read.content, "logprobs": null, "finish_reason": finish}),
+            ),
+        };
+        let mut value = self.envelope(object, vec![choice]);
+        value["usage"] = self.usage(ending);
+        value
+    }
+
+    fn begin(&mut self) -> Vec<SentEvent> {
+        match self.shape {
+            Shape::Chat => {
+                let delta = json!({"role": "assistant", "content": ""});
+                let choice = json!({"index": 0, "delta": delta, "logprobs": null, "finish_reason": null});
+                vec![SentEvent::unnamed(0, self.event_data(choice))]
+            }
+            Shape::Completion => Vec::new(),
+        }
+    }
+
+    fn step(&mut self, tokens: u32, parts: Vec<Part>) -> Vec<SentEvent> {
+        vec![SentEvent::unnamed(u64::from(tokens), self.chunk(&parts.into(), None))]
+    }
+
+    fn end(&mut self, parts: Vec<Part>, ending: &Ending) -> Vec<SentEvent> {
+        let tokens = u64::from(ending.tokens);
+        let mut events = Vec::new();
+        if !parts.is_empty() {
+            events.push(SentEvent::unnamed(tokens + END_TEXT, self.chunk(&parts.into(), None)));
+        }
+        let finish = self.reason(ending);
+        events.push(SentEvent::unnamed(tokens + END_REASON, self.chunk(&Delta::default(), Some(finish))));
+        if self.include_usage {
+            events.push(SentEvent::unnamed(tokens + END_USAGE, self.usage_chunk(ending)));
+        }
+        events.push(SentEvent::unnamed(tokens + END_MARK, "[DONE]".into()));
+        events
+    }
+
+    fn failed(&mut self, error: &ApiError) -> Vec<SentEvent> {
+        vec![SentEvent { id: None, name: None, data: error.body().to_string() }]
+    }
+}

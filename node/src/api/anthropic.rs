@@ -1,0 +1,313 @@
+//! Request bodies of Anthropic's Messages API, translated into a chat request. What cannot be translated is rejected with its
+//! place.
+use super::error::ApiError;
+use super::fields::Field;
+use super::request::{Body, Content, MessageBody, Settings, Stop};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+/// Fields of [`MessagesBody`] in a request to `/v1/messages`.
+pub(crate) const MESSAGES: &[Field] = &[
+    Field::text("model").required(),
+    Field::objects("messages").required(),
+    Field::count("max_tokens").required(),
+    Field::text_or_objects("system"),
+    Field::bool("stream"),
+    Field::texts("stop_sequences"),
+    Field::number("temperature"),
+    Field::number("top_p"),
+    Field::signed("top_k"),
+    Field::objects("tools"),
+    Field::object("tool_choice"),
+    Field::object("output_config"),
+];
+
+/// Fields of [`MessagesBody`] in a request to `/v1/messages/count_tokens`.
+pub(crate) const COUNT_TOKENS: &[Field] = &[
+    Field::text("model").required(),
+    Field::objects("messages").required(),
+    Field::text_or_objects("system"),
+    Field::objects("tools"),
+    Field::object("tool_choice"),
+    Field::object("output_config"),
+];
+
+/// The body of `/v1/messages`. Other fields (`metadata`, `thinking`, `service_tier`, …) do not change the answer and are
+/// ignored.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct MessagesBody {
+    model: Option<String>,
+    messages: Vec<Value>,
+    max_tokens: Option<u32>,
+    system: Option<Value>,
+    stream: Option<bool>,
+    stop_sequences: Option<Stop>,
+    temperature: Option<f64>,
+    top_p: Option<f64>,
+    top_k: Option<i64>,
+    tools: Option<Vec<Value>>,
+    tool_choice: Option<Value>,
+    output_config: Option<Value>,
+}
+
+impl MessagesBody {
+    /// The chat request that means the same.
+    ///
+    /// # Errors
+    /// Content that is malformed or not supported.
+    pub(crate) fn chat_body(self) -> Result<Body, ApiError> {
+        let mut turns = Turns::default();
+        if let Some(system) = self.system.filter(|system| !system.is_null()) {
+            turns.texts("system", &system, "system")?;
+        }
+        for (at, message) in self.messages.iter().enumerate() {
+            turns.message(message, &format!("messages[{at}]"))?;
+        }
+        if turns.0.last().is_some_and(|last| last.role == "assistant") {
+            return Err(ApiError::invalid(
+                "messages",
+                "the last message is the assistant's, but an answer cannot be continued: end with a message of the user",
+            ));
+        }
+        let tools = self.tools.map(|tools| tools.iter().enumerate().map(|(at, one)| tool(one, at)).collect());
+        let (tool_choice, parallel_tool_calls) = choice(self.tool_choice.as_ref())?;
+        let settings = Settings {
+            max_tokens: self.max_tokens,
+            temperature: self.temperature,
+            top_p: self.top_p,
+            top_k: self.top_k,
+            stop: self.stop_sequences,
+            ..Settings::default()
+        };
+        Ok(Body {
+            model: self.model,
+            messages: Some(turns.0),
+            stream: self.stream,
+            settings,
+            tools: tools.transpose()?,
+            tool_choice,
+            parallel_tool_calls,
+            response_format: response_format(self.output_config.as_ref())?,
+            ..Body::default()
+        })
+    }
+}
+
+/// An error of the chat request in the names of this API.
+pub(crate) fn in_its_words(error: ApiError) -> ApiError {
+    error.renamed(&[
+        ("stop[", "stop_sequences["),
+        ("`stop`", "`stop_sequences`"),
+        (".function.parameters", ".input_schema"),
+        (".function.name", ".name"),
+        ("response_format", "output_config.format"),
+    ])
+}
+
+/// A conversation as the chat request has it.
+#[derive(Default)]
+struct Turns(Vec<MessageBody>);
+
+impl Turns {
+    fn message(&mut self, message: &Value, place: &str) -> Result<(), ApiError> {
+        match message["role"].as_str() {
+            Some("user") => self.user(&message["content"], &format!("{place}.content")),
+            Some("assistant") => self.assistant(&message["content"], &format!("{place}.content")),
+            Some("system") => self.texts("system", &message["content"], &format!("{place}.content")),
+            Some(_) | None => Err(ApiError::invalid_at(
+                format!("{place}.role"),
+                format!("`{place}.role` is {}, expected \"user\" or \"assistant\"", message["role"]),
+            )),
+        }
+    }
+
+    /// Adds text to the conversation. Blocks and messages of one role that follow each other are one turn.
+    fn text(&mut self, role: &str, text: String) {
+        match self.0.last_mut() {
+            Some(MessageBody { role: last, content: Some(Content::Text(before)), .. }) if last == role => {
+                before.push('\n');
+                before.push_str(&text);
+            }
+            Some(last) if last.role == role && last.content.is_none() => last.content = Some(Content::Text(text)),
+            Some(_) | None => {
+                let content = Some(Content::Text(text));
+                self.0.push(MessageBody { role: role.to_owned(), content, ..MessageBody::default() });
+            }
+        }
+    }
+
+    /// Content that may only be text.
+    fn texts(&mut self, role: &str, content: &Value, place: &str) -> Result<(), ApiError> {
+        let texts = texts(content, place)?;
+        texts.into_iter().for_each(|text| self.text(role, text));
+        Ok(())
+    }
+
+    fn user(&mut self, content: &Value, place: &str) -> Result<(), ApiError> {
+        let Some(blocks) = content.as_array() else { return self.texts("user", content, place) };
+        for (at, block) in blocks.iter().enumerate() {
+            let place = format!("{place}[{at}]");
+            match block["type"].as_str() {
+                Some("text") => self.text("user", string(block, "text", &place)?.to_owned()),
+                Some("tool_result") => {
+                    let id = string(block, "tool_use_id", &place)?.to_owned();
+                    let content = block.get("content").filter(|content| !content.is_null());
+                    let content = content.map(|content| texts(content, &format!("{place}.content"))).transpose()?;
+                    let content = content.unwrap_or_default().join("\n");
+                    let failed = block["is_error"] == Value::Bool(true);
+                    let content = if failed { format!("Error: {content}") } else { content };
+                    self.0.push(MessageBody {
+                        role: "tool".into(),
+                        content: Some(Content::Text(content)),
+                        tool_call_id: Some(id),
+                        ..MessageBody::default()
+                    });
+                }
+                Some(_) | None => return Err(unsupported(block, &place, "`text` and `tool_result`")),
+            }
+        }
+        Ok(())
+    }
+
+    fn assistant(&mut self, content: &Value, place: &str) -> Result<(), ApiError> {
+        let Some(blocks) = content.as_array() else { return self.texts("assistant", content, place) };
+        let mut turn = MessageBody { role: "assistant".into(), ..MessageBody::default() };
+        let (mut texts, mut thoughts, mut calls) = (Vec::new(), Vec::new(), Vec::new());
+        for (at, block) in blocks.iter().enumerate() {
+            let place = format!("{place}[{at}]");
+            match block["type"].as_str() {
+                Some("text") => texts.push(string(block, "text", &place)?),
+                Some("thinking") => thoughts.push(string(block, "thinking", &place)?),
+                Some("tool_use") => {
+                    let (id, name) = (string(block, "id", &place)?, string(block, "name", &place)?);
+                    let input = match &block["input"] {
+                        Value::Object(input) => input.clone(),
+                        Value::Null => Map::new(),
+                        Value::Bool(_) | Value::Number(_) | Value::String(_) | Value::Array(_) => {
+                            let place = format!("{place}.input");
+                            return Err(ApiError::invalid_at(place.clone(), format!("`{place}` must be an object")));
+                        }
+                    };
+                    let function = json!({"name": name, "arguments": input});
+                    calls.push(json!({"id": id, "type": "function", "function": function}));
+                }
+                Some(_) | None => return Err(unsupported(block, &place, "`text`, `thinking` and `tool_use`")),
+            }
+        }
+        turn.content = (!texts.is_empty()).then(|| Content::Text(texts.join("\n")));
+        turn.reasoning_content = (!thoughts.is_empty()).then(|| thoughts.join("\n"));
+        turn.tool_calls = (!calls.is_empty()).then_some(calls);
+        self.0.push(turn);
+        Ok(())
+    }
+}
+
+/// The texts of a content, which is a string or blocks of text.
+fn texts(content: &Value, place: &str) -> Result<Vec<String>, ApiError> {
+    match content {
+        Value::String(text) => Ok(vec![text.clone()]),
+        Value::Array(blocks) => {
+            let block = |(at, block): (usize, &Value)| {
+                let place = format!("{place}[{at}]");
+                match block["type"].as_str() {
+                    Some("text") => string(block, "text", &place).map(str::to_owned),
+                    Some(_) | None => Err(unsupported(block, &place, "`text`")),
+                }
+            };
+            blocks.iter().enumerate().map(block).collect()
+        }
+        Value::Null | Value::Bool(_) | Value::Number(_) | Value::Object(_) => {
+            let message = format!("`{place}` must be a string or an array of content blocks");
+            Err(ApiError::invalid_at(place.to_owned(), message))
+        }
+    }
+}
+
+fn string<'a>(block: &'a Value, field: &str, place: &str) -> Result<&'a str, ApiError> {
+    let place = format!("{place}.{field}");
+    let wrong = || ApiError::invalid_at(place.clone(), format!("`{place}` must be a string"));
+    block[field].as_str().ok_or_else(wrong)
+}
+
+fn unsupported(block: &Value, place: &str, expected: &str) -> ApiError {
+    let message = match block["type"].as_str() {
+        Some(kind) => format!("`{place}`: content of type `{kind}` is not supported here: expected {expected}"),
+        None => format!("`{place}.type` is missing: expected {expected}"),
+    };
+    ApiError::unsupported_at(place.to_owned(), message)
+}
+
+/// A tool as the chat request describes it.
+fn tool(tool: &Value, at: usize) -> Result<Value, ApiError> {
+    let place = format!("tools[{at}]");
+    match tool["type"].as_str() {
+        None | Some("custom") => {}
+        Some(kind) => {
+            let message = format!(
+                "`{place}`: the tool `{kind}` runs on Anthropic's servers: expected a tool with `name` and `input_schema`"
+            );
+            return Err(ApiError::unsupported_at(format!("{place}.type"), message));
+        }
+    }
+    if !tool["input_schema"].is_object() {
+        let place = format!("{place}.input_schema");
+        return Err(ApiError::invalid_at(
+            place.clone(),
+            format!("`{place}` must be a JSON schema, which is an object"),
+        ));
+    }
+    let mut function = json!({"name": tool["name"], "parameters": tool["input_schema"]});
+    if let Some(description) = tool["description"].as_str() {
+        function["description"] = json!(description);
+    }
+    Ok(json!({"type": "function", "function": function}))
+}
+
+/// The choice of tools as the chat request has it, and whether several calls are allowed.
+fn choice(choice: Option<&Value>) -> Result<(Option<Value>, Option<bool>), ApiError> {
+    let Some(choice) = choice.filter(|choice| !choice.is_null()) else { return Ok((None, None)) };
+    let chosen = match choice["type"].as_str() {
+        Some("auto") => json!("auto"),
+        Some("any") => json!("required"),
+        Some("none") => json!("none"),
+        Some("tool") => {
+            let name = string(choice, "name", "tool_choice")?;
+            json!({"type": "function", "function": {"name": name}})
+        }
+        Some(_) | None => {
+            return Err(ApiError::invalid_at(
+                "tool_choice.type".into(),
+                format!("`tool_choice.type` is {}, expected \"auto\", \"any\", \"tool\" or \"none\"", choice["type"]),
+            ));
+        }
+    };
+    let parallel = match &choice["disable_parallel_tool_use"] {
+        Value::Null => None,
+        Value::Bool(disabled) => Some(!disabled),
+        Value::Number(_) | Value::String(_) | Value::Array(_) | Value::Object(_) => {
+            let place = "tool_choice.disable_parallel_tool_use";
+            return Err(ApiError::invalid(place, format!("`{place}` must be true or false")));
+        }
+    };
+    Ok((Some(chosen), parallel))
+}
+
+/// The form of the answer as the chat request has it.
+fn response_format(config: Option<&Value>) -> Result<Option<Value>, ApiError> {
+    let format = config.map_or(&Value::Null, |config| &config["format"]);
+    match (format, format["type"].as_str()) {
+        (Value::Null, _) => Ok(None),
+        (format, Some("json_schema")) if format["schema"].is_object() => {
+            Ok(Some(json!({"type": "json_schema", "json_schema": {"schema": format["schema"]}})))
+        }
+        (_, Some("json_schema")) => {
+            let place = "output_config.format.schema";
+            Err(ApiError::invalid(place, format!("`{place}` must be a JSON schema, which is an object")))
+        }
+        (_, _) => {
+            let place = "output_config.format.type";
+            Err(ApiError::invalid(place, format!("`{place}` is {}, expected \"json_schema\"", format["type"])))
+        }
+    }
+}
