@@ -39,8 +39,10 @@ mod models;
 mod output;
 mod pieces;
 mod request;
+mod responses;
 mod sessions;
 mod tools;
+mod turns;
 
 pub(crate) use engine::Engine;
 pub(crate) use management::INVITE_TTL_MAX;
@@ -146,6 +148,7 @@ fn routes<E: Engine>() -> Vec<Route<E>> {
         ("GET", "/v1/models/{*name}", Open, get(models::model::<E>)),
         ("POST", "/v1/chat/completions", Open, post(endpoint::chat::<E>)),
         ("POST", "/v1/completions", Open, post(endpoint::completion::<E>)),
+        ("POST", "/v1/responses", Open, post(endpoint::responses::<E>)),
         ("POST", "/v1/messages", Open, post(endpoint::messages::<E>)),
         ("POST", "/v1/messages/count_tokens", Open, post(endpoint::count_tokens::<E>)),
         ("GET", "/healthz", Public, get(management::health)),

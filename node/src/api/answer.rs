@@ -7,11 +7,13 @@ use axum::Json;
 use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures::stream;
-use serde_json::Value;
+use serde_json::{Map, Value};
+use std::sync::Arc;
 use std::time::Duration;
 
 mod completions;
 mod messages;
+mod responses;
 
 /// Interval of events while no token arrives (a long prefill, a stage being replaced), so that clients and proxies do not
 /// time out.
@@ -26,6 +28,8 @@ pub(super) enum Dialect {
     Completion { include_usage: bool },
     /// Anthropic's messages.
     Messages,
+    /// OpenAI's responses, with the fields of the request that an answer repeats.
+    Responses(Arc<Map<String, Value>>),
 }
 
 impl Dialect {
@@ -34,6 +38,7 @@ impl Dialect {
             Dialect::Chat { include_usage } => Box::new(completions::Chunks::chat(head, *include_usage)),
             Dialect::Completion { include_usage } => Box::new(completions::Chunks::completion(head, *include_usage)),
             Dialect::Messages => Box::new(messages::Message::new(head)),
+            Dialect::Responses(request) => Box::new(responses::Items::new(head, request.clone())),
         }
     }
 
@@ -41,7 +46,7 @@ impl Dialect {
     pub(super) fn keep_alive(&self) -> KeepAlive {
         let keep_alive = KeepAlive::new().interval(KEEP_ALIVE);
         match self {
-            Dialect::Chat { .. } | Dialect::Completion { .. } => keep_alive.text("waiting"),
+            Dialect::Chat { .. } | Dialect::Completion { .. } | Dialect::Responses(_) => keep_alive.text("waiting"),
             Dialect::Messages => keep_alive.event(Event::default().event("ping").data(r#"{"type": "ping"}"#)),
         }
     }
@@ -52,18 +57,35 @@ pub(super) struct Answer {
     head: Head,
     reading: Reading,
     reader: OutputReader,
+    /// What has been read of an answer that is not streamed.
+    parts: Vec<Part>,
+    tokens: u32,
+    thought_tokens: u32,
     writer: Box<dyn Writer>,
 }
 
 impl Answer {
     pub(super) fn new(dialect: &Dialect, head: Head, reading: Reading) -> Self {
         let writer = dialect.writer(head.clone());
-        Self { head, reading, reader: OutputReader::new(reading), writer }
+        let reader = OutputReader::new(reading);
+        Self { head, reading, reader, parts: Vec::new(), tokens: 0, thought_tokens: 0, writer }
     }
 
-    /// The whole answer, if it is not streamed. `text`: as the model wrote it.
+    /// How the answer ends after the tokens so far.
+    pub(super) fn ending(&self, finish: Finish) -> Ending {
+        Ending { finish, tokens: self.tokens, thought_tokens: self.thought_tokens }
+    }
+
+    /// Takes the text of a token of an answer that is not streamed.
+    pub(super) fn read(&mut self, text: &str) {
+        let parts = self.token(text);
+        append(&mut self.parts, parts);
+    }
+
+    /// The whole answer, if it is not streamed. `text`: what was held back.
     pub(super) fn whole(&mut self, text: &str, ending: &Ending) -> Value {
-        let parts = self.rest(text);
+        let mut parts = std::mem::take(&mut self.parts);
+        append(&mut parts, self.rest(text));
         self.writer.whole(parts, ending)
     }
 
@@ -72,10 +94,10 @@ impl Answer {
         self.writer.begin()
     }
 
-    /// The events for the text of a token, the last of `tokens`.
-    pub(super) fn step(&mut self, tokens: u32, text: &str) -> Vec<SentEvent> {
-        let parts = self.reader.push(text);
-        if parts.is_empty() { Vec::new() } else { self.writer.step(tokens, parts) }
+    /// The events for the text of a token.
+    pub(super) fn step(&mut self, text: &str) -> Vec<SentEvent> {
+        let parts = self.token(text);
+        if parts.is_empty() { Vec::new() } else { self.writer.step(self.tokens, parts) }
     }
 
     /// The last events of a stream, beginning with the held-back `text`.
@@ -94,6 +116,14 @@ impl Answer {
         Finished { head: self.head, reading: self.reading, text, ends, ending }
     }
 
+    fn token(&mut self, text: &str) -> Vec<Part> {
+        let began = self.reader.is_in_thoughts();
+        let parts = self.reader.push(text);
+        self.tokens += 1;
+        self.thought_tokens += u32::from(began || self.reader.is_in_thoughts());
+        parts
+    }
+
     fn rest(&mut self, text: &str) -> Vec<Part> {
         let mut parts = self.reader.push(text);
         append(&mut parts, self.reader.finish());
@@ -106,7 +136,7 @@ pub(super) struct Finished {
     head: Head,
     reading: Reading,
     text: String,
-    /// Of a streamed answer: the length of the text (bytes) after each token. What follows was held back until the end.
+    /// The length of the text (bytes) after each token. What follows was held back until the end.
     ends: Vec<usize>,
     ending: Ending,
 }
@@ -129,8 +159,8 @@ impl Finished {
         }
         let mut events = answer.begin();
         let mut begin = 0;
-        for (tokens, end) in (1..).zip(&self.ends) {
-            events.extend(answer.step(tokens, self.text.get(begin..*end).unwrap_or_default()));
+        for end in &self.ends {
+            events.extend(answer.step(self.text.get(begin..*end).unwrap_or_default()));
             begin = *end;
         }
         events.extend(answer.end(self.text.get(begin..).unwrap_or_default(), &self.ending));
@@ -145,7 +175,7 @@ impl Finished {
             reading: Reading::default(),
             text: text.to_owned(),
             ends: Vec::new(),
-            ending: Ending { finish: Finish::Stop, tokens: 0 },
+            ending: Ending { finish: Finish::Stop, tokens: 0, thought_tokens: 0 },
         }
     }
 }

@@ -2,9 +2,10 @@
 //! place.
 use super::error::ApiError;
 use super::fields::Field;
-use super::request::{Body, Content, MessageBody, Settings, Stop};
+use super::request::{Body, Settings, Stop};
+use super::turns::{Turns, string, texts, unsupported};
 use serde::Deserialize;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 /// Fields of [`MessagesBody`] in a request to `/v1/messages`.
 pub(crate) const MESSAGES: &[Field] = &[
@@ -59,12 +60,12 @@ impl MessagesBody {
     pub(crate) fn chat_body(self) -> Result<Body, ApiError> {
         let mut turns = Turns::default();
         if let Some(system) = self.system.filter(|system| !system.is_null()) {
-            turns.texts("system", &system, "system")?;
+            texts(&system, "system", &["text"])?.into_iter().for_each(|text| turns.text("system", text));
         }
-        for (at, message) in self.messages.iter().enumerate() {
-            turns.message(message, &format!("messages[{at}]"))?;
+        for (at, one) in self.messages.iter().enumerate() {
+            message(&mut turns, one, &format!("messages[{at}]"))?;
         }
-        if turns.0.last().is_some_and(|last| last.role == "assistant") {
+        if turns.ends_with_the_assistant() {
             return Err(ApiError::invalid(
                 "messages",
                 "the last message is the assistant's, but an answer cannot be continued: end with a message of the user",
@@ -82,7 +83,7 @@ impl MessagesBody {
         };
         Ok(Body {
             model: self.model,
-            messages: Some(turns.0),
+            messages: Some(turns.messages()),
             stream: self.stream,
             settings,
             tools: tools.transpose()?,
@@ -105,137 +106,60 @@ pub(crate) fn in_its_words(error: ApiError) -> ApiError {
     ])
 }
 
-/// A conversation as the chat request has it.
-#[derive(Default)]
-struct Turns(Vec<MessageBody>);
-
-impl Turns {
-    fn message(&mut self, message: &Value, place: &str) -> Result<(), ApiError> {
-        match message["role"].as_str() {
-            Some("user") => self.user(&message["content"], &format!("{place}.content")),
-            Some("assistant") => self.assistant(&message["content"], &format!("{place}.content")),
-            Some("system") => self.texts("system", &message["content"], &format!("{place}.content")),
-            Some(_) | None => Err(ApiError::invalid_at(
+/// Adds a message to the conversation.
+fn message(turns: &mut Turns, message: &Value, place: &str) -> Result<(), ApiError> {
+    let (content, place_of) = (&message["content"], format!("{place}.content"));
+    let role = match message["role"].as_str() {
+        Some(role @ ("user" | "assistant" | "system")) => role,
+        Some(_) | None => {
+            return Err(ApiError::invalid_at(
                 format!("{place}.role"),
                 format!("`{place}.role` is {}, expected \"user\" or \"assistant\"", message["role"]),
-            )),
+            ));
         }
-    }
-
-    /// Adds text to the conversation. Blocks and messages of one role that follow each other are one turn.
-    fn text(&mut self, role: &str, text: String) {
-        match self.0.last_mut() {
-            Some(MessageBody { role: last, content: Some(Content::Text(before)), .. }) if last == role => {
-                before.push('\n');
-                before.push_str(&text);
-            }
-            Some(last) if last.role == role && last.content.is_none() => last.content = Some(Content::Text(text)),
-            Some(_) | None => {
-                let content = Some(Content::Text(text));
-                self.0.push(MessageBody { role: role.to_owned(), content, ..MessageBody::default() });
-            }
-        }
-    }
-
-    /// Content that may only be text.
-    fn texts(&mut self, role: &str, content: &Value, place: &str) -> Result<(), ApiError> {
-        let texts = texts(content, place)?;
-        texts.into_iter().for_each(|text| self.text(role, text));
-        Ok(())
-    }
-
-    fn user(&mut self, content: &Value, place: &str) -> Result<(), ApiError> {
-        let Some(blocks) = content.as_array() else { return self.texts("user", content, place) };
-        for (at, block) in blocks.iter().enumerate() {
-            let place = format!("{place}[{at}]");
-            match block["type"].as_str() {
-                Some("text") => self.text("user", string(block, "text", &place)?.to_owned()),
-                Some("tool_result") => {
-                    let id = string(block, "tool_use_id", &place)?.to_owned();
-                    let content = block.get("content").filter(|content| !content.is_null());
-                    let content = content.map(|content| texts(content, &format!("{place}.content"))).transpose()?;
-                    let content = content.unwrap_or_default().join("\n");
-                    let failed = block["is_error"] == Value::Bool(true);
-                    let content = if failed { format!("Error: {content}") } else { content };
-                    self.0.push(MessageBody {
-                        role: "tool".into(),
-                        content: Some(Content::Text(content)),
-                        tool_call_id: Some(id),
-                        ..MessageBody::default()
-                    });
-                }
-                Some(_) | None => return Err(unsupported(block, &place, "`text` and `tool_result`")),
-            }
-        }
-        Ok(())
-    }
-
-    fn assistant(&mut self, content: &Value, place: &str) -> Result<(), ApiError> {
-        let Some(blocks) = content.as_array() else { return self.texts("assistant", content, place) };
-        let mut turn = MessageBody { role: "assistant".into(), ..MessageBody::default() };
-        let (mut texts, mut thoughts, mut calls) = (Vec::new(), Vec::new(), Vec::new());
-        for (at, block) in blocks.iter().enumerate() {
-            let place = format!("{place}[{at}]");
-            match block["type"].as_str() {
-                Some("text") => texts.push(string(block, "text", &place)?),
-                Some("thinking") => thoughts.push(string(block, "thinking", &place)?),
-                Some("tool_use") => {
-                    let (id, name) = (string(block, "id", &place)?, string(block, "name", &place)?);
-                    let input = match &block["input"] {
-                        Value::Object(input) => input.clone(),
-                        Value::Null => Map::new(),
-                        Value::Bool(_) | Value::Number(_) | Value::String(_) | Value::Array(_) => {
-                            let place = format!("{place}.input");
-                            return Err(ApiError::invalid_at(place.clone(), format!("`{place}` must be an object")));
-                        }
-                    };
-                    let function = json!({"name": name, "arguments": input});
-                    calls.push(json!({"id": id, "type": "function", "function": function}));
-                }
-                Some(_) | None => return Err(unsupported(block, &place, "`text`, `thinking` and `tool_use`")),
-            }
-        }
-        turn.content = (!texts.is_empty()).then(|| Content::Text(texts.join("\n")));
-        turn.reasoning_content = (!thoughts.is_empty()).then(|| thoughts.join("\n"));
-        turn.tool_calls = (!calls.is_empty()).then_some(calls);
-        self.0.push(turn);
-        Ok(())
-    }
-}
-
-/// The texts of a content, which is a string or blocks of text.
-fn texts(content: &Value, place: &str) -> Result<Vec<String>, ApiError> {
-    match content {
-        Value::String(text) => Ok(vec![text.clone()]),
-        Value::Array(blocks) => {
-            let block = |(at, block): (usize, &Value)| {
-                let place = format!("{place}[{at}]");
-                match block["type"].as_str() {
-                    Some("text") => string(block, "text", &place).map(str::to_owned),
-                    Some(_) | None => Err(unsupported(block, &place, "`text`")),
-                }
-            };
-            blocks.iter().enumerate().map(block).collect()
-        }
-        Value::Null | Value::Bool(_) | Value::Number(_) | Value::Object(_) => {
-            let message = format!("`{place}` must be a string or an array of content blocks");
-            Err(ApiError::invalid_at(place.to_owned(), message))
-        }
-    }
-}
-
-fn string<'a>(block: &'a Value, field: &str, place: &str) -> Result<&'a str, ApiError> {
-    let place = format!("{place}.{field}");
-    let wrong = || ApiError::invalid_at(place.clone(), format!("`{place}` must be a string"));
-    block[field].as_str().ok_or_else(wrong)
-}
-
-fn unsupported(block: &Value, place: &str, expected: &str) -> ApiError {
-    let message = match block["type"].as_str() {
-        Some(kind) => format!("`{place}`: content of type `{kind}` is not supported here: expected {expected}"),
-        None => format!("`{place}.type` is missing: expected {expected}"),
     };
-    ApiError::unsupported_at(place.to_owned(), message)
+    let Some(blocks) = content.as_array().filter(|_| role != "system") else {
+        texts(content, &place_of, &["text"])?.into_iter().for_each(|text| turns.text(role, text));
+        return Ok(());
+    };
+    for (at, block) in blocks.iter().enumerate() {
+        let place = format!("{place_of}[{at}]");
+        if role == "user" { user(turns, block, &place)? } else { assistant(turns, block, &place)? }
+    }
+    Ok(())
+}
+
+fn user(turns: &mut Turns, block: &Value, place: &str) -> Result<(), ApiError> {
+    match block["type"].as_str() {
+        Some("text") => turns.text("user", string(block, "text", place)?.to_owned()),
+        Some("tool_result") => {
+            let id = string(block, "tool_use_id", place)?;
+            let content = block.get("content").filter(|content| !content.is_null());
+            let content = content.map(|content| texts(content, &format!("{place}.content"), &["text"])).transpose()?;
+            let content = content.unwrap_or_default().join("\n");
+            let failed = block["is_error"] == Value::Bool(true);
+            turns.result(id, if failed { format!("Error: {content}") } else { content });
+        }
+        Some(_) | None => return Err(unsupported(block, place, &["text", "tool_result"])),
+    }
+    Ok(())
+}
+
+fn assistant(turns: &mut Turns, block: &Value, place: &str) -> Result<(), ApiError> {
+    match block["type"].as_str() {
+        Some("text") => turns.text("assistant", string(block, "text", place)?.to_owned()),
+        Some("thinking") => turns.thoughts(string(block, "thinking", place)?),
+        Some("tool_use") => {
+            let (id, name) = (string(block, "id", place)?, string(block, "name", place)?);
+            if !block["input"].is_object() {
+                let place = format!("{place}.input");
+                return Err(ApiError::invalid_at(place.clone(), format!("`{place}` must be an object")));
+            }
+            turns.call(id, name, &block["input"]);
+        }
+        Some(_) | None => return Err(unsupported(block, place, &["text", "thinking", "tool_use"])),
+    }
+    Ok(())
 }
 
 /// A tool as the chat request describes it.

@@ -3,7 +3,7 @@ use super::answer::{Answer, Dialect};
 use super::anthropic::{self, MessagesBody};
 use super::app::App;
 use super::body::{body_bytes, off_thread};
-use super::engine::{Engine, Tokens};
+use super::engine::{Engine, Served, Tokens};
 use super::error::ApiError;
 use super::events::{Ending, Head, SentEvent};
 use super::fields;
@@ -13,6 +13,7 @@ use super::idempotency::{self, Begun, Fingerprint, Key, Turn, last_event};
 use super::models::find_or_serve;
 use super::output::Reading;
 use super::request::{self, Body};
+use super::responses::{self, ResponsesBody};
 use axum::Json;
 use axum::extract::{Request, State};
 use axum::http::HeaderValue;
@@ -20,6 +21,7 @@ use axum::response::sse::Sse;
 use axum::response::{IntoResponse, Response};
 use futures::{StreamExt, stream};
 use serde_json::{Value, json};
+use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 pub(crate) async fn chat<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Response, ApiError> {
@@ -32,6 +34,10 @@ pub(crate) async fn completion<E: Engine>(State(app): State<App<E>>, request: Re
 
 pub(crate) async fn messages<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Response, ApiError> {
     generate(app, request, Endpoint::Messages).await
+}
+
+pub(crate) async fn responses<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Response, ApiError> {
+    generate(app, request, Endpoint::Responses).await
 }
 
 /// The number of tokens of a request to `/v1/messages`.
@@ -52,6 +58,7 @@ enum Endpoint {
     Chat,
     Completion,
     Messages,
+    Responses,
 }
 
 impl Endpoint {
@@ -60,6 +67,7 @@ impl Endpoint {
             Endpoint::Chat => "/v1/chat/completions",
             Endpoint::Completion => "/v1/completions",
             Endpoint::Messages => "/v1/messages",
+            Endpoint::Responses => "/v1/responses",
         }
     }
 
@@ -78,15 +86,21 @@ impl Endpoint {
                 let asked: MessagesBody = fields::read(bytes, anthropic::MESSAGES)?;
                 Ok((asked.chat_body()?, Dialect::Messages))
             }
+            Endpoint::Responses => {
+                let asked: ResponsesBody = fields::read(bytes, responses::RESPONSES)?;
+                let repeated = Arc::new(asked.repeated());
+                Ok((asked.chat_body()?, Dialect::Responses(repeated)))
+            }
         }
     }
 
     /// What is to be generated for a request, and how to read it.
-    fn order(self, body: Body, model: &super::engine::Served) -> Result<(Order, Reading), ApiError> {
+    fn order(self, body: Body, model: &Served) -> Result<(Order, Reading), ApiError> {
         match self {
             Endpoint::Chat => body.chat(model),
             Endpoint::Completion => body.completion(model),
             Endpoint::Messages => body.chat(model).map_err(anthropic::in_its_words),
+            Endpoint::Responses => body.chat(model).map_err(responses::in_its_words),
         }
     }
 }
@@ -166,16 +180,17 @@ impl Record {
 }
 
 async fn whole_answer<T: Tokens>(running: Running<T>) -> Result<Response, ApiError> {
-    let Running { mut generation, mut answer, record, .. } = running;
-    let mut whole = String::new();
+    let Running { mut generation, mut answer, mut record, .. } = running;
     loop {
         match generation.next().await {
-            Step::Token { text, .. } => whole.push_str(&text),
+            Step::Token { text, .. } => {
+                record.push(&text);
+                answer.read(&text);
+            }
             Step::End { text, finish } => {
-                whole.push_str(&text);
-                let ending = Ending { finish, tokens: generation.figures().tokens };
-                let response = Json(answer.whole(&whole, &ending)).into_response();
-                record.finish(answer, &whole, ending);
+                let ending = answer.ending(finish);
+                let response = Json(answer.whole(&text, &ending)).into_response();
+                record.finish(answer, &text, ending);
                 return Ok(response);
             }
             Step::Failed(error) => return Err(error),
@@ -211,12 +226,11 @@ async fn advance<T: Tokens>(mut running: Box<Running<T>>) -> (Vec<SentEvent>, Op
     match running.generation.next().await {
         Step::Token { text, .. } => {
             running.record.push(&text);
-            let events = running.answer.step(running.generation.figures().tokens, &text);
-            (events, Some(running))
+            (running.answer.step(&text), Some(running))
         }
         Step::End { text, finish } => {
-            let Running { generation, mut answer, record, .. } = *running;
-            let ending = Ending { finish, tokens: generation.figures().tokens };
+            let Running { mut answer, record, .. } = *running;
+            let ending = answer.ending(finish);
             let events = answer.end(&text, &ending);
             record.finish(answer, &text, ending);
             (events, None)

@@ -35,6 +35,8 @@ pub(super) struct Ending {
     pub(super) finish: Finish,
     /// Tokens of the answer.
     pub(super) tokens: u32,
+    /// Those of them that are thoughts, with their tags.
+    pub(super) thought_tokens: u32,
 }
 
 /// Writes one answer in the form of one API.

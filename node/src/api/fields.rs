@@ -15,6 +15,8 @@ pub(crate) struct Field {
 /// The type of a field. A field that is not required may also be null.
 #[derive(Clone, Copy, Debug)]
 enum Expects {
+    /// Anything: what reads the field checks it.
+    Any,
     Text,
     Bool,
     /// A whole number, with inclusive bounds.
@@ -36,6 +38,11 @@ enum Expects {
 impl Field {
     const fn new(name: &'static str, expects: Expects) -> Self {
         Self { name, expects, required: false }
+    }
+
+    /// A value that is checked where it is read.
+    pub(crate) const fn any(name: &'static str) -> Self {
+        Self::new(name, Expects::Any)
     }
 
     /// A string.
@@ -110,6 +117,7 @@ impl Field {
             return Ok(());
         }
         match self.expects {
+            Expects::Any => Ok(()),
             Expects::Text if value.is_string() => Ok(()),
             Expects::Text => wrong("a string"),
             Expects::Bool if value.is_boolean() => Ok(()),

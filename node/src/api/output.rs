@@ -129,6 +129,11 @@ impl OutputReader {
         Self { format: reading.tools, state, held: String::new(), calls: 0 }
     }
 
+    /// Whether the model is thinking.
+    pub(crate) fn is_in_thoughts(&self) -> bool {
+        self.state == State::Thoughts
+    }
+
     /// Takes more text.
     pub(crate) fn push(&mut self, text: &str) -> Vec<Part> {
         self.held.push_str(text);

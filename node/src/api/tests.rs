@@ -22,6 +22,7 @@ mod access;
 mod anthropic;
 mod grids;
 mod idempotency;
+mod responses;
 mod tools;
 
 /// A tokenizer with one token per byte: token = byte in prompts. In answers the ids are those of the small model, whose

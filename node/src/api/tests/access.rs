@@ -40,6 +40,7 @@ const ROUTES: &[(&str, Access)] = &[
     ("GET /v1/models/{*name}", Access::Open),
     ("POST /v1/chat/completions", Access::Open),
     ("POST /v1/completions", Access::Open),
+    ("POST /v1/responses", Access::Open),
     ("POST /v1/messages", Access::Open),
     ("POST /v1/messages/count_tokens", Access::Open),
     ("GET /healthz", Access::Public),
