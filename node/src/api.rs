@@ -36,6 +36,7 @@ mod listener;
 mod login;
 mod management;
 mod models;
+mod openapi;
 mod output;
 mod pieces;
 mod request;
@@ -151,6 +152,7 @@ fn routes<E: Engine>() -> Vec<Route<E>> {
         ("POST", "/v1/responses", Open, post(endpoint::responses::<E>)),
         ("POST", "/v1/messages", Open, post(endpoint::messages::<E>)),
         ("POST", "/v1/messages/count_tokens", Open, post(endpoint::count_tokens::<E>)),
+        ("GET", "/openapi.json", Public, get(openapi::openapi)),
         ("GET", "/healthz", Public, get(management::health)),
         ("GET", "/readyz", Open, get(management::ready::<E>)),
         ("GET", "/metrics", Open, get(management::metrics::<E>)),

@@ -9,32 +9,33 @@ use serde_json::{Value, json};
 
 /// Fields of [`MessagesBody`] in a request to `/v1/messages`.
 pub(crate) const MESSAGES: &[Field] = &[
-    Field::text("model").required(),
-    Field::objects("messages").required(),
-    Field::count("max_tokens").required(),
-    Field::text_or_objects("system"),
-    Field::bool("stream"),
-    Field::texts("stop_sequences"),
-    Field::number("temperature"),
-    Field::number("top_p"),
-    Field::signed("top_k"),
-    Field::objects("tools"),
-    Field::object("tool_choice"),
-    Field::object("output_config"),
+    MODEL,
+    CONVERSATION,
+    Field::count("max_tokens").required().about("Most tokens of the answer"),
+    SYSTEM,
+    Field::bool("stream").about("Answer with server-sent events"),
+    Field::texts("stop_sequences").about("Texts that end the answer, at most 16"),
+    Field::number("temperature").about("0 to 2"),
+    Field::number("top_p").about("Above 0 to 1"),
+    Field::signed("top_k").about("0 or -1: off"),
+    TOOLS,
+    CHOICE,
+    CONFIG,
 ];
 
 /// Fields of [`MessagesBody`] in a request to `/v1/messages/count_tokens`.
-pub(crate) const COUNT_TOKENS: &[Field] = &[
-    Field::text("model").required(),
-    Field::objects("messages").required(),
-    Field::text_or_objects("system"),
-    Field::objects("tools"),
-    Field::object("tool_choice"),
-    Field::object("output_config"),
-];
+pub(crate) const COUNT_TOKENS: &[Field] = &[MODEL, CONVERSATION, SYSTEM, TOOLS, CHOICE, CONFIG];
+
+const MODEL: Field = Field::text("model").required().about("Name of the model");
+const CONVERSATION: Field = Field::objects("messages").required().about("The conversation, ending with the user");
+const SYSTEM: Field = Field::text_or_objects("system").about("The system prompt: a text, or blocks of text");
+const TOOLS: Field = Field::objects("tools").about("Tools with `name`, `description` and `input_schema`, at most 128");
+const CHOICE: Field = Field::object("tool_choice").about("Type `auto`, `any`, `tool` or `none`");
+const CONFIG: Field = Field::object("output_config").about("`format`: a JSON schema for the answer");
 
 /// The body of `/v1/messages`. Other fields (`metadata`, `thinking`, `service_tier`, …) do not change the answer and are
 /// ignored.
+#[cfg_attr(test, derive(serde::Serialize))]
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct MessagesBody {

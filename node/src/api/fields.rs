@@ -2,7 +2,7 @@
 //! serde's own errors speak of structs and `u32`.
 use super::error::ApiError;
 use serde::de::DeserializeOwned;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// A checked field of a body. Unlisted fields pass unchecked.
 #[derive(Clone, Copy, Debug)]
@@ -10,6 +10,8 @@ pub(crate) struct Field {
     name: &'static str,
     expects: Expects,
     required: bool,
+    /// For the API's description.
+    about: &'static str,
 }
 
 /// The type of a field. A field that is not required may also be null.
@@ -37,7 +39,7 @@ enum Expects {
 
 impl Field {
     const fn new(name: &'static str, expects: Expects) -> Self {
-        Self { name, expects, required: false }
+        Self { name, expects, required: false, about: "" }
     }
 
     /// A value that is checked where it is read.
@@ -108,6 +110,60 @@ impl Field {
     /// Marks the field as required.
     pub(crate) const fn required(self) -> Self {
         Self { required: true, ..self }
+    }
+
+    /// What it is for.
+    pub(crate) const fn about(self, about: &'static str) -> Self {
+        Self { about, ..self }
+    }
+
+    /// Its name.
+    pub(crate) fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// Whether a body must have it.
+    pub(crate) fn is_required(&self) -> bool {
+        self.required
+    }
+
+    /// The JSON schema of its value.
+    pub(crate) fn schema(&self) -> Value {
+        let list = |items: Value| json!({"type": "array", "items": items});
+        let (text, ids) = (json!({"type": "string"}), list(json!({"type": "integer", "minimum": 0})));
+        let mut kinds = match self.expects {
+            Expects::Any => Vec::new(),
+            Expects::Text => vec![text],
+            Expects::Bool => vec![json!({"type": "boolean"})],
+            // The bounds of 64 bits say nothing, and a float cannot hold them.
+            Expects::Whole(0, most) if most > u32::MAX.into() => vec![json!({"type": "integer", "minimum": 0})],
+            Expects::Whole(0, _) => vec![json!({"type": "integer", "minimum": 0, "maximum": u32::MAX})],
+            Expects::Whole(..) => vec![json!({"type": "integer"})],
+            Expects::Number => vec![json!({"type": "number"})],
+            Expects::Object => vec![json!({"type": "object"})],
+            Expects::Texts => vec![text.clone(), list(text)],
+            Expects::Objects => vec![list(json!({"type": "object"}))],
+            Expects::TextOrObjects => vec![text, list(json!({"type": "object"}))],
+            Expects::Messages => {
+                let content = json!({"anyOf": [text, list(json!({"type": "object"})), {"type": "null"}]});
+                let properties = json!({
+                    "role": text, "content": content, "name": text, "tool_call_id": text, "reasoning_content": text,
+                    "tool_calls": list(json!({"type": "object"})),
+                });
+                vec![list(json!({"type": "object", "required": ["role"], "properties": properties}))]
+            }
+            Expects::Prompt => vec![text.clone(), list(text), ids.clone(), list(ids)],
+        };
+        if !self.required && !kinds.is_empty() {
+            kinds.push(json!({"type": "null"}));
+        }
+        let mut schema = match <[Value; 1]>::try_from(kinds) {
+            Ok([kind]) => kind,
+            Err(kinds) if kinds.is_empty() => json!({}),
+            Err(kinds) => json!({"anyOf": kinds}),
+        };
+        schema["description"] = json!(self.about);
+        schema
     }
 
     fn check(&self, value: &Value) -> Result<(), ApiError> {
@@ -254,7 +310,6 @@ fn culprit<T: DeserializeOwned>(body: &Value) -> ApiError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     #[test]
     fn body_errors_use_json_terms_and_name_the_field() {

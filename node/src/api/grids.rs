@@ -33,12 +33,13 @@ const EVENTS_EVERY: Duration = Duration::from_millis(100);
 /// Interval for polling the coordinator of a simulation on another member.
 const FOLLOWED_EVERY: Duration = Duration::from_millis(500);
 
-const SUBMIT: &[Field] = &[
-    Field::text("simulation").required(),
-    Field::text("out"),
-    Field::text("claim"),
-    Field::bool("resume"),
-    Field::bool("overwrite"),
+/// Fields of [`SubmitBody`].
+pub(crate) const SUBMIT: &[Field] = &[
+    Field::text("simulation").required().about("The packed job in base64"),
+    Field::text("out").about("A folder on the node's machine for the outputs"),
+    Field::text("claim").about("Name of a file in `out` that proves that the caller may write there"),
+    Field::bool("resume").about("Continue a run in `out`"),
+    Field::bool("overwrite").about("Replace a run in `out`"),
 ];
 
 #[derive(Deserialize)]

@@ -24,6 +24,9 @@ pub(crate) async fn open<E: Engine>(State(app): State<App<E>>, request: Request)
     Ok(Json(json!({"fragment": format!("token={}", token.as_str()), "seconds": LINK_TTL.as_secs()})))
 }
 
+/// Fields of [`TokenBody`].
+pub(crate) const TOKEN: &[Field] = &[Field::text("token").required().about("The token of the link's fragment")];
+
 #[derive(Deserialize)]
 struct TokenBody {
     token: String,
@@ -31,7 +34,7 @@ struct TokenBody {
 
 /// Exchanges the token of a link for a session key.
 pub(crate) async fn begin<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
-    let given: TokenBody = body(request, &[Field::text("token").required()]).await?;
+    let given: TokenBody = body(request, TOKEN).await?;
     match app.guard.sessions.begin(&given.token, Instant::now()) {
         Some(key) => Ok(Json(json!({"key": key.map_err(ApiError::failed)?.as_str()}))),
         None => Err(ApiError::unauthorised(

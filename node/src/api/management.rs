@@ -64,7 +64,24 @@ pub(crate) async fn jobs<E: Engine>(State(app): State<App<E>>) -> Response {
     Json(app.engine.state().await.jobs).into_response()
 }
 
-const MODEL: &[Field] = &[Field::text("model").required(), Field::object("options"), Field::bool("temporary")];
+/// Fields of [`ModelBody`].
+pub(crate) const MODEL: &[Field] = &[
+    Field::text("model").required().about("A name, an `hf:` reference, or a path on the node's machine"),
+    Field::object("options").about("`context`, `sequences` and `int8`, all optional"),
+    Field::bool("temporary").about("Unload the model when it is no longer in use"),
+];
+/// Fields of [`InviteBody`].
+pub(crate) const INVITE: &[Field] = &[
+    Field::long("ttl_s").required().about("Seconds until the ticket expires, 1 to 2,592,000"),
+    Field::count("uses").required().about("Members that it admits, 1 to 1000"),
+];
+/// Fields of [`PeerBody`].
+pub(crate) const PEER: &[Field] =
+    &[Field::text("peer").required().about("A peer id, or a part of it; to ban also a name")];
+/// Fields of [`DrainBody`].
+pub(crate) const DRAIN: &[Field] = &[Field::bool("on").required().about("Whether the node drains")];
+/// The field of [`GenerateBody`] that others do not have.
+pub(crate) const RAW: &[Field] = &[Field::bool("raw").about("Use the prompt without the chat template")];
 
 #[derive(Deserialize)]
 struct ModelBody {
@@ -130,8 +147,7 @@ struct InviteBody {
 }
 
 pub(crate) async fn invite<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
-    let fields = [Field::long("ttl_s").required(), Field::count("uses").required()];
-    let requested: InviteBody = body(request, &fields).await?;
+    let requested: InviteBody = body(request, INVITE).await?;
     let ttl = Duration::from_secs(requested.ttl_s);
     if ttl.is_zero() || ttl > INVITE_TTL_MAX {
         let days = INVITE_TTL_MAX.as_secs() / 86_400;
@@ -150,12 +166,12 @@ struct PeerBody {
 }
 
 pub(crate) async fn ban<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
-    let requested: PeerBody = body(request, &[Field::text("peer").required()]).await?;
+    let requested: PeerBody = body(request, PEER).await?;
     Ok(Json(json!(app.engine.ban(requested.peer).await?)))
 }
 
 pub(crate) async fn approve<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
-    let requested: PeerBody = body(request, &[Field::text("peer").required()]).await?;
+    let requested: PeerBody = body(request, PEER).await?;
     app.engine.approve(requested.peer.clone()).await?;
     Ok(Json(json!({"approved": requested.peer})))
 }
@@ -166,7 +182,7 @@ struct DrainBody {
 }
 
 pub(crate) async fn drain<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
-    let requested: DrainBody = body(request, &[Field::bool("on").required()]).await?;
+    let requested: DrainBody = body(request, DRAIN).await?;
     app.engine.drain(requested.on);
     Ok(Json(json!({"draining": requested.on})))
 }
@@ -192,7 +208,7 @@ struct GenerateBody {
 
 /// Answers in JSON lines: one for the start, one per token, one for the end or the error.
 pub(crate) async fn generate<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Response, ApiError> {
-    let requested: GenerateBody = body(request, request::BODY).await?;
+    let requested: GenerateBody = body(request, &[request::BODY, RAW].concat()).await?;
     let model = find_or_serve(&app, Some(&requested.model), false).await?;
     let for_order = model.clone();
     let (order, templated): (Order, bool) = off_thread(move || {

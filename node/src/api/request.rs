@@ -18,40 +18,44 @@ const STOP_BYTES_MAX: usize = 1024;
 /// Default `max_tokens` of OpenAI's legacy completions endpoint.
 const COMPLETION_TOKENS_DEFAULT: u32 = 16;
 
-/// Fields of [`Body`] that are checked before it is parsed.
+/// Fields of [`Body`].
 pub(crate) const BODY: &[Field] = &[
-    Field::text("model").required(),
-    Field::messages("messages"),
-    Field::prompt("prompt"),
-    Field::bool("stream"),
-    Field::object("stream_options"),
-    Field::long("n"),
-    Field::long("best_of"),
-    Field::bool("echo"),
-    Field::text("suffix"),
-    Field::long("top_logprobs"),
-    Field::number("presence_penalty"),
-    Field::number("frequency_penalty"),
-    Field::object("logit_bias"),
-    Field::texts("modalities"),
-    Field::objects("tools"),
-    Field::bool("parallel_tool_calls"),
-    Field::object("response_format"),
-    Field::text("grammar"),
-    Field::count("max_tokens"),
-    Field::count("max_completion_tokens"),
-    Field::number("temperature"),
-    Field::number("top_p"),
-    Field::signed("top_k"),
-    Field::number("min_p"),
-    Field::number("repetition_penalty"),
-    Field::signed("seed"),
-    Field::texts("stop"),
-    Field::bool("ignore_eos"),
+    Field::text("model").required().about("Name of the model"),
+    Field::messages("messages").about("The conversation"),
+    Field::prompt("prompt").about("One text, or one list of token ids"),
+    Field::bool("stream").about("Answer with server-sent events"),
+    Field::object("stream_options").about("`include_usage`: a stream ends with the token counts"),
+    Field::long("n").about("Only 1"),
+    Field::long("best_of").about("Only 1"),
+    Field::bool("echo").about("Only false"),
+    Field::text("suffix").about("Not supported: only an empty text"),
+    Field::any("logprobs").about("Not supported: only false"),
+    Field::long("top_logprobs").about("Not supported: only 0"),
+    Field::any("functions").about("OpenAI's older form, not supported: send `tools`"),
+    Field::texts("modalities").about("Only `text`"),
+    Field::objects("tools").about("Functions that the model may call, at most 128"),
+    Field::any("tool_choice").about("`none`, `auto`, `required`, or a function"),
+    Field::bool("parallel_tool_calls").about("Whether an answer may have several calls"),
+    Field::object("response_format").about("Form of the answer: `text`, `json_object` or `json_schema`"),
+    Field::text("grammar").about("A Lark grammar for the answer"),
+    Field::count("max_tokens").about("Most tokens of the answer"),
+    Field::count("max_completion_tokens").about("Most tokens of the answer"),
+    Field::number("temperature").about("0 to 2"),
+    Field::number("top_p").about("Above 0 to 1"),
+    Field::signed("top_k").about("0 or -1: off"),
+    Field::number("min_p").about("0 to 1"),
+    Field::number("repetition_penalty").about("Above 0 to 10"),
+    Field::number("presence_penalty").about("-2 to 2"),
+    Field::number("frequency_penalty").about("-2 to 2"),
+    Field::object("logit_bias").about("Token ids with -100 to 100"),
+    Field::signed("seed").about("Of the sampling; otherwise derived from the request's key"),
+    Field::texts("stop").about("Texts that end the answer, at most 16"),
+    Field::bool("ignore_eos").about("Continue after the model's end token"),
 ];
 
 /// The body of `/v1/chat/completions` and `/v1/completions`. Other fields (`user`, `store`, `metadata`, …) do not
 /// change the answer and are ignored.
+#[cfg_attr(test, derive(serde::Serialize))]
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct Body {
@@ -78,6 +82,7 @@ pub(crate) struct Body {
 }
 
 /// Generation limits and sampling parameters; also part of `/api/v1/generate`.
+#[cfg_attr(test, derive(serde::Serialize))]
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct Settings {
@@ -97,6 +102,7 @@ pub(crate) struct Settings {
 }
 
 /// One message of a conversation.
+#[cfg_attr(test, derive(serde::Serialize))]
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct MessageBody {
@@ -115,6 +121,7 @@ impl MessageBody {
     }
 }
 
+#[cfg_attr(test, derive(serde::Serialize))]
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub(super) enum Content {
@@ -143,6 +150,7 @@ impl Content {
     }
 }
 
+#[cfg_attr(test, derive(serde::Serialize))]
 #[derive(Debug, Deserialize)]
 pub(super) struct Part {
     #[serde(rename = "type")]
@@ -151,6 +159,7 @@ pub(super) struct Part {
 }
 
 /// Text or token ids. Some clients send a list with one prompt.
+#[cfg_attr(test, derive(serde::Serialize))]
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub(crate) enum Prompt {
@@ -164,6 +173,7 @@ pub(crate) enum Prompt {
     IdLists(Vec<Vec<u32>>),
 }
 
+#[cfg_attr(test, derive(serde::Serialize))]
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(super) struct StreamOptions {
@@ -171,6 +181,7 @@ pub(super) struct StreamOptions {
 }
 
 /// One or several stop strings.
+#[cfg_attr(test, derive(serde::Serialize))]
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub(super) enum Stop {

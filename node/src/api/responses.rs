@@ -9,28 +9,29 @@ use serde_json::{Map, Value, json};
 
 /// Fields of [`ResponsesBody`].
 pub(crate) const RESPONSES: &[Field] = &[
-    Field::text("model").required(),
-    Field::text_or_objects("input").required(),
-    Field::text("instructions"),
-    Field::bool("stream"),
-    Field::count("max_output_tokens"),
-    Field::number("temperature"),
-    Field::number("top_p"),
-    Field::objects("tools"),
-    Field::any("tool_choice"),
-    Field::bool("parallel_tool_calls"),
-    Field::object("text"),
-    Field::object("reasoning"),
-    Field::object("metadata"),
-    Field::bool("store"),
-    Field::text("previous_response_id"),
-    Field::any("conversation"),
-    Field::bool("background"),
-    Field::object("prompt"),
-    Field::long("top_logprobs"),
+    Field::text("model").required().about("Name of the model"),
+    Field::text_or_objects("input").required().about("A text, or the items of the conversation"),
+    Field::text("instructions").about("The system prompt"),
+    Field::bool("stream").about("Answer with server-sent events"),
+    Field::count("max_output_tokens").about("Most tokens of the answer"),
+    Field::number("temperature").about("0 to 2"),
+    Field::number("top_p").about("Above 0 to 1"),
+    Field::objects("tools").about("Tools of type `function`, at most 128"),
+    Field::any("tool_choice").about("`none`, `auto`, `required`, or a function"),
+    Field::bool("parallel_tool_calls").about("Whether an answer may have several calls"),
+    Field::object("text").about("`format`: form of the answer, `text`, `json_object` or `json_schema`"),
+    Field::object("reasoning").about("Repeated in the answer, without effect"),
+    Field::object("metadata").about("Repeated in the answer"),
+    Field::bool("store").about("Nothing is stored"),
+    Field::text("previous_response_id").about("Not supported: send the items again"),
+    Field::any("conversation").about("Not supported: send the items again"),
+    Field::bool("background").about("Only false"),
+    Field::object("prompt").about("Not supported: send `instructions` and `input`"),
+    Field::long("top_logprobs").about("Not supported: only 0"),
 ];
 
 /// The body of `/v1/responses`. Other fields (`user`, `include`, `truncation`, …) do not change the answer and are ignored.
+#[cfg_attr(test, derive(serde::Serialize))]
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct ResponsesBody {

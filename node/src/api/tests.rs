@@ -74,7 +74,7 @@ impl Text for Bytes {
 
 /// Answers every request with `script`, then `done`. `endless` repeats the script until cancelled.
 #[derive(Clone)]
-struct FakeNode {
+pub(super) struct FakeNode {
     script: &'static str,
     template: &'static str,
     context: u32,
@@ -88,7 +88,7 @@ struct FakeNode {
 }
 
 impl FakeNode {
-    fn generating(script: &'static str) -> Self {
+    pub(super) fn generating(script: &'static str) -> Self {
         let (running, requests) = (Arc::default(), Arc::default());
         Self {
             script,
@@ -110,7 +110,7 @@ impl FakeNode {
     }
 }
 
-struct Running {
+pub(super) struct Running {
     events: mpsc::Receiver<TokenEvent>,
     count: Arc<AtomicUsize>,
 }
@@ -225,13 +225,13 @@ impl Engine for FakeNode {
 const KEY: &str = "the key of the node's data directory";
 
 /// Serves `engine` on a free port until dropped.
-struct Server {
+pub(super) struct Server {
     address: SocketAddr,
     engine: FakeNode,
     _runtime: tokio::runtime::Runtime,
 }
 
-fn start(engine: FakeNode) -> Server {
+pub(super) fn start(engine: FakeNode) -> Server {
     start_with_key(engine, None)
 }
 
@@ -268,7 +268,7 @@ impl Server {
     }
 
     /// Status, head and body (with chunked encoding removed).
-    fn call(&self, head: &str, body: &str) -> (u16, String, String) {
+    pub(super) fn call(&self, head: &str, body: &str) -> (u16, String, String) {
         let mut answer = Vec::new();
         self.send(head, body).read_to_end(&mut answer).unwrap();
         let answer = String::from_utf8(answer).unwrap();

@@ -43,6 +43,7 @@ const ROUTES: &[(&str, Access)] = &[
     ("POST /v1/responses", Access::Open),
     ("POST /v1/messages", Access::Open),
     ("POST /v1/messages/count_tokens", Access::Open),
+    ("GET /openapi.json", Access::Public),
     ("GET /healthz", Access::Public),
     ("GET /readyz", Access::Open),
     ("GET /metrics", Access::Open),
