@@ -278,12 +278,14 @@ impl<'a> Block<'a> {
         if !runs(&python, &["-c", "import json"]) {
             return Ok(Verdict::Lacks("Python"));
         }
-        if text.contains("openai") && !runs(&python, &["-c", "import openai"]) {
-            let required = std::env::var("MESHNODE_REQUIRE").unwrap_or_default();
-            if required.split(',').any(|name| name == "openai") {
-                return Err("the openai client is required: pip install openai".into());
+        for (package, client) in [("openai", "openai client"), ("anthropic", "anthropic client")] {
+            if text.contains(package) && !runs(&python, &["-c", &format!("import {package}")]) {
+                let required = std::env::var("MESHNODE_REQUIRE").unwrap_or_default();
+                if required.split(',').any(|name| name == package) {
+                    return Err(format!("the {client} is required: pip install {package}").into());
+                }
+                return Ok(Verdict::Lacks(client));
             }
-            return Ok(Verdict::Lacks("openai client"));
         }
         session.run_python(&python, &format!("block_{}.py", self.line), &text)?;
         Ok(Verdict::Ran)

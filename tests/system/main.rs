@@ -1,5 +1,6 @@
 //! The system tests, one module each: they check properties of the whole repository, or of real processes.
 mod administering;
+mod api_clients;
 mod arrows;
 mod bans;
 mod client;
@@ -14,7 +15,6 @@ mod head;
 mod imports;
 mod joining;
 mod mesh;
-mod openai;
 mod reshape;
 mod serving;
 mod standby;

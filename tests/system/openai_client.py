@@ -134,14 +134,52 @@ check("its arguments are JSON", isinstance(json.loads(calls[0].function.argument
 free = client.chat.completions.create(model=model, messages=about, tools=tools, max_tokens=60, temperature=0).choices[0]
 check("tools may be left alone", free.finish_reason in ("stop", "length", "tool_calls"), free)
 
+response = client.responses.create(model=model, input=question[0]["content"], max_output_tokens=24, temperature=0)
+check("a response has the same text", response.output_text == text and response.status == "completed", response.output_text)
+counts = (response.usage.input_tokens, response.usage.output_tokens)
+check("a response has the same usage", counts == (usage.prompt_tokens, usage.completion_tokens), response.usage)
+with client.responses.stream(model=model, input=question, max_output_tokens=24, temperature=0) as stream:
+    events = list(stream)
+    final = stream.get_final_response()
+streamed = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+check("a streamed response has the same text", streamed == text == final.output_text, streamed)
+check("its events are numbered", [event.sequence_number for event in events] == list(range(len(events))))
+check("its events are in order", [event.type for event in events[:4]] == ["response.created", "response.in_progress",
+      "response.output_item.added", "response.content_part.added"] and events[-1].type == "response.completed")
+short = client.responses.create(model=model, input=question, max_output_tokens=2, temperature=0)
+check("a response is incomplete", (short.status, short.incomplete_details.reason) == ("incomplete", "max_output_tokens"), short)
+flat = [{"type": "function", **tool["function"]} for tool in tools]
+chosen = client.responses.create(
+    model=model, input=about, tools=flat, max_output_tokens=80, temperature=0, tool_choice={"type": "function", "name": "weather"}
+)
+call = chosen.output[-1]
+check("a response calls the tool of choice", (call.type, call.name) == ("function_call", "weather"), chosen.output)
+check("its arguments match the schema", set(json.loads(call.arguments)) == {"city", "unit"}, call.arguments)
+answer = client.responses.create(
+    model=model, tools=flat, max_output_tokens=30, temperature=0, tool_choice="none",
+    input=about + chosen.output + [{"type": "function_call_output", "call_id": call.call_id, "output": "7 C, rain"}],
+)
+check("the call's output is answered", answer.output_text, answer.output)
+with client.responses.stream(
+    model=model, input=about, tools=flat, tool_choice="required", parallel_tool_calls=False, max_output_tokens=80, temperature=0
+) as stream:
+    required = stream.get_final_response()
+check("a required call is streamed as an item", [item.type for item in required.output] == ["function_call"], required.output)
+structured = client.responses.create(
+    model=model, input="Invent an animal.", max_output_tokens=80, temperature=0,
+    text={"format": {"type": "json_schema", "name": "animal", "strict": True, "schema": schema}},
+)
+check("a response matches its schema", set(json.loads(structured.output_text)) == {"name", "age", "kind"}, structured.output_text)
+
 abandoned = client.chat.completions.create(model=model, messages=question, max_tokens=400, stream=True)
 next(abandoned)
 abandoned.close()
 
 
-def rejected(name, error, **request):
+def rejected(name, error, create=client.chat.completions.create, **request):
+    conversation = {"input": question} if create == client.responses.create else {"messages": question, "max_tokens": 4}
     try:
-        client.chat.completions.create(**{"model": model, "messages": question, "max_tokens": 4, **request})
+        create(**{"model": model, **conversation, **request})
     except error as e:
         check(name, "message" in (e.body or {}), e.body)
     else:
@@ -155,4 +193,6 @@ rejected("an impossible schema", openai.BadRequestError, response_format={"type"
 rejected("a tool without a name", openai.BadRequestError, tools=[{"type": "function", "function": {}}])
 rejected("a hot temperature", openai.BadRequestError, temperature=9)
 rejected("a prompt beyond the context", openai.BadRequestError, messages=[{"role": "user", "content": "word " * 20000}])
+rejected("a stored response", openai.BadRequestError, client.responses.create, previous_response_id="resp_1")
+rejected("a built-in tool", openai.BadRequestError, client.responses.create, tools=[{"type": "web_search"}])
 print("all ok")
