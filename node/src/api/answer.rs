@@ -151,21 +151,25 @@ impl Finished {
         self.text.len() + self.ends.len() * size_of::<usize>() + self.head.model.len() + stop + size_of::<Self>()
     }
 
-    /// Replays the answer for the request that it belongs to. A stream has the events that follow `after`.
-    pub(super) fn replay(&self, dialect: &Dialect, streaming: bool, after: Option<u64>) -> Response {
+    /// Replays the answer for the request that it belongs to. A stream has the events that follow `after`; they are made one by
+    /// one, as the client takes them.
+    pub(super) fn replay(self: Arc<Self>, dialect: &Dialect, streaming: bool, after: Option<u64>) -> Response {
         let mut answer = Answer::new(dialect, self.head.clone(), self.reading);
         if !streaming {
             return Json(answer.whole(&self.text, &self.ending)).into_response();
         }
-        let mut events = answer.begin();
-        let mut begin = 0;
-        for end in &self.ends {
-            events.extend(answer.step(self.text.get(begin..*end).unwrap_or_default()));
-            begin = *end;
-        }
-        events.extend(answer.end(self.text.get(begin..).unwrap_or_default(), &self.ending));
-        let new = events.into_iter().filter(|event| event.is_new(after)).map(SentEvent::sse);
-        Sse::new(stream::iter(new.collect::<Vec<_>>())).into_response()
+        let begin = answer.begin();
+        let mut from = 0;
+        let steps = (0..=self.ends.len()).flat_map(move |at| match self.ends.get(at) {
+            Some(end) => {
+                let text = self.text.get(from..*end).unwrap_or_default();
+                from = *end;
+                answer.step(text)
+            }
+            None => answer.end(self.text.get(from..).unwrap_or_default(), &self.ending),
+        });
+        let new = begin.into_iter().chain(steps).filter(move |event| event.is_new(after));
+        Sse::new(stream::iter(new.map(SentEvent::sse))).into_response()
     }
 
     #[cfg(test)]

@@ -33,11 +33,21 @@ enum Input {
 struct Body {
     lists: &'static [&'static [Field]],
     except: &'static [&'static str],
+    /// Fields that this endpoint requires, besides those that all endpoints with the list do.
+    required: &'static [&'static str],
 }
 
 impl Body {
     const fn of(lists: &'static [&'static [Field]]) -> Self {
-        Self { lists, except: &[] }
+        Self { lists, except: &[], required: &[] }
+    }
+
+    const fn except(self, except: &'static [&'static str]) -> Self {
+        Self { except, ..self }
+    }
+
+    const fn required(self, required: &'static [&'static str]) -> Self {
+        Self { required, ..self }
     }
 
     fn fields(&self) -> impl Iterator<Item = &Field> {
@@ -102,7 +112,10 @@ impl Operation {
         let (parameters, body) = self.parameters_and_body();
         let error = if self.path.starts_with("/v1/messages") { "AnthropicError" } else { "Error" };
         let error = json!({"schema": {"$ref": format!("#/components/schemas/{error}")}});
+        let id = format!("{}{}", self.method.to_lowercase(), self.path);
+        let id: String = id.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
         let mut view = json!({
+            "operationId": id,
             "summary": self.summary,
             "parameters": parameters,
             "responses": {
@@ -161,7 +174,8 @@ fn object(properties: Value) -> Value {
 
 fn schema(body: &Body) -> Value {
     let properties: Map<String, Value> = body.fields().map(|field| (field.name().to_owned(), field.schema())).collect();
-    let required: Vec<&str> = body.fields().filter(|field| field.is_required()).map(Field::name).collect();
+    let is_required = |field: &&Field| field.is_required() || body.required.contains(&field.name());
+    let required: Vec<&str> = body.fields().filter(is_required).map(Field::name).collect();
     json!({"type": "object", "properties": properties, "required": required})
 }
 

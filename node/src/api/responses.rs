@@ -59,9 +59,9 @@ pub(crate) struct ResponsesBody {
 impl ResponsesBody {
     /// The fields that an answer repeats.
     pub(crate) fn repeated(&self) -> Map<String, Value> {
-        let mut text = self.text.clone().unwrap_or_else(|| json!({}));
-        if text["format"].is_null() {
-            text["format"] = json!({"type": "text"});
+        let mut text = self.text.as_ref().and_then(Value::as_object).cloned().unwrap_or_default();
+        if text.get("format").is_none_or(Value::is_null) {
+            text.insert("format".into(), json!({"type": "text"}));
         }
         let repeated = json!({
             "instructions": self.instructions, "max_output_tokens": self.max_output_tokens,

@@ -22,6 +22,7 @@ mod access;
 mod anthropic;
 mod grids;
 mod idempotency;
+mod mutations;
 mod responses;
 mod tools;
 

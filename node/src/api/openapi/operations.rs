@@ -74,10 +74,9 @@ const REPORT: &[&str] = &["job", "name", "state"];
 const BANNED: &[&str] = &["banned", "with_it", "void_tickets", "warning"];
 
 const EMPTY: Body = Body::of(&[]);
-const CHAT: Body = Body { lists: &[BODY], except: &["prompt", "best_of", "echo", "suffix"] };
-const COMPLETION: Body = Body {
-    lists: &[BODY],
-    except: &[
+const CHAT: Body = Body::of(&[BODY]).except(&["prompt", "best_of", "echo", "suffix"]).required(&["messages"]);
+const COMPLETION: Body = Body::of(&[BODY])
+    .except(&[
         "messages",
         "tools",
         "tool_choice",
@@ -85,31 +84,28 @@ const COMPLETION: Body = Body {
         "functions",
         "modalities",
         "max_completion_tokens",
-    ],
-};
+    ])
+    .required(&["prompt"]);
 /// The sampling parameters, and what the prompt is.
-const GENERATE: Body = Body {
-    lists: &[BODY, RAW],
-    except: &[
-        "stream",
-        "stream_options",
-        "n",
-        "best_of",
-        "echo",
-        "suffix",
-        "logprobs",
-        "top_logprobs",
-        "functions",
-        "modalities",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "response_format",
-        "grammar",
-    ],
-};
-const PLAN: Body = Body { lists: &[MODEL], except: &["temporary"] };
-const PLAN_GRID: Body = Body { lists: &[SUBMIT], except: &["out", "claim", "resume", "overwrite"] };
+const GENERATE: Body = Body::of(&[BODY, RAW]).except(&[
+    "stream",
+    "stream_options",
+    "n",
+    "best_of",
+    "echo",
+    "suffix",
+    "logprobs",
+    "top_logprobs",
+    "functions",
+    "modalities",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "response_format",
+    "grammar",
+]);
+const PLAN: Body = Body::of(&[MODEL]).except(&["temporary"]);
+const PLAN_GRID: Body = Body::of(&[SUBMIT]).except(&["out", "claim", "resume", "overwrite"]);
 const DRAINING: Body = Body::of(&[DRAIN]);
 
 const fn get(path: &'static str, access: Access, summary: &'static str, input: Input, output: Output) -> Operation {

@@ -67,6 +67,9 @@ fn documented_fields_are_those_that_are_read() {
     assert_eq!(listed(RESPONSES), parsed::<ResponsesBody>());
     let generate: Names = parsed::<Settings>().union(&names(["model", "messages", "prompt", "raw"])).cloned().collect();
     assert_eq!(of("/api/v1/generate"), generate);
+    let schema =
+        &documented(&document, "post", "/v1/completions")["requestBody"]["content"]["application/json"]["schema"];
+    assert_eq!(schema["required"], json!(["model", "prompt"]));
     // Each has a description.
     for operation in OPERATIONS {
         if let Input::Body(body) | Input::Retried(body) = &operation.input {
@@ -121,12 +124,14 @@ fn references_and_parameters_are_there() {
     for reference in text.split("\"$ref\":\"#").skip(1).filter_map(|rest| rest.split('"').next()) {
         assert!(document.pointer(reference).is_some_and(Value::is_object), "{reference}");
     }
+    let mut ids = Names::new();
     for (path, methods) in document["paths"].as_object().unwrap() {
         for (method, operation) in methods.as_object().unwrap() {
             let in_path = operation["parameters"].as_array().unwrap().iter().filter(|one| one["in"] == "path");
             let names: Vec<&str> = in_path.map(|one| one["name"].as_str().unwrap()).collect();
             let expected: Vec<&str> = path.split(['{', '}']).skip(1).step_by(2).collect();
             assert_eq!(names, expected, "{method} {path}");
+            assert!(ids.insert(operation["operationId"].clone().to_string()), "{method} {path}");
         }
     }
 }
