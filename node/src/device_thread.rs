@@ -153,6 +153,18 @@ impl DeviceThread {
                     let _ = catch_unwind(AssertUnwindSafe(|| held.release(request.0)));
                 }
             }
+            Command::Fork { key, from, to, positions } => {
+                self.settle(|held| held == key);
+                if let Some(Part::Stage(held)) = self.parts.get_mut(&key) {
+                    let forked = guarded(|| {
+                        held.stage.share(from.0, to.0, positions as usize).map_err(|error| error.to_string())
+                    });
+                    if let Err(error) = forked {
+                        // The next batch of the request reports the missing positions.
+                        tracing::error!("job {:016x} part {}: {error}", key.0.0, key.1);
+                    }
+                }
+            }
             Command::Challenge { key: (job, part), epoch, nonce } => {
                 self.settle(|held| held == (job, part));
                 let result = guarded(|| {

@@ -546,6 +546,7 @@ fn header(head: &WireHeader) -> FrameHeader {
         cursor: head.cursor,
         count: head.count,
         last: head.last,
+        continues: head.continues,
     }
 }
 

@@ -110,6 +110,9 @@ impl Shell {
                 self.submit(Command::Release { key: (job, part), request });
             }
             Output::Discard { tensor } => drop(self.tensors.take(tensor)),
+            Output::Fork { job, part, from, to, positions } => {
+                self.submit(Command::Fork { key: (job, part), from, to, positions });
+            }
             Output::Split { tensor, at, of, into } => self.tensors.split(tensor, at, of, into),
             Output::Share { tensor, also } => {
                 if let Some(payload) = self.tensors.get(tensor) {
@@ -239,6 +242,7 @@ impl Shell {
             cursor: header.cursor,
             count: header.count,
             last: header.last,
+            continues: header.continues,
             dtype,
             width,
         };
@@ -321,6 +325,7 @@ fn named(event: Event, node: &Node) -> Event {
         | Event::JobReady { .. }
         | Event::JobMoves { .. }
         | Event::Token { .. }
+        | Event::Begun { .. }
         | Event::Done { .. }
         | Event::Steps { .. }
         | Event::Lost { .. }
@@ -400,6 +405,7 @@ fn log(event: &Event, node: &Node) {
         | Event::GridPlan { .. }
         | Event::Fleet { .. }
         | Event::Token { .. }
+        | Event::Begun { .. }
         | Event::Done { .. } => {}
     }
 }

@@ -243,8 +243,14 @@ pub(crate) struct JobView {
     pub moved: Option<MoveView>,
     /// Tokens of context per request; `None` for a stage of another node's job.
     pub context: Option<u32>,
-    /// Most concurrent requests; `None` for a stage of another node's job.
+    /// Whole contexts that the cache has room for; `None` for a stage of another node's job.
     pub sequences: Option<u32>,
+    /// Pages of the cache; 0 for a stage of another node's job.
+    pub pages: u32,
+    /// Those of them that are free.
+    pub pages_free: u32,
+    /// Ended requests that stay cached for requests that begin with the same tokens.
+    pub cached_requests: u32,
     /// Running requests.
     pub running: u32,
     /// Queued requests.
@@ -330,7 +336,9 @@ fn job_views(node: &Node) -> Vec<JobView> {
 
 /// A job that this node coordinates, if it serves a model.
 fn served_view(job: job::JobView, own_name: &str, names: &Names) -> Option<JobView> {
-    let ProgramView::Serve { moved, context, sequences, running, waiting, .. } = job.program else { return None };
+    let ProgramView::Serve { moved, context, sequences, pages, resting, running, waiting, .. } = job.program else {
+        return None;
+    };
     let stages = job.parts.iter().filter_map(|part| match &part.what {
         WhatView::Stage(layers) => Some(held_stage(part.owner, layers, part.bytes, Some(part.step_ns), names)),
         WhatView::Tile { .. } => None,
@@ -359,6 +367,9 @@ fn served_view(job: job::JobView, own_name: &str, names: &Names) -> Option<JobVi
         moved: moved.map(|moved| MoveView { change: moved.change.into(), fetched_bytes: moved.fetched_bytes }),
         context: Some(context),
         sequences: Some(sequences),
+        pages: pages.1,
+        pages_free: pages.0,
+        cached_requests: resting.len() as u32,
         running: running as u32,
         queued: waiting as u32,
         model: job.name,

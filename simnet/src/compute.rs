@@ -10,6 +10,7 @@ use node_core::input::Input;
 use node_core::limits::CHALLENGE_STEPS;
 use node_core::time::{Duration, Instant};
 use node_core::work::Payload;
+use node_core::work::pages::Pages;
 use node_core::work::serve::{Item, ItemResult, SampleSpec, Sampling, StageOrder};
 use node_core::work::steps::TileWork;
 use node_core::work::{Loaded, Order, PartWork, Run, RunResult};
@@ -85,6 +86,8 @@ struct Stage {
     order: StageOrder,
     /// Per request and layer of the stage: the hash chain after each position.
     caches: BTreeMap<RequestId, Vec<Vec<u64>>>,
+    /// The pages of these caches.
+    pages: Pages,
 }
 
 impl Executor {
@@ -159,8 +162,9 @@ impl Executor {
         }
         let PartWork::Stage(stage) = order.work.clone() else { return reject("not a stage".into()) };
         let layers = stage.layers_of(part);
+        let pages = Pages::of(stage.sequences, stage.context);
         let resident = old.iter().any(|old| old.resident && old.layers == layers && old.order.content == stage.content);
-        let stage = Stage { epoch, load, resident, bytes, layers, order: stage, caches: BTreeMap::new() };
+        let stage = Stage { epoch, load, resident, bytes, layers, order: stage, caches: BTreeMap::new(), pages };
         self.stages.insert((job, part), stage);
         Ok(())
     }
@@ -269,7 +273,18 @@ impl Executor {
     pub fn release(&mut self, job: JobId, part: PartId, request: RequestId) {
         if let Some(stage) = self.stages.get_mut(&(job, part)) {
             stage.caches.remove(&request);
+            stage.pages.release(request);
         }
+    }
+
+    /// `Output::Fork`.
+    pub fn fork(&mut self, job: JobId, part: PartId, from: RequestId, to: RequestId, positions: u32) {
+        let Some(stage) = self.stages.get_mut(&(job, part)) else { return };
+        let Some(cache) = stage.caches.get(&from) else { return };
+        let first = |chain: &Vec<u64>| chain.iter().copied().take(positions as usize).collect();
+        let shared = cache.iter().map(first).collect();
+        stage.caches.insert(to, shared);
+        stage.pages.share(from, to, positions);
     }
 
     /// `Output::Load` of a tile. A tile that exceeds the free memory is rejected.
@@ -376,9 +391,9 @@ impl Executor {
         self.tensors.len()
     }
 
-    /// Number of request caches held in all stages, for the leak checker.
-    pub fn caches_held(&self) -> usize {
-        self.stages.values().map(|stage| stage.caches.len()).sum()
+    /// Requests with a cache in any stage, for the leak checker.
+    pub fn caches_held(&self) -> impl Iterator<Item = RequestId> + '_ {
+        self.stages.values().flat_map(|stage| stage.caches.keys().copied())
     }
 
     /// Concatenates rows, or tokens for the first stage, that arrived in several payloads.
@@ -422,8 +437,12 @@ impl Executor {
         if rows.len() != item.count as usize {
             return Err(format!("{} rows for {} positions", rows.len(), item.count));
         }
-        if !stage.caches.contains_key(&item.request) && stage.caches.len() >= stage.order.sequences as usize {
-            return Err(format!("{} sequences are open already", stage.caches.len()));
+        if !stage.pages.reserve(item.request, item.position.saturating_add(item.count)) {
+            let (free, all) = (stage.pages.free(), stage.pages.all());
+            return Err(format!(
+                "{free} of {all} pages are free, too few for {} positions",
+                item.position + item.count
+            ));
         }
         let cache = stage.caches.entry(item.request).or_insert_with(|| vec![Vec::new(); stage.layers.len()]);
         for (chain, layer) in cache.iter_mut().zip(stage.layers.clone()) {
@@ -435,7 +454,7 @@ impl Executor {
             return Ok(ItemResult::Hidden);
         }
         match (item.sample, rows.last()) {
-            (Some(sample), Some(row)) => Ok(ItemResult::Token { token: choose(*row, &sample) }),
+            (Some(sample), Some(row)) => Ok(ItemResult::Token(choose(*row, &sample).into())),
             (Some(_), None) => Err("nothing to sample from".into()),
             (None, _) => Ok(ItemResult::Nothing),
         }

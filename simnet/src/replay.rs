@@ -165,6 +165,7 @@ fn worth_output(output: &Output, name: &dyn Fn(NodeId) -> String) -> Option<Stri
         | Output::Restore { .. }
         | Output::Challenge { .. }
         | Output::Release { .. }
+        | Output::Fork { .. }
         | Output::Discard { .. }
         | Output::Split { .. }
         | Output::Remember { .. } => None,

@@ -120,6 +120,7 @@ impl Observer for Timeline {
             Event::PeerUp { node } => seen.down.remove(node) || seen.messages,
             Event::PeerDown { node, .. } => seen.down.insert(*node) || seen.messages,
             Event::Token { .. } => false,
+            Event::Begun { cached, .. } => *cached > 0 && seen.messages,
             Event::Steps { event, .. } => !matches!(event, StepsEvent::Progress { .. } | StepsEvent::Report { .. }),
             Event::PlanReady { .. }
             | Event::Fleet { .. }
@@ -155,9 +156,10 @@ impl Observer for Timeline {
 #[expect(clippy::wildcard_enum_match_arm, reason = "all but a few are printed as they are")]
 fn message(output: &Output) -> Option<(NodeId, String)> {
     if let Output::SendFrame { to, header, .. } = output {
-        let FrameHeader { epoch, part, channel, cursor, count, last, .. } = header;
+        let FrameHeader { epoch, part, channel, cursor, count, last, continues, .. } = header;
         let what = if *last { "sample" } else { "chunk" };
-        let text = format!("frame e{} part {part} channel {channel} {cursor}+{count} {what}", epoch.counter);
+        let after = continues.map_or_else(String::new, |from| format!(" after those of {from}"));
+        let text = format!("frame e{} part {part} channel {channel} {cursor}+{count} {what}{after}", epoch.counter);
         return Some((*to, text));
     }
     let Output::SendMessage { to, bytes } = output else { return None };
@@ -246,6 +248,9 @@ pub(crate) fn describe(event: &Event, host: &dyn Fn(NodeId) -> String, name: &dy
             None => format!("rejected: {what}"),
         },
         Event::Steps { job, event } => format!("simulation {:04x}: {}", job.0 >> 48, describe_steps(event)),
+        Event::Begun { call, cached } => {
+            format!("call {} begins, {cached} tokens of its prompt are cached", name(*call))
+        }
         Event::PlanReady { .. } | Event::Fleet { .. } | Event::GridPlan { .. } | Event::Token { .. } => return None,
     })
 }

@@ -8,7 +8,7 @@ use node_core::input::Input;
 use node_core::output::Event;
 use node_core::time::{Duration, Instant};
 use node_core::work::JobSpec;
-use node_core::work::serve::{DoneReason, ModelSpec, Request, RequestKey, Sampling};
+use node_core::work::serve::{DoneReason, ModelSpec, Request, RequestKey, Sampled, Sampling};
 use partitioner::{Layer, Work};
 use std::collections::BTreeMap;
 
@@ -235,7 +235,7 @@ impl Workload {
                     }
                     self.notes.push(told);
                 }
-                Event::Token { call, position, token } => {
+                Event::Token { call, position, sampled: Sampled { token, .. } } => {
                     let (position, token) = (*position, *token);
                     if let Some(call) = self.calls.get_mut(call).filter(|call| !call.is_broken()) {
                         call.tokens.push((told.at, position, token));
@@ -246,7 +246,8 @@ impl Workload {
                         call.ends.push((told.at, reason.clone()));
                     }
                 }
-                Event::PeerUp { .. }
+                Event::Begun { .. }
+                | Event::PeerUp { .. }
                 | Event::PeerDown { .. }
                 | Event::PlanReady { .. }
                 | Event::Fleet { .. }

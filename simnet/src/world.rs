@@ -538,6 +538,7 @@ impl World {
             }
             Output::Run(run) => self.run(id, *run),
             Output::Release { job, part, request } => host.executor.release(job, part, request),
+            Output::Fork { job, part, from, to, positions } => host.executor.fork(job, part, from, to, positions),
             Output::Discard { tensor } => host.executor.discard(tensor),
             Output::Split { tensor, at, of: _, into } => host.executor.split(tensor, at, into),
             Output::Share { tensor, also } => host.executor.share(tensor, also),

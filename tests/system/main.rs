@@ -5,6 +5,7 @@ mod arrows;
 mod bans;
 mod client;
 mod commands;
+mod conversation;
 mod dist;
 mod docs;
 mod drivers;

@@ -78,8 +78,16 @@ fn round_trips(a: &Endpoint, events: &mpsc::Receiver<Event>, to: NodeId, route: 
     let rounds = (ROUNDS / count as usize).max(200);
     let mut times: Vec<Duration> = (0..rounds)
         .map(|i| {
-            let head =
-                WireHeader { route, channel: 1, cursor: i as u32, count, last: false, dtype: Dtype::F32, width: WIDTH };
+            let head = WireHeader {
+                route,
+                channel: 1,
+                cursor: i as u32,
+                count,
+                last: false,
+                continues: None,
+                dtype: Dtype::F32,
+                width: WIDTH,
+            };
             let start = Instant::now();
             a.send_frame(to, head, payload.clone(), Priority::Decode).unwrap();
             wait(events, |event| matches!(event, Event::Frame { .. }));

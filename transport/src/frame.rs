@@ -6,9 +6,13 @@ use bytes::Bytes;
 use thiserror::Error;
 
 /// Size of the header in bytes.
-pub const HEADER_BYTES: usize = 68;
+pub const HEADER_BYTES: usize = 76;
 /// Largest payload of any job: 512 positions of a model of width 16,384 in f32. An [`Expectation`] can only lower it.
 pub const PAYLOAD_BYTES_MAX: usize = 32 << 20;
+
+/// Header flags.
+const FLAG_LAST: u8 = 1;
+const FLAG_CONTINUES: u8 = 2;
 
 /// One version of a job's placement: (counter, issuer), ordered lexicographically.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -43,6 +47,8 @@ pub struct WireHeader {
     pub count: u32,
     /// Whether the last row is the channel's newest row at the source: the last stage of a model samples from it.
     pub last: bool,
+    /// A channel with the same content before `cursor`, which the receiver has.
+    pub continues: Option<u64>,
     /// Element type.
     pub dtype: Dtype,
     /// Elements per row.
@@ -177,7 +183,7 @@ pub fn encode_header(head: &WireHeader, codec: Codec, payload: &[u8]) -> [u8; HE
     out[0] = VERSION;
     out[1] = head.dtype as u8;
     out[2] = codec as u8;
-    out[3] = u8::from(head.last);
+    out[3] = if head.last { FLAG_LAST } else { 0 } | if head.continues.is_some() { FLAG_CONTINUES } else { 0 };
     out[4..6].copy_from_slice(&head.route.part.to_le_bytes());
     // 6..8: reserved, zero.
     out[8..16].copy_from_slice(&head.route.job.to_le_bytes());
@@ -190,8 +196,9 @@ pub fn encode_header(head: &WireHeader, codec: Codec, payload: &[u8]) -> [u8; HE
     // Senders reject payloads above PAYLOAD_BYTES_MAX, so both lengths fit in 32 bits.
     out[56..60].copy_from_slice(&u32::try_from(head.raw_bytes()).unwrap_or(u32::MAX).to_le_bytes());
     out[60..64].copy_from_slice(&u32::try_from(payload.len()).unwrap_or(u32::MAX).to_le_bytes());
-    let seed = crc32fast::hash(&out[..64]);
-    out[64..].copy_from_slice(&checksum(seed, payload).to_le_bytes());
+    out[64..72].copy_from_slice(&head.continues.unwrap_or(0).to_le_bytes());
+    let seed = crc32fast::hash(&out[..72]);
+    out[72..].copy_from_slice(&checksum(seed, payload).to_le_bytes());
     out
 }
 
@@ -213,7 +220,7 @@ pub struct RawHeader {
 /// Unknown format version, dtype or codec, or reserved bits set.
 pub fn decode_header(bytes: &[u8; HEADER_BYTES]) -> Result<RawHeader, FrameError> {
     let mut r = Reader::new(bytes);
-    read_header(&mut r, crc32fast::hash(&bytes[..64])).unwrap_or(Err(FrameError::Reserved))
+    read_header(&mut r, crc32fast::hash(&bytes[..72])).unwrap_or(Err(FrameError::Reserved))
 }
 
 /// Never returns `None`: the array is long enough for every field.
@@ -225,14 +232,18 @@ fn read_header(r: &mut Reader<'_>, seed: u32) -> Option<Result<RawHeader, FrameE
     let Some(dtype) = Dtype::from_wire(dtype) else { return Some(Err(FrameError::Dtype { found: dtype })) };
     let Some(codec) = Codec::from_wire(codec) else { return Some(Err(FrameError::Codec { found: codec })) };
     let (part, reserved, job, counter, count) = (r.u16()?, r.u16()?, r.u64()?, r.u32()?, r.u32()?);
-    if flags > 1 || reserved != 0 {
+    if flags & !(FLAG_LAST | FLAG_CONTINUES) != 0 || reserved != 0 {
         return Some(Err(FrameError::Reserved));
     }
     let issuer = r.array()?;
     let (channel, cursor, width) = (r.u64()?, r.u32()?, r.u32()?);
-    let (raw_length, wire_length, checksum) = (r.u32()?, r.u32()?, r.u32()?);
+    let (raw_length, wire_length, other, checksum) = (r.u32()?, r.u32()?, r.u64()?, r.u32()?);
+    let continues = (flags & FLAG_CONTINUES != 0).then_some(other);
+    if continues.is_none() && other != 0 {
+        return Some(Err(FrameError::Reserved));
+    }
     let route = Route { job, epoch: Epoch { counter, issuer }, part };
-    let head = WireHeader { route, channel, cursor, count, last: flags == 1, dtype, width };
+    let head = WireHeader { route, channel, cursor, count, last: flags & FLAG_LAST != 0, continues, dtype, width };
     Some(Ok(RawHeader { head, codec, raw_length, wire_length, checksum, seed }))
 }
 
@@ -384,7 +395,16 @@ mod tests {
 
     fn head() -> WireHeader {
         let route = Route { job: 7, epoch: Epoch { counter: 3, issuer: [5; 16] }, part: 2 };
-        WireHeader { route, channel: 9, cursor: 40, count: 2, last: true, dtype: Dtype::F32, width: 3 }
+        WireHeader {
+            route,
+            channel: 9,
+            cursor: 40,
+            count: 2,
+            last: true,
+            continues: Some(7),
+            dtype: Dtype::F32,
+            width: 3,
+        }
     }
 
     fn expected() -> Expectation {

@@ -188,7 +188,8 @@ impl<R: Platform> GpuEngine<R> {
             half_cells: options.activations.cache_cell_bytes() == 2,
         };
         let most = buffer_max(&client);
-        let pages = options.sequences * options.context.div_ceil(POSITIONS);
+        // One more for a challenge beside the requests.
+        let pages = options.sequences * options.context.div_ceil(POSITIONS) + 1;
         check_memory(file, &options, &heads, pages, memory_free, most)?;
         let threads = rayon::ThreadPoolBuilder::new().num_threads(options.threads).build();
         let threads = threads.map_err(|error| StageError::Device(format!("{} threads: {error}", options.threads)))?;
@@ -508,6 +509,10 @@ impl<R: Platform> decoder::Engine for GpuEngine<R> {
                 wanted.len()
             ))
         })
+    }
+
+    fn share(&mut self, from: SequenceId, to: SequenceId, positions: usize) {
+        self.pool.share(from, to, positions);
     }
 
     fn release(&mut self, sequence: SequenceId) {

@@ -9,7 +9,8 @@ use kernels::threads::Threads;
 
 use crate::sampler::{Sampler, SamplerSettings};
 use crate::stage::{
-    Draw, RequestedOutput, ResidentBytes, Rows, RowsIn, RowsOut, SequenceId, Stage, StageError, StageOptions, Submitted,
+    Draw, Drawn, Logprobs, RequestedOutput, ResidentBytes, Rows, RowsIn, RowsOut, SequenceId, Stage, StageError,
+    StageOptions, Submitted,
 };
 use crate::weights::ModelConfig;
 
@@ -46,6 +47,10 @@ pub trait Engine: Send {
     /// # Errors
     /// Not enough memory for all of them; no sequence has changed.
     fn reserve(&mut self, requested: &[(SequenceId, usize)]) -> Result<(), StageError>;
+
+    /// Gives a sequence the cached first `positions` of another, which has them, instead of what it had. The same positions
+    /// may later be written again through either sequence, with the same bits.
+    fn share(&mut self, from: SequenceId, to: SequenceId, positions: usize);
 
     /// Frees the cache of a sequence.
     fn release(&mut self, sequence: SequenceId);
@@ -108,6 +113,9 @@ pub trait Engine: Send {
     fn numerics(&self) -> &str;
 }
 
+/// Sequences share positions in multiples of this: whole pages of every engine.
+pub const SHARED_POSITIONS: usize = 128;
+
 /// Maximum queued steps: the requested one and the one after it.
 pub const QUEUED_MAX: usize = 2;
 
@@ -119,7 +127,6 @@ pub struct Decoder<E> {
     last: bool,
     width: usize,
     vocab: usize,
-    sequences: usize,
     context: usize,
     held: BTreeMap<SequenceId, usize>,
     /// The step that was queued ahead of its request.
@@ -156,7 +163,6 @@ impl<E: Engine> Decoder<E> {
             last: options.layers.end == config.layers,
             width: config.width,
             vocab: config.vocab,
-            sequences: options.sequences,
             context: options.context,
             held: BTreeMap::new(),
             queued_next: None,
@@ -214,14 +220,6 @@ impl<E: Engine> Decoder<E> {
                     rows.position, self.context
                 ));
             }
-        }
-        let new = seen.iter().filter(|s| !self.held.contains_key(s)).count();
-        if self.held.len() + new > self.sequences {
-            return wrong(format!(
-                "{new} new sequences beside {} open ones exceed the limit of {}; release one",
-                self.held.len(),
-                self.sequences
-            ));
         }
         Ok(())
     }
@@ -313,7 +311,12 @@ impl<E: Engine> Decoder<E> {
     fn reserve(&mut self, batch: &[Rows<'_>], counts: &[usize]) -> Result<(), StageError> {
         let ends: Vec<(SequenceId, usize)> =
             batch.iter().zip(counts).map(|(rows, count)| (rows.sequence, rows.position + count)).collect();
-        self.engine.reserve(&ends)?;
+        if self.engine.reserve(&ends).is_err() {
+            // Steps queued ahead may have taken pages for positions that were never used.
+            let used: Vec<(SequenceId, usize)> = self.held.iter().map(|(&sequence, &end)| (sequence, end)).collect();
+            self.engine.reserve(&used)?;
+            self.engine.reserve(&ends)?;
+        }
         self.held.extend(ends);
         Ok(())
     }
@@ -393,9 +396,10 @@ impl<E: Engine> Decoder<E> {
         }
     }
 
-    fn draw(&mut self, logits: &[f32], position: usize, draw: &Draw<'_>) -> Result<u32, StageError> {
+    fn draw(&mut self, logits: &[f32], position: usize, draw: &Draw<'_>) -> Result<Drawn, StageError> {
         let drawn = self.sampler.sample(logits, &draw.settings, draw.position, &draw.changes);
-        drawn.map_err(|what| StageError::Logits { layers: self.layers.clone(), position, what })
+        let token = drawn.map_err(|what| StageError::Logits { layers: self.layers.clone(), position, what })?;
+        Ok(Drawn { token, logprobs: draw.logprobs.map(|most| Logprobs::of(logits, token, most)) })
     }
 }
 
@@ -429,6 +433,19 @@ impl<E: Engine> Stage for Decoder<E> {
 
     fn cached_positions(&self, sequence: SequenceId) -> usize {
         self.held.get(&sequence).copied().unwrap_or(0)
+    }
+
+    fn share(&mut self, from: SequenceId, to: SequenceId, positions: usize) -> Result<(), StageError> {
+        let held = self.cached_positions(from);
+        if positions > held || !positions.is_multiple_of(SHARED_POSITIONS) || from == to {
+            return Err(StageError::Input(format!(
+                "sequence {to} cannot continue sequence {from} after {positions} positions: expected a multiple of \
+                 {SHARED_POSITIONS} up to {held}, and another sequence"
+            )));
+        }
+        self.engine.share(from, to, positions);
+        self.held.insert(to, positions);
+        Ok(())
     }
 
     fn release(&mut self, sequence: SequenceId) {

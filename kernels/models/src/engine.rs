@@ -67,10 +67,10 @@ impl Shape {
 const ALONE: usize = 100_000;
 
 impl Engine {
-    pub(crate) fn new(isa: Isa, shape: Shape, layers: usize, rotary: RotaryTables) -> Self {
+    pub(crate) fn new(isa: Isa, shape: Shape, layers: usize, rotary: RotaryTables, positions_max: usize) -> Self {
         Self {
             isa,
-            cache: KvCache::new(layers, shape.kv_heads, shape.head_dim, shape.activations),
+            cache: KvCache::new(layers, shape.kv_heads, shape.head_dim, shape.activations, positions_max),
             shape,
             rotary,
             pass: Vec::new(),
@@ -246,7 +246,8 @@ impl Engine {
         let mut writers: Vec<(SequenceId, Writer)> = Vec::new();
         for row in pass.iter() {
             if writers.last().is_none_or(|(sequence, _)| *sequence != row.sequence) {
-                writers.push((row.sequence, cache.writer(row.sequence).expect("an open sequence")));
+                let writer = cache.writer(row.sequence, row.position).expect("an open sequence");
+                writers.push((row.sequence, writer));
             }
         }
         let (q, k) = (Shared::of(q), Shared::of(k));

@@ -1,9 +1,11 @@
 //! Paged KV cache of several sequences, addressed by position.
 //!
 //! Writing a position again is harmless, and reserving up to a position discards all later ones: replay, cancellation and
-//! speculative decoding need nothing else. Memory is allocated in pages of [`PAGE`] positions as sequences grow. Cells are f32
-//! or f16 ([`Activations::cache_cell_bytes`]).
+//! speculative decoding need nothing else. Memory is allocated in pages of [`PAGE`] positions as sequences grow. Sequences may
+//! share pages, which are copied before one of them writes. Cells are f32 or f16 ([`Activations::cache_cell_bytes`]).
 use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kernels::cpu::simd::{Kernel, Simd};
 
@@ -15,7 +17,11 @@ pub(crate) const PAGE: usize = 32;
 /// Keys and values of a stage's layers, for all open sequences.
 pub(crate) struct KvCache {
     shape: Shape,
-    sequences: BTreeMap<SequenceId, Vec<Page>>,
+    sequences: BTreeMap<SequenceId, Vec<Arc<Page>>>,
+    /// Number of pages in memory.
+    live: Arc<AtomicUsize>,
+    /// Most pages in memory.
+    pages_max: usize,
 }
 
 #[derive(Clone, Copy)]
@@ -27,7 +33,29 @@ struct Shape {
 }
 
 /// `PAGE` positions: `[layer][kv head]` of keys `[head_dim][PAGE]`, then values `[PAGE][head_dim padded to 16]`.
-struct Page(Vec<Aligned>);
+struct Page {
+    cells: Vec<Aligned>,
+    live: Arc<AtomicUsize>,
+}
+
+impl Page {
+    fn new(cells: Vec<Aligned>, live: &Arc<AtomicUsize>) -> Self {
+        live.fetch_add(1, Ordering::Relaxed);
+        Self { cells, live: live.clone() }
+    }
+}
+
+impl Clone for Page {
+    fn clone(&self) -> Self {
+        Self::new(self.cells.clone(), &self.live)
+    }
+}
+
+impl Drop for Page {
+    fn drop(&mut self) {
+        self.live.fetch_sub(1, Ordering::Relaxed);
+    }
+}
 
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
@@ -67,26 +95,49 @@ impl Shape {
 }
 
 impl KvCache {
-    pub(crate) fn new(layers: usize, kv_heads: usize, head_dim: usize, activations: Activations) -> Self {
+    /// A cache of at most `positions_max` positions, in whole pages of sequences.
+    pub(crate) fn new(
+        layers: usize,
+        kv_heads: usize,
+        head_dim: usize,
+        activations: Activations,
+        positions_max: usize,
+    ) -> Self {
         let shape = Shape { layers, kv_heads, head_dim, cell_bytes: activations.cache_cell_bytes() };
-        Self { shape, sequences: BTreeMap::new() }
+        Self { shape, sequences: BTreeMap::new(), live: Arc::default(), pages_max: positions_max.div_ceil(PAGE) }
     }
 
     pub(crate) fn release(&mut self, sequence: SequenceId) {
         self.sequences.remove(&sequence);
     }
 
-    /// Allocates pages for the first `positions` of a sequence and discards later ones.
-    pub(crate) fn reserve(&mut self, sequence: SequenceId, positions: usize) {
+    /// Allocates pages for the first `n` positions of each `(sequence, n)` and discards later ones.
+    ///
+    /// # Errors
+    /// The pages that are missing and those that there are. Nothing has changed.
+    pub(crate) fn reserve(&mut self, wanted: &[(SequenceId, usize)]) -> Result<(), (usize, usize)> {
+        let held = |sequence| self.sequences.get(sequence).map_or(0, Vec::len);
+        let more: usize = wanted.iter().map(|(sequence, end)| end.div_ceil(PAGE).saturating_sub(held(sequence))).sum();
+        if more > 0 && self.live.load(Ordering::Relaxed) + more > self.pages_max {
+            return Err((more, self.pages_max));
+        }
         let lines = self.shape.page_bytes().div_ceil(64);
-        let pages = self.sequences.entry(sequence).or_default();
-        pages.resize_with(positions.div_ceil(PAGE), || Page(vec![Aligned([0; 64]); lines]));
+        for (sequence, positions) in wanted {
+            let new = || Arc::new(Page::new(vec![Aligned([0; 64]); lines], &self.live));
+            self.sequences.entry(*sequence).or_default().resize_with(positions.div_ceil(PAGE), new);
+        }
+        Ok(())
+    }
+
+    /// Gives a sequence the pages of the first `positions` of another.
+    pub(crate) fn share(&mut self, from: SequenceId, to: SequenceId, positions: usize) {
+        let pages = self.sequences.get(&from).into_iter().flatten().take(positions.div_ceil(PAGE)).cloned().collect();
+        self.sequences.insert(to, pages);
     }
 
     /// Allocated bytes.
     pub(crate) fn bytes(&self) -> usize {
-        let pages: usize = self.sequences.values().map(Vec::len).sum();
-        pages * self.shape.page_bytes().next_multiple_of(64)
+        self.live.load(Ordering::Relaxed) * self.shape.page_bytes().next_multiple_of(64)
     }
 
     /// Pages of a sequence for reading; `None` if the sequence is unknown.
@@ -94,12 +145,12 @@ impl KvCache {
         self.sequences.get(&sequence).map(|pages| SequencePages { shape: self.shape, pages })
     }
 
-    /// Pages of a sequence for concurrent writes.
-    pub(crate) fn writer(&mut self, sequence: SequenceId) -> Option<Writer> {
-        let shape = self.shape;
-        self.sequences
-            .get_mut(&sequence)
-            .map(|pages| Writer { shape, pages: pages.iter_mut().map(|p| p.0.as_mut_ptr().cast()).collect() })
+    /// Pages of a sequence for concurrent writes to positions from `position` on. Pages that it shares are copied.
+    pub(crate) fn writer(&mut self, sequence: SequenceId, position: usize) -> Option<Writer> {
+        let (shape, first) = (self.shape, position / PAGE);
+        let pages = self.sequences.get_mut(&sequence)?.iter_mut().skip(first);
+        let pages = pages.map(|page| Arc::make_mut(page).cells.as_mut_ptr().cast()).collect();
+        Some(Writer { shape, first, pages })
     }
 }
 
@@ -107,7 +158,7 @@ impl KvCache {
 #[derive(Clone, Copy)]
 pub(crate) struct SequencePages<'a> {
     shape: Shape,
-    pages: &'a [Page],
+    pages: &'a [Arc<Page>],
 }
 
 impl<'a> SequencePages<'a> {
@@ -138,7 +189,7 @@ impl HeadPages<'_> {
     /// Keys of page `b`: `[head_dim][PAGE]` cells.
     #[inline(always)]
     pub(crate) fn keys(&self, b: usize) -> *const u8 {
-        self.pages.pages[b].0.as_ptr().cast::<u8>().wrapping_add(self.offset)
+        self.pages.pages[b].cells.as_ptr().cast::<u8>().wrapping_add(self.offset)
     }
 
     /// Values of page `b` and the bytes of each of its `PAGE` rows.
@@ -152,6 +203,8 @@ impl HeadPages<'_> {
 /// Writes positions of one sequence; distinct positions may be written concurrently.
 pub(crate) struct Writer {
     shape: Shape,
+    /// Number of the first of `pages`.
+    first: usize,
     pages: Vec<*mut u8>,
 }
 
@@ -165,7 +218,7 @@ impl Writer {
     pub(crate) fn place(&self, layer: usize, position: usize) -> CellAddress {
         let shape = self.shape;
         assert!(layer < shape.layers, "a layer of the cache");
-        let page = self.pages[position / PAGE];
+        let page = self.pages[position / PAGE - self.first];
         let keys = page.wrapping_add(shape.head_offset(layer, 0) + position % PAGE * shape.cell_bytes);
         let values = page
             .wrapping_add(shape.head_offset(layer, 0) + shape.keys_bytes() + position % PAGE * shape.value_row_bytes());
@@ -275,20 +328,39 @@ mod tests {
 
     #[test]
     fn pages_are_allocated_and_freed_with_positions() {
-        let mut cache = KvCache::new(2, 3, 64, Activations::Int8);
+        let mut cache = KvCache::new(2, 3, 64, Activations::Int8, 256);
         let page = 2 * 3 * (32 * 64 * 2) * 2;
         assert_eq!(page, 2 * 32 * position_bytes(3, 64, Activations::Int8));
         assert_eq!(cache.bytes(), 0);
-        cache.reserve(5, 32);
+        cache.reserve(&[(5, 32)]).unwrap();
         assert_eq!(cache.bytes(), page);
-        cache.reserve(5, 33);
+        cache.reserve(&[(5, 33)]).unwrap();
         assert_eq!(cache.bytes(), 2 * page);
-        cache.reserve(9, 70);
+        cache.reserve(&[(9, 70)]).unwrap();
         assert_eq!(cache.bytes(), 5 * page);
-        cache.reserve(9, 15); // discards later positions
+        cache.reserve(&[(9, 15)]).unwrap(); // discards later positions
         assert_eq!(cache.bytes(), 3 * page);
         cache.release(5);
         cache.release(5);
         assert_eq!(cache.bytes(), page);
+        assert_eq!(cache.reserve(&[(6, 100), (7, 130)]), Err((9, 8)));
+        assert_eq!(cache.bytes(), page, "nothing has changed");
+    }
+
+    #[test]
+    fn a_shared_page_is_copied_before_it_is_written() {
+        let mut cache = KvCache::new(1, 1, 16, Activations::F32, 256);
+        let page = cache.shape.page_bytes();
+        cache.reserve(&[(1, 96)]).unwrap();
+        let first = |cache: &KvCache, sequence| cache.view(sequence).unwrap().head(0, 0).keys(1);
+        cache.share(1, 2, 64);
+        assert_eq!(cache.bytes(), 3 * page);
+        cache.reserve(&[(2, 65)]).unwrap();
+        assert!(cache.writer(2, 64).is_some() && first(&cache, 1) == first(&cache, 2), "it writes only behind them");
+        assert_eq!(cache.bytes(), 4 * page);
+        assert!(cache.writer(2, 40).is_some() && first(&cache, 1) != first(&cache, 2));
+        assert_eq!(cache.bytes(), 5 * page);
+        cache.release(1);
+        assert_eq!(cache.bytes(), 3 * page, "the first page is still the other sequence's");
     }
 }

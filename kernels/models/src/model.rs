@@ -8,7 +8,7 @@ use kernels::pool::Pool;
 use kernels::threads::Threads;
 use kernels::tile::Tiles;
 
-use crate::decoder::{self, Decoder, PassInput, RowAt};
+use crate::decoder::{self, Decoder, PassInput, RowAt, SHARED_POSITIONS};
 use crate::engine::{Engine, Shape};
 use crate::recipe::Recipe;
 use crate::rotary::RotaryTables;
@@ -88,8 +88,16 @@ impl decoder::Engine for CpuEngine {
     const ROWS_PER_PASS: usize = 128;
 
     fn reserve(&mut self, requested: &[(SequenceId, usize)]) -> Result<(), StageError> {
-        requested.iter().for_each(|(sequence, positions)| self.engine.cache.reserve(*sequence, *positions));
-        Ok(())
+        self.engine.cache.reserve(requested).map_err(|(missing, all)| {
+            StageError::Input(format!(
+                "{} sequences need {missing} more pages than are free of the {all} pages of the cache; release a sequence",
+                requested.len()
+            ))
+        })
+    }
+
+    fn share(&mut self, from: SequenceId, to: SequenceId, positions: usize) {
+        self.engine.cache.share(from, to, positions);
     }
 
     fn release(&mut self, sequence: SequenceId) {
@@ -156,7 +164,10 @@ fn engine(file: &ModelFile, recipe: &Recipe, options: &StageOptions, isa: Isa) -
         halves: config.rope.kind == RopeKind::Halves,
         activations: options.activations,
     };
-    Ok(Engine::new(isa, shape, options.layers.len(), RotaryTables::load(file, recipe, options.layers.clone())?))
+    // Each context in whole shared pages, and one page for a challenge beside the requests.
+    let positions_max = options.sequences * options.context.next_multiple_of(SHARED_POSITIONS) + SHARED_POSITIONS;
+    let rotary = RotaryTables::load(file, recipe, options.layers.clone())?;
+    Ok(Engine::new(isa, shape, options.layers.len(), rotary, positions_max))
 }
 
 #[cfg(test)]

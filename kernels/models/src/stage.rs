@@ -10,7 +10,7 @@ use crate::sampler::{LogitChanges, SampleError, SamplerSettings};
 pub struct StageOptions {
     /// Layers `start..end`. Layer 0 includes the embedding; the last layer includes the final norm and the output head.
     pub layers: Range<usize>,
-    /// Maximum number of open sequences; opening more is an error.
+    /// Number of whole contexts that the cache has room for. More sequences may be open if they are shorter.
     pub sequences: usize,
     /// Context length: maximum positions per sequence; exceeding it is an error.
     pub context: usize,
@@ -86,6 +86,8 @@ pub struct Draw<'a> {
     pub position: u32,
     /// Changes to the logits before the draw.
     pub changes: LogitChanges<'a>,
+    /// Also return log-probabilities: of the drawn token, and of this many most likely ones.
+    pub logprobs: Option<usize>,
 }
 
 /// Input rows.
@@ -105,9 +107,46 @@ pub enum RowsOut {
     /// Logits `[vocabulary]` of the last row.
     Logits(Vec<f32>),
     /// The drawn token.
-    Token(u32),
+    Token(Drawn),
     /// Last stage, no output requested.
     Nothing,
+}
+
+/// A drawn token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Drawn {
+    /// The token.
+    pub token: u32,
+    /// Its log-probability and those of the most likely tokens, if the draw asks for them.
+    pub logprobs: Option<Logprobs>,
+}
+
+/// Natural logarithms of probabilities under the unchanged logits.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Logprobs {
+    /// That of the drawn token.
+    pub drawn: f32,
+    /// The most likely tokens, the most likely one first; of equal ones the lower id first.
+    pub top: Vec<(u32, f32)>,
+}
+
+impl Logprobs {
+    /// Those of a token and of the `most` most likely ones.
+    #[must_use]
+    pub fn of(logits: &[f32], token: u32, most: usize) -> Self {
+        let greatest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let sum: f64 = logits.iter().map(|logit| f64::from(logit - greatest).exp()).sum();
+        let log = |logit: f32| (f64::from(logit - greatest) - sum.ln()) as f32;
+        let mut ids: Vec<u32> = (0..logits.len() as u32).collect();
+        let order = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
+        if most < ids.len() {
+            ids.select_nth_unstable_by(most, order);
+            ids.truncate(most);
+        }
+        ids.sort_unstable_by(order);
+        let top = ids.into_iter().map(|id| (id, log(logits[id as usize]))).collect();
+        Self { drawn: logits.get(token as usize).map_or(f32::NEG_INFINITY, |logit| log(*logit)), top }
+    }
 }
 
 /// State of a submitted batch.
@@ -151,6 +190,12 @@ pub trait Stage: Send {
 
     /// Number of cached positions of a sequence (0 if unknown).
     fn cached_positions(&self, sequence: SequenceId) -> usize;
+    /// Gives a sequence the cached first `positions` of another, instead of what it had. No batch may be queued.
+    ///
+    /// # Errors
+    /// The other sequence has fewer positions, or the number is no multiple of
+    /// [`SHARED_POSITIONS`](crate::decoder::SHARED_POSITIONS).
+    fn share(&mut self, from: SequenceId, to: SequenceId, positions: usize) -> Result<(), StageError>;
     /// Frees a sequence's cache; unknown sequences are ignored.
     fn release(&mut self, sequence: SequenceId);
     /// Bytes resident in memory: weights, and caches and scratch.
@@ -189,4 +234,24 @@ pub enum StageError {
     /// The device failed; the stage must be loaded again.
     #[error("the device failed: {0}")]
     Device(String),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Logprobs;
+
+    #[test]
+    fn log_probabilities_are_those_of_the_softmax() {
+        let logits = [1.0, 3.0, 2.0, 3.0, -50.0];
+        let sum: f64 = logits.iter().map(|logit: &f32| f64::from(*logit).exp()).sum();
+        let log = |logit: f32| (f64::from(logit) - sum.ln()) as f32;
+        let found = Logprobs::of(&logits, 2, 3);
+        let near = |a: f32, b: f32| (a - b).abs() < 1e-6;
+        assert!(near(found.drawn, log(2.0)), "{found:?}");
+        let ids: Vec<u32> = found.top.iter().map(|(id, _)| *id).collect();
+        assert_eq!(ids, [1, 3, 2], "of equal ones the lower id first");
+        assert!(found.top.iter().all(|(id, value)| near(*value, log(logits[*id as usize]))), "{found:?}");
+        assert_eq!(Logprobs::of(&logits, 0, 9).top.len(), 5);
+        assert!(Logprobs::of(&logits, 0, 0).top.is_empty());
+    }
 }

@@ -187,8 +187,12 @@ fn no_token_is_drawn_from_non_finite_logits() {
 
 /// Draws the token after a prompt.
 fn through(stages: &mut [Box<dyn Stage>], sequence: u64, prompt: &[u32]) -> Result<RowsOut, StageError> {
-    let draw =
-        Draw { settings: SamplerSettings::greedy(), position: prompt.len() as u32, changes: LogitChanges::default() };
+    let draw = Draw {
+        settings: SamplerSettings::greedy(),
+        position: prompt.len() as u32,
+        changes: LogitChanges::default(),
+        logprobs: None,
+    };
     let step = |stage: &mut Box<dyn Stage>, input: RowsIn<'_>| {
         Ok::<_, StageError>(
             stage
@@ -218,7 +222,12 @@ fn non_finite_hidden_rows_are_detected_when_sampling() {
             let mut stage = load(&file, 1..3, 64, activations).unwrap();
             let mut hidden = vec![0.25; 3 * file.config().width];
             hidden[2 * file.config().width + 100] = bad;
-            let draw = Draw { settings: SamplerSettings::greedy(), position: 3, changes: LogitChanges::default() };
+            let draw = Draw {
+                settings: SamplerSettings::greedy(),
+                position: 3,
+                changes: LogitChanges::default(),
+                logprobs: None,
+            };
             let rows =
                 Rows { sequence: 1, position: 0, input: RowsIn::Hidden(&hidden), output: RequestedOutput::Token(draw) };
             let error = stage.forward(&mut Threads::new(2).unwrap(), &[rows]).unwrap_err().to_string();

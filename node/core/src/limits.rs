@@ -25,10 +25,18 @@ pub const MEMBERS_MAX: usize = 4096;
 pub const JOBS_MAX: usize = 64;
 /// Parts of one job on one node: a partition may give each node several tiles, and a node is the standby of other tiles too.
 pub const PARTS_MAX: usize = 256;
+/// Requests with a cache at a stage: those that run, those that ended and stay cached, and as many whose `Close` is in flight.
+pub const CACHES_MAX: usize = 2 * SEQUENCES_MAX as usize + PREFIXES_MAX;
 /// Halo strips that a tile retains, whatever their size: bounds the bookkeeping.
 pub const HALO_ENTRIES_MAX: usize = 1 << 18;
-/// Requests that run at the same time in one job: each takes one slot of the KV cache.
+/// Requests that run at the same time in one job, if the cache has pages for them.
 pub const SEQUENCES_MAX: u32 = 64;
+/// Positions in a page of the cache: the unit in which memory is charged and shared between requests. A multiple of the page
+/// of every engine (32 positions on a CPU, 128 on a GPU).
+pub const PAGE_POSITIONS: u32 = 128;
+/// Ended requests whose positions stay cached for requests that begin with the same tokens: bounds what stages report. Pages
+/// run out first, except for short requests.
+pub const PREFIXES_MAX: usize = 64;
 /// Requests queued behind the running ones: a longer queue would only delay the rejection (HTTP 429).
 pub const QUEUE_MAX: usize = 64;
 /// Tokens of one request, prompt and answer together: the longest context of known models.

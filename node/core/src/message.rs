@@ -1,6 +1,6 @@
 //! Messages between nodes: headers of frames on the data plane, and control messages.
 use crate::id::{CallId, ContentId, Epoch, JobId, NodeId, PartId, RequestId};
-use crate::work::serve::{FromCaller, Logged, Sampling, ToCaller};
+use crate::work::serve::{FromCaller, Logged, Sampled, Sampling, ToCaller};
 use crate::work::steps::{Report, SaveKind, TileFigures};
 use crate::work::{Cursors, Order, Ready, Record, Resume};
 use alloc::{boxed::Box, string::String, vec::Vec};
@@ -23,6 +23,9 @@ pub struct FrameHeader {
     pub count: u32,
     /// The payload ends with the channel's last element known to the sender: a model's last stage samples from that row.
     pub last: bool,
+    /// A channel that has the same content before `cursor`: a part without this channel copies it from there. Only stages of a
+    /// model have such channels.
+    pub continues: Option<u64>,
 }
 
 impl FrameHeader {
@@ -101,7 +104,9 @@ pub enum ToStage {
     /// To the last stage: the settings of a request, and its tokens so far if sampling depends on them; the first `prompt` of
     /// these are the prompt.
     Open { request: RequestId, sampling: Sampling, tokens: Vec<u32>, prompt: u32 },
-    /// To all stages: the request ended, free its cache.
+    /// To all stages: the request ended. Its cache stays for requests that begin with the same tokens, until `Close`.
+    Rest { request: RequestId },
+    /// To all stages: free the cache of a request, which has ended.
     Close { request: RequestId },
 }
 
@@ -144,7 +149,7 @@ pub enum ToCoordinator {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FromStage {
     /// The last stage sampled the token for `position`.
-    Token { request: RequestId, position: u32, token: u32 },
+    Token { request: RequestId, position: u32, sampled: Sampled },
     /// The last stage: positions before `position` are in every cache (an unsampled chunk passed all stages).
     Progress { request: RequestId, position: u32 },
     /// Any stage: it has only `have` positions of the request; resend from there.

@@ -1,7 +1,7 @@
 //! Everything a node can do. The shell (or simnet) executes each output and answers with an `Input` where one is named.
 use crate::id::{CallId, Epoch, JobId, LoadId, NodeId, PartId, RequestId, TensorId};
 use crate::message::FrameHeader;
-use crate::work::serve::DoneReason;
+use crate::work::serve::{DoneReason, Sampled};
 use crate::work::steps::{SaveKind, SimulationId, StepsEvent};
 use crate::work::{
     Contact, DownReason, Ending, Figures, Inherited, Order, Payload, Placement, PredictedChange, QuestionOrigin, Run,
@@ -58,6 +58,8 @@ pub enum Output {
     Run(Box<Run>),
     /// Free a request's key and value cache.
     Release { job: JobId, part: PartId, request: RequestId },
+    /// Give a request the cache of the first `positions` of another request, which stays.
+    Fork { job: JobId, part: PartId, from: RequestId, to: RequestId, positions: u32 },
     /// Drop a payload that will not be used.
     Discard { tensor: TensorId },
     /// Split a payload of `of` hidden rows, or of `of` tokens from another node, into the first `at` and the others.
@@ -118,7 +120,9 @@ pub enum Event {
     /// A job ended on this node.
     JobEnded { job: JobId, ending: Ending, figures: Figures },
     /// The next token of a call: once per position, in order.
-    Token { call: CallId, position: u32, token: u32 },
+    Token { call: CallId, position: u32, sampled: Sampled },
+    /// A request runs; the first `cached` tokens of its prompt were cached.
+    Begun { call: CallId, cached: u32 },
     /// A call ended.
     Done { call: CallId, reason: DoneReason },
     /// An event of a simulation.

@@ -5,6 +5,7 @@
 //! a part has a cursor that counts what has arrived: positions of a request, or steps of a neighbouring tile. Next:
 //! `work/serve.rs`, `work/steps.rs`.
 pub mod log;
+pub mod pages;
 pub mod serve;
 pub mod steps;
 

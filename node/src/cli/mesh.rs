@@ -299,7 +299,9 @@ fn jobs_text(jobs: &[JobView]) -> String {
                 if job.head { "coordinated here".to_owned() } else { format!("coordinated by {}", job.coordinator) };
             let figures = match (job.context, job.sequences) {
                 (Some(context), Some(sequences)) => {
-                    format!(", context {context}, {}", count(sequences as usize, "sequence"))
+                    let room = format!("cache for {}", count(sequences as usize, "context"));
+                    let used = job.pages.saturating_sub(job.pages_free);
+                    format!(", context {context}, {room}, {used} of {} pages used", job.pages)
                 }
                 _ => String::new(),
             };

@@ -70,6 +70,17 @@ pub(crate) enum Command {
         /// The request.
         request: RequestId,
     },
+    /// Give a request the cache of the first positions of another.
+    Fork {
+        /// The stage.
+        key: Key,
+        /// The request that has them.
+        from: RequestId,
+        /// The request that gets them.
+        to: RequestId,
+        /// Their number.
+        positions: u32,
+    },
     /// Numerics challenge: run the stage on rows generated from a nonce and report a digest.
     Challenge {
         /// The stage.

@@ -80,7 +80,7 @@ fn kind(work: &Work) -> Kind {
             Task::Steps(_) => Kind::Steps,
             Task::Batch(_) => Kind::Batch,
         },
-        Work::Command(Command::Release { .. } | Command::Challenge { .. }) => Kind::OfStage,
+        Work::Command(Command::Release { .. } | Command::Fork { .. } | Command::Challenge { .. }) => Kind::OfStage,
         Work::Command(
             Command::Load { .. }
             | Command::Cells { .. }
@@ -131,6 +131,7 @@ mod tests {
                 Task::Batch(_) => format!("batch {}", run.work.0),
             },
             Work::Command(Command::Release { .. }) => "release".into(),
+            Work::Command(Command::Fork { .. }) => "fork".into(),
             Work::Command(Command::Drop { .. }) => "drop".into(),
             Work::Command(_) => "other".into(),
         };

@@ -3,11 +3,11 @@ use super::constraints::Constraints;
 use crate::tensors::{Tensor, TensorStore, join};
 use kernels::threads::Threads;
 use kernels_models::sampler::{LogitChanges, SamplerSettings};
-use kernels_models::stage::{Draw, RequestedOutput, Rows, RowsIn, RowsOut, Stage, StageError, Submitted};
+use kernels_models::stage::{Draw, Drawn, RequestedOutput, Rows, RowsIn, RowsOut, Stage, StageError, Submitted};
 use node_core::id::Epoch;
 use node_core::limits::CHALLENGE_STEPS;
 use node_core::work::Payload;
-use node_core::work::serve::{Item, ItemResult, SampleSpec, Sampling};
+use node_core::work::serve::{Item, ItemResult, Logprobs, SampleSpec, Sampled, Sampling};
 use std::sync::Arc;
 
 /// A loaded stage.
@@ -98,10 +98,20 @@ pub(super) fn results(tensors: &TensorStore, items: &[Item], outputs: Vec<RowsOu
             tensors.put(item.output, Tensor::Hidden(Arc::new(rows)));
             ItemResult::Hidden
         }
-        RowsOut::Token(token) => ItemResult::Token { token },
+        RowsOut::Token(drawn) => ItemResult::Token(sampled(drawn)),
         RowsOut::Logits(_) | RowsOut::Nothing => ItemResult::Nothing,
     };
     items.iter().zip(outputs).map(result).collect()
+}
+
+fn sampled(drawn: Drawn) -> Sampled {
+    // A float becomes the nearest integer that there is: minus infinity the least one.
+    let e6 = |log: f32| (f64::from(log) * 1e6).round() as i32;
+    let logprobs = drawn.logprobs.map(|logprobs| {
+        let top_e6 = logprobs.top.into_iter().map(|(token, log)| (token, e6(log))).collect();
+        Box::new(Logprobs { sampled_e6: e6(logprobs.drawn), top_e6 })
+    });
+    Sampled { token: drawn.token, logprobs }
 }
 
 /// A digest of the stage's outputs for generated rows: equal for equal numerics.
@@ -167,7 +177,8 @@ fn rows<'a>(item: &'a Item, input: Option<&'a Tensor>, allowed: Option<&'a [u32]
 fn want<'a>(sample: &'a SampleSpec, allowed: Option<&'a [u32]>) -> RequestedOutput<'a> {
     let bias = &sample.sampling.logit_bias_e6;
     let changes = LogitChanges { history: &sample.history, prompt: sample.prompt as usize, bias, allowed };
-    RequestedOutput::Token(Draw { settings: settings(&sample.sampling), position: sample.position, changes })
+    let logprobs = sample.sampling.logprobs.map(usize::from);
+    RequestedOutput::Token(Draw { settings: settings(&sample.sampling), position: sample.position, changes, logprobs })
 }
 
 fn settings(s: &Sampling) -> SamplerSettings {

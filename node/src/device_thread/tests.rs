@@ -160,6 +160,11 @@ impl Stage for Pretended {
         0
     }
 
+    fn share(&mut self, _: SequenceId, _: SequenceId, _: usize) -> Result<(), StageError> {
+        self.log("share");
+        Ok(())
+    }
+
     fn release(&mut self, _: SequenceId) {
         self.log("release");
     }

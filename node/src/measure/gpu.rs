@@ -4,7 +4,9 @@ use kernels::quant::QuantType;
 use kernels::threads::Threads;
 use kernels_gpu::{Profiled, Shape};
 use kernels_models::sampler::{LogitChanges, SamplerSettings};
-use kernels_models::stage::{Activations, Draw, RequestedOutput, Rows, RowsIn, RowsOut, StageError, StageOptions};
+use kernels_models::stage::{
+    Activations, Draw, Drawn, RequestedOutput, Rows, RowsIn, RowsOut, StageError, StageOptions,
+};
 use kernels_models::weights::ModelFile;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -162,7 +164,12 @@ impl Run<'_> {
     fn prefill(&mut self, sequence: u64) -> Result<Duration, StageError> {
         let start = Instant::now();
         let tokens: Vec<u32> = (0..self.bench.prompt).map(|i| ((i * 37 + 11) % self.vocab) as u32).collect();
-        let draw = Draw { settings: self.settings(), position: tokens.len() as u32, changes: LogitChanges::default() };
+        let draw = Draw {
+            settings: self.settings(),
+            position: tokens.len() as u32,
+            changes: LogitChanges::default(),
+            logprobs: None,
+        };
         let rows = Rows { sequence, position: 0, input: RowsIn::Tokens(&tokens), output: RequestedOutput::Token(draw) };
         self.stage.forward(&mut self.threads, &[rows])?;
         Ok(start.elapsed())
@@ -178,7 +185,8 @@ impl Run<'_> {
             let row = |(sequence, token): (usize, &u32)| (sequence as u64, [*token]);
             let tokens: Vec<(u64, [u32; 1])> = last.iter().enumerate().map(row).collect();
             let position = prompt + i;
-            let draw = Draw { settings, position: position as u32 + 1, changes: LogitChanges::default() };
+            let draw =
+                Draw { settings, position: position as u32 + 1, changes: LogitChanges::default(), logprobs: None };
             let batch: Vec<Rows<'_>> = tokens
                 .iter()
                 .map(|(sequence, token)| Rows {
@@ -189,7 +197,7 @@ impl Run<'_> {
                 })
                 .collect();
             for (last, out) in last.iter_mut().zip(self.stage.forward(&mut self.threads, &batch)?) {
-                if let RowsOut::Token(token) = out {
+                if let RowsOut::Token(Drawn { token, .. }) = out {
                     *last = token;
                 }
             }

@@ -1,14 +1,15 @@
 //! Resource bounds: one batch per stage and one run per tile in flight, bounded batches and chunks, and no leaked tensor.
 use crate::host::HostId;
 use crate::world::{Observer, World};
-use node_core::id::{Epoch, JobId, PartId, TensorId, WorkId};
+use node_core::id::{Epoch, JobId, PartId, RequestId, TensorId, WorkId};
 use node_core::input::Input;
+use node_core::job::ProgramView;
 use node_core::limits::{CHUNK_POSITIONS_MAX, SEQUENCES_MAX};
 use node_core::output::Output;
 use node_core::time::Instant;
 use node_core::work::{Run, Task};
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 /// Watches batches and runs on every host. Clones share what they saw.
@@ -92,16 +93,25 @@ impl Observer for Bounds {
     }
 }
 
-/// Tensors and caches that live hosts hold in an idle mesh.
+/// Tensors and caches that live hosts hold in an idle mesh, without the caches of resting requests.
 pub fn leaks(world: &World) -> Vec<String> {
-    let live = world.hosts().filter(|host| host.runs());
-    live.filter_map(|host| {
-        let (tensors, caches) = (host.executor.tensors_held(), host.executor.caches_held());
-        let made = host.executor.tensor_ids().filter(|tensor| matches!(tensor, TensorId::Produced(_))).count();
-        (tensors + caches > 0).then(|| {
-            let arrived = tensors - made;
-            format!("host {} holds {made} computed tensors, {arrived} received tensors, {caches} caches", host.id.0)
+    let live = || world.hosts().filter(|host| host.runs());
+    let views = live().filter_map(|host| host.node.as_ref()).flat_map(|node| node.jobs());
+    let resting: BTreeSet<RequestId> = views
+        .flat_map(|view| match view.program {
+            ProgramView::Serve { resting, .. } => resting,
+            ProgramView::Steps { .. } => Vec::new(),
         })
-    })
-    .collect()
+        .collect();
+    live()
+        .filter_map(|host| {
+            let caches = host.executor.caches_held().filter(|request| !resting.contains(request)).count();
+            let tensors = host.executor.tensors_held();
+            let made = host.executor.tensor_ids().filter(|tensor| matches!(tensor, TensorId::Produced(_))).count();
+            (tensors + caches > 0).then(|| {
+                let arrived = tensors - made;
+                format!("host {} holds {made} computed tensors, {arrived} received tensors, {caches} caches", host.id.0)
+            })
+        })
+        .collect()
 }

@@ -8,7 +8,7 @@ use crate::world::Observer;
 use node_core::codec;
 use node_core::id::{JobId, NodeId, PartId, RequestId};
 use node_core::input::Input;
-use node_core::message::{Message, ToCoordinator, ToParticipant};
+use node_core::message::{Message, ToCoordinator, ToParticipant, ToStage};
 use node_core::output::{Event, Output};
 use node_core::time::Instant;
 use node_core::work::serve::Position;
@@ -29,6 +29,10 @@ struct Seen {
     part_of: BTreeMap<(JobId, NodeId), BTreeSet<PartId>>,
     /// The stages of each host, and the positions that successors reported since the stage was placed.
     stages: BTreeMap<(HostId, JobId, PartId), Successors>,
+    /// Requests that rest at a host: it keeps no rows of them.
+    resting: BTreeSet<(HostId, JobId, RequestId)>,
+    /// Positions at which requests began at a host, because they continue others: it computed no rows before them.
+    begun: BTreeMap<(HostId, JobId, RequestId), u32>,
     violations: Vec<String>,
 }
 
@@ -53,9 +57,11 @@ impl Seen {
     /// A stage is placed again and reports its ring; from then on it may have other successors.
     fn keeps(&mut self, host: HostId, job: JobId, part: PartId, positions: &[Position]) -> Option<String> {
         let held = std::mem::take(self.stages.get_mut(&(host, job, part))?);
-        for position in positions {
+        let resting = |position: &&Position| self.resting.contains(&(host, job, position.request));
+        for position in positions.iter().filter(|position| !resting(position)) {
             let said = held.iter().filter_map(|(node, held)| Some((held.get(&position.request)?, node)));
-            if let Some((&have, node)) = said.min().filter(|(have, _)| **have < position.kept_from) {
+            let begun = self.begun.get(&(host, job, position.request)).copied().unwrap_or(0);
+            if let Some((&have, node)) = said.min().filter(|(have, _)| (**have).max(begun) < position.kept_from) {
                 let (request, from) = (position.request.0, position.kept_from);
                 return Some(format!("keeps request {request} from {from} on, {node} holds only {have} positions"));
             }
@@ -67,12 +73,16 @@ impl Seen {
 #[expect(clippy::wildcard_enum_match_arm, reason = "a checker handles few of many variants")]
 impl Observer for Rings {
     fn input(&mut self, _at: Instant, host: HostId, input: &Input) {
-        if let Input::Message { from, bytes } = input
-            && let Ok(Message::ToParticipant { job, say: ToParticipant::Held { part, to, cursors, .. }, .. }) =
-                codec::decode_message(bytes)
-            && let Cursors::Each(held) = cursors
-        {
-            self.seen.borrow_mut().hear(host, *from, (job, part, to), held);
+        let Input::Message { from, bytes } = input else { return };
+        let Ok(Message::ToParticipant { job, say, .. }) = codec::decode_message(bytes) else { return };
+        match say {
+            ToParticipant::Held { part, to, cursors: Cursors::Each(held), .. } => {
+                self.seen.borrow_mut().hear(host, *from, (job, part, to), held);
+            }
+            ToParticipant::Stage(ToStage::Rest { request }) => {
+                self.seen.borrow_mut().resting.insert((host, job, request));
+            }
+            _ => {}
         }
     }
 
@@ -84,6 +94,10 @@ impl Observer for Rings {
                 if matches!(order.work, PartWork::Stage(_)) {
                     seen.stages.insert((host, *job, order.part), Successors::new());
                 }
+                None
+            }
+            Output::Fork { job, to, positions, .. } => {
+                seen.begun.insert((host, *job, *to), *positions);
                 None
             }
             Output::Drop { job, part } => {

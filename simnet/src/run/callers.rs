@@ -8,7 +8,7 @@ use crate::world::{Notification, World};
 use node_core::id::{CallId, ContentId, Epoch, JobId};
 use node_core::input::Input;
 use node_core::time::{Duration, Instant};
-use node_core::work::serve::{DoneReason, Sampling};
+use node_core::work::serve::{DoneReason, Request, Sampling};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 pub(super) struct Callers {
@@ -41,6 +41,10 @@ impl Callers {
 
     fn of_entry(case: &Case, entry: u32, head: HostId, layers: Option<u32>) -> Callers {
         let mut model = wide_model(layers.unwrap_or(case.mesh.layers), LAYER_BYTES, case.mesh.width);
+        if case.seed % 4 == 1 {
+            // So little cache that requests wait for pages, and are preempted.
+            model.work.sequences = 1;
+        }
         if layers.is_some() {
             model.content = ContentId([0x5A + entry as u8; 32]);
         }
@@ -138,12 +142,28 @@ impl Callers {
         let number = self.work.calls.len() as u64;
         let of_seed = seed.wrapping_mul(1000).wrapping_add(number + 300 * u64::from(self.entry));
         let mut request = request(of_seed, ask.prompt, ask.tokens);
+        if number % 2 == 1 {
+            self.next_turn_of_a_conversation(&mut request);
+        }
         if number % 3 == 2 {
             request.sampling = Sampling { temperature_e6: 800_000, seed: number, ..Sampling::GREEDY };
         }
         let call = self.work.submit(world, request);
         self.cancels.extend(ask.cancel_after.map(|after| (world.now() + after, call)));
         call
+    }
+
+    /// Puts the conversation of the last call that was answered before the prompt, if there is room for it.
+    fn next_turn_of_a_conversation(&self, request: &mut Request) {
+        let answered = |call: &&Call| matches!(call.ends.first(), Some((_, DoneReason::Stop | DoneReason::Length)));
+        let Some(before) = self.work.calls.values().rev().find(answered) else { return };
+        let mut tokens = before.request.prompt.clone();
+        let answer: BTreeMap<u32, u32> = before.tokens.iter().map(|&(_, position, token)| (position, token)).collect();
+        tokens.extend(answer.into_values());
+        tokens.append(&mut request.prompt.clone());
+        if tokens.len() + request.max_tokens as usize <= CONVERSATION_MAX {
+            request.prompt = tokens;
+        }
     }
 
     /// Callers whose host died get an error, and fail over to another host a while later: to one of the first `count`, and
@@ -240,6 +260,8 @@ pub(super) fn is_usable(world: &World, host: HostId) -> bool {
 
 /// Weights of one layer, as in `compute.rs`.
 const LAYER_BYTES: u64 = 20 << 20;
+/// Tokens of the longest conversation: less than a context.
+const CONVERSATION_MAX: usize = 3000;
 /// Failover delay of callers whose host is lost.
 const TURN: Duration = Duration::from_millis(500);
 /// How long they wait for its successor while parts of the job are held.

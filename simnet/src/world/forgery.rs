@@ -53,6 +53,7 @@ impl Known {
             | Output::Unload { .. }
             | Output::Run(_)
             | Output::Release { .. }
+            | Output::Fork { .. }
             | Output::Discard { .. }
             | Output::Split { .. }
             | Output::Share { .. }
@@ -286,7 +287,11 @@ impl Subject {
                 let (channel, cursor) = (self.request(world).0, self.position(world));
                 let count = [1, 1, 0, 513, u32::MAX][world.forgery_chance.random_range(0..5usize)];
                 let epoch = self.epoch(world, self.view.epoch.issuer);
-                Some(Forgery::Frame(victim, FrameHeader { job, epoch, part, channel, cursor, count, last: true }))
+                let continues = (cursor % 2 == 0).then_some(channel ^ 1);
+                Some(Forgery::Frame(
+                    victim,
+                    FrameHeader { job, epoch, part, channel, cursor, count, last: true, continues },
+                ))
             }
         }
     }
@@ -299,7 +304,7 @@ impl Subject {
         let more = world.forgery_chance.random_bool(0.3);
         let epoch = Epoch { counter: epoch.counter.saturating_add(more.into()), ..epoch };
         let say = match kind {
-            0 | 1 => ToCoordinator::Stage(FromStage::Token { request, position, token: 4_711 }),
+            0 | 1 => ToCoordinator::Stage(FromStage::Token { request, position, sampled: 4_711.into() }),
             2 => ToCoordinator::Stage(FromStage::Progress { request, position }),
             3 => ToCoordinator::Stage(FromStage::Gap { request, have: position }),
             4 => ToCoordinator::Held { part, cursors: Cursors::Each(vec![(request.0, position)]) },

@@ -6,7 +6,7 @@ use kernels::device::DeviceId;
 use kernels::threads::Threads;
 use kernels_models::sampler::{LogitChanges, SamplerSettings};
 use kernels_models::stage::{
-    Activations, Draw, RequestedOutput, Rows, RowsIn, RowsOut, StageError, StageOptions, Submitted,
+    Activations, Draw, Drawn, RequestedOutput, Rows, RowsIn, RowsOut, StageError, StageOptions, Submitted,
 };
 use kernels_models::weights::ModelFile;
 use kernels_models::weights::testing::{TinyModel, real_model_path};
@@ -110,7 +110,12 @@ fn batches_of_two_stages_are_queued_at_the_same_time() {
     let mut reference = load_stage(file.clone(), options(&file, 600), DeviceId::Cpu).unwrap();
     let prompt: Vec<u32> = (0..514).map(|i| i * 31 % 260).collect();
     let draw = |position| {
-        RequestedOutput::Token(Draw { settings: SamplerSettings::greedy(), position, changes: LogitChanges::default() })
+        RequestedOutput::Token(Draw {
+            settings: SamplerSettings::greedy(),
+            position,
+            changes: LogitChanges::default(),
+            logprobs: None,
+        })
     };
     let mut next = vec![7];
     for (position, want) in
@@ -127,7 +132,7 @@ fn batches_of_two_stages_are_queued_at_the_same_time() {
             assert!(stage.finish(&mut threads, &batch).unwrap() == expected, "position {position}");
             assert!(stage.finish(&mut threads, &batch).is_err(), "nothing is queued");
         }
-        if let [RowsOut::Token(token)] = expected[..] {
+        if let [RowsOut::Token(Drawn { token, .. })] = expected[..] {
             next = vec![token];
         }
     }

@@ -13,9 +13,9 @@ fn noise(count: usize, seed: u64) -> Vec<f32> {
 
 fn filled(isa: Isa, size: usize, half: bool, positions: usize) -> KvCache {
     let activations = if half { Activations::Int8 } else { Activations::F32 };
-    let mut cache = KvCache::new(2, 2, size, activations);
-    cache.reserve(1, positions);
-    let writer = cache.writer(1).unwrap();
+    let mut cache = KvCache::new(2, 2, size, activations, positions);
+    cache.reserve(&[(1, positions)]).unwrap();
+    let writer = cache.writer(1, 0).unwrap();
     for position in 0..positions {
         let (keys, values) = (noise(2 * size, 100 + position as u64), noise(2 * size, 9000 + position as u64));
         // SAFETY: one position at a time; the instruction set was detected.

@@ -33,8 +33,8 @@ const WRITTEN_EVERY: usize = 8;
 pub(super) fn cache_bytes_s(isa: Isa, pool: &mut Pool, bytes: usize) -> u64 {
     let layer_bytes = POSITIONS * position_bytes(KV_HEADS, HEAD_DIM, ACTIVATIONS);
     let layers = (bytes.min(BYTES_MAX) / layer_bytes).max(1);
-    let mut cache = KvCache::new(layers, KV_HEADS, HEAD_DIM, ACTIVATIONS);
-    cache.reserve(SEQUENCE, POSITIONS);
+    let mut cache = KvCache::new(layers, KV_HEADS, HEAD_DIM, ACTIVATIONS, POSITIONS);
+    cache.reserve(&[(SEQUENCE, POSITIONS)]).expect("room for one sequence");
     write(isa, &mut cache, layers);
     let pages = cache.view(SEQUENCE).expect("it was reserved");
     let group = SHARED_BY * HEAD_DIM;
@@ -69,7 +69,7 @@ pub(super) fn cache_bytes_s(isa: Isa, pool: &mut Pool, bytes: usize) -> u64 {
 
 fn write(isa: Isa, cache: &mut KvCache, layers: usize) {
     let row = vec![0.5; KV_HEADS * HEAD_DIM];
-    let writer = cache.writer(SEQUENCE).expect("it was reserved");
+    let writer = cache.writer(SEQUENCE, 0).expect("it was reserved");
     for position in (0..POSITIONS).step_by(WRITTEN_EVERY) {
         for layer in 0..layers {
             // SAFETY: one place at a time, in a cache without readers; the instruction set was detected.

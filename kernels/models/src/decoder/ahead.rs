@@ -7,7 +7,7 @@ use kernels::threads::Threads;
 
 use super::{Decoder, Engine, RowAt};
 use crate::sampler::SamplerSettings;
-use crate::stage::{RequestedOutput, Rows, RowsIn, RowsOut, StageError};
+use crate::stage::{Drawn, RequestedOutput, Rows, RowsIn, RowsOut, StageError};
 
 /// A decode step: one row and one draw per sequence.
 #[derive(Clone, Debug, PartialEq)]
@@ -46,7 +46,8 @@ impl<E: Engine> Decoder<E> {
             let (RowsIn::Tokens([token]), RequestedOutput::Token(draw)) = (rows.input, rows.output) else {
                 return None;
             };
-            if !draw.changes.is_empty(&draw.settings)
+            if draw.logprobs.is_some()
+                || !draw.changes.is_empty(&draw.settings)
                 || draw.settings.check().is_err()
                 || !self.engine.can_sample(batch.len(), &draw.settings)
             {
@@ -99,7 +100,7 @@ impl<E: Engine> Decoder<E> {
             self.queued_next = Some(Ahead { step, tokens });
         }
         if let Some(tokens) = drawn.into_iter().collect::<Option<Vec<u32>>>() {
-            return Ok(tokens.into_iter().map(RowsOut::Token).collect());
+            return Ok(tokens.into_iter().map(|token| RowsOut::Token(Drawn { token, logprobs: None })).collect());
         }
         self.forget_ahead()?;
         let passes = self.begin(threads, batch, &vec![1; batch.len()])?;

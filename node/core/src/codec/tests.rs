@@ -4,8 +4,8 @@ use crate::config::Capacity;
 use crate::id::{CallId, ContentId, Epoch, Generation, JobId, NodeId, PartId, RequestId};
 use crate::message::{FromStage, FromTile, ToCoordinator, ToParticipant, ToStage, ToTile};
 use crate::work::serve::{
-    DoneReason, FromCaller, Logged, ModelSpec, Position, Request, RequestKey, Sampling, ServeRecord, StageOrder,
-    ToCaller,
+    DoneReason, FromCaller, Logged, Logprobs, ModelSpec, Position, Request, RequestKey, Sampled, Sampling, ServeRecord,
+    StageOrder, ToCaller,
 };
 use crate::work::steps::{Report, SaveKind, Schedule, SimulationId, StepsRecord, TileFigures, TileOrder, TileStart};
 use crate::work::{
@@ -50,7 +50,8 @@ fn of_callers() -> Vec<Message> {
     let ask = FromCaller::Ask { request: Box::new(request), from: 12 };
     let asked = [ask, FromCaller::Cancel].map(|say| Message::FromCaller { job: JOB, call, say });
     let answers = [
-        ToCaller::Token { position: 41, token: 49_151 },
+        ToCaller::Token { position: 41, sampled: 49_151.into() },
+        ToCaller::Begun { cached: 128 },
         ToCaller::Done { reason: DoneReason::Invalid(String::from("too long")), end: 300 },
         ToCaller::Moved(NodeId([5; 16])),
         ToCaller::Unknown,
@@ -108,6 +109,8 @@ fn to_coordinator() -> Vec<ToCoordinator> {
     let figures = TileFigures { compute_ns: 1, halo_ns: 2, wait_ns: 3, sent_bytes: 4, copied_bytes: 5 };
     let report = Report { totals: vec![-1, i128::MAX], hash: Some(u128::MAX - 7), not_finite: Some(([1, 2, 3], 4)) };
     let kind = SaveKind::Output(3);
+    let top_e6 = vec![(49_151, -12_345), (7, -4_000_000)];
+    let logprobs = Sampled { token: 49_151, logprobs: Some(Box::new(Logprobs { sampled_e6: -12_345, top_e6 })) };
     vec![
         ToCoordinator::Prepared { part, result: Ok(Ready { bytes: 1 << 29, has }) },
         ToCoordinator::Prepared {
@@ -120,7 +123,7 @@ fn to_coordinator() -> Vec<ToCoordinator> {
         ToCoordinator::Held { part, cursors: Cursors::Each(vec![(300, 9)]) },
         ToCoordinator::Failed { part, held: true, reason: String::from("device lost") },
         ToCoordinator::Silent { node: NodeId([4; 16]), silent_ms: 301 },
-        ToCoordinator::Stage(FromStage::Token { request, position: 41, token: 49_151 }),
+        ToCoordinator::Stage(FromStage::Token { request, position: 41, sampled: logprobs }),
         ToCoordinator::Stage(FromStage::Progress { request, position: 512 }),
         ToCoordinator::Stage(FromStage::Gap { request, have: 3 }),
         ToCoordinator::Stage(FromStage::Resume { request, have: 9 }),
@@ -278,8 +281,8 @@ fn every_message_survives_a_round_trip() {
 
 /// The bytes when the protocol got its number. If this fails, either the change is a mistake or `PROTOCOL` must increase.
 #[test]
-fn golden_bytes_of_protocol_12() {
-    let say = ToCoordinator::Stage(FromStage::Token { request: REQUEST, position: 41, token: 49_151 });
+fn golden_bytes_of_protocol_13() {
+    let say = ToCoordinator::Stage(FromStage::Token { request: REQUEST, position: 41, sampled: 49_151.into() });
     let token = Message::ToCoordinator { job: JOB, epoch: EPOCH, say };
     let bytes = encode_advert(&advert()).unwrap();
     assert_eq!(
@@ -292,12 +295,12 @@ fn golden_bytes_of_protocol_12() {
             hex(&blake3::hash(&bytes).as_bytes()[..8]),
         ],
         [
-            "0c04fd08070605040302010710090909090909090909090909090909090600fb2c0129fbffbf",
-            "0c01",
-            "0c03fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
-            "0c0105fb2c01",
-            "0c1001010101010101010101010101010101fc00d2496b032608080808080808",
-            "645bf1746b19c649",
+            "0d04fd08070605040302010710090909090909090909090909090909090600fb2c0129fbffbf00",
+            "0d01",
+            "0d03fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
+            "0d0105fb2c01",
+            "0d1001010101010101010101010101010101fc00d2496b032608080808080808",
+            "2cdba8bd6381537d",
         ]
     );
 }

@@ -93,9 +93,9 @@ impl Gateway {
             away.lost = None;
         }
         match say {
-            ToCaller::Token { position, token } if position == away.next => {
+            ToCaller::Token { position, sampled } if position == away.next => {
                 away.next += 1;
-                out.push_back(JobOutput::Notify(Event::Token { call, position, token }));
+                out.push_back(JobOutput::Notify(Event::Token { call, position, sampled }));
             }
             // All tokens after a lost one meet the same gap.
             ToCaller::Token { position: beyond, .. }
@@ -108,6 +108,7 @@ impl Gateway {
                 }
             }
             ToCaller::Token { .. } => {}
+            ToCaller::Begun { cached } => out.push_back(JobOutput::Notify(Event::Begun { call, cached })),
             ToCaller::Done { reason, .. } => {
                 self.calls.remove(&call);
                 done(call, reason, out);
@@ -241,7 +242,7 @@ mod tests {
     }
 
     fn token(position: u32) -> ToCaller {
-        ToCaller::Token { position, token: position }
+        ToCaller::Token { position, sampled: position.into() }
     }
 
     fn finished(end: u32) -> ToCaller {

@@ -1,5 +1,6 @@
 //! Serving a model: what the coordinator does for model jobs only. Next: `serve/requests.rs`.
 mod calibration;
+mod prefixes;
 mod requests;
 mod stream;
 
@@ -197,8 +198,8 @@ impl Serve {
     pub(super) fn handle_report(&mut self, now: Instant, from: NodeId, epoch: Epoch, say: FromStage, out: &mut Out) {
         let requests = &mut self.requests;
         match say {
-            FromStage::Token { request, position, token } if requests.is_last_stage(from, epoch) => {
-                requests.handle_token(now, request, position, token, out);
+            FromStage::Token { request, position, sampled } if requests.is_last_stage(from, epoch) => {
+                requests.handle_token(now, request, position, sampled, out);
             }
             FromStage::Progress { request, position } if requests.is_last_stage(from, epoch) => {
                 requests.handle_progress(now, request, position, out);

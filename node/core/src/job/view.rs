@@ -2,7 +2,7 @@
 use super::lifecycle::{Job, Phase};
 use super::part::Part;
 use super::rebalance::Moved;
-use crate::id::{ContentId, Epoch, JobId, NodeId, PartId};
+use crate::id::{ContentId, Epoch, JobId, NodeId, PartId, RequestId};
 use crate::work::steps::TileFigures;
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -55,8 +55,12 @@ pub enum ProgramView {
         moved: Option<Moved>,
         /// Context length per request, in tokens.
         context: u32,
-        /// Maximum number of running requests.
+        /// Number of whole contexts that the cache has room for.
         sequences: u32,
+        /// Free pages of the cache, and all of them.
+        pages: (u32, u32),
+        /// Ended requests that stay cached.
+        resting: Vec<RequestId>,
         /// Running requests.
         running: usize,
         /// Queued requests.

@@ -329,7 +329,8 @@ impl Workload {
                 let (running, waiting) = serve.requests.counts();
                 let content = serve.model.content;
                 let (context, sequences) = (serve.model.work.context, serve.model.work.sequences);
-                ProgramView::Serve { content, moved, context, sequences, running, waiting }
+                let (pages, resting) = (serve.requests.pages(), serve.requests.resting().collect());
+                ProgramView::Serve { content, moved, context, sequences, pages, resting, running, waiting }
             }
             Workload::Steps(steps) => ProgramView::Steps {
                 step: steps.step(),

@@ -4,7 +4,7 @@
 use super::*;
 use crate::config::Capacity;
 use crate::id::{CallId, ContentId, Epoch, Generation, PartId, RequestId, TensorId};
-use crate::job::WhatView;
+use crate::job::{ProgramView, WhatView};
 use crate::message::ToParticipant;
 use crate::work::serve::{DoneReason, Item, ItemResult, ModelSpec, Request, RequestKey, Sampling, StageOrder};
 use crate::work::{JobSpec, Loaded, Order, PartWork, Run, RunResult, Task};
@@ -14,6 +14,7 @@ use alloc::vec;
 use partitioner::{Layer, Work};
 
 mod epochs;
+mod prefixes;
 mod succession;
 
 const CALL: CallId = CallId(1);
@@ -49,6 +50,8 @@ struct Executor {
     layers: core::ops::Range<u32>,
     total: u32,
     caches: BTreeMap<RequestId, Vec<u64>>,
+    /// Rows computed so far.
+    computed: u64,
 }
 
 /// One symbolic layer: the state after each position depends on everything before it.
@@ -85,6 +88,7 @@ impl Executor {
         let mut rows_out = Vec::new();
         let mut cache_rows = Vec::new();
         assert_eq!(rows.len(), item.count as usize);
+        self.computed += rows.len() as u64;
         let width = self.layers.len();
         let cache = self.caches.entry(item.request).or_default();
         assert!(cache.len() >= item.position as usize * width, "a gap in the cache");
@@ -103,7 +107,7 @@ impl Executor {
         let last = *rows_out.last().unwrap();
         match (&item.sample, self.layers.end == self.total) {
             (_, false) => (ItemResult::Hidden, rows_out),
-            (Some(sample), true) => (ItemResult::Token { token: choose(last, sample.position) }, Vec::new()),
+            (Some(sample), true) => (ItemResult::Token(choose(last, sample.position).into()), Vec::new()),
             (None, true) => (ItemResult::Nothing, Vec::new()),
         }
     }
@@ -302,6 +306,13 @@ impl Mesh {
                     stage.caches.remove(&request);
                 }
             }
+            Output::Fork { job, part, from, to, positions } => {
+                let stage = self.nodes.get_mut(&me).unwrap().stage.get_mut(&(job, part)).expect("a loaded stage");
+                let mut cache = stage.caches[&from].clone();
+                assert!(cache.len() >= positions as usize * stage.layers.len(), "fewer positions than are shared");
+                cache.truncate(positions as usize * stage.layers.len());
+                stage.caches.insert(to, cache);
+            }
             Output::Discard { tensor } => {
                 self.nodes.get_mut(&me).unwrap().tensors.remove(&tensor).expect("discarded once");
             }
@@ -352,7 +363,7 @@ impl Mesh {
     fn told(&self, call: CallId) -> Vec<u32> {
         let mut next = None;
         let tokens = self.events.iter().filter_map(|(_, event)| match event {
-            Event::Token { call: c, position, token } if *c == call => Some((*position, *token)),
+            Event::Token { call: c, position, sampled } if *c == call => Some((*position, sampled.token)),
             _ => None,
         });
         tokens
@@ -385,8 +396,23 @@ impl Mesh {
         self.run_for(Duration::from_secs(1));
         for host in self.nodes.values().filter(|host| !host.down) {
             assert!(host.tensors.is_empty(), "{} tensors leaked", host.tensors.len());
-            assert!(host.stage.values().all(|stage| stage.caches.is_empty()), "a cache leaked");
         }
+        let caches = self.caches();
+        assert!(caches.is_empty(), "caches leaked: {caches:?}");
+    }
+
+    /// Requests with a cache that do not rest.
+    fn caches(&self) -> Vec<RequestId> {
+        let views = self.nodes.values().filter(|host| !host.down).flat_map(|host| host.node.jobs());
+        let resting: Vec<RequestId> = views
+            .flat_map(|view| match view.program {
+                ProgramView::Serve { resting, .. } => resting,
+                ProgramView::Steps { .. } => Vec::new(),
+            })
+            .collect();
+        let live = self.nodes.values().filter(|host| !host.down);
+        let caches = live.flat_map(|host| host.stage.values()).flat_map(|stage| stage.caches.keys().copied());
+        caches.filter(|request| !resting.contains(request)).collect()
     }
 
     fn stages(&self) -> Vec<NodeId> {
@@ -410,7 +436,7 @@ fn stage(order: &Order) -> &StageOrder {
 fn load(host: &mut Host, job: JobId, order: &Order) {
     let stage = stage(order);
     let (layers, total) = (stage.layers_of(order.part), stage.layers_total());
-    host.stage.insert((job, order.part), Executor { layers, total, caches: BTreeMap::new() });
+    host.stage.insert((job, order.part), Executor { layers, total, caches: BTreeMap::new(), computed: 0 });
 }
 
 fn compute(host: &mut Host, part: (JobId, PartId), items: Vec<Item>) -> Vec<ItemResult> {
@@ -478,7 +504,7 @@ fn the_coordinator_shows_what_stages_on_other_nodes_hold_and_how_fast_they_are()
         assert_eq!(part.bytes, Some(layers.len() as u64 * LAYER_BYTES), "{part:?}");
         assert!(part.step_ns > 0, "{part:?}");
     }
-    let crate::job::ProgramView::Serve { context, sequences, .. } = job.program else { panic!("{job:?}") };
+    let ProgramView::Serve { context, sequences, .. } = job.program else { panic!("{job:?}") };
     assert_eq!((context, sequences), (CONTEXT, 8));
 }
 

@@ -14,12 +14,14 @@ pub(super) struct Waiting {
 
 impl Waiting {
     /// Rows of it that a batch with room for `left` takes. Rows in several tensors, which wait only after a resend, are not
-    /// split. No single row is left over: it would travel with the decode steps, and overtake the rows before it.
+    /// split. No single row is taken or left over where that can be avoided: it would travel with the decode steps, and overtake
+    /// the rows before it.
     fn rows_within(&self, left: u32, is_first: bool) -> u32 {
         let count = self.header.count;
         match self.payload {
             Payload::Tokens(_) | Payload::Tensor(_) => match count.min(left.max(u32::from(is_first))) {
                 rows if rows > 1 && rows + 1 == count => rows - 1,
+                1 if count > 1 && !is_first => 0,
                 rows => rows,
             },
             Payload::Tensors(_) if count <= left || is_first => count,
@@ -49,7 +51,7 @@ impl Waiting {
             Payload::Tensor(tensor) => split(tensor, rows, header.count).map(Payload::Tensor),
             Payload::Tensors(_) => return (Waiting { header, payload }, None),
         };
-        let rest = FrameHeader { cursor: header.cursor + rows, count: header.count - rows, ..header };
+        let rest = FrameHeader { cursor: header.cursor + rows, count: header.count - rows, continues: None, ..header };
         let header = FrameHeader { count: rows, last: false, ..header };
         (Waiting { header, payload: now }, Some(Waiting { header: rest, payload: later }))
     }
@@ -205,7 +207,16 @@ mod tests {
 
     fn frame(request: u64, cursor: u32, count: u32, last: bool, tokens: bool) -> Waiting {
         let epoch = Epoch { counter: 1, issuer: NodeId([1; 16]) };
-        let header = FrameHeader { job: JobId(1), epoch, part: PartId(0), channel: request, cursor, count, last };
+        let header = FrameHeader {
+            job: JobId(1),
+            epoch,
+            part: PartId(0),
+            channel: request,
+            cursor,
+            count,
+            last,
+            continues: None,
+        };
         let payload = if tokens {
             Payload::Tokens((cursor..cursor + count).collect())
         } else {

@@ -157,6 +157,11 @@ impl Sent {
         Some(self.channels.get(&channel)?.front()?.cursor)
     }
 
+    /// A new channel begins at a cursor: what comes before it is not sent.
+    pub(super) fn begin(&mut self, channel: u64, cursor: u32) {
+        self.followers.iter_mut().for_each(|known| known.next.raise(channel, cursor));
+    }
+
     /// A channel is over. Drops its entries, and what followers reported of it.
     pub(super) fn forget(&mut self, channel: u64) -> Vec<TensorId> {
         for follower in &mut self.followers {

@@ -3,6 +3,7 @@
 //! One rule serves replay, cancellation and resending: a frame names its positions. A stage that has more truncates to
 //! them; one that has fewer reports a gap. Positions are counted when work is queued, because the executor runs in
 //! order.
+mod frames;
 mod invariants;
 
 use super::output::{Names, Out, PartOutput, Started, discard, discard_payload};
@@ -11,14 +12,14 @@ use super::queue::{BatchLimits, Waiting, choose};
 use super::sent::{Bounds, Keep, LogEntry, OutgoingFrame, Sent};
 use crate::id::{Epoch, JobId, NodeId, PartId, RequestId, TensorId, WorkId};
 use crate::limits::{
-    CHUNK_POSITIONS_MAX, CLOSED_REQUESTS_MAX, HELD_EVERY, PARKED_FRAMES_MAX, PREFILL_BESIDE, PREFILL_WEIGHT_MAX,
-    RESUME_QUIET, RING_BYTES_MAX, RING_FRAMES_MAX, SEQUENCES_MAX, STAGE_QUEUE_MAX, STAGE_QUEUE_POSITIONS_MAX,
-    chunk_positions,
+    CACHES_MAX, CHUNK_POSITIONS_MAX, HELD_EVERY, PREFILL_BESIDE, PREFILL_WEIGHT_MAX, RESUME_QUIET, RING_BYTES_MAX,
+    RING_FRAMES_MAX, chunk_positions,
 };
 use crate::message::{FrameHeader, FromStage, ToCoordinator, ToParticipant, ToStage};
 use crate::output::Output;
 use crate::planted::{self, Planted};
 use crate::time::Instant;
+use crate::work::pages::Pages;
 use crate::work::serve::{Item, ItemResult, Position, SampleSpec, Sampling, StageOrder};
 use crate::work::{Cursors, Order, Payload, Task};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -29,11 +30,13 @@ use alloc::{format, string::String, vec::Vec};
 pub(super) struct StageRun {
     job: JobId,
     route: Route,
-    /// Requests that have a cache here, or will have one once queued work has run; at most `route.sequences`.
+    /// Requests that have a cache here, or will have one once queued work has run; at most [`CACHES_MAX`].
     requests: BTreeMap<RequestId, Cache>,
+    /// The pages that these caches take, including queued positions.
+    pages: Pages,
     /// How to sample at the last stage, from `Open` to `Close`.
     opened: BTreeMap<RequestId, Opened>,
-    /// Frames, in order, of requests that get no cache until another request's `Close` arrives.
+    /// Frames, in order, for which no page is free until another request's `Close` arrives.
     outside: VecDeque<Waiting>,
     /// Requests closed under this epoch: their late frames must not open a cache again.
     closed: BTreeSet<RequestId>,
@@ -67,7 +70,6 @@ struct Route {
     previous: NodeId,
     /// The node that receives its rows. `None` at the last stage.
     next: Option<NodeId>,
-    sequences: u32,
     context: u32,
     /// Stages of the route. They determine how many positions of a request are computed in one pass.
     stages: u32,
@@ -85,7 +87,6 @@ impl Route {
             part,
             previous: part.before().and_then(|before| order.owner(before)).unwrap_or(epoch.issuer),
             next: order.owner(part.after()),
-            sequences: stage.sequences,
             context: stage.context,
             stages: u32::try_from(stage.layers.len()).unwrap_or(u32::MAX),
             row_bytes: 4 * u64::from(stage.width.max(1)),
@@ -103,8 +104,12 @@ struct Cache {
     computed: u32,
     /// Frames that wait for `Open`, in order.
     parked: VecDeque<Waiting>,
+    /// The request whose cache it continues, and from which position on.
+    continues: Option<(u64, u32)>,
     /// Its last frame was one position: it decodes.
     decodes: bool,
+    /// The request has ended. Its positions are here for other requests that begin with the same tokens.
+    rests: bool,
     /// Counter value of its last use. The least recently used cache is evicted first.
     touched: u64,
 }
@@ -138,6 +143,7 @@ impl StageRun {
             job,
             route: Route::new(epoch, order, stage),
             requests: BTreeMap::new(),
+            pages: Pages::of(stage.sequences, stage.context),
             opened: BTreeMap::new(),
             outside: VecDeque::new(),
             closed: BTreeSet::new(),
@@ -165,186 +171,6 @@ impl StageRun {
 
     fn message(&self, to: NodeId, say: ToParticipant, out: &mut Out) {
         out.push_back(PartOutput::Message { to, job: self.job, epoch: self.route.epoch, say });
-    }
-
-    // ---- frames in
-
-    pub(super) fn handle_frame(
-        &mut self,
-        now: Instant,
-        from: NodeId,
-        header: FrameHeader,
-        payload: Payload,
-        out: &mut Out,
-    ) {
-        if let Some(what) = self.misfit(from, &header) {
-            out.push_back(PartOutput::Refused { from, what });
-            return discard_payload(payload, out);
-        }
-        if self.closed.contains(&header.request()) {
-            return discard_payload(payload, out);
-        }
-        let have = self.have(header.request());
-        let positions: u64 = self.waiting.iter().map(|waiting| u64::from(waiting.header.count)).sum();
-        let full = self.waiting.len() >= STAGE_QUEUE_MAX || positions >= STAGE_QUEUE_POSITIONS_MAX;
-        if header.cursor > have || full {
-            if !full && self.route.shadow {
-                self.ask(now, header.request(), have, out);
-            } else if !full {
-                self.report_gap(header.request(), have, out);
-            }
-            return discard_payload(payload, out);
-        }
-        let waiting = Waiting { header, payload };
-        if self.requests.contains_key(&header.request()) || self.requests.len() < self.route.sequences as usize {
-            self.accept(waiting, out);
-        } else {
-            self.keep_outside(waiting, out);
-        }
-    }
-
-    /// Positions of a request that this stage has, including queued ones.
-    fn have(&self, request: RequestId) -> u32 {
-        let outside = || self.outside.iter().rev().find(|waiting| waiting.header.request() == request);
-        let inside = self.requests.get(&request).map(|held| held.have);
-        inside.unwrap_or_else(|| outside().map_or(0, |waiting| waiting.header.end()))
-    }
-
-    /// Why a frame does not fit this stage, if it does not.
-    fn misfit(&self, from: NodeId, header: &FrameHeader) -> Option<String> {
-        let end = header.cursor.checked_add(header.count);
-        if header.part != self.route.part {
-            return Some(format!("frame for part {}, expected part {}", header.part, self.route.part));
-        }
-        if from != self.route.previous {
-            return Some(format!(
-                "frame from {from}, stage {} expects frames from {}",
-                self.route.part, self.route.previous
-            ));
-        }
-        if header.count == 0 || header.count > CHUNK_POSITIONS_MAX || end.is_none_or(|end| end > self.route.context) {
-            return Some(format!(
-                "frame of {} positions from {}, expected 1 to {CHUNK_POSITIONS_MAX} within a context of {}",
-                header.count, header.cursor, self.route.context
-            ));
-        }
-        None
-    }
-
-    fn accept(&mut self, waiting: Waiting, out: &mut Out) {
-        let header = waiting.header;
-        let parked: usize = self.requests.values().map(|held| held.parked.len()).sum();
-        self.touched += 1;
-        // A standby samples no tokens, so it does not need `Open`.
-        let unopened = self.route.next.is_none() && !self.route.shadow && !self.opened.contains_key(&header.request());
-        let held = self.requests.entry(header.request()).or_default();
-        held.touched = self.touched;
-        let waits_for_open = unopened && (header.last || !held.parked.is_empty());
-        if waits_for_open && parked >= PARKED_FRAMES_MAX {
-            // The coordinator's watchdog resends it, with `Open` first.
-            return discard_payload(waiting.payload, out);
-        }
-        if header.cursor < held.have {
-            // It is computed again because a later stage lost it.
-            self.sent.rewind(header.channel, header.cursor);
-        }
-        held.have = header.end();
-        held.decodes = header.count == 1;
-        if waits_for_open {
-            held.parked.push_back(waiting);
-        } else {
-            self.waiting.push_back(waiting);
-        }
-    }
-
-    /// All caches are taken. The coordinator keeps at most `sequences` requests open, so the `Close` of one is in
-    /// flight on another stream, and the frame waits for it. If the frame is sent a second time, that `Close` was lost
-    /// with a connection: then the least recently used cache is evicted. If its request is not over after all, a `Gap`
-    /// restores it.
-    fn keep_outside(&mut self, waiting: Waiting, out: &mut Out) {
-        let request = waiting.header.request();
-        let again = |old: &Waiting| old.header.request() == request && old.header.cursor >= waiting.header.cursor;
-        if !self.outside.iter().any(again) {
-            if self.outside.len() >= PARKED_FRAMES_MAX {
-                return discard_payload(waiting.payload, out);
-            }
-            return self.outside.push_back(waiting);
-        }
-        let oldest = self.requests.iter().min_by_key(|(_, held)| held.touched).map(|(&request, _)| request);
-        // Its own older frames go first, so that they do not take the cache that is freed.
-        self.drop_waiting(request, out);
-        oldest.into_iter().for_each(|oldest| self.drop_request(oldest, out));
-        self.accept(waiting, out);
-    }
-
-    /// Accepts frames that waited for a cache.
-    fn admit_outside(&mut self, out: &mut Out) {
-        while self.requests.len() < self.route.sequences as usize {
-            let Some(request) = self.outside.front().map(|waiting| waiting.header.request()) else { return };
-            let (mine, others) = self.outside.drain(..).partition(|waiting| waiting.header.request() == request);
-            self.outside = others;
-            let mine: VecDeque<Waiting> = mine;
-            mine.into_iter().for_each(|waiting| self.accept(waiting, out));
-        }
-    }
-
-    fn handle_open(&mut self, request: RequestId, sampling: Sampling, tokens: Vec<u32>, prompt: u32) {
-        if self.route.next.is_some() || self.closed.contains(&request) {
-            return;
-        }
-        // More than can be open: the `Close` of the oldest one was lost.
-        while self.opened.len() >= 2 * self.route.sequences as usize {
-            self.opened.pop_first();
-        }
-        self.opened.insert(request, Opened { sampling, history: tokens, prompt });
-        if let Some(held) = self.requests.get_mut(&request) {
-            self.waiting.append(&mut held.parked);
-        }
-    }
-
-    fn handle_close(&mut self, request: RequestId, out: &mut Out) {
-        self.closed.insert(request);
-        if self.closed.len() > CLOSED_REQUESTS_MAX {
-            self.closed.pop_first();
-        }
-        self.opened.remove(&request);
-        self.drop_waiting(request, out);
-        self.drop_request(request, out);
-        self.admit_outside(out);
-    }
-
-    /// Drops a request: frees its cache and discards its frames.
-    fn drop_request(&mut self, request: RequestId, out: &mut Out) {
-        out.extend(self.sent.forget(request.0).into_iter().map(discard));
-        self.asked.remove(&request);
-        let Some(held) = self.requests.remove(&request) else { return };
-        self.drop_waiting(request, out);
-        held.parked.into_iter().for_each(|waiting| discard_payload(waiting.payload, out));
-        let (job, part) = (self.job, self.route.part);
-        out.push_back(PartOutput::Shell(Output::Release { job, part, request }));
-    }
-
-    fn drop_waiting(&mut self, request: RequestId, out: &mut Out) {
-        for queue in [&mut self.waiting, &mut self.outside] {
-            let (gone, kept) = queue.drain(..).partition(|waiting| waiting.header.request() == request);
-            *queue = kept;
-            let gone: VecDeque<Waiting> = gone;
-            gone.into_iter().for_each(|waiting| discard_payload(waiting.payload, out));
-        }
-    }
-
-    pub(super) fn drop_everything(&mut self, out: &mut Out) {
-        self.release(false, out);
-        self.opened.clear();
-        self.outside.drain(..).for_each(|waiting| discard_payload(waiting.payload, out));
-        out.extend(self.sent.clear().into_iter().map(discard));
-        while let Some((&request, _)) = self.requests.first_key_value() {
-            self.drop_request(request, out);
-        }
-    }
-
-    fn report_gap(&self, request: RequestId, have: u32, out: &mut Out) {
-        self.report(ToCoordinator::Stage(FromStage::Gap { request, have }), out);
     }
 
     // ---- batches
@@ -381,9 +207,10 @@ impl StageRun {
     /// requests wait for their first token.
     fn batch_limits(&self) -> BatchLimits {
         let stages = self.route.stages.max(1);
-        let decoding = self.requests.values().filter(|held| held.decodes).count();
+        let running = self.requests.values().filter(|held| !held.rests).count();
+        let decoding = self.requests.values().filter(|held| held.decodes && !held.rests).count();
         let beside = |weight: usize| PREFILL_BESIDE * u32::try_from(weight.clamp(1, PREFILL_WEIGHT_MAX)).unwrap_or(1);
-        let prefill = match (self.requests.len() - decoding).checked_div(decoding) {
+        let prefill = match (running - decoding).checked_div(decoding) {
             Some(weight) => self.pace.rows_within(beside(weight) / stages),
             None => CHUNK_POSITIONS_MAX,
         };
@@ -451,7 +278,7 @@ impl StageRun {
     fn deliver(&mut self, header: FrameHeader, output: TensorId, result: ItemResult, out: &mut Out) {
         let request = header.request();
         let position = header.end();
-        let open = self.requests.contains_key(&request);
+        let open = self.requests.get(&request).is_some_and(|held| !held.rests);
         let speaks = open && self.started && !self.route.shadow;
         match (result, self.route.next) {
             (ItemResult::Hidden, Some(_)) if open => {
@@ -465,14 +292,14 @@ impl StageRun {
                 out.extend(gone.into_iter().map(discard));
             }
             (ItemResult::Hidden, _) => out.push_back(discard(output)),
-            (ItemResult::Token { token }, _) if speaks => {
-                self.remember(request, position, token);
-                self.report(ToCoordinator::Stage(FromStage::Token { request, position, token }), out);
+            (ItemResult::Token(sampled), _) if speaks => {
+                self.remember(request, position, sampled.token);
+                self.report(ToCoordinator::Stage(FromStage::Token { request, position, sampled }), out);
             }
             (ItemResult::Nothing, None) if speaks => {
                 self.report(ToCoordinator::Stage(FromStage::Progress { request, position }), out);
             }
-            (ItemResult::Token { .. } | ItemResult::Nothing, _) => {}
+            (ItemResult::Token(_) | ItemResult::Nothing, _) => {}
         }
     }
 
@@ -484,7 +311,9 @@ impl StageRun {
         let (job, epoch, part) = (self.job, self.route.epoch, self.route.part.after());
         for sending in self.sent.due(|_| part) {
             let OutgoingFrame { to, channel, cursor, count, last, mut tensors, copy, bytes: _ } = sending;
-            let header = FrameHeader { job, epoch, part, channel, cursor, count, last };
+            let held = self.requests.get(&RequestId(channel)).and_then(|held| held.continues);
+            let continues = held.filter(|(_, from)| *from == cursor).map(|(from, _)| from);
+            let header = FrameHeader { job, epoch, part, channel, cursor, count, last, continues };
             let payload = match (tensors.pop(), tensors.is_empty()) {
                 (Some(tensor), true) => Payload::Tensor(tensor),
                 (last, _) => Payload::Tensors(tensors.into_iter().chain(last).collect()),
@@ -544,7 +373,10 @@ impl StageRun {
         let empty: Vec<RequestId> =
             self.requests.iter().filter(|(_, held)| held.computed == 0).map(|(&request, _)| request).collect();
         empty.into_iter().for_each(|request| self.drop_request(request, out));
-        self.requests.values_mut().for_each(|held| held.have = held.computed);
+        for held in self.requests.values_mut() {
+            // A successor may not know that a request has ended, and continues it. Otherwise it says so again.
+            (held.have, held.rests) = (held.computed, false);
+        }
     }
 
     /// A standby computes from now on, and keeps its rows for the next stage in the send log.
@@ -567,7 +399,7 @@ impl StageRun {
         if !again {
             self.sent.follow(part, next, true, true);
         }
-        let each = resume.iter().take(2 * SEQUENCES_MAX as usize).map(|&(request, have)| (request.0, have)).collect();
+        let each = resume.iter().take(CACHES_MAX).map(|&(request, have)| (request.0, have)).collect();
         self.sent.held(part, next, &Cursors::Each(each), true, true);
         self.pump(out);
     }
@@ -601,7 +433,7 @@ impl StageRun {
     pub(super) fn handle_held(&mut self, from: NodeId, part: PartId, cursors: &Cursors, again: bool, out: &mut Out) {
         let few = match cursors {
             Cursors::All(_) => false,
-            Cursors::Each(each) => each.len() <= 2 * SEQUENCES_MAX as usize,
+            Cursors::Each(each) => each.len() <= CACHES_MAX,
         };
         if few && part == self.route.part.after() {
             self.sent.held(part, from, cursors, !self.route.shadow, again);
@@ -635,7 +467,7 @@ impl StageRun {
         if self.asked.get(&request).is_some_and(|&at| now.since(at) < RESUME_QUIET) {
             return;
         }
-        if self.asked.len() > 2 * SEQUENCES_MAX as usize {
+        if self.asked.len() > CACHES_MAX {
             self.asked.clear();
         }
         self.asked.insert(request, now);
@@ -690,6 +522,7 @@ impl StageRun {
     pub(super) fn handle_message(&mut self, say: ToStage, out: &mut Out) {
         match say {
             ToStage::Open { request, sampling, tokens, prompt } => self.handle_open(request, sampling, tokens, prompt),
+            ToStage::Rest { request } => self.handle_rest(request, out),
             ToStage::Close { request } => self.handle_close(request, out),
         }
     }

@@ -4,6 +4,7 @@ mod tile;
 
 use super::*;
 use crate::id::{ContentId, RequestId};
+use crate::limits::PAGE_POSITIONS;
 use crate::message::{FrameHeader, ToParticipant};
 use crate::message::{FromStage, ToStage};
 use crate::work::serve::{ItemResult, Position, Sampling, StageOrder};
@@ -22,8 +23,13 @@ const NOW: Instant = Instant(0);
 
 /// A route with these owners, two layers each.
 fn order(owners: &[NodeId], part: u16, standby: Option<Tier>) -> Box<Order> {
+    order_of(2048, owners, part, standby)
+}
+
+/// The same, with two contexts of this many positions.
+fn order_of(context: u32, owners: &[NodeId], part: u16, standby: Option<Tier>) -> Box<Order> {
     let layers = (0..owners.len() as u32).map(|at| 2 * at..2 * at + 2).collect();
-    let stage = StageOrder { content: ContentId([7; 32]), layers, sequences: 2, context: 2048, width: 16, int8: false };
+    let stage = StageOrder { content: ContentId([7; 32]), layers, sequences: 2, context, width: 16, int8: false };
     Box::new(Order {
         name: "a model".into(),
         part: PartId(part),
@@ -61,11 +67,16 @@ fn go(parts: &mut Parts, epoch: Epoch, part: u16, resume: Vec<(RequestId, u32)>)
     say(parts, COORDINATOR, epoch, go);
 }
 
-/// This node's stage: part 0 of a route that continues at `next`, with two caches.
+/// This node's stage: part 0 of a route that continues at `next`.
 fn stage(next: Option<NodeId>) -> Parts {
+    stage_of(2048, next)
+}
+
+/// The same, with room for two contexts of this many positions.
+fn stage_of(context: u32, next: Option<NodeId>) -> Parts {
     let owners: Vec<NodeId> = core::iter::once(ME).chain(next).collect();
     let mut parts = Parts::new(ME);
-    prepare(&mut parts, EPOCH, order(&owners, 0, None));
+    prepare(&mut parts, EPOCH, order_of(context, &owners, 0, None));
     assert!(load(&mut parts));
     go(&mut parts, EPOCH, 0, Vec::new());
     outputs(&mut parts);
@@ -73,7 +84,7 @@ fn stage(next: Option<NodeId>) -> Parts {
 }
 
 fn frame(request: u64, cursor: u32, count: u32, last: bool) -> FrameHeader {
-    FrameHeader { job: JOB, epoch: EPOCH, part: PartId(0), channel: request, cursor, count, last }
+    FrameHeader { job: JOB, epoch: EPOCH, part: PartId(0), channel: request, cursor, count, last, continues: None }
 }
 
 /// Delivers a frame whose tensor is named by request and position.
@@ -197,8 +208,8 @@ fn a_sampled_frame_waits_for_open_at_the_last_stage() {
     open(&mut parts, 1, Sampling::GREEDY, Vec::new(), 0);
     let (work, items) = start(&mut parts).unwrap();
     assert_eq!(items, vec![(1, 512)]);
-    let done = finish(&mut parts, 0, work, vec![ItemResult::Token { token: 9 }]);
-    let token = FromStage::Token { request: RequestId(1), position: 515, token: 9 };
+    let done = finish(&mut parts, 0, work, vec![ItemResult::Token(9.into())]);
+    let token = FromStage::Token { request: RequestId(1), position: 515, sampled: 9.into() };
     assert!(done.contains(&report(EPOCH, ToCoordinator::Stage(token))));
 }
 
@@ -216,7 +227,7 @@ fn history_goes_with_a_sample_only_if_the_sampling_depends_on_it() {
     };
     let (work, sampled) = histories(&mut parts);
     assert_eq!(sampled, vec![vec![5, 6], vec![]]);
-    finish(&mut parts, 0, work, vec![ItemResult::Token { token: 7 }, ItemResult::Token { token: 8 }]);
+    finish(&mut parts, 0, work, vec![ItemResult::Token(7.into()), ItemResult::Token(8.into())]);
     feed(&mut parts, frame(1, 2, 1, true));
     assert_eq!(histories(&mut parts).1, vec![vec![5, 6, 7]]);
 }
@@ -238,7 +249,7 @@ fn late_frames_of_a_closed_request_open_no_cache() {
 
 #[test]
 fn a_third_request_waits_for_a_close_and_evicts_only_when_resent() {
-    let mut parts = stage(Some(NEXT));
+    let mut parts = stage_of(PAGE_POSITIONS, Some(NEXT));
     for request in [1, 2, 3] {
         feed(&mut parts, frame(request, 0, 5, true));
     }
@@ -260,9 +271,66 @@ fn a_third_request_waits_for_a_close_and_evicts_only_when_resent() {
     assert_eq!(start(&mut parts).unwrap().1, vec![(4, 0)]);
 }
 
+/// Says that a request has ended and stays cached.
+fn rest(parts: &mut Parts, request: u64) -> Vec<PartOutput> {
+    say(parts, COORDINATOR, EPOCH, ToParticipant::Stage(ToStage::Rest { request: RequestId(request) }));
+    outputs(parts)
+}
+
+/// Runs the next batch, of `items` items.
+fn run_next(parts: &mut Parts, items: usize) -> Vec<PartOutput> {
+    let (work, started) = start(parts).expect("a batch");
+    assert_eq!(started.len(), items, "{started:?}");
+    finish(parts, 0, work, vec![ItemResult::Hidden; items])
+}
+
+#[test]
+fn a_request_continues_the_cache_of_another_and_its_rows_say_so() {
+    let mut parts = stage(Some(NEXT));
+    let after = |from: u64, header: FrameHeader| FrameHeader { continues: Some(from), ..header };
+    feed(&mut parts, frame(1, 0, 300, true));
+    feed(&mut parts, after(1, frame(2, 256, 9, true)));
+    assert!(outputs(&mut parts).contains(&gap(2, 0)), "the positions are not computed yet");
+    run_next(&mut parts, 1);
+    rest(&mut parts, 1);
+    feed(&mut parts, after(1, frame(2, 256, 9, true)));
+    let fork = Output::Fork { job: JOB, part: PartId(0), from: RequestId(1), to: RequestId(2), positions: 256 };
+    assert!(outputs(&mut parts).contains(&PartOutput::Shell(fork)));
+    let sent = run_next(&mut parts, 1);
+    let frames = sent.iter().filter_map(|output| match output {
+        PartOutput::Frame { header, .. } => Some((header.cursor, header.count, header.continues)),
+        _ => None,
+    });
+    assert_eq!(frames.collect::<Vec<_>>(), [(256, 9, Some(1))]);
+    feed(&mut parts, frame(2, 265, 1, true));
+    assert!(run_next(&mut parts, 1).iter().any(
+        |output| matches!(output, PartOutput::Frame { header, .. } if header.continues.is_none() && header.cursor == 265)
+    ));
+    // A request that is not here, and one that has fewer positions.
+    feed(&mut parts, after(9, frame(3, 256, 9, true)));
+    assert!(outputs(&mut parts).contains(&gap(3, 0)));
+    feed(&mut parts, after(2, frame(3, 384, 9, true)));
+    assert!(outputs(&mut parts).contains(&gap(3, 0)));
+}
+
+#[test]
+fn resting_requests_give_way_and_do_not_count_as_running() {
+    let mut parts = stage_of(PAGE_POSITIONS, Some(NEXT));
+    feed(&mut parts, frame(1, 0, 5, true));
+    feed(&mut parts, frame(2, 0, 5, true));
+    run_next(&mut parts, 2);
+    rest(&mut parts, 2);
+    feed(&mut parts, frame(3, 0, 5, true));
+    let done = outputs(&mut parts);
+    assert!(done.contains(&released(2)), "it has no `Close` yet, and gives way: {done:?}");
+    run_next(&mut parts, 1);
+    feed(&mut parts, frame(4, 0, 5, true));
+    assert!(!outputs(&mut parts).contains(&released(1)), "it runs, so the frame waits");
+}
+
 #[test]
 fn another_partition_leaves_nothing_of_the_one_before() {
-    let mut parts = stage(Some(NEXT));
+    let mut parts = stage_of(PAGE_POSITIONS, Some(NEXT));
     for request in [1, 2, 3] {
         feed(&mut parts, frame(request, 0, 5, false));
     }

@@ -382,7 +382,7 @@ impl TileRun {
             let (part, channel) = (PartId(link.link.peer), link.mirror.into());
             *(if copy { &mut self.figures.copied_bytes } else { &mut self.figures.sent_bytes }) += bytes;
             for tensor in tensors {
-                let header = FrameHeader { job, epoch, part, channel, cursor, count, last: false };
+                let header = FrameHeader { job, epoch, part, channel, cursor, count, last: false, continues: None };
                 out.push_back(PartOutput::Frame { to, header, payload: Payload::Tensor(tensor), copy });
             }
         }

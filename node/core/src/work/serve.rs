@@ -79,7 +79,12 @@ pub enum ToCaller {
         /// Position in the sequence, counting the prompt.
         position: u32,
         /// The token.
-        token: u32,
+        sampled: Sampled,
+    },
+    /// The request runs.
+    Begun {
+        /// Number of prompt tokens that were cached.
+        cached: u32,
     },
     /// The request is over.
     Done {
@@ -132,6 +137,8 @@ pub struct Sampling {
     pub logit_bias_e6: Vec<(u32, i32)>,
     /// Grammar that the answer must match, in llguidance's dialect of Lark; at most [`GRAMMAR_BYTES_MAX`].
     pub grammar: Option<String>,
+    /// Also return the log-probabilities of each token and of this many most likely ones; at most [`LOGPROBS_MAX`].
+    pub logprobs: Option<u8>,
     /// Key of the random number generator.
     pub seed: u64,
 }
@@ -148,6 +155,7 @@ impl Sampling {
         frequency_penalty_e6: 0,
         logit_bias_e6: Vec::new(),
         grammar: None,
+        logprobs: None,
         seed: 0,
     };
 
@@ -277,6 +285,34 @@ pub struct Item {
     pub sample: Option<SampleSpec>,
 }
 
+/// A sampled token.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Sampled {
+    /// The token.
+    pub token: u32,
+    /// Its log-probability and those of the most likely tokens, if the request asks for them. A token that comes from the
+    /// token log of a lost coordinator has none.
+    pub logprobs: Option<Box<Logprobs>>,
+}
+
+impl From<u32> for Sampled {
+    fn from(token: u32) -> Self {
+        Sampled { token, logprobs: None }
+    }
+}
+
+/// Natural logarithms of probabilities under the model's own distribution, before penalties and temperature; × 1,000,000.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Logprobs {
+    /// That of the sampled token.
+    pub sampled_e6: i32,
+    /// The most likely tokens, the most likely one first; at most [`LOGPROBS_MAX`].
+    pub top_e6: Vec<(u32, i32)>,
+}
+
+/// Log-probabilities returned beside that of the sampled token. OpenAI allows 20.
+pub const LOGPROBS_MAX: u8 = 20;
+
 /// How to sample one token. The generator is counter-based, so that a replay samples the same token.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SampleSpec {
@@ -297,7 +333,7 @@ pub enum ItemResult {
     /// Hidden rows for the next stage, stored by the shell under `Item::output`.
     Hidden,
     /// Last stage, with sampling: the token.
-    Token { token: u32 },
+    Token(Sampled),
     /// Last stage, without sampling (a prefill chunk before the last).
     Nothing,
 }

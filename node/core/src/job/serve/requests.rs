@@ -1,5 +1,8 @@
-//! Requests of one served model at its coordinator: a bounded queue, the slots, and the traffic to the first and the
-//! last stage.
+//! Requests of one served model at its coordinator: a bounded queue, those that run, and the traffic to the first and the
+//! last stage. Next: `prefixes.rs` (the cache that they share).
+mod cache;
+
+use super::prefixes::Prefixes;
 use super::stream::{Caller, Stream, Taken};
 use crate::id::{CallId, Epoch, JobId, NodeId, PartId, RequestId};
 use crate::job::output::{JobOutput, Out};
@@ -11,7 +14,7 @@ use crate::output::Event;
 use crate::planted::{self, Planted};
 use crate::time::Instant;
 use crate::work::log::TokenLog;
-use crate::work::serve::{DoneReason, GRAMMAR_BYTES_MAX, Logged, Position, Request, ToCaller};
+use crate::work::serve::{DoneReason, GRAMMAR_BYTES_MAX, LOGPROBS_MAX, Logged, Position, Request, Sampled, ToCaller};
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::{format, string::String, vec::Vec};
 
@@ -43,15 +46,15 @@ impl Route {
     }
 }
 
-/// Queue and slots.
+/// Queued and running requests.
 ///
-/// Invariants: at most `slots` streams run and `QUEUE_MAX` wait; every submitted call gets exactly one `Done`, as its
-/// last event; request ids grow.
+/// Invariants: at most `SEQUENCES_MAX` streams run and `QUEUE_MAX` wait; each running stream has pages for its positions;
+/// every submitted call gets exactly one `Done`, as its last event; request ids grow.
 #[derive(Debug)]
 pub(in crate::job) struct Requests {
     job: JobId,
-    slots: usize,
     context: u32,
+    cache: Prefixes,
     eos: Vec<u32>,
     next: u64,
     waiting: VecDeque<Stream>,
@@ -72,8 +75,8 @@ impl Requests {
     pub(in crate::job) fn new(job: JobId, sequences: u32, context: u32, eos: Vec<u32>) -> Self {
         Requests {
             job,
-            slots: sequences.clamp(1, SEQUENCES_MAX) as usize,
             context,
+            cache: Prefixes::new(sequences, context),
             eos,
             next: 0,
             waiting: VecDeque::new(),
@@ -105,7 +108,9 @@ impl Requests {
         for (id, request, answer) in log.into_requests() {
             self.next = id.0.saturating_add(1);
             let stream = Stream::inherited(now, id, request, &answer, &self.eos);
-            if self.running.len() < self.slots {
+            let positions = stream.len().saturating_add(1);
+            let room = self.running.len() < SEQUENCES_MAX as usize && self.waiting.is_empty();
+            if room && self.cache.admit(stream.id, positions, 0, None, &mut Vec::new()) {
                 self.running.insert(stream.id, stream);
             } else {
                 self.waiting.push_back(stream);
@@ -177,12 +182,12 @@ impl Requests {
                 let reason = "the same request was sent again, and is answered there";
                 done(before, DoneReason::Failed(reason.into()), 0, out);
             }
-            stream.tokens_from(from).for_each(|(position, token)| tell(caller, position, token, out));
+            stream.tokens_from(from).for_each(|(position, token)| tell(caller, position, token.into(), out));
             return None;
         }
         let Some(at) = self.ended.iter().position(|(_, stream, _)| known(stream)) else { return Some(request) };
         if let Some((_, stream, reason)) = self.ended.remove(at) {
-            stream.tokens_from(from).for_each(|(position, token)| tell(caller, position, token, out));
+            stream.tokens_from(from).for_each(|(position, token)| tell(caller, position, token.into(), out));
             done(caller, reason, stream.next_position(), out);
         }
         None
@@ -236,10 +241,10 @@ impl Requests {
         all.filter_map(here).map(|(call, next, request)| (call, request, next)).collect()
     }
 
-    /// Ends a running request. Its caches are freed on every stage, and the next request in the queue gets its slot.
+    /// Ends a running request. Its caches rest or are freed, and the next requests in the queue begin.
     fn finish(&mut self, now: Instant, id: RequestId, reason: DoneReason, out: &mut Out) {
         let Some(stream) = self.running.remove(&id) else { return };
-        self.close(id, out);
+        self.rest_or_close(&stream, &reason, out);
         self.log_over(&stream);
         self.log_soon(now);
         done(stream.caller, reason.clone(), stream.next_position(), out);
@@ -253,12 +258,26 @@ impl Requests {
         self.fill_slots(now, out);
     }
 
+    /// Begins the next requests in the queue, as many as there are pages for.
     fn fill_slots(&mut self, now: Instant, out: &mut Out) {
-        while self.running.len() < self.slots && self.track.is_some() {
-            let Some(mut stream) = self.waiting.pop_front() else { return };
-            let id = stream.id;
-            stream.begin(now);
-            self.running.insert(id, stream);
+        while self.running.len() < SEQUENCES_MAX as usize && self.track.is_some() {
+            let Some(stream) = self.waiting.front() else { return };
+            let (id, positions) = (stream.id, stream.len().saturating_add(1));
+            let running = self.running.values().map(|stream| (stream.id, stream.acked_tokens()));
+            let base = self.cache.longest(stream.tokens(), running);
+            let (spare, mut evicted) = (self.sharers(), Vec::new());
+            let admitted = self.cache.admit(id, positions, spare, base, &mut evicted);
+            let first = self.waiting.pop_front_if(|_| admitted);
+            let goes_on = first.is_some();
+            if let Some(mut stream) = first {
+                stream.begin(now, base);
+                begun(stream.caller, base.map_or(0, |(_, shared)| shared).min(stream.prompt_len()), out);
+                self.running.insert(id, stream);
+            }
+            self.close_evicted(evicted, out);
+            if !goes_on {
+                return;
+            }
             self.open(id, out);
             self.pump(id, out);
         }
@@ -335,6 +354,7 @@ impl Requests {
                 }
             }
         }
+        self.resume_resting(held, &mut resume);
         self.track = Some(track);
         self.closed.clear();
         resume
@@ -345,19 +365,27 @@ impl Requests {
         held.iter().for_each(|&(node, positions)| self.close_ended(node, positions, out));
         let ids: Vec<RequestId> = self.running.keys().copied().collect();
         for id in ids {
+            let broken = |stream: &Stream| stream.broken_base(stream.acked()).is_some();
+            if self.running.get(&id).is_some_and(broken) {
+                self.preempt(now, id, out);
+            }
             self.open(id, out);
             self.pump(id, out);
         }
         self.fill_slots(now, out);
     }
 
-    /// Frees what a node holds of ended requests. Their `Close` went to the participants of that time.
+    /// Frees what a node holds of ended requests, or says that they rest. The first message about that went to the
+    /// participants of that time.
     pub(in crate::job) fn close_ended(&self, to: NodeId, positions: &[Position], out: &mut Out) {
         let Some(track) = &self.track else { return };
         let (job, epoch) = (self.job, track.epoch);
-        let over = positions.iter().map(|p| p.request).filter(|request| !self.running.contains_key(request));
+        let kept = |request: &RequestId| self.running.contains_key(request) || self.cache.rests(*request);
+        let over = positions.iter().map(|p| p.request).filter(|request| !kept(request));
         let close = |request| message(to, job, epoch, ToStage::Close { request });
         out.extend(over.map(close));
+        let resting = positions.iter().map(|p| p.request).filter(|request| self.cache.rests(*request));
+        out.extend(resting.map(|request| message(to, job, epoch, ToStage::Rest { request })));
     }
 
     /// Sets the standbys that receive copies.
@@ -408,6 +436,9 @@ impl Requests {
 
     /// Ends all requests with this reason.
     pub(in crate::job) fn fail_all(&mut self, reason: &DoneReason, out: &mut Out) {
+        for id in self.cache.clear() {
+            self.close(id, out);
+        }
         for (id, stream) in core::mem::take(&mut self.running) {
             self.close(id, out);
             self.log_over(&stream);
@@ -422,15 +453,23 @@ impl Requests {
 
     /// Frees a request's caches on every stage and standby. Without a track `start` frees them later.
     fn close(&mut self, request: RequestId, out: &mut Out) {
-        let Some(track) = &self.track else { return };
-        let standbys = track.standbys.iter().map(|(_, node)| node);
-        let standbys = standbys.filter(|_| !planted::has(Planted::CloseNotToStandby));
-        let all = track.stages.iter().chain(standbys);
-        out.extend(all.map(|&to| message(to, self.job, track.epoch, ToStage::Close { request })));
+        if self.track.is_none() {
+            return;
+        }
+        self.to_all_holders(|request| ToStage::Close { request }, request, out);
         self.closed.push_back(request);
         if self.closed.len() > SEQUENCES_MAX as usize {
             self.closed.pop_front();
         }
+    }
+
+    /// Sends a message on a request to every stage and standby.
+    fn to_all_holders(&self, say: impl Fn(RequestId) -> ToStage, request: RequestId, out: &mut Out) {
+        let Some(track) = &self.track else { return };
+        let standbys = track.standbys.iter().map(|(_, node)| node);
+        let standbys = standbys.filter(|_| !planted::has(Planted::CloseNotToStandby));
+        let all = track.stages.iter().chain(standbys);
+        out.extend(all.map(|&to| message(to, self.job, track.epoch, say(request))));
     }
 
     fn open(&self, id: RequestId, out: &mut Out) {
@@ -470,19 +509,26 @@ impl Requests {
         now: Instant,
         id: RequestId,
         position: u32,
-        token: u32,
+        sampled: Sampled,
         out: &mut Out,
     ) {
+        let token = sampled.token;
         let Some(stream) = self.running.get_mut(&id) else { return };
-        let caller = stream.caller;
+        // A stage may send more than it was asked for.
+        let asked = stream.request.sampling.logprobs.map(|top| usize::from(top.min(LOGPROBS_MAX)));
+        let logprobs = sampled.logprobs.filter(|logprobs| asked.is_some_and(|most| logprobs.top_e6.len() <= most));
+        let sampled = Sampled { token, logprobs };
+        let (caller, awaited) = (stream.caller, stream.awaited_base());
         match stream.handle_token(now, position, token, &self.eos, self.context) {
             Taken::Next => {
-                tell(caller, position, token, out);
+                tell(caller, position, sampled, out);
                 self.log_soon(now);
+                self.settle_base(id, awaited, out);
+                self.grow(now, id, out);
                 self.pump(id, out);
             }
             Taken::Last(reason) => {
-                tell(caller, position, token, out);
+                tell(caller, position, sampled, out);
                 self.finish(now, id, reason, out);
             }
             Taken::Known | Taken::Unasked => {}
@@ -499,7 +545,10 @@ impl Requests {
 
     pub(in crate::job) fn handle_progress(&mut self, now: Instant, id: RequestId, position: u32, out: &mut Out) {
         if let Some(stream) = self.running.get_mut(&id) {
-            if stream.handle_progress(now, position) {
+            let awaited = stream.awaited_base();
+            let asks_again = stream.handle_progress(now, position);
+            self.settle_base(id, awaited, out);
+            if asks_again {
                 return self.resend(now, id, position, out);
             }
             self.pump(id, out);
@@ -508,7 +557,16 @@ impl Requests {
 
     /// A stage holds only `have` positions of what was sent. Resends from there.
     pub(in crate::job) fn handle_gap(&mut self, now: Instant, id: RequestId, have: u32, out: &mut Out) {
-        if self.running.get_mut(&id).is_some_and(|stream| stream.takes_gap(now, have)) {
+        let Some(stream) = self.running.get_mut(&id).filter(|stream| stream.has_gap(have)) else { return };
+        if let Some(base) = stream.broken_base(have) {
+            // The stage has dropped what others have kept.
+            if self.cache.rests(base) {
+                self.cache.forget(base);
+                self.close_evicted(Vec::from([base]), out);
+            }
+            self.preempt(now, id, out);
+            self.fill_slots(now, out);
+        } else if stream.takes_gap(now, have) {
             self.resend(now, id, have, out);
         }
     }
@@ -523,6 +581,7 @@ impl Requests {
         }
         let (job, epoch) = (self.job, track.epoch);
         out.extend(self.closed.iter().map(|&request| message(node, job, epoch, ToStage::Close { request })));
+        out.extend(self.cache.resting().map(|request| message(node, job, epoch, ToStage::Rest { request })));
         if !owns {
             return;
         }
@@ -590,13 +649,20 @@ impl Requests {
     /// Asserts what holds between two inputs.
     pub(in crate::job) fn assert_invariants(&self) {
         let (running, waiting) = self.counts();
-        assert!(running <= self.slots, "{running} requests run in {} slots", self.slots);
-        // A successor may inherit more than it would accept: all requests of the token log.
+        assert!(running <= SEQUENCES_MAX as usize, "{running} requests run");
+        // A successor may inherit more than it would accept: all requests of the token log. Preempted ones wait, too.
         assert!(waiting <= QUEUE_MAX + SEQUENCES_MAX as usize, "{waiting} requests wait");
-        assert!(
-            self.track.is_none() || waiting == 0 || running == self.slots,
-            "{waiting} requests wait, a slot is free"
-        );
+        assert!(self.track.is_none() || waiting == 0 || running > 0, "{waiting} requests wait, and none runs");
+        self.cache.assert_invariants(|id| self.running.contains_key(&id));
+        for stream in self.running.values() {
+            let positions = self.cache.positions_max(stream.id);
+            assert!(
+                positions >= stream.len(),
+                "{:?} has pages for {positions} of {} positions",
+                stream.id,
+                stream.len()
+            );
+        }
         assert!(self.ended.len() <= SEQUENCES_MAX as usize, "{} ended requests", self.ended.len());
         assert!(self.closed.len() <= SEQUENCES_MAX as usize, "{} closed requests", self.closed.len());
         assert!(self.running.iter().all(|(id, stream)| *id == stream.id), "a request under the id of another one");
@@ -625,12 +691,21 @@ pub(in crate::job) enum Submitted {
 }
 
 /// Sends a caller the token of a position.
-fn tell(caller: Caller, position: u32, token: u32, out: &mut Out) {
+fn tell(caller: Caller, position: u32, sampled: Sampled, out: &mut Out) {
     match caller {
-        Caller::Here(call) => out.push_back(JobOutput::Notify(Event::Token { call, position, token })),
+        Caller::Here(call) => out.push_back(JobOutput::Notify(Event::Token { call, position, sampled })),
         Caller::Away(to, call) => {
-            out.push_back(JobOutput::Tell { to, call, say: ToCaller::Token { position, token } });
+            out.push_back(JobOutput::Tell { to, call, say: ToCaller::Token { position, sampled } });
         }
+        Caller::Gone(_) => {}
+    }
+}
+
+/// Sends a caller the number of cached prompt tokens.
+fn begun(caller: Caller, cached: u32, out: &mut Out) {
+    match caller {
+        Caller::Here(call) => out.push_back(JobOutput::Notify(Event::Begun { call, cached })),
+        Caller::Away(to, call) => out.push_back(JobOutput::Tell { to, call, say: ToCaller::Begun { cached } }),
         Caller::Gone(_) => {}
     }
 }

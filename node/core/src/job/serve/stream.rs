@@ -1,4 +1,5 @@
 //! One request at the coordinator: its token log, what is in flight, and when to resend.
+use super::prefixes::Base;
 use crate::id::{CallId, Epoch, JobId, NodeId, PartId, RequestId};
 use crate::limits::{
     CHUNK_POSITIONS_MAX, CHUNKS_IN_FLIGHT_MAX, LOG_TOKENS_MAX, WATCHDOG_MIN, chunk_positions, chunks_in_flight,
@@ -37,6 +38,12 @@ pub(super) struct Stream {
     pub(super) strikes: u32,
     /// Number of tokens that successors were sent. `None` if they do not know of the request.
     logged: Option<u32>,
+    /// Order of arrival. It stays if the request is preempted, where the id changes.
+    pub(super) rank: u64,
+    /// The request whose cache it continues.
+    base: Option<Base>,
+    /// That request gave up its pages, and is closed once every stage has continued it.
+    pub(super) closes_base: bool,
 }
 
 /// Receiver of a request's tokens.
@@ -80,6 +87,9 @@ impl Stream {
             resends: 0,
             strikes: 0,
             logged: None,
+            rank: id.0,
+            base: None,
+            closes_base: false,
         }
     }
 
@@ -94,9 +104,45 @@ impl Stream {
         stream
     }
 
-    /// The request gets a slot.
-    pub(super) fn begin(&mut self, now: Instant) {
+    /// The request runs from now on, after the positions that it shares with another one.
+    pub(super) fn begin(&mut self, now: Instant, base: Option<Base>) {
         self.progress_at = now;
+        self.base = base;
+        let shared = base.map_or(0, |(_, shared)| shared).min(self.len().saturating_sub(1));
+        (self.sent, self.acked) = (shared, shared);
+    }
+
+    /// The request gives up its cache, and waits under a new id: stages ignore what belongs to the old one.
+    pub(super) fn preempt(&mut self, id: RequestId) {
+        self.id = id;
+        (self.sent, self.acked) = (0, 0);
+        self.chunks.clear();
+        (self.gap, self.base, self.logged) = (None, None, None);
+        (self.resends, self.closes_base) = (0, false);
+    }
+
+    /// The request that it continues, until every stage has done so.
+    pub(super) fn awaited_base(&self) -> Option<RequestId> {
+        self.base.filter(|(_, shared)| self.acked <= *shared).map(|(from, _)| from)
+    }
+
+    /// The request that it continues, if a stage has so few positions that it would have to compute shared ones again.
+    /// Shared pages are never written: the request has to begin under a new id, with pages of its own.
+    pub(super) fn broken_base(&self, have: u32) -> Option<RequestId> {
+        self.base.filter(|(_, shared)| have < *shared).map(|(from, _)| from)
+    }
+
+    /// Tokens of the positions that every stage has. `None` if more is in flight than the last position: a stage may drop
+    /// that only with the whole request.
+    pub(super) fn cached_tokens(&self) -> Option<&[u32]> {
+        let settled = self.sent.saturating_sub(self.acked) <= 1 && self.awaited_base().is_none();
+        self.tokens.get(..self.acked as usize).filter(|_| settled)
+    }
+
+    /// Tokens of the positions that every stage has for certain.
+    pub(super) fn acked_tokens(&self) -> &[u32] {
+        let sure = if self.awaited_base().is_some() { 0 } else { self.acked as usize };
+        &self.tokens[..sure.min(self.tokens.len())]
     }
 
     /// Tokens with their positions, for a caller: from `from` on, without the prompt.
@@ -143,7 +189,7 @@ impl Stream {
         &self.tokens
     }
 
-    fn len(&self) -> u32 {
+    pub(super) fn len(&self) -> u32 {
         u32::try_from(self.tokens.len()).unwrap_or(u32::MAX)
     }
 
@@ -197,8 +243,7 @@ impl Stream {
             let count = (self.sent - position).min(CHUNK_POSITIONS_MAX);
             // A standby samples no token, but its rows may be resent once it is promoted.
             let sample = position + count >= self.prompt_len();
-            let header =
-                FrameHeader { job, epoch, part: PartId(0), channel: self.id.0, cursor: position, count, last: sample };
+            let header = self.header((job, epoch), position, count, sample);
             (header, self.tokens[position as usize..(position + count) as usize].to_vec())
         };
         starts.map(frame).collect()
@@ -213,11 +258,16 @@ impl Stream {
     /// report of the same gap by another frame in flight.
     pub(super) fn takes_gap(&mut self, now: Instant, have: u32) -> bool {
         let known = self.gap.is_some_and(|(at, held)| held == have && now.since(at) < GAP_QUIET);
-        if have >= self.sent || known {
+        if !self.has_gap(have) || known {
             return false;
         }
         self.gap = Some((now, have));
         true
+    }
+
+    /// Whether a stage that holds `have` positions lacks something that was sent.
+    pub(super) fn has_gap(&self, have: u32) -> bool {
+        have < self.sent
     }
 
     /// The next frame for the first stage of a pipeline of `stages` stages, if one may be sent now.
@@ -233,9 +283,13 @@ impl Stream {
             self.chunks.push_back(end);
         }
         self.sent = end;
-        let header =
-            FrameHeader { job, epoch, part: PartId(0), channel: self.id.0, cursor: position, count, last: sample };
+        let header = self.header((job, epoch), position, count, sample);
         Some((header, self.tokens[position as usize..end as usize].to_vec()))
+    }
+
+    fn header(&self, (job, epoch): (JobId, Epoch), cursor: u32, count: u32, last: bool) -> FrameHeader {
+        let continues = self.base.filter(|(_, shared)| *shared == cursor).map(|(from, _)| from.0);
+        FrameHeader { job, epoch, part: PartId(0), channel: self.id.0, cursor, count, last, continues }
     }
 
     /// Positions before `position` are in every cache. Returns true if these are all positions and no token was sampled

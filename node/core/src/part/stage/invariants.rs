@@ -1,7 +1,7 @@
 //! What holds of a stage between two inputs.
 use super::StageRun;
 use crate::id::RequestId;
-use crate::limits::{CLOSED_REQUESTS_MAX, PARKED_FRAMES_MAX, SEQUENCES_MAX, STAGE_QUEUE_MAX};
+use crate::limits::{CACHES_MAX, CLOSED_REQUESTS_MAX, PARKED_FRAMES_MAX, SEQUENCES_MAX, STAGE_QUEUE_MAX};
 
 impl StageRun {
     /// Asserts what holds between two inputs.
@@ -14,7 +14,6 @@ impl StageRun {
             assert_eq!(self.misfit(self.route.previous, header), None, "a queued frame does not fit: {header:?}");
         }
         for header in self.outside.iter().map(|waiting| &waiting.header) {
-            assert!(!self.requests.contains_key(&header.request()), "its request has a cache: {header:?}");
             assert_eq!(self.misfit(self.route.previous, header), None, "a queued frame does not fit: {header:?}");
         }
         let mut known = self.requests.keys().chain(self.opened.keys());
@@ -26,13 +25,16 @@ impl StageRun {
     }
 
     fn assert_bounds(&self) {
-        let (sequences, outside) = (self.route.sequences as usize, self.outside.len());
+        let (caches, outside) = (self.requests.len(), self.outside.len());
         let parked: usize = self.requests.values().map(|held| held.parked.len()).sum();
         let queued = self.waiting.len() + parked + outside;
-        assert!(self.requests.len() <= sequences, "{} caches, room for {sequences}", self.requests.len());
-        assert!(self.opened.len() <= 2 * sequences, "{} open requests", self.opened.len());
+        assert!(caches <= CACHES_MAX, "{caches} caches");
+        self.pages.assert_invariants();
+        let unknown = self.pages.requests().find(|request| !self.requests.contains_key(request));
+        assert!(unknown.is_none(), "{unknown:?} has pages and no cache");
+        assert!(self.opened.len() <= 2 * SEQUENCES_MAX as usize, "{} open requests", self.opened.len());
         assert!(self.closed.len() <= CLOSED_REQUESTS_MAX, "{} closed requests", self.closed.len());
-        assert!(self.asked.len() <= 2 * SEQUENCES_MAX as usize + 1, "asked for {} requests", self.asked.len());
+        assert!(self.asked.len() <= CACHES_MAX + 1, "asked for {} requests", self.asked.len());
         assert!(parked <= PARKED_FRAMES_MAX && outside <= PARKED_FRAMES_MAX, "{parked} and {outside} parked frames");
         assert!(queued <= STAGE_QUEUE_MAX + 2 * PARKED_FRAMES_MAX, "{queued} queued frames");
     }

@@ -100,7 +100,16 @@ fn sent_and_dropped(parts: &mut Parts, to: NodeId) -> (Vec<u32>, usize) {
 /// Runs a cycle of this node's tile, with its neighbour's halo of the present step.
 fn make_cycle(parts: &mut Parts, halo: Option<u32>) {
     if let Some(cursor) = halo {
-        let header = FrameHeader { job: JOB, epoch: EPOCH, part: PartId(0), channel: 0, cursor, count: 1, last: false };
+        let header = FrameHeader {
+            job: JOB,
+            epoch: EPOCH,
+            part: PartId(0),
+            channel: 0,
+            cursor,
+            count: 1,
+            last: false,
+            continues: None,
+        };
         parts.handle_frame(NOW, owner(1), header, Payload::Tensor(TensorId::Arrived(u64::from(cursor))));
     }
     let run = outputs(parts).into_iter().find_map(|output| match output {

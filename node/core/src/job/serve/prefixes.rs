@@ -1,0 +1,264 @@
+//! The cache of a served model as its coordinator counts it: pages of running requests, and ended requests that later ones
+//! may continue.
+//!
+//! An ended request rests: every stage keeps its positions until their pages are needed. A request that begins with the same
+//! tokens shares its full pages, and computes only what follows. Stages compute equal tokens to equal bits, so a shared page
+//! is never different from the page that a request would compute for itself.
+use crate::id::RequestId;
+use crate::limits::{PAGE_POSITIONS, PREFIXES_MAX};
+use crate::work::pages::Pages;
+use alloc::collections::BTreeMap;
+use alloc::vec::Vec;
+
+/// Pages and resting requests.
+#[derive(Debug)]
+pub(super) struct Prefixes {
+    pages: Pages,
+    resting: BTreeMap<RequestId, Resting>,
+    uses: u64,
+}
+
+#[derive(Debug)]
+struct Resting {
+    /// Tokens of the positions that every stage has.
+    tokens: Vec<u32>,
+    /// Counter value of its last use. The least recently used one is evicted first.
+    used: u64,
+}
+
+/// The request whose cache a new one continues, and the number of positions that they share.
+pub(super) type Base = (RequestId, u32);
+
+impl Prefixes {
+    /// An empty cache of `sequences` whole contexts.
+    pub(super) fn new(sequences: u32, context: u32) -> Self {
+        Prefixes { pages: Pages::of(sequences, context), resting: BTreeMap::new(), uses: 0 }
+    }
+
+    /// Free pages, and all pages.
+    pub(super) fn free_of(&self) -> (u32, u32) {
+        (self.pages.free(), self.pages.all())
+    }
+
+    /// The resting or running request that shares most full pages with these tokens. At least one position remains to be
+    /// computed. `running`: requests with the tokens of the positions that every stage has.
+    pub(super) fn longest<'a>(
+        &'a self,
+        tokens: &[u32],
+        running: impl Iterator<Item = (RequestId, &'a [u32])>,
+    ) -> Option<Base> {
+        let resting = self.resting.iter().map(|(&id, resting)| (id, resting.tokens.as_slice()));
+        let shared = |(id, cached): (RequestId, &[u32])| {
+            let common = cached.iter().zip(tokens).take_while(|(a, b)| a == b).count();
+            let positions = u32::try_from(common.min(tokens.len().saturating_sub(1))).unwrap_or(u32::MAX);
+            (positions / PAGE_POSITIONS * PAGE_POSITIONS, id)
+        };
+        let (positions, id) = running.chain(resting).map(shared).max()?;
+        (positions > 0).then_some((id, positions))
+    }
+
+    /// Reserves pages for a new request, and evicts resting ones for them. `spare` more pages have to be free, so that
+    /// running requests can go on. Returns whether the pages are there.
+    pub(super) fn admit(
+        &mut self,
+        id: RequestId,
+        positions: u32,
+        spare: u32,
+        base: Option<Base>,
+        evicted: &mut Vec<RequestId>,
+    ) -> bool {
+        if let Some((from, shared)) = base {
+            self.touch(from);
+            self.pages.share(from, id, shared);
+        }
+        loop {
+            if self.pages.reserve(id, positions) {
+                if self.pages.free() >= spare {
+                    return true;
+                }
+                // Keep what it shares, until it is known whether the rest fits.
+                let shared = base.map_or(0, |(_, shared)| shared);
+                let _shrinks = self.pages.reserve(id, shared);
+            }
+            if !self.evict(evicted) {
+                self.pages.release(id);
+                return false;
+            }
+        }
+    }
+
+    /// Reserves pages for a running request, and evicts resting ones for them. Returns whether the pages are there.
+    pub(super) fn grow(&mut self, id: RequestId, positions: u32, evicted: &mut Vec<RequestId>) -> bool {
+        loop {
+            if self.pages.reserve(id, positions) {
+                return true;
+            }
+            if !self.evict(evicted) {
+                return false;
+            }
+        }
+    }
+
+    /// A request has ended; every stage has the positions of `tokens`. Returns whether it rests. Requests of which it has
+    /// all full pages are evicted, and the least recently used ones of too many.
+    pub(super) fn rest(&mut self, id: RequestId, tokens: &[u32], evicted: &mut Vec<RequestId>) -> bool {
+        if tokens.len() < PAGE_POSITIONS as usize {
+            return false;
+        }
+        let full = |len: usize| len / PAGE_POSITIONS as usize * PAGE_POSITIONS as usize;
+        let covered = |resting: &Resting| tokens.starts_with(&resting.tokens[..full(resting.tokens.len())]);
+        let over: Vec<RequestId> = self.resting.iter().filter(|(_, r)| covered(r)).map(|(&id, _)| id).collect();
+        over.iter().for_each(|&over| self.forget(over));
+        evicted.extend(over);
+        while self.resting.len() >= PREFIXES_MAX && self.evict(evicted) {}
+        let _shrinks = self.pages.reserve(id, u32::try_from(tokens.len()).unwrap_or(u32::MAX));
+        self.resting.insert(id, Resting { tokens: tokens.to_vec(), used: 0 });
+        self.touch(id);
+        true
+    }
+
+    /// Every stage has only the first `positions` of a resting request. Returns whether it still rests.
+    pub(super) fn shorten(&mut self, id: RequestId, positions: u32) -> bool {
+        let Some(resting) = self.resting.get_mut(&id) else { return false };
+        if positions < PAGE_POSITIONS {
+            self.forget(id);
+            return false;
+        }
+        resting.tokens.truncate(positions as usize);
+        self.pages.reserve(id, u32::try_from(resting.tokens.len()).unwrap_or(u32::MAX))
+    }
+
+    /// Frees the pages of a request.
+    pub(super) fn forget(&mut self, id: RequestId) {
+        self.resting.remove(&id);
+        self.pages.release(id);
+    }
+
+    /// Frees all pages. Returns the requests that rested.
+    pub(super) fn clear(&mut self) -> Vec<RequestId> {
+        self.pages.clear();
+        core::mem::take(&mut self.resting).into_keys().collect()
+    }
+
+    pub(super) fn rests(&self, id: RequestId) -> bool {
+        self.resting.contains_key(&id)
+    }
+
+    pub(super) fn resting(&self) -> impl Iterator<Item = RequestId> + '_ {
+        self.resting.keys().copied()
+    }
+
+    /// Positions that the pages of a request have room for.
+    pub(super) fn positions_max(&self, id: RequestId) -> u32 {
+        self.pages.held(id).saturating_mul(PAGE_POSITIONS)
+    }
+
+    fn evict(&mut self, evicted: &mut Vec<RequestId>) -> bool {
+        let oldest = self.resting.iter().min_by_key(|(_, resting)| resting.used).map(|(&id, _)| id);
+        if let Some(id) = oldest {
+            self.forget(id);
+            evicted.push(id);
+        }
+        oldest.is_some()
+    }
+
+    fn touch(&mut self, id: RequestId) {
+        self.uses += 1;
+        if let Some(resting) = self.resting.get_mut(&id) {
+            resting.used = self.uses;
+        }
+    }
+
+    /// Asserts what holds between two inputs. `runs`: whether a request runs.
+    pub(super) fn assert_invariants(&self, runs: impl Fn(RequestId) -> bool) {
+        self.pages.assert_invariants();
+        assert!(self.resting.len() <= PREFIXES_MAX, "{} requests rest", self.resting.len());
+        let unknown = self.pages.requests().find(|id| !runs(*id) && !self.rests(*id));
+        assert!(unknown.is_none(), "{unknown:?} has pages, and neither runs nor rests");
+        let both = self.resting().find(|id| runs(*id));
+        assert!(both.is_none(), "{both:?} runs and rests");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE: u32 = PAGE_POSITIONS;
+    const A: RequestId = RequestId(1);
+    const B: RequestId = RequestId(2);
+    const C: RequestId = RequestId(3);
+
+    fn tokens(pages: u32, more: u32) -> Vec<u32> {
+        (0..pages * PAGE + more).collect()
+    }
+
+    fn longest(prefixes: &Prefixes, tokens: &[u32]) -> Option<Base> {
+        prefixes.longest(tokens, core::iter::empty())
+    }
+
+    /// Runs a request to its end.
+    fn run(prefixes: &mut Prefixes, id: RequestId, tokens: &[u32]) -> Vec<RequestId> {
+        let mut evicted = Vec::new();
+        let base = longest(prefixes, tokens);
+        assert!(prefixes.admit(id, tokens.len() as u32, 0, base, &mut evicted));
+        assert!(prefixes.rest(id, tokens, &mut evicted));
+        prefixes.assert_invariants(|_| false);
+        evicted
+    }
+
+    #[test]
+    fn full_pages_are_shared_and_one_position_is_left_to_compute() {
+        let mut prefixes = Prefixes::new(2, 8 * PAGE);
+        assert_eq!(run(&mut prefixes, A, &tokens(3, 5)), []);
+        assert_eq!(longest(&prefixes, &tokens(3, 5)), Some((A, 3 * PAGE)));
+        assert_eq!(longest(&prefixes, &tokens(3, 0)), Some((A, 2 * PAGE)), "the last position has to be computed");
+        assert_eq!(longest(&prefixes, &tokens(1, 0)), None);
+        let other: Vec<u32> = tokens(2, 9).into_iter().chain([7; 500]).collect();
+        assert_eq!(longest(&prefixes, &other), Some((A, 2 * PAGE)));
+        let running = [(B, other.as_slice())];
+        let more: Vec<u32> = other.iter().copied().chain([1]).collect();
+        assert_eq!(prefixes.longest(&more, running.into_iter()), Some((B, 5 * PAGE)), "a running request is longer");
+    }
+
+    #[test]
+    fn a_conversation_keeps_one_entry() {
+        let mut prefixes = Prefixes::new(1, 8 * PAGE);
+        assert_eq!(run(&mut prefixes, A, &tokens(2, 5)), []);
+        assert_eq!(run(&mut prefixes, B, &tokens(4, 1)), [A], "the next turn has all of its full pages");
+        assert_eq!(prefixes.free_of(), (3, 8));
+        assert_eq!(longest(&prefixes, &tokens(5, 0)), Some((B, 4 * PAGE)));
+        assert!(prefixes.shorten(B, 2 * PAGE + 1));
+        assert_eq!((prefixes.free_of(), longest(&prefixes, &tokens(5, 0))), ((5, 8), Some((B, 2 * PAGE))));
+        assert!(!prefixes.shorten(B, PAGE - 1) && !prefixes.rests(B));
+        assert_eq!(prefixes.free_of(), (8, 8));
+    }
+
+    #[test]
+    fn the_least_recently_used_request_makes_room() {
+        let mut prefixes = Prefixes::new(1, 8 * PAGE);
+        let other: Vec<u32> = tokens(3, 0).into_iter().map(|token| token + 1).collect();
+        run(&mut prefixes, A, &tokens(3, 0));
+        run(&mut prefixes, B, &other);
+        let mut evicted = Vec::new();
+        let base = longest(&prefixes, &tokens(4, 0));
+        assert_eq!(base, Some((A, 3 * PAGE)));
+        assert!(prefixes.admit(C, 6 * PAGE, 0, base, &mut evicted));
+        assert_eq!(evicted, [B], "the one that is continued was used last");
+        assert!(prefixes.grow(C, 8 * PAGE, &mut evicted), "all pages of the other one are shared");
+        assert_eq!(evicted, [B]);
+        assert!(!prefixes.grow(C, 8 * PAGE + 1, &mut evicted));
+        prefixes.assert_invariants(|id| id == C);
+    }
+
+    #[test]
+    fn a_request_is_not_admitted_if_running_ones_could_not_go_on() {
+        let mut prefixes = Prefixes::new(1, 4 * PAGE);
+        let mut evicted = Vec::new();
+        assert!(prefixes.admit(A, 2 * PAGE, 0, None, &mut evicted));
+        assert!(!prefixes.admit(B, 2 * PAGE, 1, None, &mut evicted));
+        assert_eq!(prefixes.free_of(), (2, 4));
+        assert!(prefixes.admit(B, PAGE, 1, None, &mut evicted));
+        assert!(!prefixes.rest(B, &tokens(0, 9), &mut evicted), "less than a page");
+    }
+}

@@ -1,0 +1,106 @@
+//! Pages of running and ended requests: who keeps them, who gives them up, and when stages free them.
+use super::super::stream::Stream;
+use super::Requests;
+use crate::id::RequestId;
+use crate::job::output::Out;
+use crate::message::ToStage;
+use crate::time::Instant;
+use crate::work::serve::{DoneReason, Position};
+use alloc::vec::Vec;
+
+impl Requests {
+    /// Keeps the caches of an ended request for later ones, if every stage has them and they are worth it.
+    pub(super) fn rest_or_close(&mut self, stream: &Stream, reason: &DoneReason, out: &mut Out) {
+        let (id, mut evicted) = (stream.id, Vec::new());
+        let whole = match reason {
+            DoneReason::Stop | DoneReason::Length | DoneReason::Cancelled => stream.cached_tokens(),
+            DoneReason::Busy | DoneReason::Invalid(_) | DoneReason::Failed(_) => None,
+        };
+        let tokens = whole.filter(|_| self.track.is_some());
+        if tokens.is_some_and(|tokens| self.cache.rest(id, tokens, &mut evicted)) {
+            self.to_all_holders(|request| ToStage::Rest { request }, id, out);
+        } else {
+            self.cache.forget(id);
+            self.close(id, out);
+        }
+        if stream.closes_base {
+            evicted.extend(stream.awaited_base());
+        }
+        self.close_evicted(evicted, out);
+    }
+
+    /// Frees the caches of requests that no longer rest. One that a running request is about to continue stays until then.
+    pub(super) fn close_evicted(&mut self, evicted: Vec<RequestId>, out: &mut Out) {
+        for id in evicted {
+            let mut awaiting = self.running.values_mut().filter(|stream| stream.awaited_base() == Some(id)).peekable();
+            if awaiting.peek().is_some() {
+                awaiting.for_each(|stream| stream.closes_base = true);
+            } else {
+                self.close(id, out);
+            }
+        }
+    }
+
+    /// A running request has more positions than before. If there are no pages for them, the requests that came last give up
+    /// theirs.
+    pub(super) fn grow(&mut self, now: Instant, id: RequestId, out: &mut Out) {
+        while let Some(stream) = self.running.get(&id) {
+            let mut evicted = Vec::new();
+            let grown = self.cache.grow(id, stream.len(), &mut evicted);
+            self.close_evicted(evicted, out);
+            if grown {
+                return;
+            }
+            let last = self.running.values().max_by_key(|stream| stream.rank).map(|stream| stream.id);
+            last.into_iter().for_each(|last| self.preempt(now, last, out));
+        }
+    }
+
+    /// A running request gives up its pages, and waits to be computed again.
+    pub(super) fn preempt(&mut self, now: Instant, id: RequestId, out: &mut Out) {
+        let Some(mut stream) = self.running.remove(&id) else { return };
+        self.cache.forget(id);
+        self.close(id, out);
+        if stream.closes_base {
+            self.close_evicted(stream.awaited_base().into_iter().collect(), out);
+        }
+        self.log_over(&stream);
+        stream.preempt(self.next_id());
+        self.waiting.push_front(stream);
+        self.log_soon(now);
+    }
+
+    /// Every stage has continued the request that this one continues. If that gave up its pages, it is closed.
+    pub(super) fn settle_base(&mut self, id: RequestId, awaited: Option<RequestId>, out: &mut Out) {
+        let Some(stream) = self.running.get_mut(&id).filter(|stream| stream.awaited_base().is_none()) else { return };
+        if core::mem::take(&mut stream.closes_base) {
+            self.close_evicted(awaited.into_iter().collect(), out);
+        }
+    }
+
+    /// Resting requests.
+    pub(in crate::job) fn resting(&self) -> impl Iterator<Item = RequestId> + '_ {
+        self.cache.resting()
+    }
+
+    /// Free pages of the cache, and all of them.
+    pub(in crate::job) fn pages(&self) -> (u32, u32) {
+        self.cache.free_of()
+    }
+
+    /// Resting requests stay cached as far as every stage has them.
+    pub(super) fn resume_resting(&mut self, held: &[&[Position]], resume: &mut [Vec<(RequestId, u32)>]) {
+        let resting: Vec<RequestId> = self.cache.resting().collect();
+        for id in resting {
+            let positions = |stage: &&[Position]| {
+                stage.iter().find(|position| position.request == id).map_or(0, |position| position.have)
+            };
+            let stages: Vec<u32> = held.iter().map(positions).collect();
+            if self.cache.shorten(id, stages.iter().copied().min().unwrap_or(0)) {
+                for (stage, next) in resume.iter_mut().zip(stages.iter().skip(1)) {
+                    stage.push((id, *next));
+                }
+            }
+        }
+    }
+}

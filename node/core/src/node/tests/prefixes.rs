@@ -1,0 +1,125 @@
+//! Requests that continue what others left in the caches, and requests that share too few pages.
+use super::*;
+use crate::limits::PAGE_POSITIONS;
+
+impl Mesh {
+    /// Answers a request with `count` tokens, checks it, and returns the rows that each live stage computed for it.
+    fn ask(&mut self, call: CallId, job: JobId, prompt: &[u32], count: usize) -> (Vec<u32>, Vec<u64>) {
+        self.nodes.values_mut().flat_map(|host| host.stage.values_mut()).for_each(|stage| stage.computed = 0);
+        self.submit(call, job, prompt.to_vec(), count as u32);
+        assert_eq!(self.finish(call, Duration::from_secs(30)), DoneReason::Length);
+        let answer = self.told(call);
+        assert_eq!(answer, solo(prompt, count));
+        let stages = self.nodes[&id(1)].node.jobs().next().expect("the job").parts;
+        let computed = |(part, view): (usize, &crate::job::PartView)| {
+            self.nodes[&view.owner].stage[&(job, PartId::of(part))].computed
+        };
+        (answer, stages.iter().enumerate().map(computed).collect())
+    }
+}
+
+/// Asks three questions in one conversation, and calls `between` before the last one.
+fn converse(mesh: &mut Mesh, between: impl FnOnce(&mut Mesh)) {
+    let job = mesh.deploy();
+    mesh.run_for(Duration::from_secs(3)); // standbys follow
+    let mut conversation: Vec<u32> = (0..500).collect();
+    let mut between = Some(between);
+    for (turn, new) in [(1, 0), (2, 200), (3, 200)] {
+        if turn == 3 {
+            between.take().into_iter().for_each(|between| between(mesh));
+        }
+        conversation.extend((0..new).map(|token| 1000 * turn + token));
+        let before = conversation.len() as u64;
+        let (answer, computed) = mesh.ask(CallId(100 + u64::from(turn)), job, &conversation, 30);
+        conversation.extend(answer);
+        // The last answer token was not cached, and the last one of this answer is not computed.
+        let most = if turn == 1 { before + 29 } else { u64::from(new) + u64::from(PAGE_POSITIONS) + 30 };
+        assert!(computed.iter().all(|rows| *rows <= most), "turn {turn}: {computed:?} rows, at most {most}");
+    }
+    mesh.assert_clean();
+}
+
+#[test]
+fn a_conversation_computes_only_what_is_new() {
+    converse(&mut Mesh::new(&[225, 225, 225]), |_| {});
+}
+
+#[test]
+fn a_conversation_goes_on_at_the_standby_of_a_lost_stage() {
+    converse(&mut Mesh::new(&[225; 6]), |mesh| {
+        let lost = *mesh.stages().iter().find(|node| **node != id(1)).expect("a stage elsewhere");
+        mesh.nodes.get_mut(&lost).unwrap().down = true;
+        mesh.run_for(Duration::from_secs(3));
+        assert!(!mesh.stages().contains(&lost));
+    });
+}
+
+#[test]
+fn a_stage_that_lost_its_cache_is_given_the_whole_conversation() {
+    converse_without_bound(&mut Mesh::new(&[225, 225, 225, 225]), |mesh| {
+        let lost = *mesh.stages().iter().find(|node| **node != id(1)).expect("a stage elsewhere");
+        mesh.nodes.get_mut(&lost).unwrap().down = true;
+        mesh.run_for(Duration::from_secs(3));
+    });
+}
+
+fn converse_without_bound(mesh: &mut Mesh, between: impl FnOnce(&mut Mesh)) {
+    let job = mesh.deploy();
+    let mut conversation: Vec<u32> = (0..500).collect();
+    conversation.extend(mesh.ask(CallId(101), job, &conversation, 30).0);
+    between(mesh);
+    conversation.extend(1000..1200);
+    mesh.ask(CallId(102), job, &conversation, 30);
+    mesh.assert_clean();
+}
+
+/// A mesh that serves the model with one context of cache.
+fn tight() -> (Mesh, JobId) {
+    let mut mesh = Mesh::new(&[225, 225, 225]);
+    let mut model = model();
+    model.work.sequences = 1;
+    mesh.give(id(1), Input::Start { call: CallId(0), job: Box::new(JobSpec::Serve(model)) });
+    let end = mesh.now + Duration::from_secs(5);
+    mesh.run_while(end, |mesh| mesh.ready().is_none());
+    let job = mesh.ready().expect("the job becomes ready");
+    (mesh, job)
+}
+
+#[test]
+fn requests_that_outgrow_the_cache_are_preempted_and_answered() {
+    let (mut mesh, job) = tight();
+    // Each begins with a page of its own, and needs a quarter of the cache and more in the end.
+    let prompt = |n: u32| -> Vec<u32> { (5000 * n..5000 * n + 100).collect() };
+    let tokens = CONTEXT / 3;
+    for n in 0..6 {
+        mesh.submit(CallId(10 + u64::from(n)), job, prompt(n), tokens);
+    }
+    mesh.run_for(Duration::from_millis(100));
+    let ProgramView::Serve { running, .. } = mesh.nodes[&id(1)].node.jobs().next().unwrap().program else { panic!() };
+    assert_eq!(running, 6, "all of them begin");
+    for n in 0..6 {
+        let call = CallId(10 + u64::from(n));
+        assert_eq!(mesh.finish(call, Duration::from_secs(300)), DoneReason::Length);
+        assert_eq!(mesh.told(call), solo(&prompt(n), tokens as usize));
+    }
+    mesh.assert_clean();
+}
+
+#[test]
+fn requests_wait_for_pages_and_rested_ones_make_room() {
+    let (mut mesh, job) = tight();
+    let prompt = |n: u32| -> Vec<u32> { (5000 * n..5000 * n + CONTEXT / 2).collect() };
+    for n in 0..5 {
+        mesh.submit(CallId(10 + u64::from(n)), job, prompt(n), 5);
+    }
+    for n in 0..5 {
+        let call = CallId(10 + u64::from(n));
+        assert_eq!(mesh.finish(call, Duration::from_secs(60)), DoneReason::Length);
+        assert_eq!(mesh.told(call), solo(&prompt(n), 5));
+    }
+    let ProgramView::Serve { pages, resting, .. } = mesh.nodes[&id(1)].node.jobs().next().unwrap().program else {
+        panic!()
+    };
+    assert_eq!((pages.1, resting.len()), (CONTEXT / PAGE_POSITIONS, 1), "one half is free, {} pages", pages.0);
+    mesh.assert_clean();
+}
