@@ -1,7 +1,7 @@
 //! Routes the core's events: events of a call to its caller, and every event to the listeners.
 use node_core::id::CallId;
 use node_core::output::Event;
-use node_core::work::serve::DoneReason;
+use node_core::work::serve::{DoneReason, Sampled};
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -30,8 +30,10 @@ pub(crate) enum TokenEvent {
     Token {
         /// Its position in the sequence, counting the prompt.
         position: u32,
-        /// Its id.
-        token: u32,
+        /// The token.
+        sampled: Sampled,
+        /// Number of prompt tokens that were cached when the request began, as far as this node knows.
+        cached: u32,
     },
     /// No more tokens.
     Done {
@@ -42,7 +44,11 @@ pub(crate) enum TokenEvent {
 
 enum Waiter {
     Call(mpsc::Sender<CallEvent>),
-    Tokens(mpsc::Sender<TokenEvent>),
+    Tokens {
+        sender: mpsc::Sender<TokenEvent>,
+        /// See [`TokenEvent::Token`].
+        cached: u32,
+    },
 }
 
 impl EventRouter {
@@ -64,7 +70,7 @@ impl EventRouter {
     /// Opens a call for a token stream; `room` is the most events it can have.
     pub(crate) fn open_tokens(&self, room: usize) -> (CallId, mpsc::Receiver<TokenEvent>) {
         let (sender, receiver) = mpsc::channel(room);
-        (self.insert(Waiter::Tokens(sender)), receiver)
+        (self.insert(Waiter::Tokens { sender, cached: 0 }), receiver)
     }
 
     /// Removes a call whose caller has left.
@@ -81,14 +87,19 @@ impl EventRouter {
     pub(crate) fn deliver(&self, event: Event) {
         if let Some(call) = call_of(&event) {
             let mut waiting = self.lock();
-            let delivered = match (waiting.get(&call), &event) {
-                (Some(Waiter::Tokens(sender)), Event::Token { position, token, .. }) => {
-                    sender.try_send(TokenEvent::Token { position: *position, token: *token }).is_ok()
+            let delivered = match (waiting.get_mut(&call), &event) {
+                (Some(Waiter::Tokens { sender, cached }), Event::Token { position, sampled, .. }) => {
+                    let (position, sampled, cached) = (*position, sampled.clone(), *cached);
+                    sender.try_send(TokenEvent::Token { position, sampled, cached }).is_ok()
                 }
-                (Some(Waiter::Tokens(sender)), Event::Done { reason, .. }) => {
+                (Some(Waiter::Tokens { cached, .. }), Event::Begun { cached: found, .. }) => {
+                    *cached = *found;
+                    true
+                }
+                (Some(Waiter::Tokens { sender, .. }), Event::Done { reason, .. }) => {
                     sender.try_send(TokenEvent::Done { reason: reason.clone() }).is_ok()
                 }
-                (Some(Waiter::Tokens(_)), _) => true,
+                (Some(Waiter::Tokens { .. }), _) => true,
                 (Some(Waiter::Call(sender)), event) => sender.try_send(CallEvent::Node(event.clone())).is_ok(),
                 (None, _) => true,
             };
@@ -126,6 +137,7 @@ fn call_of(event: &Event) -> Option<CallId> {
         Event::PlanReady { call, .. }
         | Event::Fleet { call, .. }
         | Event::Token { call, .. }
+        | Event::Begun { call, .. }
         | Event::Done { call, .. }
         | Event::GridPlan { call, .. } => Some(*call),
         Event::JobReady { call, .. } | Event::JobDegraded { call, .. } => *call,

@@ -1,7 +1,7 @@
 //! Answers in the form of each API: whole, or as the events of a stream, which a completed answer can repeat.
 use super::error::ApiError;
 use super::events::{Ending, Head, SentEvent, Writer};
-use super::generation::Finish;
+use super::generation::{Finish, SpelledLogprobs};
 use super::output::{OutputReader, Part, Reading, append};
 use axum::Json;
 use axum::response::sse::{Event, KeepAlive, Sse};
@@ -72,8 +72,13 @@ impl Answer {
     }
 
     /// How the answer ends after the tokens so far.
-    pub(super) fn ending(&self, finish: Finish) -> Ending {
-        Ending { finish, tokens: self.tokens, thought_tokens: self.thought_tokens }
+    pub(super) fn ending(&self, finish: Finish, cached_tokens: u32) -> Ending {
+        Ending { finish, tokens: self.tokens, cached_tokens, thought_tokens: self.thought_tokens }
+    }
+
+    /// Takes the log-probabilities of the next token.
+    pub(super) fn logprobs(&mut self, logprobs: Option<&SpelledLogprobs>) {
+        logprobs.into_iter().for_each(|logprobs| self.writer.logprobs(logprobs));
     }
 
     /// Takes the text of a token of an answer that is not streamed.
@@ -112,8 +117,14 @@ impl Answer {
     }
 
     /// The answer with the text as it was generated, to be kept.
-    pub(super) fn finished(self, text: String, ends: Vec<usize>, ending: Ending) -> Finished {
-        Finished { head: self.head, reading: self.reading, text, ends, ending }
+    pub(super) fn finished(
+        self,
+        text: String,
+        ends: Vec<usize>,
+        logprobs: Vec<Option<SpelledLogprobs>>,
+        ending: Ending,
+    ) -> Finished {
+        Finished { head: self.head, reading: self.reading, text, ends, logprobs, ending }
     }
 
     fn token(&mut self, text: &str) -> Vec<Part> {
@@ -138,6 +149,8 @@ pub(super) struct Finished {
     text: String,
     /// The length of the text (bytes) after each token. What follows was held back until the end.
     ends: Vec<usize>,
+    /// The log-probabilities of each token; empty if the request does not ask for them.
+    logprobs: Vec<Option<SpelledLogprobs>>,
     ending: Ending,
 }
 
@@ -148,7 +161,15 @@ impl Finished {
             Finish::StopString(stop) => stop.len(),
             Finish::Stop | Finish::Length => 0,
         };
-        self.text.len() + self.ends.len() * size_of::<usize>() + self.head.model.len() + stop + size_of::<Self>()
+        let one = |(bytes, _): &(Vec<u8>, f64)| bytes.len() + size_of::<(Vec<u8>, f64)>();
+        let logprobs = self.logprobs.iter().flatten().flat_map(|spelled| spelled.top.iter().chain([&spelled.token]));
+        let logprobs: usize = logprobs.map(one).sum();
+        logprobs
+            + self.text.len()
+            + self.ends.len() * size_of::<usize>()
+            + self.head.model.len()
+            + stop
+            + size_of::<Self>()
     }
 
     /// Replays the answer for the request that it belongs to. A stream has the events that follow `after`; they are made one by
@@ -156,6 +177,7 @@ impl Finished {
     pub(super) fn replay(self: Arc<Self>, dialect: &Dialect, streaming: bool, after: Option<u64>) -> Response {
         let mut answer = Answer::new(dialect, self.head.clone(), self.reading);
         if !streaming {
+            self.logprobs.iter().for_each(|logprobs| answer.logprobs(logprobs.as_ref()));
             return Json(answer.whole(&self.text, &self.ending)).into_response();
         }
         let begin = answer.begin();
@@ -164,6 +186,7 @@ impl Finished {
             Some(end) => {
                 let text = self.text.get(from..*end).unwrap_or_default();
                 from = *end;
+                answer.logprobs(self.logprobs.get(at).and_then(Option::as_ref));
                 answer.step(text)
             }
             None => answer.end(self.text.get(from..).unwrap_or_default(), &self.ending),
@@ -179,7 +202,8 @@ impl Finished {
             reading: Reading::default(),
             text: text.to_owned(),
             ends: Vec::new(),
-            ending: Ending { finish: Finish::Stop, tokens: 0, thought_tokens: 0 },
+            logprobs: Vec::new(),
+            ending: Ending { finish: Finish::Stop, tokens: 0, cached_tokens: 0, thought_tokens: 0 },
         }
     }
 }

@@ -7,7 +7,7 @@ use super::engine::{Engine, Served, Tokens};
 use super::error::ApiError;
 use super::events::{Ending, Head, SentEvent};
 use super::fields;
-use super::generation::{Generation, Order, Step};
+use super::generation::{Generation, Order, SpelledLogprobs, Step};
 use super::guard;
 use super::idempotency::{self, Begun, Fingerprint, Key, Turn, last_event};
 use super::models::find_or_serve;
@@ -130,6 +130,7 @@ async fn generate<E: Engine>(app: App<E>, request: Request, endpoint: Endpoint) 
     let (order, reading) = off_thread(move || endpoint.order(body, &for_order)).await?;
     let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     let head = Head { seed: id.seed(), created, model: model.name.clone(), prompt_tokens: order.prompt.len() };
+    record.asks_logprobs = order.sampling.logprobs.is_some();
     let generation = Generation::start(&app.engine, model, order, name, &app.metrics).await?;
     let answer = Answer::new(&dialect, head, reading);
     let running = Running { generation, answer, record, after };
@@ -159,14 +160,20 @@ struct Record {
     text: String,
     /// The length of the text (bytes) after each token.
     ends: Vec<usize>,
+    /// The log-probabilities of each token, if the request asks for them.
+    logprobs: Vec<Option<SpelledLogprobs>>,
+    asks_logprobs: bool,
 }
 
 impl Record {
     /// The text of a token.
-    fn push(&mut self, text: &str) {
+    fn push(&mut self, text: &str, logprobs: Option<SpelledLogprobs>) {
         if self.turn.is_some() {
             self.text.push_str(text);
             self.ends.push(self.text.len());
+            if self.asks_logprobs {
+                self.logprobs.push(logprobs);
+            }
         }
     }
 
@@ -174,7 +181,7 @@ impl Record {
     fn finish(mut self, answer: Answer, rest: &str, ending: Ending) {
         if let Some(turn) = self.turn {
             self.text.push_str(rest);
-            turn.finish(answer.finished(self.text, self.ends, ending));
+            turn.finish(answer.finished(self.text, self.ends, self.logprobs, ending));
         }
     }
 }
@@ -183,12 +190,13 @@ async fn whole_answer<T: Tokens>(running: Running<T>) -> Result<Response, ApiErr
     let Running { mut generation, mut answer, mut record, .. } = running;
     loop {
         match generation.next().await {
-            Step::Token { text, .. } => {
-                record.push(&text);
+            Step::Token { text, logprobs, .. } => {
+                answer.logprobs(logprobs.as_ref());
+                record.push(&text, logprobs);
                 answer.read(&text);
             }
             Step::End { text, finish } => {
-                let ending = answer.ending(finish);
+                let ending = answer.ending(finish, generation.figures().cached_tokens);
                 let response = Json(answer.whole(&text, &ending)).into_response();
                 record.finish(answer, &text, ending);
                 return Ok(response);
@@ -224,13 +232,14 @@ fn stream_answer<T: Tokens>(mut running: Running<T>, dialect: &Dialect) -> Respo
 /// The events of the next token, of the end, or of the failure.
 async fn advance<T: Tokens>(mut running: Box<Running<T>>) -> (Vec<SentEvent>, Option<Box<Running<T>>>) {
     match running.generation.next().await {
-        Step::Token { text, .. } => {
-            running.record.push(&text);
+        Step::Token { text, logprobs, .. } => {
+            running.answer.logprobs(logprobs.as_ref());
+            running.record.push(&text, logprobs);
             (running.answer.step(&text), Some(running))
         }
         Step::End { text, finish } => {
-            let Running { mut answer, record, .. } = *running;
-            let ending = answer.ending(finish);
+            let Running { generation, mut answer, record, .. } = *running;
+            let ending = answer.ending(finish, generation.figures().cached_tokens);
             let events = answer.end(&text, &ending);
             record.finish(answer, &text, ending);
             (events, None)

@@ -1,6 +1,6 @@
 //! The events of a streamed answer, and what turns an answer into them: one writer for each API.
 use super::error::ApiError;
-use super::generation::Finish;
+use super::generation::{Finish, SpelledLogprobs};
 use super::output::Part;
 use axum::response::sse::Event;
 use serde_json::Value;
@@ -35,6 +35,8 @@ pub(super) struct Ending {
     pub(super) finish: Finish,
     /// Tokens of the answer.
     pub(super) tokens: u32,
+    /// Tokens of the prompt that were cached.
+    pub(super) cached_tokens: u32,
     /// Those of them that are thoughts, with their tags.
     pub(super) thought_tokens: u32,
 }
@@ -43,6 +45,8 @@ pub(super) struct Ending {
 ///
 /// The same parts at the same tokens give the same events: nodes that continue an answer depend on it.
 pub(super) trait Writer: Send {
+    /// Takes the log-probabilities of a token, before its parts.
+    fn logprobs(&mut self, _: &SpelledLogprobs) {}
     /// The whole answer, if it is not streamed.
     fn whole(&mut self, parts: Vec<Part>, ending: &Ending) -> Value;
     /// The first events of a stream.

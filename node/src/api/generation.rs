@@ -5,7 +5,7 @@ use super::pieces::Pieces;
 use crate::handle::{GenerateRequest, TokenEvent};
 use crate::metrics::Metrics;
 use kernels_models::constraint::Constraint;
-use node_core::work::serve::{DoneReason, RequestKey, Sampling};
+use node_core::work::serve::{DoneReason, Logprobs, RequestKey, Sampled, Sampling};
 use std::time::{Duration, Instant};
 
 /// A validated generation request.
@@ -50,11 +50,18 @@ pub(crate) struct Generation<T> {
 #[derive(Debug)]
 pub(crate) enum Step {
     /// A token. Its text is empty while it is held back.
-    Token { position: u32, token: u32, text: String },
+    Token { position: u32, token: u32, text: String, logprobs: Option<SpelledLogprobs> },
     /// The end, with the text that was held back. Nothing follows.
     End { text: String, finish: Finish },
     /// The request failed. Nothing follows.
     Failed(ApiError),
+}
+
+/// Log-probabilities of a token and of the most likely ones, with their bytes.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct SpelledLogprobs {
+    pub(crate) token: (Vec<u8>, f64),
+    pub(crate) top: Vec<(Vec<u8>, f64)>,
 }
 
 /// Why an answer ended.
@@ -82,6 +89,8 @@ impl Finish {
 #[derive(Clone, Debug)]
 pub(crate) struct Figures {
     pub(crate) prompt_tokens: usize,
+    /// Those of them that were cached.
+    pub(crate) cached_tokens: u32,
     pub(crate) tokens: u32,
     started: Instant,
     first: Option<Instant>,
@@ -131,7 +140,7 @@ impl<T: Tokens> Generation<T> {
             model,
             pieces: Pieces::new(order.stops),
             check,
-            figures: Figures { prompt_tokens, tokens: 0, started, first: None, last: None },
+            figures: Figures { prompt_tokens, cached_tokens: 0, tokens: 0, started, first: None, last: None },
             metrics: metrics.clone(),
         };
         let first = generation.event().await;
@@ -159,14 +168,16 @@ impl<T: Tokens> Generation<T> {
             None => self.event().await,
         };
         match event {
-            TokenEvent::Token { position, token } => {
+            TokenEvent::Token { position, sampled: Sampled { token, logprobs }, cached } => {
                 self.count();
+                self.figures.cached_tokens = cached;
                 if let Some(Err(error)) = self.check.as_mut().map(|check| check.push(token)) {
                     self.end("failed");
                     return Step::Failed(error);
                 }
                 let text = self.pieces.push(&self.model.text.spelled(token));
-                Step::Token { position, token, text }
+                let logprobs = logprobs.map(|logprobs| self.spelled(token, &logprobs));
+                Step::Token { position, token, text, logprobs }
             }
             TokenEvent::Done { reason: DoneReason::Stop } => match self.check.as_mut().map(GrammarCheck::end) {
                 Some(Err(error)) => {
@@ -191,6 +202,12 @@ impl<T: Tokens> Generation<T> {
             None => None,
         };
         event.unwrap_or_else(|| TokenEvent::Done { reason: DoneReason::Failed("the node stopped".into()) })
+    }
+
+    fn spelled(&self, token: u32, logprobs: &Logprobs) -> SpelledLogprobs {
+        let one = |token, log_e6: i32| (self.model.text.spelled(token), f64::from(log_e6) / 1e6);
+        let top = logprobs.top_e6.iter().map(|&(token, log_e6)| one(token, log_e6)).collect();
+        SpelledLogprobs { token: one(token, logprobs.sampled_e6), top }
     }
 
     fn count(&mut self) {

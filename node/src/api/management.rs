@@ -237,7 +237,7 @@ pub(crate) async fn generate<E: Engine>(State(app): State<App<E>>, request: Requ
         let (line, left) = match begin {
             Some(begin) => (begin, Some(generation)),
             None => match generation.next().await {
-                Step::Token { position, token, text } => {
+                Step::Token { position, token, text, .. } => {
                     (json!({"position": position, "token": token, "text": text}), Some(generation))
                 }
                 Step::End { text, finish } => (end_line(&text, finish.word(), generation.figures()), None),
@@ -251,7 +251,8 @@ pub(crate) async fn generate<E: Engine>(State(app): State<App<E>>, request: Requ
 
 fn end_line(text: &str, finish: &str, figures: &Figures) -> Value {
     json!({
-        "done": finish, "text": text, "prompt_tokens": figures.prompt_tokens, "tokens": figures.tokens,
+        "done": finish, "text": text, "prompt_tokens": figures.prompt_tokens,
+        "cached_tokens": figures.cached_tokens, "tokens": figures.tokens,
         "first_token_ms": figures.first_token().map(|t| t.as_secs_f64() * 1e3),
         "tokens_per_s": figures.tokens_per_second(),
     })

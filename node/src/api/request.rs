@@ -6,7 +6,7 @@ use super::fields::Field;
 use super::generation::Order;
 use super::output::Reading;
 use super::tools::Tools;
-use node_core::work::serve::{LOGIT_BIASES_MAX, Sampling};
+use node_core::work::serve::{LOGIT_BIASES_MAX, LOGPROBS_MAX, Sampling};
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -29,8 +29,9 @@ pub(crate) const BODY: &[Field] = &[
     Field::long("best_of").about("Only 1"),
     Field::bool("echo").about("Only false"),
     Field::text("suffix").about("Not supported: only an empty text"),
-    Field::any("logprobs").about("Not supported: only false"),
-    Field::long("top_logprobs").about("Not supported: only 0"),
+    Field::any("logprobs")
+        .about("Log-probabilities: in a chat true or false; of a text the number of most likely tokens, 0 to 20"),
+    Field::long("top_logprobs").about("Most likely tokens with their log-probabilities, 0 to 20; needs `logprobs`"),
     Field::any("functions").about("OpenAI's older form, not supported: send `tools`"),
     Field::texts("modalities").about("Only `text`"),
     Field::objects("tools").about("Functions that the model may call, at most 128"),
@@ -212,8 +213,10 @@ impl Body {
                 "a chat request has `messages`; `prompt` belongs to /v1/completions",
             ));
         }
+        let logprobs = self.chat_logprobs()?;
         let (chat, settings) = self.conversation(model)?;
         let mut order = settings.order(chat.prompt, None, model)?;
+        order.sampling.logprobs = logprobs;
         order.constrain(chat.grammar)?;
         Ok((order, chat.reading))
     }
@@ -246,11 +249,28 @@ impl Body {
             return Err(ApiError::invalid("tools", "`tools` belongs to /v1/chat/completions"));
         }
         let prompt = self.prompt.ok_or_else(|| ApiError::invalid("prompt", "`prompt` is missing"))?;
+        let logprobs = match self.logprobs.as_ref().filter(|logprobs| !logprobs.is_null()) {
+            None | Some(Value::Bool(false)) => None,
+            Some(most) => Some(top_logprobs("logprobs", most.as_u64())?),
+        };
         let form = Form { tools: None, response: self.response_format, grammar: self.grammar };
         let grammar = chat::grammar_of(&form, Reading::default(), &*model.text)?;
         let mut order = self.settings.order(prompt.tokens(model)?, Some(COMPLETION_TOKENS_DEFAULT), model)?;
+        order.sampling.logprobs = logprobs;
         order.constrain(grammar)?;
         Ok((order, Reading::default()))
+    }
+
+    /// The number of most likely tokens whose log-probabilities a chat request asks for.
+    fn chat_logprobs(&self) -> Result<Option<u8>, ApiError> {
+        match (self.logprobs.as_ref().filter(|logprobs| !logprobs.is_null()), self.top_logprobs) {
+            (Some(Value::Bool(true)), most) => top_logprobs("top_logprobs", Some(most.unwrap_or(0))).map(Some),
+            (None | Some(Value::Bool(false)), None | Some(0)) => Ok(None),
+            (None | Some(Value::Bool(false)), Some(_)) => {
+                Err(ApiError::invalid("top_logprobs", "`top_logprobs` needs `logprobs`: true"))
+            }
+            (Some(_), _) => Err(ApiError::invalid("logprobs", "`logprobs` must be true or false in a chat request")),
+        }
     }
 
     fn check_supported(&self) -> Result<(), ApiError> {
@@ -262,8 +282,6 @@ impl Body {
         let refused = [
             (not_one(self.n), "n", "only one choice per request: send n=1"),
             (not_one(self.best_of), "best_of", "only best_of=1 is supported"),
-            (some(&self.logprobs), "logprobs", "log probabilities are not supported"),
-            (self.top_logprobs.is_some_and(|n| n > 0), "top_logprobs", "log probabilities are not supported"),
             (self.echo == Some(true), "echo", "echo is not supported"),
             (self.suffix.as_ref().is_some_and(|s| !s.is_empty()), "suffix", "suffix is not supported"),
             (some(&self.functions), "functions", "this is OpenAI's older form: send `tools`"),
@@ -274,6 +292,12 @@ impl Body {
             None => Ok(()),
         }
     }
+}
+
+/// A number of most likely tokens.
+fn top_logprobs(field: &'static str, most: Option<u64>) -> Result<u8, ApiError> {
+    let most = most.and_then(|most| u8::try_from(most).ok()).filter(|most| *most <= LOGPROBS_MAX);
+    most.ok_or_else(|| ApiError::invalid(field, format!("`{field}` must be a number from 0 to {LOGPROBS_MAX}")))
 }
 
 impl Prompt {
@@ -360,6 +384,7 @@ impl Settings {
             frequency_penalty_e6: penalty("frequency_penalty", self.frequency_penalty)?,
             logit_bias_e6: self.logit_bias(model)?,
             grammar: None,
+            logprobs: None,
             seed,
         })
     }

@@ -8,7 +8,7 @@ use crate::views::JobView;
 use kernels_models::chat_template::ChatMessage;
 use kernels_models::constraint::{Constraint, GrammarVocabulary};
 use kernels_models::weights::testing::{TINY_CONTROL, TinyModel};
-use node_core::work::serve::DoneReason;
+use node_core::work::serve::{DoneReason, Sampled};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use std::io::{Read, Write};
@@ -22,6 +22,7 @@ mod access;
 mod anthropic;
 mod grids;
 mod idempotency;
+mod logprobs;
 mod mutations;
 mod responses;
 mod tools;
@@ -141,11 +142,16 @@ impl Engine for FakeNode {
         let position = request.prompt.len() as u32;
         self.requests.lock().push(request);
         let (script, done, endless) = (self.script, self.done.clone(), self.endless);
+        let most = self.requests.lock().last().and_then(|request| request.sampling.logprobs);
         tokio::spawn(async move {
             let bytes: Box<dyn Iterator<Item = u8> + Send> =
                 if endless { Box::new(script.bytes().cycle()) } else { Box::new(script.bytes()) };
             for (i, byte) in bytes.enumerate() {
-                let event = TokenEvent::Token { position: position + i as u32, token: u32::from(byte) + FIRST_BYTE };
+                let event = TokenEvent::Token {
+                    position: position + i as u32,
+                    sampled: Sampled { token: u32::from(byte) + FIRST_BYTE, logprobs: most.map(logprobs::fake) },
+                    cached: 0,
+                };
                 if sender.send(event).await.is_err() {
                     return;
                 }
@@ -436,7 +442,9 @@ fn a_failure_in_mid_stream_is_an_error_event() {
 fn errors_name_the_wrong_parameter() {
     let server = start(FakeNode::generating("x"));
     for (extra, param) in [
-        (json!({"logprobs": true}), "logprobs"),
+        (json!({"logprobs": 3}), "logprobs"),
+        (json!({"top_logprobs": 3}), "top_logprobs"),
+        (json!({"logprobs": true, "top_logprobs": 21}), "top_logprobs"),
         (json!({"n": 2}), "n"),
         (json!({"tools": 5}), "tools"),
         (json!({"tools": [{"type": "function"}]}), "tools[0].function.name"),

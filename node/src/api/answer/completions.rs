@@ -1,6 +1,7 @@
 //! Answers of OpenAI's `/v1/chat/completions` and `/v1/completions`.
 use super::super::error::ApiError;
 use super::super::events::{Ending, Head, SentEvent, Writer};
+use super::super::generation::SpelledLogprobs;
 use super::super::output::{Delta, Part, ToolCall};
 use serde_json::{Value, json};
 
@@ -24,20 +25,25 @@ pub(super) struct Chunks {
     include_usage: bool,
     /// The answer has calls.
     called: bool,
+    /// Log-probabilities of the tokens since the last chunk.
+    logprobs: Vec<SpelledLogprobs>,
+    /// Characters of the tokens that were written with log-probabilities.
+    offset: usize,
 }
 
 impl Chunks {
     pub(super) fn chat(head: Head, include_usage: bool) -> Self {
-        Self { shape: Shape::Chat, head, include_usage, called: false }
+        Self { shape: Shape::Chat, head, include_usage, called: false, logprobs: Vec::new(), offset: 0 }
     }
 
     pub(super) fn completion(head: Head, include_usage: bool) -> Self {
-        Self { shape: Shape::Completion, head, include_usage, called: false }
+        Self { shape: Shape::Completion, head, include_usage, called: false, logprobs: Vec::new(), offset: 0 }
     }
 
     /// The data of one event.
     fn chunk(&mut self, delta: &Delta, finish: Option<&str>) -> String {
         self.called |= !delta.calls.is_empty();
+        let logprobs = self.take_logprobs();
         let choice = match self.shape {
             Shape::Chat => {
                 let mut fields = serde_json::Map::new();
@@ -55,10 +61,10 @@ impl Chunks {
                     };
                     fields.insert("tool_calls".into(), delta.calls.iter().map(call).collect());
                 }
-                json!({"index": 0, "delta": fields, "logprobs": null, "finish_reason": finish})
+                json!({"index": 0, "delta": fields, "logprobs": logprobs, "finish_reason": finish})
             }
             Shape::Completion => {
-                json!({"index": 0, "text": delta.content, "logprobs": null, "finish_reason": finish})
+                json!({"index": 0, "text": delta.content, "logprobs": logprobs, "finish_reason": finish})
             }
         };
         self.event_data(choice)
@@ -85,7 +91,47 @@ impl Chunks {
 
     fn usage(&self, ending: &Ending) -> Value {
         let (prompt, completion) = (self.head.prompt_tokens, ending.tokens as usize);
-        json!({"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion})
+        json!({
+            "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": ending.cached_tokens},
+        })
+    }
+
+    /// The log-probabilities of the tokens since the last chunk, in the form of the endpoint.
+    fn take_logprobs(&mut self) -> Value {
+        let tokens = std::mem::take(&mut self.logprobs);
+        if tokens.is_empty() {
+            return Value::Null;
+        }
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        match self.shape {
+            Shape::Chat => {
+                let one = |(bytes, log): &(Vec<u8>, f64)| json!({"token": text(bytes), "logprob": log, "bytes": bytes});
+                let entry = |logprobs: &SpelledLogprobs| {
+                    let mut entry = one(&logprobs.token);
+                    entry["top_logprobs"] = logprobs.top.iter().map(one).collect();
+                    entry
+                };
+                json!({"content": tokens.iter().map(entry).collect::<Vec<_>>(), "refusal": null})
+            }
+            Shape::Completion => {
+                let top = |logprobs: &SpelledLogprobs| {
+                    let top = logprobs.top.iter().map(|(bytes, log)| (text(bytes), json!(log)));
+                    Value::Object(top.collect())
+                };
+                let mut offsets = Vec::with_capacity(tokens.len());
+                for logprobs in &tokens {
+                    offsets.push(self.offset);
+                    self.offset += text(&logprobs.token.0).chars().count();
+                }
+                json!({
+                    "tokens": tokens.iter().map(|logprobs| text(&logprobs.token.0)).collect::<Vec<_>>(),
+                    "token_logprobs": tokens.iter().map(|logprobs| logprobs.token.1).collect::<Vec<_>>(),
+                    "top_logprobs": tokens.iter().map(top).collect::<Vec<_>>(),
+                    "text_offset": offsets,
+                })
+            }
+        }
     }
 
     fn chunk_object(&self) -> &'static str {
@@ -114,10 +160,15 @@ impl Chunks {
 }
 
 impl Writer for Chunks {
+    fn logprobs(&mut self, logprobs: &SpelledLogprobs) {
+        self.logprobs.push(logprobs.clone());
+    }
+
     fn whole(&mut self, parts: Vec<Part>, ending: &Ending) -> Value {
         let read = Delta::from(parts);
         self.called = !read.calls.is_empty();
         let finish = self.reason(ending);
+        let logprobs = self.take_logprobs();
         let (object, choice) = match self.shape {
             Shape::Chat => {
                 let content = if read.content.is_empty() && self.called { None } else { Some(read.content) };
@@ -128,11 +179,14 @@ impl Writer for Chunks {
                 if self.called {
                     message["tool_calls"] = read.calls.iter().map(|call| self.call(call)).collect();
                 }
-                ("chat.completion", json!({"index": 0, "message": message, "logprobs": null, "finish_reason": finish}))
+                (
+                    "chat.completion",
+                    json!({"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish}),
+                )
             }
             Shape::Completion => (
                 "text_completion",
-                json!({"index": 0, "text": read.content, "logprobs": null, "finish_reason": finish}),
+                json!({"index": 0, "text": read.content, "logprobs": logprobs, "finish_reason": finish}),
             ),
         };
         let mut value = self.envelope(object, vec![choice]);

@@ -67,7 +67,7 @@ impl Items {
         }
         let (input, output) = (self.head.prompt_tokens, ending.tokens as usize);
         response["usage"] = json!({
-            "input_tokens": input, "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens": input, "input_tokens_details": {"cached_tokens": ending.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": output, "output_tokens_details": {"reasoning_tokens": ending.thought_tokens},
             "total_tokens": input + output,
         });
