@@ -440,7 +440,8 @@ mod tests {
         assert_eq!(checked(|b| b[1] = 77), Err(FrameError::Dtype { found: 77 }));
         assert_eq!(checked(|b| b[1] = Dtype::F16 as u8), Err(FrameError::Dtype { found: 2 }));
         assert_eq!(checked(|b| b[2] = 2), Err(FrameError::Codec { found: 2 }));
-        assert_eq!(checked(|b| b[3] = 2), Err(FrameError::Reserved));
+        assert_eq!(checked(|b| b[3] = 4), Err(FrameError::Reserved));
+        assert_eq!(checked(|b| b[3] = FLAG_LAST), Err(FrameError::Reserved), "a channel that is not announced");
         assert_eq!(checked(|b| b[6] = 1), Err(FrameError::Reserved));
         assert!(matches!(checked(|b| b[52] = 4), Err(FrameError::Shape { found: 4, .. })));
         assert!(matches!(checked(|b| b[20] = 0), Err(FrameError::Shape { count: 0, .. })));

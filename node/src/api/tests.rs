@@ -329,7 +329,10 @@ fn a_chat_completion_has_text_reason_and_usage() {
     assert_eq!(answer["object"], "chat.completion");
     assert_eq!(answer["choices"][0]["message"], json!({"role": "assistant", "content": "Hello.", "refusal": null}));
     assert_eq!(answer["choices"][0]["finish_reason"], "stop");
-    assert_eq!(answer["usage"], json!({"prompt_tokens": 8, "completion_tokens": 6, "total_tokens": 14}));
+    let details = json!({"cached_tokens": 0});
+    let usage =
+        json!({"prompt_tokens": 8, "completion_tokens": 6, "total_tokens": 14, "prompt_tokens_details": details});
+    assert_eq!(answer["usage"], usage);
     let request = server.engine.requests.lock()[0].clone();
     assert_eq!(request.prompt, "<user>Hi".bytes().map(u32::from).collect::<Vec<_>>());
     assert_eq!((request.sampling.temperature_e6, request.sampling.seed), (0, u64::MAX));
