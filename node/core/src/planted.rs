@@ -45,6 +45,8 @@ pub enum Planted {
     SimulationCancelDropped = 19,
     /// A checkpoint is missing one tile.
     CheckpointIncomplete = 20,
+    /// A request continues the longest cache, whatever its tokens are.
+    PrefixUnchecked = 21,
 }
 
 /// Whether this build has the feature `planted`.

@@ -6,6 +6,7 @@
 //! is never different from the page that a request would compute for itself.
 use crate::id::RequestId;
 use crate::limits::{PAGE_POSITIONS, PREFIXES_MAX};
+use crate::planted::{self, Planted};
 use crate::work::pages::Pages;
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
@@ -49,7 +50,8 @@ impl Prefixes {
     ) -> Option<Base> {
         let resting = self.resting.iter().map(|(&id, resting)| (id, resting.tokens.as_slice()));
         let shared = |(id, cached): (RequestId, &[u32])| {
-            let common = cached.iter().zip(tokens).take_while(|(a, b)| a == b).count();
+            let unchecked = planted::has(Planted::PrefixUnchecked);
+            let common = cached.iter().zip(tokens).take_while(|(a, b)| a == b || unchecked).count();
             let positions = u32::try_from(common.min(tokens.len().saturating_sub(1))).unwrap_or(u32::MAX);
             (positions / PAGE_POSITIONS * PAGE_POSITIONS, id)
         };
