@@ -196,7 +196,8 @@ fn invalid_batches_are_rejected_and_change_nothing() {
         (vec![rows(2, 0, RowsIn::Tokens(&long))], "context"),
         (vec![rows(2, 0, RowsIn::Tokens(&[]))], "no rows"),
         (vec![rows(1, 3, RowsIn::Tokens(&[1])), rows(1, 4, RowsIn::Tokens(&[1]))], "twice"),
-        ((2..10).map(|s| rows(s, 0, RowsIn::Tokens(&[1]))).collect(), "limit of 8"),
+        // Eight contexts of 600 positions in whole pages, and one page more: 164 pages of 32 positions.
+        ((2..170).map(|s| rows(s, 0, RowsIn::Tokens(&[1]))).collect(), "more pages"),
     ];
     for (batch, expected) in wrong {
         let Err(StageError::Input(message)) = first.forward(&batch) else { panic!("{expected}: accepted") };

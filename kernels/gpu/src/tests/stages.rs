@@ -88,7 +88,8 @@ fn a_stage_rejects_invalid_batches() {
         assert!(matches!(error, StageError::Input(_)), "{error}");
         assert_eq!((stage.cached_positions(1), stage.cached_positions(2)), (3, 0), "{error}");
     }
-    let crowd: Vec<Rows<'_>> = (2..4).map(|sequence| rows(sequence, 0, &[1])).collect();
+    // Two contexts of one page, and one page more.
+    let crowd: Vec<Rows<'_>> = (2..5).map(|sequence| rows(sequence, 0, &[1])).collect();
     assert!(matches!(stage.forward(&mut Threads::new(2).unwrap(), &crowd), Err(StageError::Input(_))));
     stage.release(1);
     stage.forward(&mut Threads::new(2).unwrap(), &crowd).unwrap();

@@ -306,6 +306,9 @@ fn a_request_continues_the_cache_of_another_and_its_rows_say_so() {
     assert!(run_next(&mut parts, 1).iter().any(
         |output| matches!(output, PartOutput::Frame { header, .. } if header.continues.is_none() && header.cursor == 265)
     ));
+    feed(&mut parts, after(1, frame(3, 200, 9, true)));
+    let refused = outputs(&mut parts);
+    assert!(refused.iter().any(|output| matches!(output, PartOutput::Refused { .. })), "no whole pages: {refused:?}");
     // A request that is not here, and one that has fewer positions.
     feed(&mut parts, after(9, frame(3, 256, 9, true)));
     assert!(outputs(&mut parts).contains(&gap(3, 0)));

@@ -2,8 +2,8 @@
 use super::{Cache, Opened, StageRun};
 use crate::id::{NodeId, RequestId};
 use crate::limits::{
-    CACHES_MAX, CHUNK_POSITIONS_MAX, CLOSED_REQUESTS_MAX, PARKED_FRAMES_MAX, SEQUENCES_MAX, STAGE_QUEUE_MAX,
-    STAGE_QUEUE_POSITIONS_MAX,
+    CACHES_MAX, CHUNK_POSITIONS_MAX, CLOSED_REQUESTS_MAX, PAGE_POSITIONS, PARKED_FRAMES_MAX, SEQUENCES_MAX,
+    STAGE_QUEUE_MAX, STAGE_QUEUE_POSITIONS_MAX,
 };
 use crate::message::{FrameHeader, FromStage, ToCoordinator};
 use crate::output::Output;
@@ -78,7 +78,7 @@ impl StageRun {
     /// A new request gets the cache of the one that it continues, if that is here. Otherwise its first frame is a gap.
     fn fork(&mut self, header: &FrameHeader, out: &mut Out) {
         let (to, positions) = (header.request(), header.cursor);
-        let Some(from) = header.continues.map(RequestId).filter(|from| *from != to && positions > 0) else { return };
+        let Some(from) = header.continues.map(RequestId).filter(|from| *from != to) else { return };
         let is_new = !self.requests.contains_key(&to) && self.have(to) == 0 && self.requests.len() < CACHES_MAX;
         let Some(source) = self.requests.get_mut(&from).filter(|source| is_new && source.computed >= positions) else {
             return;
@@ -118,6 +118,12 @@ impl StageRun {
             return Some(format!(
                 "frame of {} positions from {}, expected 1 to {CHUNK_POSITIONS_MAX} within a context of {}",
                 header.count, header.cursor, self.route.context
+            ));
+        }
+        if header.continues.is_some() && (header.cursor == 0 || !header.cursor.is_multiple_of(PAGE_POSITIONS)) {
+            return Some(format!(
+                "frame that continues another request at position {}, expected a multiple of {PAGE_POSITIONS}",
+                header.cursor
             ));
         }
         None
