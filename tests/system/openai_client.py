@@ -70,6 +70,19 @@ with concurrent.futures.ThreadPoolExecutor(6) as pool:
     answers = {a.choices[0].message.content for a in pool.map(ask, range(6))}
 check("six concurrent clients get the same text", answers == {text}, answers)
 
+ask = {"model": model, "max_tokens": 5, "temperature": 0}
+likely = client.chat.completions.create(messages=question, logprobs=True, top_logprobs=3, **ask)
+entries = likely.choices[0].logprobs.content
+check("every token has its log-probability", len(entries) == likely.usage.completion_tokens == 5, entries)
+check("the tokens are the text", "".join(entry.token for entry in entries) == likely.choices[0].message.content)
+greedy = all(len(e.top_logprobs) == 3 and e.top_logprobs[0].token == e.token and e.logprob <= 0 for e in entries)
+check("a greedy answer takes the most likely tokens", greedy, entries)
+chunks = list(client.chat.completions.create(messages=question, logprobs=True, top_logprobs=3, stream=True, **ask))
+streamed = [e for c in chunks for e in (c.choices[0].logprobs.content if c.choices[0].logprobs else [])]
+check("a stream has the same log-probabilities", streamed == entries)
+old = client.completions.create(prompt="The capital of France is", logprobs=2, **ask).choices[0].logprobs
+check("a completion has them, too", len(old.tokens) == len(old.token_logprobs) == 5 and len(old.top_logprobs[0]) == 2, old)
+
 schema = {
     "type": "object",
     "properties": {
@@ -187,7 +200,7 @@ def rejected(name, error, create=client.chat.completions.create, **request):
 
 
 rejected("an unknown model", openai.NotFoundError, model="gpt-4o")
-rejected("log probabilities", openai.BadRequestError, logprobs=True)
+rejected("too many log-probabilities", openai.BadRequestError, logprobs=True, top_logprobs=21)
 rejected("several choices", openai.BadRequestError, n=2)
 rejected("an impossible schema", openai.BadRequestError, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}})
 rejected("a tool without a name", openai.BadRequestError, tools=[{"type": "function", "function": {}}])
