@@ -499,13 +499,6 @@ fn a_coordinator_takes_checkpoints_of_a_grid_many_times_its_memory_within_its_me
     mesh.nodes[0].delete(&format!("/api/v1/grids/{id}")).expect("it is cancelled");
     run.until(|report| report["state"] == "cancelled");
     drop(run);
-    // Plans use the free memory that members advertise, which changes once the tiles are dropped.
-    // A member that is only suspected brings no advert, so both have to be alive.
-    let free = |state: &Value| {
-        let alive = state["peers"].as_array().into_iter().flatten().filter(|peer| peer["state"] == "alive");
-        alive.filter(|peer| peer["memory_free"] == peer["memory_total"]).count() == 2
-    };
-    mesh.nodes[0].wait_state(JOIN_MAX, free).expect("the tiles are dropped");
     let parts = std::fs::read_dir(out.join("checkpoints")).expect("checkpoints").flatten();
     for step in parts.map(|entry| entry.path()).filter(|step| step.join("manifest.json").is_file()) {
         let manifest = std::fs::read_to_string(step.join("manifest.json")).expect("a manifest");
@@ -516,7 +509,19 @@ fn a_coordinator_takes_checkpoints_of_a_grid_many_times_its_memory_within_its_me
         assert!(cells == named, "{cells} files of {named} parts in {}", step.display());
     }
     let from = report["checkpoint"].as_u64().expect("a checkpoint") as u32;
-    let report = submit(Some(&mesh.nodes[0]), &folder.job(&text(from + 12)), &out, &["--resume"]).finish();
+    // Plans use the free memory that members advertise. Adverts lag behind: that of the tile that the survivor has just
+    // dropped may come after the plan, and the run is refused.
+    let end = Instant::now() + JOIN_MAX;
+    let report = loop {
+        let run = submit(Some(&mesh.nodes[0]), &folder.job(&text(from + 12)), &out, &["--resume"]);
+        let report = run.until(|report| report["state"] == "done" || report["state"] == "failed");
+        let refused = report["error"].as_str().is_some_and(|error| error.contains("are missing"));
+        if !refused || Instant::now() >= end {
+            break report;
+        }
+        std::thread::sleep(Duration::from_millis(500));
+    };
+    assert!(report["state"] == "done" && report["from_step"] == from, "{report}");
     let peak = resident_peak(&mesh.nodes[0]);
     eprintln!("a grid of {mib} MiB: the coordinator had {peak} MiB at most; {report}");
     // An idle node that offers 100 MiB has used 82 MiB; with the whole grid it would have used 160 MiB more.

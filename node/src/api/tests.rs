@@ -22,9 +22,9 @@ mod access;
 mod anthropic;
 mod grids;
 mod idempotency;
-mod logprobs;
 mod mutations;
 mod responses;
+mod sampling;
 mod tools;
 
 /// A tokenizer with one token per byte: token = byte in prompts. In answers the ids are those of the small model, whose
@@ -149,7 +149,7 @@ impl Engine for FakeNode {
             for (i, byte) in bytes.enumerate() {
                 let event = TokenEvent::Token {
                     position: position + i as u32,
-                    sampled: Sampled { token: u32::from(byte) + FIRST_BYTE, logprobs: most.map(logprobs::fake) },
+                    sampled: Sampled { token: u32::from(byte) + FIRST_BYTE, logprobs: most.map(sampling::fake) },
                     cached: 0,
                 };
                 if sender.send(event).await.is_err() {
@@ -337,17 +337,6 @@ fn a_chat_completion_has_text_reason_and_usage() {
     assert_eq!(request.prompt, "<user>Hi".bytes().map(u32::from).collect::<Vec<_>>());
     assert_eq!((request.sampling.temperature_e6, request.sampling.seed), (0, u64::MAX));
     assert_eq!(request.max_tokens, 64 - 8, "the rest of the context");
-}
-
-#[test]
-fn penalties_and_bias_reach_the_sampler_in_millionths() {
-    let server = start(FakeNode::generating("x"));
-    let extra = json!({"presence_penalty": -0.5, "frequency_penalty": 1.25, "logit_bias": {"65": -100, "7": 0.5}});
-    let (status, answer) = server.post("/v1/chat/completions", chat_body(extra));
-    assert_eq!(status, 200, "{answer}");
-    let sampling = server.engine.requests.lock()[0].sampling.clone();
-    assert_eq!((sampling.presence_penalty_e6, sampling.frequency_penalty_e6), (-500_000, 1_250_000));
-    assert_eq!(sampling.logit_bias_e6, [(7, 500_000), (65, -100_000_000)]);
 }
 
 #[test]

@@ -258,31 +258,6 @@ impl Requests {
         self.fill_slots(now, out);
     }
 
-    /// Begins the next requests in the queue, as many as there are pages for.
-    fn fill_slots(&mut self, now: Instant, out: &mut Out) {
-        while self.running.len() < SEQUENCES_MAX as usize && self.track.is_some() {
-            let Some(stream) = self.waiting.front() else { return };
-            let (id, positions) = (stream.id, stream.len().saturating_add(1));
-            let running = self.running.values().map(|stream| (stream.id, stream.acked_tokens()));
-            let base = self.cache.longest(stream.tokens(), running);
-            let (spare, mut evicted) = (self.sharers(), Vec::new());
-            let admitted = self.cache.admit(id, positions, spare, base, &mut evicted);
-            let first = self.waiting.pop_front_if(|_| admitted);
-            let goes_on = first.is_some();
-            if let Some(mut stream) = first {
-                stream.begin(now, base);
-                begun(stream.caller, base.map_or(0, |(_, shared)| shared).min(stream.prompt_len()), out);
-                self.running.insert(id, stream);
-            }
-            self.close_evicted(evicted, out);
-            if !goes_on {
-                return;
-            }
-            self.open(id, out);
-            self.pump(id, out);
-        }
-    }
-
     // ---- the token log
 
     /// Successors lack the whole log: they are new, or messages to them may be lost.

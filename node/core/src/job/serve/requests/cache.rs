@@ -1,14 +1,40 @@
 //! Pages of running and ended requests: who keeps them, who gives them up, and when stages free them.
 use super::super::stream::Stream;
-use super::Requests;
+use super::{Requests, begun};
 use crate::id::RequestId;
 use crate::job::output::Out;
+use crate::limits::SEQUENCES_MAX;
 use crate::message::ToStage;
 use crate::time::Instant;
 use crate::work::serve::{DoneReason, Position};
 use alloc::vec::Vec;
 
 impl Requests {
+    /// Begins the next requests in the queue, as many as there are pages for.
+    pub(super) fn fill_slots(&mut self, now: Instant, out: &mut Out) {
+        while self.running.len() < SEQUENCES_MAX as usize && self.track.is_some() {
+            let Some(stream) = self.waiting.front() else { return };
+            let (id, positions) = (stream.id, stream.len().saturating_add(1));
+            let running = self.running.values().map(|stream| (stream.id, stream.acked_tokens()));
+            let base = self.cache.longest(stream.tokens(), running);
+            let (spare, mut evicted) = (self.sharers(), Vec::new());
+            let admitted = self.cache.admit(id, positions, spare, base, &mut evicted);
+            let first = self.waiting.pop_front_if(|_| admitted);
+            let goes_on = first.is_some();
+            if let Some(mut stream) = first {
+                stream.begin(now, base);
+                begun(stream.caller, base.map_or(0, |(_, shared)| shared).min(stream.prompt_len()), out);
+                self.running.insert(id, stream);
+            }
+            self.close_evicted(evicted, out);
+            if !goes_on {
+                return;
+            }
+            self.open(id, out);
+            self.pump(id, out);
+        }
+    }
+
     /// Keeps the caches of an ended request for later ones, if every stage has them and they are worth it.
     pub(super) fn rest_or_close(&mut self, stream: &Stream, reason: &DoneReason, out: &mut Out) {
         let (id, mut evicted) = (stream.id, Vec::new());

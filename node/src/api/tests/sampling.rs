@@ -1,4 +1,4 @@
-//! Tests of log-probabilities at the API, against a fake node that gives every token the same ones.
+//! Tests of sampling parameters and log-probabilities at the API, against a fake node that gives every token the same ones.
 use super::*;
 use node_core::work::serve::Logprobs;
 
@@ -48,4 +48,15 @@ fn a_completion_has_them_in_its_own_form() {
         "top_logprobs": [{"A": -1.0}, {"A": -1.0}, {"A": -1.0}], "text_offset": [0, 1, 2],
     });
     assert_eq!(whole["choices"][0]["logprobs"], expected);
+}
+
+#[test]
+fn penalties_and_bias_reach_the_sampler_in_millionths() {
+    let server = start(FakeNode::generating("x"));
+    let extra = json!({"presence_penalty": -0.5, "frequency_penalty": 1.25, "logit_bias": {"65": -100, "7": 0.5}});
+    let (status, answer) = server.post("/v1/chat/completions", chat_body(extra));
+    assert_eq!(status, 200, "{answer}");
+    let sampling = server.engine.requests.lock()[0].sampling.clone();
+    assert_eq!((sampling.presence_penalty_e6, sampling.frequency_penalty_e6), (-500_000, 1_250_000));
+    assert_eq!(sampling.logit_bias_e6, [(7, 500_000), (65, -100_000_000)]);
 }
