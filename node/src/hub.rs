@@ -152,6 +152,7 @@ fn call_of(event: &Event) -> Option<CallId> {
         | Event::JobMoves { .. }
         | Event::Measured { .. }
         | Event::Steps { .. }
+        | Event::Preempted { .. }
         | Event::Rejected { .. } => None,
     }
 }

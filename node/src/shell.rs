@@ -326,6 +326,7 @@ fn named(event: Event, node: &Node) -> Event {
         | Event::JobMoves { .. }
         | Event::Token { .. }
         | Event::Begun { .. }
+        | Event::Preempted { .. }
         | Event::Done { .. }
         | Event::Steps { .. }
         | Event::Lost { .. }
@@ -360,13 +361,18 @@ fn log(event: &Event, node: &Node) {
             tracing::warn!("job {:016x} lost {} after {silent_ms} ms of silence", job.0, name(node));
         }
         Event::Standby { job, part, node, current } => {
-            let what = if *current { "is current" } else { "loads" };
+            let what = if *current { "is current" } else { "is not current yet" };
             tracing::info!("job {:016x} part {part}: standby {} {what}", job.0, name(node));
         }
         Event::Promoted { job, epoch, part, node } => {
             let counter = epoch.counter;
             tracing::warn!("job {:016x} epoch {counter}: standby {} takes over part {part}", job.0, name(node));
         }
+        Event::Preempted { job, request } => tracing::info!(
+            "job {:016x} request {}: the cache is full, so it is computed again later; serve with more sequences",
+            job.0,
+            request.0
+        ),
         Event::JobMoves { job, change } => tracing::info!(
             "job {:016x} moves: fetches {} of weights; {:.2} ms per token or step instead of {:.2}",
             job.0,

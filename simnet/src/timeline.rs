@@ -130,6 +130,7 @@ impl Observer for Timeline {
             | Event::JobDegraded { .. }
             | Event::JobEnded { .. }
             | Event::Done { .. }
+            | Event::Preempted { .. }
             | Event::Lost { .. }
             | Event::Standby { .. }
             | Event::Promoted { .. }
@@ -223,7 +224,7 @@ pub(crate) fn describe(event: &Event, host: &dyn Fn(NodeId) -> String, name: &dy
         },
         Event::Lost { node, silent_ms, .. } => format!("lost {}, silent for {silent_ms} ms", host(*node)),
         Event::Standby { part, node, current, .. } => {
-            let does = if *current { "is current as" } else { "loads as" };
+            let does = if *current { "is current as" } else { "is not current yet as" };
             format!("{} {does} standby of part {part}", host(*node))
         }
         Event::Promoted { epoch, part, node, .. } => {
@@ -248,6 +249,7 @@ pub(crate) fn describe(event: &Event, host: &dyn Fn(NodeId) -> String, name: &dy
             None => format!("rejected: {what}"),
         },
         Event::Steps { job, event } => format!("simulation {:04x}: {}", job.0 >> 48, describe_steps(event)),
+        Event::Preempted { request, .. } => format!("request {} gives up its pages", request.0),
         Event::Begun { call, cached } => {
             format!("call {} begins, {cached} tokens of its prompt are cached", name(*call))
         }

@@ -260,6 +260,7 @@ impl Workload {
                 | Event::JobInherited { .. }
                 | Event::Measured { .. }
                 | Event::Steps { .. }
+                | Event::Preempted { .. }
                 | Event::GridPlan { .. }
                 | Event::Rejected { .. } => self.notes.push(told),
             }

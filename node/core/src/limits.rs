@@ -74,6 +74,9 @@ pub const HELD_EVERY: Duration = Duration::from_millis(100);
 pub const RESUME_QUIET: Duration = Duration::from_millis(500);
 /// Positions by which a standby may trail its stage and still count as current: what is in flight between two reports.
 pub const STANDBY_LAG_MAX: u32 = 48;
+/// How long no request runs before a coordinator computes resting ones again for its standbys: the next request of a busy
+/// caller arrives sooner.
+pub const REFRESH_AFTER: Duration = Duration::from_millis(500);
 /// How often a job with missing standbys looks for candidates: each search is a planner run.
 pub const STANDBY_RETRY: Duration = Duration::from_secs(1);
 /// Bytes of a GPU's dedicated memory that no plan fills: the driver's context and the compiled kernels take about half of it,

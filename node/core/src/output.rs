@@ -123,6 +123,8 @@ pub enum Event {
     Token { call: CallId, position: u32, sampled: Sampled },
     /// A request runs; the first `cached` tokens of its prompt were cached.
     Begun { call: CallId, cached: u32 },
+    /// A running request gave up its pages, because the cache is full. It is computed again once there are pages for it.
+    Preempted { job: JobId, request: RequestId },
     /// A call ended.
     Done { call: CallId, reason: DoneReason },
     /// An event of a simulation.

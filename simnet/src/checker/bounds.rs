@@ -105,12 +105,18 @@ pub fn leaks(world: &World) -> Vec<String> {
         .collect();
     live()
         .filter_map(|host| {
-            let caches = host.executor.caches_held().filter(|request| !resting.contains(request)).count();
+            let caches: Vec<u64> = host
+                .executor
+                .caches_held()
+                .filter(|request| !resting.contains(request))
+                .map(|request| request.0)
+                .collect();
             let tensors = host.executor.tensors_held();
             let made = host.executor.tensor_ids().filter(|tensor| matches!(tensor, TensorId::Produced(_))).count();
-            (tensors + caches > 0).then(|| {
+            (tensors + caches.len() > 0).then(|| {
                 let arrived = tensors - made;
-                format!("host {} holds {made} computed tensors, {arrived} received tensors, {caches} caches", host.id.0)
+                let host = host.id.0;
+                format!("host {host} holds {made} computed tensors, {arrived} received tensors, caches of {caches:?}")
             })
         })
         .collect()

@@ -76,6 +76,8 @@ enum Seen {
     Held(JobId, u16, u32),
     /// The job is rebalanced.
     Moves(JobId),
+    /// A request of the job waits for pages.
+    Preempted(JobId),
     /// The job has ended, or another host continues it.
     Over(JobId),
 }
@@ -140,6 +142,7 @@ impl Pauses {
                 | Seen::Progress(..)
                 | Seen::Held(..)
                 | Seen::Moves(_)
+                | Seen::Preempted(_)
                 | Seen::Over(_) => None,
             };
             if let Some(dead) = dead {
@@ -191,6 +194,7 @@ impl Observer for Pauses {
             Event::JobInherited { job, .. } => Some(Seen::Inherited(*job)),
             Event::Steps { job, event: StepsEvent::Progress { step } } => Some(Seen::Progress(*job, *step)),
             Event::JobMoves { job, .. } => Some(Seen::Moves(*job)),
+            Event::Preempted { job, .. } => Some(Seen::Preempted(*job)),
             Event::JobEnded { job, .. } => Some(Seen::Over(*job)),
             _ => None,
         };

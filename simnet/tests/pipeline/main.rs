@@ -16,6 +16,7 @@ use simnet::options::chance;
 use simnet::workload::{request, symbolic_model};
 use simnet::{Fault, HostId, HostSpec, Options, Workload, World, faults};
 
+mod cache;
 mod coordinator;
 
 /// A mesh that serves a model of which each host holds at most five of twelve layers.

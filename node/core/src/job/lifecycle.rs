@@ -617,8 +617,8 @@ impl Job {
             serve.requests.strike(now, &reason, out);
             return self.replan(now, &BTreeSet::new(), out);
         }
+        self.report_standbys(now, out);
         if self.standbys_due.is_some_and(|due| due <= now) {
-            self.report_standbys(out);
             self.seek_standbys(now, out);
             self.hand_over(now, out);
         }
@@ -627,6 +627,7 @@ impl Job {
         }
         self.standbys_wakeup(now, out);
         if let Workload::Serve(serve) = &mut self.workload {
+            serve.refresh(now, &self.parts, out);
             serve.challenge(now, self.epoch, &self.parts, out);
             self.rebalance_wakeup(now, out);
         }

@@ -6,8 +6,8 @@ mod stream;
 
 use super::output::{JobOutput, JobQuestion, Measured, Out};
 use super::part::{Part, Standby};
-use crate::id::{Epoch, JobId, NodeId, PartId};
-use crate::limits::{CONTEXT_MAX, SEQUENCES_MAX, STANDBY_LAG_MAX};
+use crate::id::{Epoch, JobId, NodeId, PartId, RequestId};
+use crate::limits::{CONTEXT_MAX, PAGE_POSITIONS, SEQUENCES_MAX, STANDBY_LAG_MAX};
 use crate::message::{FromStage, ToParticipant};
 use crate::time::Instant;
 use crate::work::log::TokenLog;
@@ -222,6 +222,26 @@ impl Serve {
         let follows = standby.is_prepared() && standby.tier == Tier::Hot;
         let acked = self.requests.acked();
         follows && acked.iter().all(|(id, &acked)| standby.at(id.0).saturating_add(STANDBY_LAG_MAX) >= acked)
+    }
+
+    /// Whether a standby cannot follow a running request, because it lacks the one that this continues.
+    pub(super) fn is_left_behind(&self, now: Instant, standby: &Standby) -> bool {
+        standby.is_prepared() && self.requests.leave_behind(now, |request| standby.at(request.0))
+    }
+
+    /// Computes what rests again for standbys that lack it, while nothing else runs.
+    pub(super) fn refresh(&mut self, now: Instant, parts: &[Part], out: &mut Out) {
+        let standbys = || parts.iter().filter_map(|part| part.standby.as_ref());
+        let has = |standby: &Standby, request: RequestId| {
+            let known = standby.prepared.as_ref().map_or(&[][..], standby_positions);
+            let known = known.iter().find(|position| position.request == request).map_or(0, |position| position.have);
+            known.max(standby.at(request.0))
+        };
+        let lacks = |request, positions: u32| {
+            let pages = positions / PAGE_POSITIONS * PAGE_POSITIONS;
+            standbys().any(|standby| standby.is_prepared() && has(standby, request) < pages)
+        };
+        self.requests.refresh(now, lacks, out);
     }
 
     /// Records the planner's answer on a part's standby.

@@ -137,11 +137,12 @@ impl Job {
             return;
         }
         if let Workload::Serve(serve) = &mut self.workload {
+            serve.requests.handle_standby(now, out);
             serve.requests.close_ended(node, standby_positions(&ready.has), out);
         }
         self.announce_standby(part, out);
         self.announce_to_standby(part, out);
-        self.report_standbys(out);
+        self.report_standbys(now, out);
         self.publish_record(out); // it may vote from now on
         if !self.draining.is_empty() {
             self.standbys_due = Some(now); // it may take over immediately
@@ -203,22 +204,23 @@ impl Job {
         }
     }
 
-    /// Announces each standby once as current.
-    pub(super) fn report_standbys(&mut self, out: &mut Out) {
-        let mut current = false;
-        for at in 0..self.parts.len() {
-            let Some(standby) = &self.parts[at].standby else { continue };
-            if standby.reported || !self.workload.is_current(standby) {
-                continue;
+    /// Announces each standby once as current, and again when it can follow all requests after it could not.
+    pub(super) fn report_standbys(&mut self, now: Instant, out: &mut Out) {
+        let mut changed = false;
+        for (at, part) in self.parts.iter_mut().enumerate() {
+            let Some(standby) = &mut part.standby else { continue };
+            let current = match standby.reported {
+                true => !self.workload.is_left_behind(now, standby),
+                false => self.workload.is_current(standby),
+            };
+            if current != standby.reported {
+                standby.reported = current;
+                let (job, part, node) = (self.id, PartId::of(at), standby.node);
+                out.push_back(JobOutput::Notify(Event::Standby { job, part, node, current }));
+                changed = true;
             }
-            let (job, part, node) = (self.id, PartId::of(at), standby.node);
-            out.push_back(JobOutput::Notify(Event::Standby { job, part, node, current: true }));
-            if let Some(standby) = &mut self.parts[at].standby {
-                standby.reported = true;
-            }
-            current = true;
         }
-        if current {
+        if changed {
             self.publish_record(out);
         }
     }
@@ -234,7 +236,7 @@ impl Job {
     /// Standbys may have become current.
     pub(super) fn standbys_moved(&mut self, now: Instant, out: &mut Out) {
         if self.is_running() {
-            self.report_standbys(out);
+            self.report_standbys(now, out);
             self.hand_over(now, out);
         }
     }

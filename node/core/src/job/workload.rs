@@ -164,6 +164,14 @@ impl Workload {
         }
     }
 
+    /// Whether a standby that was current can no longer follow.
+    pub(super) fn is_left_behind(&self, now: Instant, standby: &Standby) -> bool {
+        match self {
+            Workload::Serve(serve) => serve.is_left_behind(now, standby),
+            Workload::Steps(_) => false,
+        }
+    }
+
     /// Whether a standby's state counts as current, so that it can take its part over.
     pub(super) fn is_current(&self, standby: &Standby) -> bool {
         match self {

@@ -32,6 +32,8 @@ struct Story {
     steps: Vec<(Instant, u32)>,
     /// Steps that owners and standbys of tiles last reported, under the present placement.
     held: BTreeMap<(u16, NodeId), u32>,
+    /// When a request last gave up its pages.
+    preempted: Option<Instant>,
 }
 
 impl<'a> Stories<'a> {
@@ -72,6 +74,7 @@ impl<'a> Stories<'a> {
             | Seen::Running(job, _)
             | Seen::Progress(job, _)
             | Seen::Moves(job)
+            | Seen::Preempted(job)
             | Seen::Held(job, ..) => self.jobs.entry(*job).or_default().apply(at, node(host), host, entry),
         }
     }
@@ -136,6 +139,7 @@ fn together(
             | Seen::Progress(..)
             | Seen::Held(..)
             | Seen::Moves(_)
+            | Seen::Preempted(_)
             | Seen::Over(_) => {}
         }
     }
@@ -173,6 +177,7 @@ impl Story {
             }
             Seen::Progress(_, step) => self.steps.push((at, *step)),
             Seen::Held(_, tile, step) => _ = self.held.insert((*tile, node), *step),
+            Seen::Preempted(_) => self.preempted = Some(at),
             Seen::Loss(_) | Seen::Broken | Seen::Trouble(_) | Seen::Changed | Seen::Moves(_) | Seen::Over(_) => {}
         }
     }
@@ -219,8 +224,13 @@ impl Story {
         2 * live > participants.len() && successors().next().is_some() && !successors().any(|node| dead.contains(node))
     }
 
-    /// The longest wait of a running request; `None` if no request was running.
+    /// The longest wait of a running request; `None` if no request was running, or if one waits for pages meanwhile.
     fn waited(&self, job: JobId, at: Instant, last: Instant, after: &[Entry]) -> Option<Duration> {
+        let mut soon = after.iter().take_while(|(then, ..)| *then <= last + LIMIT);
+        let waits = soon.any(|(_, _, entry)| matches!(entry, Seen::Preempted(of) if *of == job));
+        if waits || self.preempted.is_some_and(|preempted| preempted + RUNNING > at) {
+            return None;
+        }
         // A request that ended before the last loss did not wait for it.
         let over = |call: &CallId| {
             let mut between = after.iter().take_while(|(then, ..)| *then <= last);
@@ -255,7 +265,8 @@ impl Story {
         let kept = lost.iter().filter_map(reported).min().unwrap_or(*told).min(*told);
         let later = || after.iter().filter(|(then, ..)| *then > last);
         // A simulation that is rebalanced replays steps, but not because of the loss.
-        if later()
+        if after
+            .iter()
             .take_while(|(then, ..)| *then <= last + LIMIT)
             .any(|(_, _, entry)| matches!(entry, Seen::Moves(of) if *of == job))
         {

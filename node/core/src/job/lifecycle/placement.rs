@@ -13,6 +13,7 @@ use alloc::boxed::Box;
 use alloc::collections::BTreeSet;
 use alloc::{format, string::String, vec::Vec};
 use partitioner::Answer;
+use partitioner::tiles::GridError;
 
 impl Job {
     /// Asks the planner. The job must remember the number returned: an answer to any other question is ignored.
@@ -136,10 +137,7 @@ impl Job {
             Err(_) if self.outdated => self.plan(out),
             Ok(found) => self.adopt(now, found, out),
             Err(NoPlan::Never(reason)) => self.ending = Some(Ending::Failed(reason)),
-            Err(NoPlan::Grid(error)) if self.epoch.counter == 0 => {
-                // Nothing has been computed yet, so there is nothing to wait for.
-                self.ending = Some(Ending::Failed(format!("{error}")));
-            }
+            Err(NoPlan::Grid(error)) if self.epoch.counter == 0 => self.wait_for_adverts(now, &error),
             Err(NoPlan::Grid(error)) => self.degrade(now, format!("{error}"), out),
             Err(NoPlan::Model(error)) => self.degrade(now, self.refusals.explain(&error), out),
         }
@@ -254,6 +252,23 @@ impl Job {
         }
     }
 
+    /// There is no first plan of a grid. Members that have just freed memory advertise it a moment later. After that there
+    /// is nothing to wait for, because nothing has been computed yet.
+    fn wait_for_adverts(&mut self, now: Instant, error: &GridError) {
+        let reason = format!("{error}");
+        let since = self.degraded.as_ref().map_or(now, |degraded| degraded.since);
+        let may_be_freed = match error {
+            GridError::Memory { .. } | GridError::Packing { .. } => now.since(since) < ADVERTS_LATE,
+            GridError::Invalid(_) | GridError::NoDevices | GridError::Depth { .. } => false,
+        };
+        if may_be_freed {
+            self.phase = Phase::Degraded { retry_at: now + ADVERTS_RETRY };
+            self.degraded = Some(Degraded { since, reason });
+        } else {
+            self.ending = Some(Ending::Failed(reason));
+        }
+    }
+
     /// There is no plan. Callers of `Start` receive the reason, and requests wait for a while.
     pub(in crate::job) fn degrade(&mut self, now: Instant, reason: String, out: &mut Out) {
         self.workload.stop();
@@ -287,5 +302,9 @@ impl Job {
     }
 }
 
+/// By how much adverts may be late: several rounds of gossip.
+const ADVERTS_LATE: Duration = Duration::from_secs(3);
+/// How often the planner is asked meanwhile.
+const ADVERTS_RETRY: Duration = Duration::from_millis(500);
 /// A node that is cut off loses the other participants within a few leases of each other.
 const LOST_TOGETHER: Duration = Duration::from_secs(2);

@@ -25,6 +25,8 @@ struct Resting {
     tokens: Vec<u32>,
     /// Counter value of its last use. The least recently used one is evicted first.
     used: u64,
+    /// It was computed again since a standby joined.
+    refreshed: bool,
 }
 
 /// The request whose cache a new one continues, and the number of positions that they share.
@@ -114,7 +116,7 @@ impl Prefixes {
         evicted.extend(over);
         while self.resting.len() >= PREFIXES_MAX && self.evict(evicted) {}
         let _shrinks = self.pages.reserve(id, u32::try_from(tokens.len()).unwrap_or(u32::MAX));
-        self.resting.insert(id, Resting { tokens: tokens.to_vec(), used: 0 });
+        self.resting.insert(id, Resting { tokens: tokens.to_vec(), used: 0, refreshed: false });
         self.touch(id);
         true
     }
@@ -140,6 +142,31 @@ impl Prefixes {
     pub(super) fn clear(&mut self) -> Vec<RequestId> {
         self.pages.clear();
         core::mem::take(&mut self.resting).into_keys().collect()
+    }
+
+    /// Tokens of a resting request to compute again, because a standby lacks them, if there are pages for them beside all
+    /// others. The last used one is the first. Each is computed again once, until `forget_refreshes`.
+    pub(super) fn take_stale(&mut self, lacks: impl Fn(RequestId, u32) -> bool) -> Option<Vec<u32>> {
+        let room = self.pages.free().saturating_mul(PAGE_POSITIONS) as usize;
+        let stale = self.resting.iter_mut().filter(|(id, resting)| {
+            let len = u32::try_from(resting.tokens.len()).unwrap_or(u32::MAX);
+            !resting.refreshed && resting.tokens.len() < room && lacks(**id, len)
+        });
+        let (_, resting) = stale.max_by_key(|(_, resting)| resting.used)?;
+        resting.refreshed = true;
+        Some(resting.tokens.clone())
+    }
+
+    /// A request was computed by every stage and standby.
+    pub(super) fn mark_refreshed(&mut self, id: RequestId) {
+        if let Some(resting) = self.resting.get_mut(&id) {
+            resting.refreshed = true;
+        }
+    }
+
+    /// Standbys have changed: any of them may lack what rests.
+    pub(super) fn forget_refreshes(&mut self) {
+        self.resting.values_mut().for_each(|resting| resting.refreshed = false);
     }
 
     pub(super) fn rests(&self, id: RequestId) -> bool {

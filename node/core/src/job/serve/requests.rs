@@ -65,6 +65,8 @@ pub(in crate::job) struct Requests {
     over: Vec<RequestId>,
     /// When successors are sent the log entries that they lack.
     log_at: Option<Instant>,
+    /// When resting requests that standbys lack are computed again, if nothing runs then.
+    refresh_at: Option<Instant>,
     /// The requests closed last: a `Close` that was lost with a connection is repeated when the connection is up again.
     closed: VecDeque<RequestId>,
     /// `None` while the job is being placed.
@@ -84,13 +86,15 @@ impl Requests {
             ended: VecDeque::new(),
             over: Vec::new(),
             log_at: None,
+            refresh_at: None,
             closed: VecDeque::new(),
             track: None,
         }
     }
 
     pub(in crate::job) fn counts(&self) -> (usize, usize) {
-        (self.running.len(), self.waiting.len())
+        let running = self.running.values().filter(|stream| stream.caller != Caller::Refresh);
+        (running.count(), self.waiting.len())
     }
 
     /// While no request runs: a number that changes with each new request. `None` otherwise.
@@ -156,6 +160,7 @@ impl Requests {
         } else if self.waiting.len() >= QUEUE_MAX {
             DoneReason::Busy
         } else {
+            self.stop_refresh(out);
             let id = self.next_id();
             self.waiting.push_back(Stream::new(now, id, caller, request));
             self.log_soon(now);
@@ -175,7 +180,7 @@ impl Requests {
         from: u32,
         out: &mut Out,
     ) -> Option<Request> {
-        let known = |stream: &Stream| stream.request == request;
+        let known = |stream: &Stream| stream.request == request && stream.caller != Caller::Refresh;
         if let Some(stream) = self.running.values_mut().chain(&mut self.waiting).find(|stream| known(stream)) {
             let before = core::mem::replace(&mut stream.caller, caller);
             if before != caller {
@@ -219,14 +224,14 @@ impl Requests {
     /// Whether any running or waiting request has a caller.
     pub(in crate::job) fn has_callers(&self) -> bool {
         let mut all = self.running.values().chain(&self.waiting);
-        all.any(|stream| !matches!(stream.caller, Caller::Gone(_)))
+        all.any(|stream| matches!(stream.caller, Caller::Here(_) | Caller::Away(..)))
     }
 
     /// Calls of other nodes' callers.
     pub(in crate::job) fn calls_of_others(&self) -> impl Iterator<Item = (NodeId, CallId)> + '_ {
         self.running.values().chain(&self.waiting).filter_map(|stream| match stream.caller {
             Caller::Away(node, call) => Some((node, call)),
-            Caller::Here(_) | Caller::Gone(_) => None,
+            Caller::Here(_) | Caller::Gone(_) | Caller::Refresh => None,
         })
     }
 
@@ -236,7 +241,7 @@ impl Requests {
         let all = core::mem::take(&mut self.running).into_values().chain(core::mem::take(&mut self.waiting));
         let here = |stream: Stream| match stream.caller {
             Caller::Here(call) => Some((call, stream.next_position(), stream.request)),
-            Caller::Away(..) | Caller::Gone(_) => None,
+            Caller::Away(..) | Caller::Gone(_) | Caller::Refresh => None,
         };
         all.filter_map(here).map(|(call, next, request)| (call, request, next)).collect()
     }
@@ -249,13 +254,14 @@ impl Requests {
         self.log_soon(now);
         done(stream.caller, reason.clone(), stream.next_position(), out);
         // Messages to another node may be lost, and its caller may ask again.
-        if !matches!(stream.caller, Caller::Here(_)) {
+        if matches!(stream.caller, Caller::Away(..) | Caller::Gone(_)) {
             self.ended.push_back((now, stream, reason));
             if self.ended.len() > SEQUENCES_MAX as usize {
                 self.ended.pop_front();
             }
         }
         self.fill_slots(now, out);
+        self.refresh_soon(now);
     }
 
     // ---- the token log
@@ -272,7 +278,7 @@ impl Requests {
 
     /// A request ended. While the job is being placed this is not logged: successors begin a new log with each epoch.
     fn log_over(&mut self, stream: &Stream) {
-        if self.track.is_some() {
+        if self.track.is_some() && stream.caller != Caller::Refresh {
             self.over.push(stream.id);
         }
     }
@@ -284,7 +290,7 @@ impl Requests {
         }
         let mut news: Vec<_> = self.over.drain(..).map(|id| (id, Logged::Over)).collect();
         let mut tokens = 0;
-        for stream in self.running.values_mut().chain(&mut self.waiting) {
+        for stream in self.running.values_mut().chain(&mut self.waiting).filter(|stream| stream.is_logged()) {
             while tokens < LOG_TOKENS_MAX
                 && let Some(what) = stream.news()
             {
@@ -297,7 +303,7 @@ impl Requests {
                 news.push((stream.id, what));
             }
         }
-        let left = self.running.values().chain(&self.waiting).any(Stream::has_news);
+        let left = self.running.values().chain(&self.waiting).any(|stream| stream.is_logged() && stream.has_news());
         self.log_at = left.then_some(now);
         news
     }
@@ -616,14 +622,14 @@ impl Requests {
         let resend = self.running.values().map(|stream| stream.resend_at(token_ns, sharers)).min();
         let detached = self.running.values().chain(&self.waiting).filter_map(|stream| match stream.caller {
             Caller::Gone(at) => Some(at + DETACHED_MAX),
-            Caller::Here(_) | Caller::Away(..) => None,
+            Caller::Here(_) | Caller::Away(..) | Caller::Refresh => None,
         });
-        [resend, detached.min(), self.log_at].into_iter().flatten().min()
+        [resend, detached.min(), self.log_at, self.refresh_at].into_iter().flatten().min()
     }
 
     /// Asserts what holds between two inputs.
     pub(in crate::job) fn assert_invariants(&self) {
-        let (running, waiting) = self.counts();
+        let (running, waiting) = (self.running.len(), self.waiting.len());
         assert!(running <= SEQUENCES_MAX as usize, "{running} requests run");
         // A successor may inherit more than it would accept: all requests of the token log. Preempted ones wait, too.
         assert!(waiting <= QUEUE_MAX + SEQUENCES_MAX as usize, "{waiting} requests wait");
@@ -672,7 +678,7 @@ fn tell(caller: Caller, position: u32, sampled: Sampled, out: &mut Out) {
         Caller::Away(to, call) => {
             out.push_back(JobOutput::Tell { to, call, say: ToCaller::Token { position, sampled } });
         }
-        Caller::Gone(_) => {}
+        Caller::Gone(_) | Caller::Refresh => {}
     }
 }
 
@@ -681,7 +687,7 @@ fn begun(caller: Caller, cached: u32, out: &mut Out) {
     match caller {
         Caller::Here(call) => out.push_back(JobOutput::Notify(Event::Begun { call, cached })),
         Caller::Away(to, call) => out.push_back(JobOutput::Tell { to, call, say: ToCaller::Begun { cached } }),
-        Caller::Gone(_) => {}
+        Caller::Gone(_) | Caller::Refresh => {}
     }
 }
 
@@ -690,6 +696,6 @@ fn done(caller: Caller, reason: DoneReason, end: u32, out: &mut Out) {
     match caller {
         Caller::Here(call) => out.push_back(JobOutput::Notify(Event::Done { call, reason })),
         Caller::Away(to, call) => out.push_back(JobOutput::Tell { to, call, say: ToCaller::Done { reason, end } }),
-        Caller::Gone(_) => {}
+        Caller::Gone(_) | Caller::Refresh => {}
     }
 }

@@ -2,7 +2,8 @@
 use super::prefixes::Base;
 use crate::id::{CallId, Epoch, JobId, NodeId, PartId, RequestId};
 use crate::limits::{
-    CHUNK_POSITIONS_MAX, CHUNKS_IN_FLIGHT_MAX, LOG_TOKENS_MAX, WATCHDOG_MIN, chunk_positions, chunks_in_flight,
+    CHUNK_POSITIONS_MAX, CHUNKS_IN_FLIGHT_MAX, HELD_EVERY, LOG_TOKENS_MAX, WATCHDOG_MIN, chunk_positions,
+    chunks_in_flight,
 };
 use crate::message::FrameHeader;
 use crate::planted::{self, Planted};
@@ -44,6 +45,8 @@ pub(super) struct Stream {
     base: Option<Base>,
     /// That request gave up its pages, and is closed once every stage has continued it.
     pub(super) closes_base: bool,
+    /// When it began to run.
+    began: Instant,
 }
 
 /// Receiver of a request's tokens.
@@ -55,6 +58,8 @@ pub(in crate::job) enum Caller {
     Away(NodeId, CallId),
     /// None since then. The caller may ask again.
     Gone(Instant),
+    /// This coordinator: it computes a resting request again for a new standby.
+    Refresh,
 }
 
 /// Meaning of a token from the last stage.
@@ -90,6 +95,7 @@ impl Stream {
             rank: id.0,
             base: None,
             closes_base: false,
+            began: now,
         }
     }
 
@@ -106,7 +112,7 @@ impl Stream {
 
     /// The request runs from now on, after the positions that it shares with another one.
     pub(super) fn begin(&mut self, now: Instant, base: Option<Base>) {
-        self.progress_at = now;
+        (self.progress_at, self.began) = (now, now);
         self.base = base;
         let shared = base.map_or(0, |(_, shared)| shared).min(self.len().saturating_sub(1));
         (self.sent, self.acked) = (shared, shared);
@@ -130,6 +136,13 @@ impl Stream {
     /// Shared pages are never written: the request has to begin under a new id, with pages of its own.
     pub(super) fn broken_base(&self, have: u32) -> Option<RequestId> {
         self.base.filter(|(_, shared)| have < *shared).map(|(from, _)| from)
+    }
+
+    /// Whether a standby that reports `have` positions lacks those that this request shares with another one. It cannot
+    /// compute what follows.
+    pub(super) fn leaves_behind(&self, now: Instant, have: u32) -> bool {
+        let shared = self.base.map_or(0, |(_, shared)| shared);
+        have == 0 && shared > 0 && self.acked > shared && now.since(self.began) >= FORK_REPORTED
     }
 
     /// Tokens of the positions that every stage has. `None` if more is in flight than the last position: a stage may drop
@@ -158,6 +171,11 @@ impl Stream {
     /// Successors need the whole request again.
     pub(super) fn forget_logged(&mut self) {
         self.logged = None;
+    }
+
+    /// Whether successors hear of it.
+    pub(super) fn is_logged(&self) -> bool {
+        self.caller != Caller::Refresh
     }
 
     /// Whether successors lack any of it.
@@ -363,6 +381,8 @@ impl Stream {
     }
 }
 
+/// Time in which a standby reports a request that it continues: three of its reports.
+const FORK_REPORTED: Duration = HELD_EVERY.saturating_mul(3);
 /// Least time between two answers to the same gap: all chunks in flight meet it, one after the other.
 const GAP_QUIET: Duration = Duration::from_millis(200);
 

@@ -218,14 +218,21 @@ impl StageRun {
         if let Some(held) = self.requests.get_mut(&request) {
             held.rests = true;
             held.parked.drain(..).for_each(|waiting| discard_payload(waiting.payload, out));
+        } else {
+            self.ignore(request); // to a standby this may arrive before the first frame, which another node sends
         }
     }
 
-    pub(super) fn handle_close(&mut self, request: RequestId, out: &mut Out) {
+    /// Late frames of an ended request must not open a cache.
+    fn ignore(&mut self, request: RequestId) {
         self.closed.insert(request);
         if self.closed.len() > CLOSED_REQUESTS_MAX {
             self.closed.pop_first();
         }
+    }
+
+    pub(super) fn handle_close(&mut self, request: RequestId, out: &mut Out) {
+        self.ignore(request);
         self.opened.remove(&request);
         self.drop_waiting(request, out);
         self.drop_request(request, out);

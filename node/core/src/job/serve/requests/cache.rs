@@ -1,12 +1,13 @@
 //! Pages of running and ended requests: who keeps them, who gives them up, and when stages free them.
-use super::super::stream::Stream;
+use super::super::stream::{Caller, Stream};
 use super::{Requests, begun};
 use crate::id::RequestId;
-use crate::job::output::Out;
-use crate::limits::SEQUENCES_MAX;
+use crate::job::output::{JobOutput, Out};
+use crate::limits::{REFRESH_AFTER, SEQUENCES_MAX};
 use crate::message::ToStage;
+use crate::output::Event;
 use crate::time::Instant;
-use crate::work::serve::{DoneReason, Position};
+use crate::work::serve::{DoneReason, Position, Request, RequestKey, Sampling};
 use alloc::vec::Vec;
 
 impl Requests {
@@ -44,6 +45,9 @@ impl Requests {
         };
         let tokens = whole.filter(|_| self.track.is_some());
         if tokens.is_some_and(|tokens| self.cache.rest(id, tokens, &mut evicted)) {
+            if stream.caller == Caller::Refresh {
+                self.cache.mark_refreshed(id);
+            }
             self.to_all_holders(|request| ToStage::Rest { request }, id, out);
         } else {
             self.cache.forget(id);
@@ -78,7 +82,10 @@ impl Requests {
                 return;
             }
             let last = self.running.values().max_by_key(|stream| stream.rank).map(|stream| stream.id);
-            last.into_iter().for_each(|last| self.preempt(now, last, out));
+            if let Some(last) = last {
+                out.push_back(JobOutput::Notify(Event::Preempted { job: self.job, request: last }));
+                self.preempt(now, last, out);
+            }
         }
     }
 
@@ -102,6 +109,58 @@ impl Requests {
         if core::mem::take(&mut stream.closes_base) {
             self.close_evicted(awaited.into_iter().collect(), out);
         }
+    }
+
+    // ---- standbys that lack what rests
+
+    /// A standby is ready under the present epoch. It may lack what rests.
+    pub(in crate::job) fn handle_standby(&mut self, now: Instant, out: &mut Out) {
+        self.stop_refresh(out);
+        self.cache.forget_refreshes();
+        self.refresh_soon(now);
+    }
+
+    pub(super) fn refresh_soon(&mut self, now: Instant) {
+        if self.is_empty() {
+            self.refresh_at = Some(now + REFRESH_AFTER);
+        }
+    }
+
+    /// Computes a resting request again that a standby lacks, if no other request runs: the next request that continues
+    /// it would lose much time if the stage was lost. `lacks`: whether a standby has fewer positions of a request.
+    pub(in crate::job) fn refresh(&mut self, now: Instant, lacks: impl Fn(RequestId, u32) -> bool, out: &mut Out) {
+        if self.track.is_none() || self.refresh_at.is_none_or(|at| at > now) {
+            return;
+        }
+        self.refresh_at = None;
+        let stale = if self.is_empty() { self.cache.take_stale(lacks) } else { None };
+        let Some(prompt) = stale else { return };
+        let id = self.next_id();
+        let key = RequestKey([0; 16]);
+        let request = Request { prompt, max_tokens: 1, sampling: Sampling::GREEDY, ignore_eos: true, key };
+        let mut stream = Stream::new(now, id, Caller::Refresh, request);
+        if self.cache.grow(id, stream.len().saturating_add(1), &mut Vec::new()) {
+            stream.begin(now, None);
+            self.running.insert(id, stream);
+            self.open(id, out);
+            self.pump(id, out);
+        }
+    }
+
+    /// A caller's request goes first, and a new standby lacks what was computed before it joined.
+    pub(super) fn stop_refresh(&mut self, out: &mut Out) {
+        let refresh = self.running.values().find(|stream| stream.caller == Caller::Refresh).map(|stream| stream.id);
+        if let Some(id) = refresh {
+            self.running.remove(&id);
+            self.cache.forget(id);
+            self.cache.forget_refreshes();
+            self.close(id, out);
+        }
+    }
+
+    /// Whether a running request continues another one that a standby lacks. `have`: the standby's positions.
+    pub(in crate::job) fn leave_behind(&self, now: Instant, have: impl Fn(RequestId) -> u32) -> bool {
+        self.running.values().any(|stream| stream.leaves_behind(now, have(stream.id)))
     }
 
     /// Resting requests.
