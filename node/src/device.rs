@@ -50,7 +50,11 @@ impl Compute {
             },
             memory_free: device.memory_free,
             own_memory: device.own_memory,
-            speed: if gpu { gpu_speed(device.id) } else { processor_speed(threads, asked.unwrap_or(u64::MAX))? },
+            speed: match asked {
+                Some(0) => Speed::default(), // a client computes nothing
+                _ if gpu => gpu_speed(device.id),
+                limit => processor_speed(threads, limit.unwrap_or(u64::MAX))?,
+            },
             numerics: numerics(&device),
             pass_steps: if gpu { 1 } else { kernels_grids::tile::PASS_STEPS_MAX as u32 },
         };
@@ -104,7 +108,7 @@ fn doubtful(asked: u64, offered: u64, device: &Device) -> Option<String> {
         return Some(format!("--memory {given}: {id} has {total} in total; the node offers {offered}"));
     }
     let least = Size(SCRATCH_BYTES);
-    (asked <= least.0).then(|| {
+    (asked > 0 && asked <= least.0).then(|| {
         format!(
             "--memory {given}: no stage of a model fits: each needs {least} besides its weights; a size has a unit, as \
              in 4G"

@@ -1,7 +1,8 @@
 //! Which models other members serve. A node asks them before it serves a model itself: if a member already serves it,
 //! requests are forwarded there and no second copy is loaded.
 use crate::handle::model::ModelHandle;
-use crate::handle::serving::ServedModels;
+use crate::handle::serving::{ServedModels, name_of};
+use crate::views::Views;
 use serde::{Deserialize, Serialize};
 
 /// The answer to a member's query.
@@ -32,18 +33,24 @@ pub(crate) struct ServedModel {
     pub(crate) content: [u8; 32],
     /// Tokens of context per request.
     pub(crate) context: u32,
+    /// Requests that run or wait there.
+    #[serde(default)]
+    pub(crate) requests: u32,
 }
 
 /// Most bytes of an answer: a node serves a few dozen models, and a name is a line long.
 pub(crate) const ANSWER_BYTES_MAX: usize = 64 << 10;
 
 impl Directory {
-    /// The answer, with the models of which this node holds parts.
-    pub(crate) fn answer(&self, held: Vec<String>) -> Vec<u8> {
+    /// The answer: the models that this node serves, and those of which it holds parts.
+    pub(crate) fn answer(&self, views: &Views) -> Vec<u8> {
+        let held = views.held_models().map(str::to_owned).collect();
         let models = self.models.lock();
         let of = |(name, model): (&String, &ModelHandle)| {
             let (name, job, content) = (name.clone(), model.job.0, model.spec.content.0);
-            ServedModel { name, job, content, context: model.context }
+            let view = views.jobs.iter().find(|view| view.head && view.job == name_of(model.job));
+            let requests = view.map_or(0, |view| view.running + view.queued);
+            ServedModel { name, job, content, context: model.context, requests }
         };
         let served = Served { models: models.iter().map(of).collect(), held };
         let bytes = serde_json::to_vec(&served).unwrap_or_default();
@@ -67,8 +74,9 @@ mod tests {
 
     #[test]
     fn an_answer_round_trips_and_noise_is_rejected() {
-        assert_eq!(decode(&Directory::default().answer(Vec::new())), Some(Served::default()));
-        let model = |name: &str| ServedModel { name: name.into(), job: u64::MAX, content: [255; 32], context: 9 };
+        assert_eq!(decode(&Directory::default().answer(&Views::default())), Some(Served::default()));
+        let model =
+            |name: &str| ServedModel { name: name.into(), job: u64::MAX, content: [255; 32], context: 9, requests: 1 };
         let held = ["c", "d\u{7}"].map(str::to_owned).to_vec();
         let served = Served { models: vec![model("a"), model("b\u{1b}[2J")], held };
         let bytes = serde_json::to_vec(&served).unwrap();

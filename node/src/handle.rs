@@ -11,7 +11,7 @@ use last_options::LastOptions;
 use model::Vocabularies;
 use node_core::id::{CallId, NodeId};
 use node_core::input::Input;
-use node_core::work::serve::{Request, RequestKey, Sampling};
+use node_core::work::serve::{Priority, Request, RequestKey, Sampling};
 use remembered::Remembered;
 use serving::Serving;
 use std::collections::BTreeMap;
@@ -88,6 +88,8 @@ pub(crate) struct GenerateRequest {
     pub sampling: Sampling,
     /// Continue after an end-of-sequence token.
     pub ignore_eos: bool,
+    /// Whom it yields to while the cache is full.
+    pub priority: Priority,
     /// Its key, unique in the mesh.
     pub key: RequestKey,
 }
@@ -184,10 +186,12 @@ impl NodeHandle {
         request: GenerateRequest,
         input: impl FnOnce(CallId, Box<Request>) -> Input,
     ) -> TokenStream {
-        let GenerateRequest { prompt, max_tokens, sampling, ignore_eos, key } = request;
+        let GenerateRequest { prompt, max_tokens, sampling, ignore_eos, priority, key } = request;
         let room = (max_tokens.min(context) as usize) + 2;
         let (call, events) = self.inner.hub.open_tokens(room);
-        self.inner.driver.input(input(call, Box::new(Request { prompt, max_tokens, sampling, ignore_eos, key })));
+        self.inner
+            .driver
+            .input(input(call, Box::new(Request { prompt, max_tokens, sampling, ignore_eos, priority, key })));
         TokenStream { events, call, driver: self.inner.driver.clone(), hub: self.inner.hub.clone(), done: false }
     }
 

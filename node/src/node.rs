@@ -457,7 +457,7 @@ fn answer(
         Some(BulkRequest::Bans(exchange)) => ways_in.bans.get().map(|bans| bans.answer(from, exchange)),
         Some(BulkRequest::Served) => {
             let views = tokio::runtime::Handle::current().block_on(driver.views());
-            Some(ways_in.directory.answer(views.held_models().map(str::to_owned).collect()))
+            Some(ways_in.directory.answer(&views))
         }
         None => None,
     };

@@ -8,7 +8,7 @@ use node_core::message::Advert;
 use node_core::node::Node;
 use node_core::work::{DownReason, HeldPart, HeldWork, PredictedChange};
 use partitioner::zones::{Outcome, ZoneLoss};
-use partitioner::{Plan, Standby, Tier};
+use partitioner::{Plan, Standby, Tier, Work};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -18,6 +18,10 @@ use std::ops::Range;
 pub(crate) struct PlanReport {
     /// Model name.
     pub model: String,
+    /// Tokens of context per request.
+    pub context: u32,
+    /// Whole contexts that the cache has room for.
+    pub sequences: u32,
     /// Predicted milliseconds per token of one request.
     pub token_ms: f64,
     /// Whether the search was exact.
@@ -445,6 +449,7 @@ fn job_state(state: JobState) -> &'static str {
 
 pub(crate) fn plan_report(
     model: String,
+    work: &Work,
     plan: &Plan,
     standbys: &[Standby],
     change: Option<PredictedChange>,
@@ -457,6 +462,8 @@ pub(crate) fn plan_report(
     let stages = |plan: &Plan| plan.stages().iter().map(|s| stage_view(s, name(&s.device))).collect::<Vec<_>>();
     PlanReport {
         model,
+        context: work.context,
+        sequences: work.sequences,
         change: change.map(ChangeView::from),
         zones: Vec::new(),
         token_ms: plan.token_ns() as f64 / 1e6,

@@ -8,7 +8,7 @@ use node_core::input::Input;
 use node_core::output::Event;
 use node_core::time::{Duration, Instant};
 use node_core::work::JobSpec;
-use node_core::work::serve::{DoneReason, ModelSpec, Request, RequestKey, Sampled, Sampling};
+use node_core::work::serve::{DoneReason, ModelSpec, Priority, Request, RequestKey, Sampled, Sampling};
 use partitioner::{Layer, Work};
 use std::collections::BTreeMap;
 
@@ -275,7 +275,14 @@ pub fn request(seed: u64, prompt: u32, max_tokens: u32) -> Request {
         (mixed >> 33) as u32 % crate::compute::VOCABULARY
     });
     let key = RequestKey([0; 16]);
-    Request { prompt: prompt.collect(), max_tokens, sampling: Sampling::GREEDY, ignore_eos: false, key }
+    Request {
+        prompt: prompt.collect(),
+        max_tokens,
+        sampling: Sampling::GREEDY,
+        ignore_eos: false,
+        priority: Priority::Interactive,
+        key,
+    }
 }
 
 /// The reason of calls that ended with their host.

@@ -132,6 +132,28 @@ impl fmt::Display for View {
     }
 }
 
+/// Nodes other than the first that own stages with current standbys, in a state of the first node's only job.
+pub(crate) fn covered_owners(nodes: &[LocalNode], state: &Value) -> Vec<usize> {
+    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
+    let job = &state["jobs"][0];
+    let stages = list(&job["stages"]);
+    let current = list(&job["standbys"]).into_iter().filter(|standby| standby["state"] == "current");
+    let names = current.filter_map(|standby| {
+        let stage = stages.get(usize::try_from(standby["stage"].as_u64()?).ok()?)?;
+        Some(stage["name"].as_str()?.to_owned())
+    });
+    let places = names.filter_map(|name| nodes.iter().position(|node| node.name == name));
+    places.filter(|&place| place != 0).collect()
+}
+
+/// Number of kills of a test: `MESHNODE_KILLS`, or `usual`.
+pub(crate) fn kills(usual: usize) -> usize {
+    let given = std::env::var("MESHNODE_KILLS").ok();
+    given.map_or(usual, |text| {
+        text.parse().unwrap_or_else(|_| panic!("MESHNODE_KILLS is `{text}`, expected a number of kills"))
+    })
+}
+
 /// Seed of a test's random choices: `MESHNODE_TEST_SEED`, or a new one. Printed, so that a failure can be reproduced.
 pub(crate) fn seed(test: &str) -> u64 {
     use std::hash::{BuildHasher, RandomState};

@@ -6,6 +6,7 @@ mod bans;
 mod client;
 mod commands;
 mod conversation;
+mod crowd;
 mod dist;
 mod docs;
 mod drivers;

@@ -1,7 +1,7 @@
 //! Two nodes that hold stages are killed shortly after each other: both standbys take over, and the answer is that of
 //! one undisturbed node. To repeat it many times:
 //! `MESHNODE_KILLS=50 cargo test --release -p system-tests two_owners -- --nocapture`
-use crate::client::{Solo, seed, solo, watch};
+use crate::client::{Solo, covered_owners, kills, seed, solo, watch};
 use crate::harness::Mesh;
 use rustix::process::Signal;
 use serde_json::Value;
@@ -24,13 +24,6 @@ const KILLS: usize = 2;
 /// From this number of kills on, the pauses characterize the program, and not only the machine.
 const KILLS_MEASURED: usize = 50;
 
-fn kills() -> usize {
-    let given = std::env::var("MESHNODE_KILLS").ok();
-    given.map_or(KILLS, |text| {
-        text.parse().unwrap_or_else(|_| panic!("MESHNODE_KILLS is `{text}`, expected a number of kills"))
-    })
-}
-
 fn formed(solo: &Solo) -> Mesh {
     let mut mesh = Mesh::new();
     for i in 0..NODES {
@@ -44,22 +37,12 @@ fn formed(solo: &Solo) -> Mesh {
 /// Owners, other than the coordinator, of stages with current standbys. Waits until there are two and no standby is
 /// pending.
 fn covered(mesh: &Mesh) -> Vec<usize> {
-    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
-    let owners = |state: &Value| -> Vec<usize> {
-        let job = &state["jobs"][0];
-        let stages = list(&job["stages"]);
-        let current = list(&job["standbys"]).into_iter().filter(|standby| standby["state"] == "current");
-        let names = current.filter_map(|standby| {
-            let stage = stages.get(usize::try_from(standby["stage"].as_u64()?).ok()?)?;
-            Some(stage["name"].as_str()?.to_owned())
-        });
-        let places = names.filter_map(|name| mesh.nodes.iter().position(|node| node.name == name));
-        places.filter(|&place| place != 0).collect()
-    };
+    let owners = |state: &Value| covered_owners(&mesh.nodes, state);
     let settled = |state: &Value| {
         let job = &state["jobs"][0];
         let done = |standby: &Value| standby["state"] == "current" || standby["state"] == "none";
-        job["state"] == "ready" && list(&job["standbys"]).iter().all(done) && owners(state).len() >= 2
+        let standbys = job["standbys"].as_array();
+        job["state"] == "ready" && standbys.is_some_and(|all| all.iter().all(done)) && owners(state).len() >= 2
     };
     let state =
         mesh.nodes[0].wait_state(HOT_MAX, settled).expect("two stages outside the coordinator have current standbys");
@@ -70,7 +53,7 @@ fn covered(mesh: &Mesh) -> Vec<usize> {
 fn two_owners_killed_50_ms_apart_cost_no_token() {
     let Some(solo) = solo() else { return };
     let seed = seed("two_owners_killed_50_ms_apart_cost_no_token");
-    let (mut mesh, mut random, kills) = (formed(solo), Random(seed), kills());
+    let (mut mesh, mut random, kills) = (formed(solo), Random(seed), kills(KILLS));
     let mut pauses = Vec::new();
     for round in 0..kills {
         let mut owners = covered(&mesh);

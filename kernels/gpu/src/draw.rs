@@ -21,8 +21,8 @@ mod choose;
 pub(crate) use choose::high_product;
 use choose::{CHOOSERS, TOP_K_MAX, choose_kernel};
 
-/// Maximum rows per draw: those of a recorded step.
-pub(crate) const DRAWN_MAX: usize = 8;
+/// Maximum rows per draw: one for each request that a stage runs at once.
+pub(crate) const DRAWN_MAX: usize = 64;
 /// Words of a row's [`parameters`].
 pub(crate) const PARAMETERS: usize = 16;
 /// Words of a row's result: the token, and whether it is [`DECIDED`].

@@ -430,7 +430,8 @@ impl<R: Platform> GpuEngine<R> {
     ) {
         let integers = self.options.activations == stage::Activations::Int8;
         for Part { matrix, offset, width } in parts {
-            let target = Target { rows, stride, offset: *offset, width: *width, bias, add };
+            let parts = Some(&self.scratch.parts);
+            let target = Target { rows, stride, offset: *offset, width: *width, bias, add, parts };
             product(client, self.able, matrix, x, integers, count, &target);
         }
     }

@@ -20,7 +20,8 @@ mod plain;
 use few::{FEW, Shape, few_kernel};
 pub(crate) use gates::{gate_product, gates};
 use operands::{Activations, Finish, Matrix, Target};
-use panel::{PANEL_ROWS, panel_kernel, panel_tokens};
+pub(crate) use panel::PARTS_WORDS;
+use panel::{GATHERERS, PANEL_ROWS, gather_kernel, panel_kernel, panel_tokens, parts};
 use plain::plain_kernel;
 
 /// Matrices with at least this number of tile rows let a plane compute two of them.
@@ -68,14 +69,20 @@ pub(crate) fn product<R: Platform>(
         return;
     }
     if count >= PANEL_FROM {
-        // SAFETY: tokens and tile rows past the last one read the last and write nothing.
+        let parts = target.parts.map(|scratch| (scratch, parts(matrix.rows, count, matrix.kind)));
+        let parts = parts.filter(|(_, parts)| *parts > 1);
+        let (y, y_len) = match parts {
+            Some((scratch, _)) => (scratch, CHUNKS * count * target.width),
+            None => (target.rows, count * target.stride),
+        };
+        // SAFETY: tile rows past the last one read the last, tokens past it nothing; neither writes. Chunk sums fit into `PARTS_WORDS`.
         unsafe {
             panel_kernel::launch_unchecked::<R>(
                 client,
                 CubeCount::Static(
                     count.div_ceil(panel_tokens(matrix.kind)) as u32,
                     matrix.rows.div_ceil(PANEL_ROWS) as u32,
-                    1,
+                    parts.map_or(1, |(_, parts)| parts) as u32,
                 ),
                 CubeDim::new_2d(32, 8),
                 array(&matrix.tiles, matrix.words()),
@@ -83,7 +90,7 @@ pub(crate) fn product<R: Platform>(
                 array(&x.codes, x.code_words(count)),
                 array(&x.scales, x.scale_words(count)),
                 array(bias, bias_len),
-                array(target.rows, count * target.stride),
+                array(y, y_len),
                 NIBBLES,
                 matrix.groups() as u32,
                 strips as u32,
@@ -91,10 +98,26 @@ pub(crate) fn product<R: Platform>(
                 target.stride as u32,
                 target.offset as u32,
                 target.width as u32,
+                parts.is_some(),
                 matrix.kind,
                 finish,
                 able,
             );
+            if let Some((scratch, _)) = parts {
+                gather_kernel::launch_unchecked::<R>(
+                    client,
+                    CubeCount::Static(target.width.div_ceil(GATHERERS) as u32, count as u32, 1),
+                    CubeDim::new_1d(GATHERERS as u32),
+                    array(scratch, y_len),
+                    array(bias, bias_len),
+                    array(target.rows, count * target.stride),
+                    count as u32,
+                    target.stride as u32,
+                    target.offset as u32,
+                    target.width as u32,
+                    finish,
+                );
+            }
         }
         return;
     }
@@ -104,7 +127,7 @@ pub(crate) fn product<R: Platform>(
         // Two tile rows share the loaded activations, if enough cubes remain to fill the device and the registers suffice.
         let registers = rows == 1 || Layout::of(matrix.kind).scales != Scales::Sixteens;
         let each = if strips >= TWO_STRIPS && registers { 2 } else { 1 };
-        // SAFETY: activation rows and tile rows past the last one read existing ones and write nothing.
+        // SAFETY: tile rows past the last one read existing ones; rows past the last one read and write nothing.
         unsafe {
             few_kernel::launch_unchecked::<R>(
                 client,

@@ -225,7 +225,8 @@ fn multiply<R: Platform>(
     rows: usize,
     y: &Handle,
 ) {
-    let target = Target { rows: y, stride: matrix.rows, offset: 0, width: matrix.rows, bias: None, add: false };
+    let target =
+        Target { rows: y, stride: matrix.rows, offset: 0, width: matrix.rows, bias: None, add: false, parts: None };
     product(client, able, matrix, x, true, rows, &target);
 }
 

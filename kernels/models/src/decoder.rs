@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use kernels::threads::Threads;
+use parking_lot::Mutex;
 
 use crate::sampler::{Sampler, SamplerSettings};
 use crate::stage::{
@@ -133,7 +134,8 @@ pub struct Decoder<E> {
     queued_next: Option<Ahead>,
     /// The submitted, unfinished batch.
     queued: Option<Queued>,
-    sampler: Sampler,
+    /// One per thread; they grow as they are needed.
+    samplers: Vec<Mutex<Sampler>>,
     engine: E,
 }
 
@@ -167,7 +169,7 @@ impl<E: Engine> Decoder<E> {
             held: BTreeMap::new(),
             queued_next: None,
             queued: None,
-            sampler: Sampler::new(),
+            samplers: Vec::new(),
             engine,
         }
     }
@@ -263,6 +265,16 @@ enum Queued {
     Passes(Passes),
 }
 
+/// A token to draw on the host.
+struct DrawTask<'a> {
+    /// Batch entry.
+    entry: usize,
+    logits: &'a [f32],
+    /// Position of the row, for errors.
+    position: usize,
+    draw: Draw<'a>,
+}
+
 /// A batch split into passes, with the output of each computed pass.
 #[derive(Debug)]
 struct Passes {
@@ -354,24 +366,26 @@ impl<E: Engine> Decoder<E> {
     }
 
     /// Assembles the results of a batch once its passes are computed.
-    fn end(&mut self, batch: &[Rows<'_>], passes: Passes) -> Result<Vec<RowsOut>, StageError> {
+    fn end(&mut self, threads: &mut Threads, batch: &[Rows<'_>], passes: Passes) -> Result<Vec<RowsOut>, StageError> {
         let Passes { joined, numbers } = passes;
         let numbers = self.arrive(numbers)?;
         let empty = || if self.last { RowsOut::Nothing } else { RowsOut::Hidden(Vec::new()) };
         let mut out: Vec<RowsOut> = batch.iter().map(|_| empty()).collect();
-        for (index, numbers) in numbers.into_iter().enumerate() {
+        let mut tasks = Vec::new();
+        for (index, numbers) in numbers.iter().enumerate() {
             let start = index * E::ROWS_PER_PASS;
             let pass = start..(start + E::ROWS_PER_PASS).min(joined.rows.len());
             if self.last {
                 for (logits, row) in numbers.chunks_exact(self.vocab).zip(joined.requested_of(&pass)) {
                     let entry = joined.entries[start + row];
-                    out[entry] = match batch[entry].output {
+                    match batch[entry].output {
                         RequestedOutput::Token(draw) => {
-                            RowsOut::Token(self.draw(logits, joined.rows[start + row].position, &draw)?)
+                            let position = joined.rows[start + row].position;
+                            tasks.push(DrawTask { entry, logits, position, draw });
                         }
-                        RequestedOutput::Logits => RowsOut::Logits(logits.to_vec()),
-                        RequestedOutput::Nothing => RowsOut::Nothing,
-                    };
+                        RequestedOutput::Logits => out[entry] = RowsOut::Logits(logits.to_vec()),
+                        RequestedOutput::Nothing => {}
+                    }
                 }
             } else {
                 for (hidden, entry) in numbers.chunks_exact(self.width).zip(&joined.entries[pass]) {
@@ -380,6 +394,9 @@ impl<E: Engine> Decoder<E> {
                     }
                 }
             }
+        }
+        for (task, drawn) in tasks.iter().zip(self.draw(threads, &tasks)) {
+            out[task.entry] = RowsOut::Token(drawn?);
         }
         Ok(out)
     }
@@ -396,10 +413,24 @@ impl<E: Engine> Decoder<E> {
         }
     }
 
-    fn draw(&mut self, logits: &[f32], position: usize, draw: &Draw<'_>) -> Result<Drawn, StageError> {
-        let drawn = self.sampler.sample(logits, &draw.settings, draw.position, &draw.changes);
-        let token = drawn.map_err(|what| StageError::Logits { layers: self.layers.clone(), position, what })?;
-        Ok(Drawn { token, logprobs: draw.logprobs.map(|most| Logprobs::of(logits, token, most)) })
+    /// Draws the tokens of a batch, each on one of the threads.
+    fn draw(&mut self, threads: &mut Threads, tasks: &[DrawTask<'_>]) -> Vec<Result<Drawn, StageError>> {
+        let missing = threads.count().saturating_sub(self.samplers.len());
+        self.samplers.extend(std::iter::repeat_with(|| Mutex::new(Sampler::new())).take(missing));
+        let slots: Vec<Mutex<Option<Result<Drawn, StageError>>>> = tasks.iter().map(|_| Mutex::new(None)).collect();
+        let (samplers, layers) = (&self.samplers, &self.layers);
+        threads.pool().run(tasks.len(), 1, &|thread, range| {
+            let mut sampler = samplers[thread].lock();
+            for (task, slot) in tasks[range.clone()].iter().zip(&slots[range]) {
+                let DrawTask { logits, position, draw, .. } = *task;
+                let token = sampler.sample(logits, &draw.settings, draw.position, &draw.changes);
+                let token = token.map_err(|what| StageError::Logits { layers: layers.clone(), position, what });
+                let logprobs = |token| draw.logprobs.map(|most| Logprobs::of(logits, token, most));
+                *slot.lock() = Some(token.map(|token| Drawn { token, logprobs: logprobs(token) }));
+            }
+        });
+        let lost = || Err(StageError::Device("a thread drew no token".into()));
+        slots.into_iter().map(|slot| slot.into_inner().unwrap_or_else(lost)).collect()
     }
 }
 
@@ -417,7 +448,7 @@ impl<E: Engine> Stage for Decoder<E> {
         self.reserve(batch, &counts)?;
         let passes = self.begin(threads, batch, &counts)?;
         if passes.numbers.iter().all(Option::is_some) {
-            return self.end(batch, passes).map(Submitted::Done);
+            return self.end(threads, batch, passes).map(Submitted::Done);
         }
         self.queued = Some(Queued::Passes(passes));
         Ok(Submitted::Queued)
@@ -427,7 +458,7 @@ impl<E: Engine> Stage for Decoder<E> {
         match self.queued.take() {
             None => Err(StageError::Input("no batch is queued".into())),
             Some(Queued::Step { next }) => self.end_step(threads, batch, next),
-            Some(Queued::Passes(passes)) => self.end(batch, passes),
+            Some(Queued::Passes(passes)) => self.end(threads, batch, passes),
         }
     }
 

@@ -41,6 +41,10 @@ pub(crate) trait Engine: Clone + Send + Sync + 'static {
     ) -> impl Future<Output = Result<Served, NodeError>> + Send {
         self.deploy(model, options)
     }
+    /// Name and context of each model that other members serve.
+    fn models_elsewhere(&self) -> impl Future<Output = Vec<(String, u32)>> + Send {
+        std::future::ready(Vec::new())
+    }
     /// Names of other members that serve a model of that name.
     fn also_served_by(&self, name: &str) -> impl Future<Output = Vec<String>> + Send {
         let _ = name;
@@ -238,6 +242,10 @@ impl Engine for NodeHandle {
 
     async fn deploy_temporarily(&self, model: ModelRef, options: ModelOptions) -> Result<Served, NodeError> {
         NodeHandle::deploy_temporarily(self, model, options).await.map(served)
+    }
+
+    async fn models_elsewhere(&self) -> Vec<(String, u32)> {
+        self.all_served().await.into_iter().map(|member| (member.model.name, member.model.context)).collect()
     }
 
     async fn also_served_by(&self, name: &str) -> Vec<String> {

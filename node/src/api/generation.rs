@@ -5,7 +5,7 @@ use super::pieces::Pieces;
 use crate::handle::{GenerateRequest, TokenEvent};
 use crate::metrics::Metrics;
 use kernels_models::constraint::Constraint;
-use node_core::work::serve::{DoneReason, Logprobs, RequestKey, Sampled, Sampling};
+use node_core::work::serve::{DoneReason, Logprobs, Priority, RequestKey, Sampled, Sampling};
 use std::time::{Duration, Instant};
 
 /// A validated generation request.
@@ -15,6 +15,7 @@ pub(crate) struct Order {
     pub(crate) max_tokens: u32,
     pub(crate) sampling: Sampling,
     pub(crate) ignore_eos: bool,
+    pub(crate) priority: Priority,
     pub(crate) stops: Vec<String>,
 }
 
@@ -130,6 +131,7 @@ impl<T: Tokens> Generation<T> {
             max_tokens: order.max_tokens,
             sampling: order.sampling,
             ignore_eos: order.ignore_eos,
+            priority: order.priority,
             key,
         };
         let check = GrammarCheck::new(request.sampling.grammar.as_deref(), &model)?;

@@ -24,16 +24,18 @@ pub(crate) async fn model<E: Engine>(
     Path(name): Path<String>,
 ) -> Result<Json<Value>, ApiError> {
     // A served model may be named by the path of its file.
-    let name = find(&app, Some(&name)).map(|model| model.name).or_else(|error| {
-        let starting = app.engine.starting().into_iter().any(|model| model.name == name);
-        if starting { Ok(name) } else { Err(error) }
-    })?;
-    let view = listed(&app).await.into_iter().find(|view| view["id"] == name.as_str());
-    view.map(Json).ok_or_else(|| ApiError::not_found("model_not_found", format!("`{name}` has just been stopped")))
+    let found = find(&app, Some(&name));
+    let known = found.as_ref().map_or(name, |model| model.name.clone());
+    let view = listed(&app).await.into_iter().find(|view| view["id"] == known.as_str());
+    match (view, found) {
+        (Some(view), _) => Ok(Json(view)),
+        (None, Err(error)) => Err(error),
+        (None, Ok(_)) => Err(ApiError::not_found("model_not_found", format!("`{known}` has just been stopped"))),
+    }
 }
 
-/// Models that a request can name: those served, and after a restart those still to be placed (a request for one
-/// waits).
+/// Models that a request can name: those served here, after a restart those still to be placed (a request for one waits),
+/// and those that other members serve.
 async fn listed<E: Engine>(app: &App<E>) -> Vec<Value> {
     let jobs = app.engine.state().await.jobs;
     let state = |name: &str| jobs.iter().find(|job| job.head && job.model == name).map(|job| job.state.clone());
@@ -44,7 +46,13 @@ async fn listed<E: Engine>(app: &App<E>) -> Vec<Value> {
     let starting = app.engine.starting().into_iter().map(|model| {
         model_view(&model.name, model.context, 0, &state(&model.name).unwrap_or_else(|| "starting".into()))
     });
-    served.chain(starting).collect()
+    let mut all: Vec<Value> = served.chain(starting).collect();
+    for (name, context) in app.engine.models_elsewhere().await {
+        if all.iter().all(|known| known["id"] != name.as_str()) {
+            all.push(model_view(&name, context, 0, "ready"));
+        }
+    }
+    all
 }
 
 /// The served model of that name, or of that path or hub reference of its file.

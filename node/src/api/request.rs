@@ -6,7 +6,7 @@ use super::fields::Field;
 use super::generation::Order;
 use super::output::Reading;
 use super::tools::Tools;
-use node_core::work::serve::{LOGIT_BIASES_MAX, LOGPROBS_MAX, Sampling};
+use node_core::work::serve::{LOGIT_BIASES_MAX, LOGPROBS_MAX, Priority, Sampling};
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -52,6 +52,8 @@ pub(crate) const BODY: &[Field] = &[
     Field::signed("seed").about("Of the sampling; otherwise derived from the request's key"),
     Field::texts("stop").about("Texts that end the answer, at most 16"),
     Field::bool("ignore_eos").about("Continue after the model's end token"),
+    Field::text("priority").about("`interactive`, `batch` or `idle`: whom the request yields to"),
+    Field::text("service_tier").about("`flex` is the priority `batch`; others have no effect"),
 ];
 
 /// The body of `/v1/chat/completions` and `/v1/completions`. Other fields (`user`, `store`, `metadata`, …) do not
@@ -100,6 +102,8 @@ pub(crate) struct Settings {
     pub(super) seed: Option<i64>,
     pub(super) stop: Option<Stop>,
     pub(super) ignore_eos: Option<bool>,
+    pub(super) priority: Option<String>,
+    pub(super) service_tier: Option<String>,
 }
 
 /// One message of a conversation.
@@ -356,8 +360,21 @@ impl Settings {
             max_tokens: bound.map_or(room, |bound| bound.min(room)),
             sampling,
             ignore_eos: self.ignore_eos.unwrap_or(false),
+            priority: self.priority()?,
             stops: self.stops()?,
         })
+    }
+
+    fn priority(&self) -> Result<Priority, ApiError> {
+        match (self.priority.as_deref(), self.service_tier.as_deref()) {
+            (Some("batch"), _) | (None, Some("flex")) => Ok(Priority::Batch),
+            (Some("idle"), _) => Ok(Priority::Idle),
+            (Some("interactive") | None, _) => Ok(Priority::Interactive),
+            (Some(other), _) => Err(ApiError::invalid(
+                "priority",
+                format!("`priority` must be `interactive`, `batch` or `idle`, found `{other}`"),
+            )),
+        }
     }
 
     fn sampling(&self, model: &Served) -> Result<Sampling, ApiError> {

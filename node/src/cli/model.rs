@@ -49,10 +49,10 @@ pub(super) struct ModelArgs {
     /// Encoding of activations between nodes
     #[arg(long, value_enum, value_name = "CODEC", default_value = "lossless")]
     boundary: Boundary,
-    /// Tokens of context per request [default: as served, else the model's own, at most 2048]
+    /// Tokens of context per request [default: as served, else as long as the model and the memory of the mesh allow]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
-    /// Number of concurrent requests [default: as served, else 4]
+    /// Whole contexts that the cache has room for; up to 64 requests share it [default: as served, else 8192 tokens in total]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     sequences: Option<u32>,
     #[command(flatten)]

@@ -115,7 +115,13 @@ fn known(name: Option<&str>) -> &str {
 
 fn text(model: &str, plan: &PlanReport) -> String {
     let search = if plan.exact { "best plan, exact search" } else { "best plan found, beam search" };
-    let mut text = format!("{model}: predicted {:.2} ms/token ({search})\n\n{}", plan.token_ms, stages(&plan.stages));
+    let mut text = format!(
+        "{model}: predicted {:.2} ms/token ({search}); cache for {} of {} tokens\n\n{}",
+        plan.token_ms,
+        count(plan.sequences as usize, "context"),
+        plan.context,
+        stages(&plan.stages)
+    );
     if let Some(change) = &plan.change {
         let _ = match change.moved_bytes {
             0 => writeln!(text, "\nThe model is running with this placement."),

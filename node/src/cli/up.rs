@@ -93,6 +93,9 @@ struct NodeArgs {
     advertise: Vec<Advertised>,
     #[command(flatten)]
     compute: ComputeArgs,
+    /// Give the mesh no memory: this node answers the API for every model that the mesh serves, and holds no parts
+    #[arg(long, env = "MESHNODE_CLIENT", value_parser = FalseyValueParser::new(), conflicts_with_all = ["memory", "device"])]
+    client: bool,
     /// Do not discover peers on the local network, and do not listen on TCP P
     #[arg(long, env = "MESHNODE_NO_MDNS", value_parser = FalseyValueParser::new())]
     no_mdns: bool,
@@ -133,8 +136,11 @@ impl NodeArgs {
                 true => file.advertise.clone().unwrap_or_default(),
                 false => self.advertise.clone(),
             },
-            device: self.compute.device.clone().or_else(|| file.device.clone()).unwrap_or_else(|| "auto".into()),
-            memory: self.compute.memory.or(file.memory).map(|s| s.0),
+            device: match self.client {
+                true => "cpu".into(),
+                false => self.compute.device.clone().or_else(|| file.device.clone()).unwrap_or_else(|| "auto".into()),
+            },
+            memory: if self.client { Some(0) } else { self.compute.memory.or(file.memory).map(|s| s.0) },
             threads: self.compute.threads.or(file.threads),
             mdns: !(self.no_mdns || file.no_mdns.unwrap_or(false)),
             open: self.open || file.open.unwrap_or(false),

@@ -17,8 +17,8 @@ const AGAIN: Duration = Duration::from_millis(500);
 /// most 15 s; after that, their memory is free for another job.
 pub(crate) const HELD_MAX: Duration = Duration::from_secs(20);
 
-/// Most reductions if memory is short: down to one concurrent request with an eighth of the context.
-const SMALLER_MAX: u32 = 4;
+/// Most reductions if memory is short: down to one context of 1/32 of the usual length.
+const SMALLER_MAX: u32 = 5;
 
 /// How to deploy a model.
 pub(super) enum DeployMode {
@@ -30,7 +30,7 @@ pub(super) enum DeployMode {
     },
     /// With the options of its last run, or reduced ones.
     OnDemand {
-        /// 0: no reduction; 1: one concurrent request; each further one halves the context.
+        /// 0: no reduction; each one halves the context, and leaves room for one.
         smaller: u32,
     },
     /// Again after a restart, as it was served before.
@@ -55,14 +55,12 @@ impl ModelOptions {
     /// Reduces the options by a number of steps; `context` is the context if none is set. A context is not reduced below
     /// [`CONTEXT_MIN`].
     pub(super) fn smaller(self, steps: u32, context: u32) -> Self {
-        match steps.checked_sub(1) {
-            None => self,
-            Some(halves) => {
-                let context = self.context.unwrap_or(context);
-                let context = (context >> halves.min(SMALLER_MAX)).max(CONTEXT_MIN.min(context));
-                Self { sequences: Some(1), context: Some(context), ..self }
-            }
+        if steps == 0 {
+            return self;
         }
+        let context = self.context.unwrap_or(context);
+        let context = (context >> steps.min(SMALLER_MAX)).max(CONTEXT_MIN.min(context));
+        Self { sequences: Some(1), context: Some(context), ..self }
     }
 }
 

@@ -13,6 +13,7 @@ use node_core::input::Input;
 use node_core::output::Event;
 use node_core::work::PlanSpec;
 use node_core::work::serve::ModelSpec;
+use partitioner::{Fleet, Options};
 
 impl NodeHandle {
     /// Serves a model: plans, places and loads it, and waits until every stage is ready. A job that already runs the
@@ -78,7 +79,10 @@ impl NodeHandle {
         };
         let before = serving.find(&opened.name, opened.held.content);
         let options = self.options(&mode, entry.as_ref(), &opened)?;
-        let options = before.as_ref().map_or(options.clone(), |before| options.or(&ModelOptions::of(&before.spec)));
+        let options = match &before {
+            Some(before) => options.or(&ModelOptions::of(&before.spec)),
+            None => self.with_context(options, &opened).await,
+        };
         let mut spec = opened.spec(&options);
         if let Some(before) = before.as_ref().filter(|before| is_same(&before.spec, &spec)) {
             spec.clone_from(&before.spec); // the running job's spec, so that `serve` reuses the job
@@ -96,6 +100,16 @@ impl NodeHandle {
                 Err(why.unwrap_or(error).and_then(then))
             }
         }
+    }
+
+    /// The options with a context: by default as long as the model and the mesh's memory allow.
+    async fn with_context(&self, options: ModelOptions, opened: &Opened) -> ModelOptions {
+        if options.context.is_some() {
+            return options;
+        }
+        let free = |(fleet, _): (Fleet, Options)| fleet.devices.iter().map(|device| device.memory).sum();
+        let free = self.survey(None).await.map_or(0, free);
+        ModelOptions { context: Some(opened.context_for(free)), ..options }
     }
 
     fn options(
@@ -164,7 +178,10 @@ impl NodeHandle {
     pub(crate) async fn plan(&self, model: ModelRef, options: ModelOptions) -> Result<PlanReport, NodeError> {
         let opened = self.open(&model).await?;
         let served = self.inner.serving.find(&opened.name, opened.held.content);
-        let options = served.as_ref().map_or(options.clone(), |served| options.or(&ModelOptions::of(&served.spec)));
+        let options = match &served {
+            Some(served) => options.or(&ModelOptions::of(&served.spec)),
+            None => self.with_context(options, &opened).await,
+        };
         let spec = opened.spec(&options);
         let (call, mut events) = self.inner.hub.open(8);
         let what = Box::new(PlanSpec::Model(spec.clone()));
@@ -197,7 +214,7 @@ impl NodeHandle {
         });
         let zones = zones.await;
         let runs_there = change.is_some_and(|change| change.bytes == 0);
-        let mut report = plan_report(opened.name, &plan, &standbys, change, &self.names().await);
+        let mut report = plan_report(opened.name, &spec.work, &plan, &standbys, change, &self.names().await);
         report.zones = zones;
         if let Some(job) = job.filter(|_| runs_there) {
             // Show the running job's standbys, which were chosen when other memory was free.

@@ -31,17 +31,24 @@ pub(crate) struct ServingMember {
     /// Its name.
     pub(crate) name: String,
     node: NodeId,
-    model: ServedModel,
+    pub(crate) model: ServedModel,
 }
 
 impl NodeHandle {
-    /// The members that serve a model of that name.
+    /// The members that serve a model of that name, those with the fewest requests first.
     pub(crate) async fn serving_members(&self, model: &str) -> Vec<ServingMember> {
-        let serving = |(name, node, served): (String, NodeId, Served)| {
-            let model = served.models.into_iter().find(|served| served.name == model)?;
-            Some(ServingMember { name, node, model })
+        let mut members = self.all_served().await;
+        members.retain(|member| member.model.name == model);
+        members.sort_by_key(|member| member.model.requests);
+        members
+    }
+
+    /// All models that other members serve.
+    pub(crate) async fn all_served(&self) -> Vec<ServingMember> {
+        let of = |(name, node, served): (String, NodeId, Served)| {
+            served.models.into_iter().map(move |model| ServingMember { name: name.clone(), node, model })
         };
-        self.directories().await.into_iter().filter_map(serving).collect()
+        self.directories().await.into_iter().flat_map(of).collect()
     }
 
     /// Whether this node or another member holds parts of another node's job for that model. If no member serves the
@@ -68,7 +75,8 @@ impl NodeHandle {
         Some((peer.name, node, directory::decode(&bytes)?))
     }
 
-    /// A model of that name that another member serves; `None` if no member that responds does.
+    /// A model of that name that another member serves: of several, the one with the fewest requests. `None` if no member
+    /// that responds does.
     ///
     /// # Errors
     /// Its vocabulary cannot be read.

@@ -59,6 +59,16 @@ impl Opened {
         ModelHandle { name: self.name.clone(), ..ModelHandle::new(JobId(0), self.words.clone(), spec, temporary) }
     }
 
+    /// The default context for `free` bytes of memory on all nodes: the model's own, or a power of two. At least
+    /// [`CONTEXT_DEFAULT`], if the model has that, and at most [`CONTEXT_USUAL_MAX`].
+    pub(super) fn context_for(&self, free: u64) -> u32 {
+        let trained = u32::try_from(self.held.file.config().context).unwrap_or(u32::MAX).min(CONTEXT_USUAL_MAX);
+        let costs = self.held.file.costs(Activations::Int8);
+        let weights: u64 = costs.layers.iter().map(|layer| layer.weight_bytes).sum::<u64>() + costs.head_bytes;
+        let each: u64 = costs.layers.iter().map(|layer| layer.kv_bytes_per_token).sum();
+        context_within(trained, free.saturating_sub(2 * weights) / CONTEXT_SHARE / each.max(1))
+    }
+
     pub(super) fn spec(&self, options: &ModelOptions) -> ModelSpec {
         ModelSpec {
             content: self.held.content,
@@ -84,11 +94,22 @@ fn open_model(library: &Library, path: &std::path::Path, name: String) -> Result
     Ok(Opened { name, path, held, words })
 }
 
-/// The default context: enough for a conversation, and small enough that the caches of four requests stay smaller than
-/// the weights of a small model.
-pub(super) const CONTEXT_DEFAULT: u32 = 2048;
-/// Concurrent requests by default.
-const SEQUENCES_DEFAULT: u32 = 4;
+/// The default context, if nothing is known of the mesh's memory: a long conversation. All requests share this room.
+pub(super) const CONTEXT_DEFAULT: u32 = 8192;
+/// Of the memory beside a model's weights and those of its standbys, the default context may use this fraction: after the
+/// loss of some nodes the model still fits.
+const CONTEXT_SHARE: u64 = 8;
+/// The longest default context: plans assume that half of it is filled, and few requests fill half of more.
+const CONTEXT_USUAL_MAX: u32 = 32_768;
+
+/// The default context of a model that was trained with `trained` positions, where `room` fit.
+fn context_within(trained: u32, room: u64) -> u32 {
+    if u64::from(trained) <= room {
+        return trained;
+    }
+    let power = 1u64 << room.max(1).ilog2();
+    u32::try_from(power).unwrap_or(u32::MAX).max(CONTEXT_DEFAULT).min(trained)
+}
 
 /// The costs of a model for the planner.
 pub(super) fn work(file: &ModelFile, options: &ModelOptions) -> partitioner::Work {
@@ -97,7 +118,7 @@ pub(super) fn work(file: &ModelFile, options: &ModelOptions) -> partitioner::Wor
     let recipe = Recipe::of(file.config());
     let trained = u32::try_from(file.config().context).unwrap_or(u32::MAX);
     let context = options.context.unwrap_or(CONTEXT_DEFAULT).min(trained).max(1);
-    let sequences = options.sequences.unwrap_or(SEQUENCES_DEFAULT).clamp(1, SEQUENCES_MAX);
+    let sequences = options.sequences.unwrap_or(CONTEXT_DEFAULT / context).clamp(1, SEQUENCES_MAX);
     let row_bytes = file.config().width as u64 * 4;
     // A stage retains rows to resend: all rows of all sequences, up to the bound.
     let ring_bytes = RING_BYTES_MAX.min(row_bytes * u64::from(context) * u64::from(sequences));
@@ -137,5 +158,19 @@ fn model_name(reference: &str) -> String {
     match path.extension() {
         Some(extension) if extension == "gguf" => path.file_stem().unwrap_or_default().to_string_lossy().into_owned(),
         _ => reference.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_default_context_follows_the_memory() {
+        assert_eq!(context_within(2048, 0), 2048, "a short context is always whole");
+        assert_eq!(context_within(32_768, 0), CONTEXT_DEFAULT);
+        assert_eq!(context_within(32_768, 20_000), 16_384);
+        assert_eq!(context_within(32_768, 40_000), 32_768);
+        assert_eq!(context_within(10_000, 50_000), 10_000, "the model's own need not be a power of two");
     }
 }

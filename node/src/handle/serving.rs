@@ -243,7 +243,7 @@ fn holders(peers: &[PeerView], jobs: &[JobView], job: JobId) -> Vec<Holder> {
 }
 
 /// A job's id in the format of the views.
-pub(super) fn name_of(job: JobId) -> String {
+pub(crate) fn name_of(job: JobId) -> String {
     format!("{:016x}", job.0)
 }
 

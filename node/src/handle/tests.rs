@@ -48,7 +48,14 @@ impl Bench {
     async fn ask(&self, model: &ModelHandle, max_tokens: u32) -> TokenStream {
         let prompt = model.words.tokenizer.encode_prompt("hello world").unwrap();
         let key = node_core::work::serve::RequestKey(rand_key());
-        let request = GenerateRequest { prompt, max_tokens, sampling: Sampling::GREEDY, ignore_eos: true, key };
+        let request = GenerateRequest {
+            prompt,
+            max_tokens,
+            sampling: Sampling::GREEDY,
+            ignore_eos: true,
+            priority: node_core::work::serve::Priority::Interactive,
+            key,
+        };
         self.node.submit(model, request).await.unwrap()
     }
 }

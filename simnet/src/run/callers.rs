@@ -8,7 +8,7 @@ use crate::world::{Notification, World};
 use node_core::id::{CallId, ContentId, Epoch, JobId};
 use node_core::input::Input;
 use node_core::time::{Duration, Instant};
-use node_core::work::serve::{DoneReason, Request, Sampling};
+use node_core::work::serve::{DoneReason, Priority, Request, Sampling};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 pub(super) struct Callers {
@@ -148,6 +148,8 @@ impl Callers {
         if number % 3 == 2 {
             request.sampling = Sampling { temperature_e6: 800_000, seed: number, ..Sampling::GREEDY };
         }
+        request.priority =
+            [Priority::Interactive, Priority::Interactive, Priority::Batch, Priority::Idle][number as usize % 4];
         let call = self.work.submit(world, request);
         self.cancels.extend(ask.cancel_after.map(|after| (world.now() + after, call)));
         call

@@ -14,6 +14,7 @@ use crate::attention::{Heads, Partials};
 use crate::draw::{DRAWN_MAX, DrawScratch};
 use crate::error::{failed, guarded, input};
 use crate::platform::Platform;
+use crate::product::PARTS_WORDS;
 use crate::product::operands::Activations;
 
 /// Maximum rows of a forward pass.
@@ -131,6 +132,8 @@ pub(super) struct Scratch {
     pub(super) attended: Activations,
     pub(super) both: Handle,
     pub(super) gated: Activations,
+    /// Chunk sums of products that several cubes share.
+    pub(super) parts: Handle,
 }
 
 impl Scratch {
@@ -155,10 +158,11 @@ impl Scratch {
             attended: Activations::new(client, ROWS, heads.queries()),
             both: floats(ROWS * 2 * config.ffn),
             gated: Activations::new(client, ROWS, config.ffn),
+            parts: floats(PARTS_WORDS),
         })?;
-        let Self { hidden, delta, x, qkv, queries, partials, attended, both, gated } = &scratch;
+        let Self { hidden, delta, x, qkv, queries, partials, attended, both, gated, parts } = &scratch;
         let activations = [x, attended, gated].map(|a| [&a.floats, &a.codes, &a.scales]);
-        let others = [hidden, delta, qkv, queries, &partials.values, &partials.sums, both];
+        let others = [hidden, delta, qkv, queries, &partials.values, &partials.sums, both, parts];
         activations.as_flattened().iter().chain(&others).try_for_each(|handle| memory.check(handle, "scratch"))?;
         Ok(scratch)
     }
@@ -178,7 +182,7 @@ pub(super) fn scratch_bytes(config: &ModelConfig, heads: &Heads, options: &Stage
     let activations = 2 * (config.width + heads.queries() + config.ffn); // floats, codes, scales
     let last = options.layers.end == config.layers;
     let drawn = if last { 4 * DRAWN_MAX * config.vocab + DrawScratch::bytes(config.vocab) } else { 0 };
-    ((ROWS * (per_row + activations) + rotary) * 4 + PARTIAL_BYTES + drawn) as u64
+    ((ROWS * (per_row + activations) + rotary + PARTS_WORDS) * 4 + PARTIAL_BYTES + drawn) as u64
 }
 
 /// Rejects a stage that cannot fit: a full device computes wrong numbers instead of failing.

@@ -20,13 +20,18 @@ use crate::error::failed;
 use crate::graph::{Buffer, Graph, Graphs, Mark, Pinned};
 use crate::platform::Platform;
 
-/// Maximum rows of a step that runs as a graph. More rows take longer to compute than to launch, so a graph does not pay.
-pub(super) const FEW: usize = DRAWN_MAX;
+/// Maximum rows of a step that runs as a graph although the host reads its rows or logits. Passes of more rows are mostly chunks of
+/// prompts, each of another length, and a graph that runs once does not pay.
+pub(super) const FEW: usize = 8;
+/// Maximum recorded steps: those of requests that come and go while the contexts grow. The least recently used one is dropped.
+const GRAPHS_MAX: usize = 128;
 
 /// Recorded steps with their input and output buffers.
 pub(super) struct Steps {
     pub(super) graphs: Graphs,
-    recorded: BTreeMap<Shape, Graph>,
+    recorded: BTreeMap<Shape, RecordedStep>,
+    /// Number of steps so far.
+    steps: u64,
     /// All inputs of a step, in the order of [`Input`].
     words: Buffer,
     /// Hidden rows, updated in place by each layer.
@@ -39,6 +44,13 @@ pub(super) struct Steps {
     draws: Option<Draws>,
     /// Time that the host waited for steps.
     pub(super) waited: Duration,
+}
+
+/// A recorded step.
+struct RecordedStep {
+    graph: Graph,
+    /// Number of the step that used it last.
+    used: u64,
 }
 
 /// Key of a recorded step.
@@ -84,17 +96,19 @@ enum Input {
     Hidden,
 }
 
+/// Words of a row's place: its position, and the start of its page table.
+const ROW_WORDS: usize = 2;
+
 impl Input {
     /// First word of a part; `most`: pages per page table.
     const fn start(self, most: usize) -> usize {
-        const TABLES: usize = 192 + FEW * PARAMETERS;
         match self {
             Self::Tokens => 0,
-            Self::Rows => 64,
-            Self::Chosen => 128,
-            Self::Settings => 192,
-            Self::Tables => TABLES,
-            Self::Hidden => TABLES + (FEW * most).next_multiple_of(64),
+            Self::Rows => DRAWN_MAX.next_multiple_of(64),
+            Self::Chosen => Self::Rows.start(most) + (ROW_WORDS * DRAWN_MAX).next_multiple_of(64),
+            Self::Settings => Self::Chosen.start(most) + DRAWN_MAX.next_multiple_of(64),
+            Self::Tables => Self::Settings.start(most) + (DRAWN_MAX * PARAMETERS).next_multiple_of(64),
+            Self::Hidden => Self::Tables.start(most) + (DRAWN_MAX * most).next_multiple_of(64),
         }
     }
 }
@@ -127,7 +141,8 @@ impl Steps {
         let hidden = embedded.cloned().unwrap_or_else(|| part(&words, Input::Hidden, most));
         let last = options.layers.end == config.layers;
         let (output, numbers) = if last {
-            (memory.buffer(FEW * config.vocab * 4, "logits of steps")?, FEW * config.vocab)
+            let rows = if embedded.is_some() { DRAWN_MAX } else { FEW };
+            (memory.buffer(rows * config.vocab * 4, "logits of steps")?, FEW * config.vocab)
         } else {
             (hidden.clone(), FEW * config.width)
         };
@@ -138,6 +153,7 @@ impl Steps {
         Ok(Self {
             graphs,
             recorded: BTreeMap::new(),
+            steps: 0,
             words,
             hidden,
             output,
@@ -158,12 +174,12 @@ impl Draws {
         most: usize,
     ) -> Result<Self, StageError> {
         let slot = || -> Result<Slot, StageError> {
-            let (sent, got) = (graphs.pinned(Input::Hidden.start(most))?, graphs.pinned(FEW * DRAWN_WORDS)?);
+            let (sent, got) = (graphs.pinned(Input::Hidden.start(most))?, graphs.pinned(DRAWN_MAX * DRAWN_WORDS)?);
             Ok(Slot { sent, got, done: graphs.mark()? })
         };
         Ok(Self {
             scratch: memory.exact(|| DrawScratch::new(memory.client, vocab))?,
-            drawn: graphs.buffer(memory.buffer(4 * FEW * DRAWN_WORDS, "tokens of steps")?)?,
+            drawn: graphs.buffer(memory.buffer(4 * DRAWN_MAX * DRAWN_WORDS, "tokens of steps")?)?,
             slots: [slot()?, slot()?],
             oldest: 0,
             queued: Vec::with_capacity(QUEUED_MAX),
@@ -196,8 +212,16 @@ impl<R: Platform> GpuEngine<R> {
 
     /// Records a step of this shape unless it is recorded already.
     fn record(&self, steps: &mut Steps, shape: Shape) -> Result<(), StageError> {
-        if steps.recorded.contains_key(&shape) {
+        steps.steps += 1;
+        let used = steps.steps;
+        if let Some(recorded) = steps.recorded.get_mut(&shape) {
+            recorded.used = used;
             return Ok(());
+        }
+        if steps.recorded.len() >= GRAPHS_MAX {
+            // Not one that is queued: those were used last.
+            let oldest = steps.recorded.iter().min_by_key(|(_, recorded)| recorded.used).map(|(shape, _)| *shape);
+            oldest.and_then(|oldest| steps.recorded.remove(&oldest));
         }
         let most = self.options.context.div_ceil(POSITIONS);
         let words = &steps.words.handle;
@@ -205,7 +229,7 @@ impl<R: Platform> GpuEngine<R> {
             count: shape.rows,
             rows: part(words, Input::Rows, most),
             tables: part(words, Input::Tables, most),
-            tables_len: FEW * most,
+            tables_len: DRAWN_MAX * most,
             blocks: shape.blocks,
         };
         let [tokens, chosen, settings] =
@@ -218,7 +242,7 @@ impl<R: Platform> GpuEngine<R> {
                 draw(client, scratch, output, &settings, shape.rows, &tokens, &drawn.handle);
             }
         })?;
-        steps.recorded.insert(shape, graph);
+        steps.recorded.insert(shape, RecordedStep { graph, used });
         Ok(())
     }
 
@@ -257,7 +281,7 @@ impl<R: Platform> GpuEngine<R> {
             let each = if engine.head.is_some() { engine.config.vocab } else { engine.config.width };
             let numbers = each * if engine.head.is_some() { wanted.len() } else { rows.len() };
             let got = &mut steps.got.words()[..numbers];
-            let graph = &steps.recorded[&shape];
+            let graph = &steps.recorded[&shape].graph;
             steps.graphs.queue((&words[..len], &steps.words, 0), graph, (got, &steps.output), &steps.done)?;
             Ok(numbers)
         })
@@ -273,7 +297,7 @@ impl<R: Platform> GpuEngine<R> {
     /// Whether the device samples the tokens of steps with this number of rows and these settings.
     pub(super) fn draws_rows(&self, rows: usize, settings: &SamplerSettings) -> bool {
         let able = self.steps.as_ref().is_some_and(|steps| steps.draws.is_some());
-        able && rows <= FEW && draws(settings, self.config.vocab)
+        able && rows <= DRAWN_MAX && draws(settings, self.config.vocab)
     }
 
     /// See [`kernels_models::decoder::Engine::queue`].
@@ -309,7 +333,7 @@ impl<R: Platform> GpuEngine<R> {
             };
             let sent = (&words[start..Input::Hidden.start(most)], &steps.words, start);
             let got = (&mut slot.got.words()[..rows.len() * DRAWN_WORDS], &draws.drawn);
-            steps.graphs.queue(sent, &steps.recorded[&shape], got, &slot.done)?;
+            steps.graphs.queue(sent, &steps.recorded[&shape].graph, got, &slot.done)?;
             draws.queued.push(rows.len());
             Ok(())
         })

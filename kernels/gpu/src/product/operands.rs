@@ -82,6 +82,8 @@ pub(crate) struct Target<'a> {
     pub(crate) bias: Option<&'a Handle>,
     /// Adds the product to the existing values instead of overwriting them.
     pub(crate) add: bool,
+    /// Scratch of [`PARTS_WORDS`] for products that several cubes share, if there is any.
+    pub(crate) parts: Option<&'a Handle>,
 }
 
 /// Epilogue of a product.

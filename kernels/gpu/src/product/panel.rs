@@ -2,7 +2,7 @@
 //! 32 rows for up to 32.
 //!
 //! Planes share the tiles and activations of a group of columns in shared memory. While one group is multiplied, the next two are
-//! copied asynchronously.
+//! copied asynchronously. Of a small product several cubes compute different chunks, which are then added in order.
 use cubecl::prelude::*;
 use kernels::order::CHUNKS;
 use kernels::quant::QuantType;
@@ -37,6 +37,28 @@ const UNITS: usize = 32 * PLANES;
 /// Tokens per plane, in units of eight: fewer for formats whose tiles take more registers.
 const fn eights(kind: QuantType) -> usize {
     if matches!(Layout::of(kind).scales, Scales::Sixteens) { 2 } else { 4 }
+}
+
+/// Maximum matrix rows of a product whose chunks are divided among cubes. Larger ones have enough cubes without that.
+const PARTED_ROWS_MAX: usize = 8192;
+/// Maximum tokens of such a product: those of one cube.
+const PARTED_TOKENS_MAX: usize = 64;
+/// Words of scratch for the chunk sums of such a product: `[chunk, token, matrix row]`.
+pub(crate) const PARTS_WORDS: usize = CHUNKS * PARTED_TOKENS_MAX * PARTED_ROWS_MAX;
+/// Cubes that fill a device with two each on 96 multiprocessors.
+const CUBES_WANTED: usize = 192;
+
+/// Cubes among which the chunks of a product are divided: more than one if there are too few tokens and rows to fill the device.
+pub(super) const fn parts(rows: usize, count: usize, kind: QuantType) -> usize {
+    if rows > PARTED_ROWS_MAX || count > PARTED_TOKENS_MAX {
+        return 1;
+    }
+    let cubes = count.div_ceil(panel_tokens(kind)) * rows.div_ceil(PANEL_ROWS);
+    let mut parts = 1;
+    while parts < CHUNKS && cubes * parts < CUBES_WANTED {
+        parts *= 2;
+    }
+    parts
 }
 
 /// Groups of columns in shared memory, including those being copied.
@@ -78,6 +100,44 @@ const fn code_pieces(kind: QuantType) -> usize {
     CUBE_STRIPS * code_words(kind) / 4
 }
 
+/// The chunks of this cube: all of them, or a part.
+#[cube]
+fn chunks(#[comptime] parted: bool) -> (u32, u32) {
+    if comptime!(parted) {
+        let each = comptime!(CHUNKS as u32) / CUBE_COUNT_Z;
+        (CUBE_POS_Z * each, (CUBE_POS_Z + 1) * each)
+    } else {
+        (0u32.runtime(), comptime!(CHUNKS as u32).runtime())
+    }
+}
+
+/// Units of [`gather_kernel`] per cube.
+pub(super) const GATHERERS: usize = 256;
+
+/// Adds the chunk sums of a parted product in order.
+#[cube(launch_unchecked)]
+pub(super) fn gather_kernel(
+    parts: &Array<f32>,
+    bias: &Array<f32>,
+    y: &mut Array<f32>,
+    count: u32,
+    stride: u32,
+    offset: u32,
+    width: u32,
+    #[comptime] finish: Finish,
+) {
+    let (row, token) = (ABSOLUTE_POS_X as usize, CUBE_POS_Y as usize);
+    if row >= width as usize {
+        terminate!();
+    }
+    let mut total = 0.0f32;
+    #[unroll]
+    for chunk in 0..CHUNKS {
+        total += parts[(chunk * count as usize + token) * width as usize + row];
+    }
+    finish_element(y, token * stride as usize + offset as usize + row, total, bias, row, finish);
+}
+
 #[cube]
 fn begin_group(
     pairs: &Array<Vector<u32, Const<2>>>,
@@ -89,6 +149,7 @@ fn begin_group(
     group: u32,
     stage: usize,
     unit: usize,
+    live: usize,
     last_strip: u32,
     groups: u32,
     #[comptime] kind: QuantType,
@@ -119,7 +180,8 @@ fn begin_group(
             stage * comptime!(CUBE_STRIPS * scale_words(kind)) + 4 * unit,
         );
     }
-    if unit < 4 * tokens {
+    // Of tokens past the last one nothing is copied: their sums are not used.
+    if unit < 4 * live {
         begin_copy::<Vector<u32, Const<4>>>(
             codes,
             (sources.code + 4 * group) as usize,
@@ -127,7 +189,7 @@ fn begin_group(
             stage * comptime!(4 * tokens) + unit,
         );
     }
-    if unit < 2 * tokens {
+    if unit < 2 * live {
         begin_copy::<Vector<f32, Const<4>>>(
             scales,
             (sources.scale + 2 * group) as usize,
@@ -152,6 +214,7 @@ pub(super) fn panel_kernel(
     stride: u32,
     offset: u32,
     width: u32,
+    #[comptime] parted: bool,
     #[comptime] kind: QuantType,
     #[comptime] finish: Finish,
     #[comptime] able: Features,
@@ -181,7 +244,8 @@ pub(super) fn panel_kernel(
         codes: SharedMemory::<Vector<u32, Const<4>>>::new(comptime!(STAGES * 4 * tokens)),
         scales: SharedMemory::<Vector<f32, Const<4>>>::new(comptime!(STAGES * 2 * tokens)),
     };
-    // In place of tile rows and tokens past the last one, units read the last one.
+    // In place of tile rows past the last one, units read the last one.
+    let live = min(count - first_token, tokens);
     let last_token = count - 1;
     let in_scales = comptime!(scale_words(kind) / 4);
     let tile = min(first_strip + unit / in_scales, last_strip) * groups;
@@ -191,9 +255,14 @@ pub(super) fn panel_kernel(
         code: u32::cast_from(min(first_token + unit / 4, last_token) * groups * 4 + unit % 4),
         scale: u32::cast_from(min(first_token + unit / 2, last_token) * groups * 2 + unit % 2),
     };
+    let (first_chunk, last_chunk) = chunks(parted);
+    let groups = groups as u32;
+    let mut group = first_chunk * groups / comptime!(CHUNKS as u32);
+    let end = last_chunk * groups / comptime!(CHUNKS as u32);
     #[unroll]
     for i in 0..comptime!(STAGES - 1) {
-        if i < groups {
+        let first = group + comptime!(i as u32);
+        if first < end {
             begin_group(
                 pairs,
                 singles,
@@ -201,11 +270,12 @@ pub(super) fn panel_kernel(
                 scales,
                 &sources,
                 &staged,
-                comptime!(i as u32),
+                first,
                 i,
                 unit,
+                live,
                 last_strip as u32,
-                groups as u32,
+                groups,
                 kind,
             );
         }
@@ -214,15 +284,15 @@ pub(super) fn panel_kernel(
     let active = first_token + token < count && first_strip + strip <= last_strip;
     let mut raw = Array::<Vector<u32, Const<2>>>::new(comptime!(PANEL_STRIPS * lane_vectors(kind)));
     let mut raw_scales = Array::<u32>::new(comptime!(PANEL_STRIPS * lane_scales(kind)));
-    let (groups, mut group, mut stage) = (groups as u32, 0u32, 0u32);
-    for chunk in 0..comptime!(CHUNKS as u32) {
+    let mut stage = 0u32;
+    for chunk in first_chunk..last_chunk {
         let to = (chunk + 1) * groups / comptime!(CHUNKS as u32);
         while group < to {
             // After this, the group's copies by all units are visible, and all units have finished the previous group.
             wait_groups(comptime!(STAGES - 2));
             sync_cube();
             let next = group + comptime!(STAGES as u32 - 1);
-            if next < groups {
+            if next < end {
                 let to = select(stage == 0, comptime!(STAGES as u32 - 1), stage - 1) as usize;
                 begin_group(
                     pairs,
@@ -234,6 +304,7 @@ pub(super) fn panel_kernel(
                     next,
                     to,
                     unit,
+                    live,
                     last_strip as u32,
                     groups,
                     kind,
@@ -293,14 +364,35 @@ pub(super) fn panel_kernel(
             stage = select(stage == comptime!(STAGES as u32 - 1), 0u32, stage + 1);
             group += 1u32;
         }
+        if comptime!(parted) {
+            if active {
+                #[unroll]
+                for i in 0..PANEL_STRIPS {
+                    #[unroll]
+                    for n in 0..across {
+                        #[unroll]
+                        for element in 0..4usize {
+                            let row = (first_strip + strip + i) * comptime!(ROWS) + 2 * g + comptime!(element / 2);
+                            let to = first_token + token + comptime!(8 * n) + 2 * t + comptime!(element % 2);
+                            if to < count && row < width as usize {
+                                let at = (chunk as usize * count + to) * width as usize + row;
+                                y[at] = sums[comptime!((i * across + n) * 4 + element)];
+                            }
+                        }
+                    }
+                }
+            }
+        }
         #[unroll]
         for i in 0..elements {
-            let at = comptime!(i * UNITS) + unit;
-            totals[at] = totals[at] + sums[i];
+            if comptime!(!parted) {
+                let at = comptime!(i * UNITS) + unit;
+                totals[at] = totals[at] + sums[i];
+            }
             sums[i] = 0.0f32;
         }
     }
-    if active {
+    if comptime!(!parted) && active {
         #[unroll]
         for i in 0..PANEL_STRIPS {
             #[unroll]

@@ -59,11 +59,17 @@ fn products(client: &ComputeClient<Recorder>, kind: QuantType) {
     let (y, vector) = (handle(), handle());
     for cols in [3584usize, 18_944] {
         let cols = cols.next_multiple_of(kind.block_len());
-        for (count, add, rows) in
-            [(1, false, 32_768), (1, true, 4096), (8, false, 32_768), (8, true, 4096), (64, true, 4096)]
-        {
+        for (count, add, rows) in [
+            (1, false, 32_768),
+            (1, true, 4096),
+            (8, false, 32_768),
+            (8, true, 4096),
+            (64, true, 4096),
+            (64, true, 32_768),
+        ] {
             let matrix = Matrix { kind, rows, cols, tiles: handle() };
-            let target = Target { rows: &y, stride: rows, offset: 0, width: rows, bias: None, add };
+            let parts = (rows == 4096).then_some(&y);
+            let target = Target { rows: &y, stride: rows, offset: 0, width: rows, bias: None, add, parts };
             product(client, ABLE, &matrix, &activations(cols), true, count, &target);
         }
     }

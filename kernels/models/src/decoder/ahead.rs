@@ -104,7 +104,7 @@ impl<E: Engine> Decoder<E> {
         }
         self.forget_ahead()?;
         let passes = self.begin(threads, batch, &vec![1; batch.len()])?;
-        self.end(batch, passes)
+        self.end(threads, batch, passes)
     }
 
     /// Queues a step whose input is the output of the previous step, if there is room for it.

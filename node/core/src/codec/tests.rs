@@ -4,8 +4,8 @@ use crate::config::Capacity;
 use crate::id::{CallId, ContentId, Epoch, Generation, JobId, NodeId, PartId, RequestId};
 use crate::message::{FromStage, FromTile, ToCoordinator, ToParticipant, ToStage, ToTile};
 use crate::work::serve::{
-    DoneReason, FromCaller, Logged, Logprobs, ModelSpec, Position, Request, RequestKey, Sampled, Sampling, ServeRecord,
-    StageOrder, ToCaller,
+    DoneReason, FromCaller, Logged, Logprobs, ModelSpec, Position, Priority, Request, RequestKey, Sampled, Sampling,
+    ServeRecord, StageOrder, ToCaller,
 };
 use crate::work::steps::{Report, SaveKind, Schedule, SimulationId, StepsRecord, TileFigures, TileOrder, TileStart};
 use crate::work::{
@@ -46,7 +46,14 @@ fn messages() -> Vec<Message> {
 
 fn of_callers() -> Vec<Message> {
     let (call, key) = (CallId(77), RequestKey([8; 16]));
-    let request = Request { prompt: vec![1, 300], max_tokens: 9, sampling: sampling(), ignore_eos: true, key };
+    let request = Request {
+        prompt: vec![1, 300],
+        max_tokens: 9,
+        sampling: sampling(),
+        ignore_eos: true,
+        priority: Priority::Interactive,
+        key,
+    };
     let ask = FromCaller::Ask { request: Box::new(request), from: 12 };
     let asked = [ask, FromCaller::Cancel].map(|say| Message::FromCaller { job: JOB, call, say });
     let answers = [
@@ -74,7 +81,14 @@ fn sampling() -> Sampling {
 fn to_participants() -> Vec<ToParticipant> {
     let sampling = sampling();
     let key = RequestKey([8; 16]);
-    let opened = Logged::Opened { key, prompt: 3, max_tokens: 9, sampling: sampling.clone(), ignore_eos: true };
+    let opened = Logged::Opened {
+        key,
+        prompt: 3,
+        max_tokens: 9,
+        sampling: sampling.clone(),
+        ignore_eos: true,
+        priority: Priority::Idle,
+    };
     let tokens = Logged::Tokens { from: 5, tokens: vec![7, 70_000] };
     let (part, request) = (PartId(1), REQUEST);
     vec![
@@ -281,7 +295,7 @@ fn every_message_survives_a_round_trip() {
 
 /// The bytes when the protocol got its number. If this fails, either the change is a mistake or `PROTOCOL` must increase.
 #[test]
-fn golden_bytes_of_protocol_13() {
+fn golden_bytes_of_protocol_14() {
     let say = ToCoordinator::Stage(FromStage::Token { request: REQUEST, position: 41, sampled: 49_151.into() });
     let token = Message::ToCoordinator { job: JOB, epoch: EPOCH, say };
     let bytes = encode_advert(&advert()).unwrap();
@@ -295,12 +309,12 @@ fn golden_bytes_of_protocol_13() {
             hex(&blake3::hash(&bytes).as_bytes()[..8]),
         ],
         [
-            "0d04fd08070605040302010710090909090909090909090909090909090600fb2c0129fbffbf00",
-            "0d01",
-            "0d03fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
-            "0d0105fb2c01",
-            "0d1001010101010101010101010101010101fc00d2496b032608080808080808",
-            "2cdba8bd6381537d",
+            "0e04fd08070605040302010710090909090909090909090909090909090600fb2c0129fbffbf00",
+            "0e01",
+            "0e03fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
+            "0e0105fb2c01",
+            "0e1001010101010101010101010101010101fc00d2496b032608080808080808",
+            "8c8e0e75932ca72a",
         ]
     );
 }

@@ -225,7 +225,7 @@ const GAP_QUIET: Duration = Duration::from_millis(200);
 #[expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many outputs")]
 mod tests {
     use super::*;
-    use crate::work::serve::{RequestKey, Sampling};
+    use crate::work::serve::{Priority, RequestKey, Sampling};
     use alloc::vec;
 
     const OTHER: NodeId = NodeId([2; 16]);
@@ -235,7 +235,14 @@ mod tests {
     fn asked() -> (Gateway, Out) {
         let key = RequestKey([1; 16]);
         let prompt = vec![1, 2, 3];
-        let request = Request { prompt, max_tokens: 4, sampling: Sampling::GREEDY, ignore_eos: false, key };
+        let request = Request {
+            prompt,
+            max_tokens: 4,
+            sampling: Sampling::GREEDY,
+            ignore_eos: false,
+            priority: Priority::Interactive,
+            key,
+        };
         let (mut gateway, mut out) = (Gateway::default(), VecDeque::new());
         gateway.ask(Instant(0), CALL, (OTHER, JobId(1)), (request, 0), &mut out);
         (gateway, out)
@@ -315,7 +322,14 @@ mod tests {
         let (mut gateway, mut out) = (Gateway::default(), VecDeque::new());
         gateway.note_moved(Instant(0), JobId(1), OTHER, [OTHER, THIRD].into());
         let key = RequestKey([1; 16]);
-        let request = Request { prompt: vec![1], max_tokens: 4, sampling: Sampling::GREEDY, ignore_eos: false, key };
+        let request = Request {
+            prompt: vec![1],
+            max_tokens: 4,
+            sampling: Sampling::GREEDY,
+            ignore_eos: false,
+            priority: Priority::Interactive,
+            key,
+        };
         gateway.ask(Instant(0), CALL, (OTHER, JobId(1)), (request, 0), &mut out);
         let mut now = Instant(0) + TOKEN_RETRY;
         for to in [OTHER, THIRD, OTHER] {

@@ -6,7 +6,9 @@ use crate::config::Capacity;
 use crate::id::{CallId, ContentId, Epoch, Generation, PartId, RequestId, TensorId};
 use crate::job::{ProgramView, WhatView};
 use crate::message::ToParticipant;
-use crate::work::serve::{DoneReason, Item, ItemResult, ModelSpec, Request, RequestKey, Sampling, StageOrder};
+use crate::work::serve::{
+    DoneReason, Item, ItemResult, ModelSpec, Priority, Request, RequestKey, Sampling, StageOrder,
+};
 use crate::work::{JobSpec, Loaded, Order, PartWork, Run, RunResult, Task};
 use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -423,7 +425,7 @@ impl Mesh {
 /// A request with a key derived from the call.
 fn request(call: CallId, prompt: Vec<u32>, max_tokens: u32) -> Request {
     let key = RequestKey(u128::from(call.0).to_be_bytes());
-    Request { prompt, max_tokens, sampling: Sampling::GREEDY, ignore_eos: false, key }
+    Request { prompt, max_tokens, sampling: Sampling::GREEDY, ignore_eos: false, priority: Priority::Interactive, key }
 }
 
 fn stage(order: &Order) -> &StageOrder {

@@ -33,11 +33,11 @@ impl TokenLog {
     pub fn add(&mut self, news: Vec<(RequestId, Logged)>) {
         for (id, what) in news {
             match what {
-                Logged::Opened { key, prompt, max_tokens, sampling, ignore_eos } => {
+                Logged::Opened { key, prompt, max_tokens, sampling, ignore_eos, priority } => {
                     if self.requests.contains_key(&id) || self.requests.len() >= REQUESTS_MAX || prompt > CONTEXT_MAX {
                         continue;
                     }
-                    let request = Request { prompt: Vec::new(), max_tokens, sampling, ignore_eos, key };
+                    let request = Request { prompt: Vec::new(), max_tokens, sampling, ignore_eos, priority, key };
                     self.requests.insert(id, LoggedRequest { request, prompt, tokens: Vec::new() });
                 }
                 Logged::Tokens { from, tokens } => self.append(id, from as usize, &tokens),
@@ -82,12 +82,19 @@ impl TokenLog {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::work::serve::{RequestKey, Sampling};
+    use crate::work::serve::{Priority, RequestKey, Sampling};
     use alloc::vec;
 
     fn opened(prompt: u32) -> Logged {
         let key = RequestKey([1; 16]);
-        Logged::Opened { key, prompt, max_tokens: 9, sampling: Sampling::GREEDY, ignore_eos: false }
+        Logged::Opened {
+            key,
+            prompt,
+            max_tokens: 9,
+            sampling: Sampling::GREEDY,
+            ignore_eos: false,
+            priority: Priority::Batch,
+        }
     }
 
     fn tokens(from: u32, tokens: &[u32]) -> Logged {

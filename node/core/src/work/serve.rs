@@ -35,8 +35,23 @@ pub struct Request {
     pub sampling: Sampling,
     /// Whether to continue after an end-of-sequence token.
     pub ignore_eos: bool,
+    /// Whom it yields to while the cache is full.
+    pub priority: Priority,
     /// Key by which the caller finds the request again, also at another node.
     pub key: RequestKey,
+}
+
+/// Importance of a request, the highest first. Requests of a higher priority are admitted first, and take the pages of
+/// running requests of a lower one, which are computed again later.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Priority {
+    /// A person waits for the answer.
+    #[default]
+    Interactive,
+    /// A program waits for many answers.
+    Batch,
+    /// Nobody waits.
+    Idle,
 }
 
 /// Identifies a request across nodes: a digest of the caller's secret and of the name that the caller gave the request,
@@ -59,6 +74,8 @@ pub enum Logged {
         sampling: Sampling,
         /// Whether to continue after an end-of-sequence token.
         ignore_eos: bool,
+        /// Whom it yields to.
+        priority: Priority,
     },
     /// Tokens of the prompt and of the answer.
     Tokens {

@@ -51,8 +51,19 @@ const STATE: &[&str] = &[
     "weights",
     "boundary",
 ];
-const PLAN_FIELDS: &[&str] =
-    &["model", "token_ms", "exact", "stages", "reasons", "standbys", "losses", "zones", "change"];
+const PLAN_FIELDS: &[&str] = &[
+    "model",
+    "context",
+    "sequences",
+    "token_ms",
+    "exact",
+    "stages",
+    "reasons",
+    "standbys",
+    "losses",
+    "zones",
+    "change",
+];
 const DEPLOYED: &[&str] = &["model", "context", "also_served_by"];
 const GRID_PLAN_FIELDS: &[&str] = &[
     "simulation",

@@ -67,7 +67,14 @@ async fn a_node_that_leaves_accepts_no_models_and_no_requests() {
     assert!(error.contains("leaving the mesh"), "{error}");
     let prompt = served.words.tokenizer.encode_prompt("hello").unwrap();
     let key = node_core::work::serve::RequestKey(rand_key());
-    let request = GenerateRequest { prompt, max_tokens: 1, sampling: Sampling::GREEDY, ignore_eos: true, key };
+    let request = GenerateRequest {
+        prompt,
+        max_tokens: 1,
+        sampling: Sampling::GREEDY,
+        ignore_eos: true,
+        priority: node_core::work::serve::Priority::Interactive,
+        key,
+    };
     assert!(bench.node.submit(&served, request).await.is_err());
     assert_eq!(bench.node.served("tiny").map(|model| model.job), Some(served.job), "running requests may finish");
 }

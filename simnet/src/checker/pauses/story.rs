@@ -240,9 +240,10 @@ impl Story {
         let running = running.filter(|call| !over(call));
         running
             .map(|call| {
+                // A new request takes its share of the stages, so a wait counts up to its arrival.
                 let next = after.iter().find(|(then, _, entry)| {
                     let of = matches!(entry, Seen::Token(job_of, of) | Seen::Ended(job_of, of) if (*job_of, *of) == (job, call));
-                    *then > last && of
+                    *then > last && (of || matches!(entry, Seen::Changed))
                 });
                 next.map_or(Duration::MAX, |(then, ..)| then.since(last))
             })

@@ -3,7 +3,7 @@
 mod cache;
 
 use super::prefixes::Prefixes;
-use super::stream::{Caller, Stream, Taken};
+use super::stream::{Caller, ForkAgain, Stream, Taken};
 use crate::id::{CallId, Epoch, JobId, NodeId, PartId, RequestId};
 use crate::job::output::{JobOutput, Out};
 use crate::limits::{
@@ -117,7 +117,7 @@ impl Requests {
             if room && self.cache.admit(stream.id, positions, 0, None, &mut Vec::new()) {
                 self.running.insert(stream.id, stream);
             } else {
-                self.waiting.push_back(stream);
+                self.enqueue(stream);
             }
         }
         self.next = self.next.max(first);
@@ -157,12 +157,12 @@ impl Requests {
             ))
         } else if request.max_tokens == 0 {
             DoneReason::Length
-        } else if self.waiting.len() >= QUEUE_MAX {
+        } else if self.waiting.len() >= QUEUE_MAX && !self.reject_lower(request.priority, out) {
             DoneReason::Busy
         } else {
             self.stop_refresh(out);
             let id = self.next_id();
-            self.waiting.push_back(Stream::new(now, id, caller, request));
+            self.enqueue(Stream::new(now, id, caller, request));
             self.log_soon(now);
             self.fill_slots(now, out);
             return Submitted::Taken;
@@ -432,27 +432,6 @@ impl Requests {
         self.ended.clear();
     }
 
-    /// Frees a request's caches on every stage and standby. Without a track `start` frees them later.
-    fn close(&mut self, request: RequestId, out: &mut Out) {
-        if self.track.is_none() {
-            return;
-        }
-        self.to_all_holders(|request| ToStage::Close { request }, request, out);
-        self.closed.push_back(request);
-        if self.closed.len() > SEQUENCES_MAX as usize {
-            self.closed.pop_front();
-        }
-    }
-
-    /// Sends a message on a request to every stage and standby.
-    fn to_all_holders(&self, say: impl Fn(RequestId) -> ToStage, request: RequestId, out: &mut Out) {
-        let Some(track) = &self.track else { return };
-        let standbys = track.standbys.iter().map(|(_, node)| node);
-        let standbys = standbys.filter(|_| !planted::has(Planted::CloseNotToStandby));
-        let all = track.stages.iter().chain(standbys);
-        out.extend(all.map(|&to| message(to, self.job, track.epoch, say(request))));
-    }
-
     fn open(&self, id: RequestId, out: &mut Out) {
         let (Some(track), Some(stream)) = (&self.track, self.running.get(&id)) else { return };
         let sampling = stream.request.sampling.clone();
@@ -540,13 +519,18 @@ impl Requests {
     pub(in crate::job) fn handle_gap(&mut self, now: Instant, id: RequestId, have: u32, out: &mut Out) {
         let Some(stream) = self.running.get_mut(&id).filter(|stream| stream.has_gap(have)) else { return };
         if let Some(base) = stream.broken_base(have) {
-            // The stage has dropped what others have kept.
-            if self.cache.rests(base) {
-                self.cache.forget(base);
-                self.close_evicted(Vec::from([base]), out);
+            match stream.fork_again(now) {
+                ForkAgain::From(shared) => self.resend(now, id, shared, out),
+                ForkAgain::Awaited => {}
+                ForkAgain::Failed => {
+                    if self.cache.rests(base) {
+                        self.cache.forget(base);
+                        self.close_evicted(Vec::from([base]), out);
+                    }
+                    self.preempt(now, id, out);
+                    self.fill_slots(now, out);
+                }
             }
-            self.preempt(now, id, out);
-            self.fill_slots(now, out);
         } else if stream.takes_gap(now, have) {
             self.resend(now, id, have, out);
         }

@@ -8,7 +8,7 @@ use crate::limits::{
 use crate::message::FrameHeader;
 use crate::planted::{self, Planted};
 use crate::time::{Duration, Instant};
-use crate::work::serve::{DoneReason, Logged, Request};
+use crate::work::serve::{DoneReason, Logged, Priority, Request};
 use alloc::collections::VecDeque;
 use alloc::vec::Vec;
 
@@ -47,6 +47,19 @@ pub(super) struct Stream {
     pub(super) closes_base: bool,
     /// When it began to run.
     began: Instant,
+    /// When it was last sent again from its shared positions on, because a stage lacked them.
+    forked_again: Option<Instant>,
+}
+
+/// What to do about a stage that lacks shared positions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ForkAgain {
+    /// Send from this position on, the first one that is not shared.
+    From(u32),
+    /// It was sent again a moment ago.
+    Awaited,
+    /// The stage has dropped what others have kept.
+    Failed,
 }
 
 /// Receiver of a request's tokens.
@@ -96,6 +109,7 @@ impl Stream {
             base: None,
             closes_base: false,
             began: now,
+            forked_again: None,
         }
     }
 
@@ -123,7 +137,7 @@ impl Stream {
         self.id = id;
         (self.sent, self.acked) = (0, 0);
         self.chunks.clear();
-        (self.gap, self.base, self.logged) = (None, None, None);
+        (self.gap, self.base, self.logged, self.forked_again) = (None, None, None, None);
         (self.resends, self.closes_base) = (0, false);
     }
 
@@ -143,6 +157,19 @@ impl Stream {
     pub(super) fn leaves_behind(&self, now: Instant, have: u32) -> bool {
         let shared = self.base.map_or(0, |(_, shared)| shared);
         have == 0 && shared > 0 && self.acked > shared && now.since(self.began) >= FORK_REPORTED
+    }
+
+    /// A stage has fewer positions than the request shares with another one. A frame that continues the other one may be
+    /// lost, so it is sent again, once. Returns the position to send from, or whether the answer is still awaited.
+    pub(super) fn fork_again(&mut self, now: Instant) -> ForkAgain {
+        match (self.forked_again, self.base) {
+            (None, Some((_, shared))) => {
+                self.forked_again = Some(now);
+                ForkAgain::From(shared)
+            }
+            (Some(at), _) if now.since(at) < GAP_QUIET => ForkAgain::Awaited,
+            (Some(_), _) | (None, None) => ForkAgain::Failed,
+        }
     }
 
     /// Tokens of the positions that every stage has. `None` if more is in flight than the last position: a stage may drop
@@ -187,19 +214,30 @@ impl Stream {
     pub(super) fn news(&mut self) -> Option<Logged> {
         let Some(from) = self.logged else {
             self.logged = Some(0);
-            let Request { max_tokens, ref sampling, ignore_eos, key, .. } = self.request;
+            let Request { max_tokens, ref sampling, ignore_eos, priority, key, .. } = self.request;
             return Some(Logged::Opened {
                 key,
                 prompt: self.prompt_len(),
                 max_tokens,
                 sampling: sampling.clone(),
                 ignore_eos,
+                priority,
             });
         };
         let rest = self.tokens.get(from as usize..).filter(|rest| !rest.is_empty())?;
         let tokens = rest[..rest.len().min(LOG_TOKENS_MAX)].to_vec();
         self.logged = Some(from + u32::try_from(tokens.len()).unwrap_or(u32::MAX));
         Some(Logged::Tokens { from, tokens })
+    }
+
+    /// Order in which requests give up their pages, and the reverse of that in which they get them.
+    pub(super) fn order(&self) -> (Priority, u64) {
+        (self.request.priority, self.rank)
+    }
+
+    /// Whether its caller has received nothing yet.
+    pub(super) fn is_untouched(&self) -> bool {
+        self.len() == self.prompt_len()
     }
 
     /// All tokens so far, for `Open`.
@@ -352,6 +390,7 @@ impl Stream {
         }
         self.progress_at = now;
         self.resends = 0;
+        self.forked_again = None;
     }
 
     /// Asserts what holds between two inputs.
@@ -397,7 +436,14 @@ mod tests {
     fn stream(prompt: u32, max_tokens: u32) -> Stream {
         let prompt = (0..prompt).collect();
         let key = RequestKey([7; 16]);
-        let request = Request { prompt, max_tokens, sampling: Sampling::GREEDY, ignore_eos: false, key };
+        let request = Request {
+            prompt,
+            max_tokens,
+            sampling: Sampling::GREEDY,
+            ignore_eos: false,
+            priority: Priority::Interactive,
+            key,
+        };
         Stream::new(Instant(0), RequestId(1), Caller::Here(CallId(1)), request)
     }
 

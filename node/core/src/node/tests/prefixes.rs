@@ -123,3 +123,30 @@ fn requests_wait_for_pages_and_rested_ones_make_room() {
     assert_eq!((pages.1, resting.len()), (CONTEXT / PAGE_POSITIONS, 1), "one half is free, {} pages", pages.0);
     mesh.assert_clean();
 }
+
+fn submit_as(mesh: &mut Mesh, priority: Priority, call: CallId, job: JobId, prompt: Vec<u32>) {
+    let request = Request { priority, ..request(call, prompt, 60) };
+    mesh.give(id(1), Input::Submit { call, job, request: Box::new(request) });
+}
+
+#[test]
+fn requests_take_the_pages_of_those_of_a_lower_priority() {
+    let (mut mesh, job) = tight();
+    let prompt = |n: u32| -> Vec<u32> { (5000 * n..5000 * n + CONTEXT / 4).collect() };
+    for n in 0..3 {
+        submit_as(&mut mesh, Priority::Idle, CallId(10 + u64::from(n)), job, prompt(n));
+    }
+    mesh.run_for(Duration::from_millis(300));
+    submit_as(&mut mesh, Priority::Batch, CallId(20), job, prompt(3));
+    mesh.submit(CallId(21), job, prompt(4), 60);
+    for (call, n) in [(21, 4), (20, 3), (10, 0), (11, 1), (12, 2)] {
+        assert_eq!(mesh.finish(CallId(call), Duration::from_secs(60)), DoneReason::Length);
+        assert_eq!(mesh.told(CallId(call)), solo(&prompt(n), 60), "call {call}");
+    }
+    let place =
+        |call| mesh.events.iter().position(|(_, e)| matches!(e, Event::Done { call: of, .. } if *of == CallId(call)));
+    assert!(place(20) < place(12) && place(21) < place(12), "the last one gave up its pages to both");
+    let preempted = mesh.events.iter().filter(|(_, event)| matches!(event, Event::Preempted { .. })).count();
+    assert!(preempted > 0, "they gave up their pages");
+    mesh.assert_clean();
+}

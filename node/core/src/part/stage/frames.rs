@@ -221,6 +221,8 @@ impl StageRun {
         } else {
             self.ignore(request); // to a standby this may arrive before the first frame, which another node sends
         }
+        discard_of(&mut self.outside, request, out);
+        self.admit_outside(out);
     }
 
     /// Late frames of an ended request must not open a cache.

@@ -1,39 +1,73 @@
 //! Pages of running and ended requests: who keeps them, who gives them up, and when stages free them.
 use super::super::stream::{Caller, Stream};
-use super::{Requests, begun};
+use super::{Requests, begun, done, message};
 use crate::id::RequestId;
 use crate::job::output::{JobOutput, Out};
 use crate::limits::{REFRESH_AFTER, SEQUENCES_MAX};
 use crate::message::ToStage;
 use crate::output::Event;
+use crate::planted::{self, Planted};
 use crate::time::Instant;
-use crate::work::serve::{DoneReason, Position, Request, RequestKey, Sampling};
+use crate::work::serve::{DoneReason, Position, Priority, Request, RequestKey, Sampling};
 use alloc::vec::Vec;
 
 impl Requests {
-    /// Begins the next requests in the queue, as many as there are pages for.
+    /// Adds a request to the queue: in order of arrival, but before those of a lower priority.
+    pub(super) fn enqueue(&mut self, stream: Stream) {
+        let at = self.waiting.partition_point(|waiting| waiting.order() < stream.order());
+        self.waiting.insert(at, stream);
+    }
+
+    /// Rejects the last waiting request of a lower priority, unless its caller has received a part of the answer. Returns
+    /// whether there was one.
+    pub(super) fn reject_lower(&mut self, priority: Priority, out: &mut Out) -> bool {
+        let lower = |waiting: &Stream| waiting.request.priority > priority && waiting.is_untouched();
+        let last = self.waiting.iter().rposition(lower).and_then(|at| self.waiting.remove(at));
+        if let Some(stream) = &last {
+            self.log_over(stream);
+            done(stream.caller, DoneReason::Busy, 0, out);
+        }
+        last.is_some()
+    }
+
+    /// Begins the next requests in the queue, as many as there are pages for. They take the pages of running requests of a
+    /// lower priority.
     pub(super) fn fill_slots(&mut self, now: Instant, out: &mut Out) {
-        while self.running.len() < SEQUENCES_MAX as usize && self.track.is_some() {
-            let Some(stream) = self.waiting.front() else { return };
-            let (id, positions) = (stream.id, stream.len().saturating_add(1));
-            let running = self.running.values().map(|stream| (stream.id, stream.acked_tokens()));
-            let base = self.cache.longest(stream.tokens(), running);
-            let (spare, mut evicted) = (self.sharers(), Vec::new());
-            let admitted = self.cache.admit(id, positions, spare, base, &mut evicted);
-            let first = self.waiting.pop_front_if(|_| admitted);
-            let goes_on = first.is_some();
-            if let Some(mut stream) = first {
-                stream.begin(now, base);
-                begun(stream.caller, base.map_or(0, |(_, shared)| shared).min(stream.prompt_len()), out);
-                self.running.insert(id, stream);
+        while let Some(priority) = self.waiting.front().map(|stream| stream.request.priority)
+            && self.track.is_some()
+        {
+            if self.running.len() < SEQUENCES_MAX as usize && self.begin_next(now, out) {
+                continue;
             }
-            self.close_evicted(evicted, out);
-            if !goes_on {
+            let lowest = self.running.values().max_by_key(|stream| stream.order());
+            let Some(lowest) = lowest.filter(|stream| stream.request.priority > priority).map(|stream| stream.id)
+            else {
                 return;
-            }
+            };
+            self.make_wait(now, lowest, out);
+        }
+    }
+
+    /// Begins the first request in the queue. Returns whether there were pages for it.
+    fn begin_next(&mut self, now: Instant, out: &mut Out) -> bool {
+        let Some(stream) = self.waiting.front() else { return false };
+        let (id, positions) = (stream.id, stream.len().saturating_add(1));
+        let running = self.running.values().map(|stream| (stream.id, stream.acked_tokens()));
+        let base = self.cache.longest(stream.tokens(), running);
+        let (spare, mut evicted) = (self.sharers(), Vec::new());
+        let admitted = self.cache.admit(id, positions, spare, base, &mut evicted);
+        let first = self.waiting.pop_front_if(|_| admitted);
+        if let Some(mut stream) = first {
+            stream.begin(now, base);
+            begun(stream.caller, base.map_or(0, |(_, shared)| shared).min(stream.prompt_len()), out);
+            self.running.insert(id, stream);
+        }
+        self.close_evicted(evicted, out);
+        if admitted {
             self.open(id, out);
             self.pump(id, out);
         }
+        admitted
     }
 
     /// Keeps the caches of an ended request for later ones, if every stage has them and they are worth it.
@@ -59,6 +93,27 @@ impl Requests {
         self.close_evicted(evicted, out);
     }
 
+    /// Frees a request's caches on every stage and standby. Without a track `start` frees them later.
+    pub(super) fn close(&mut self, request: RequestId, out: &mut Out) {
+        if self.track.is_none() {
+            return;
+        }
+        self.to_all_holders(|request| ToStage::Close { request }, request, out);
+        self.closed.push_back(request);
+        if self.closed.len() > SEQUENCES_MAX as usize {
+            self.closed.pop_front();
+        }
+    }
+
+    /// Sends a message on a request to every stage and standby.
+    pub(super) fn to_all_holders(&self, say: impl Fn(RequestId) -> ToStage, request: RequestId, out: &mut Out) {
+        let Some(track) = &self.track else { return };
+        let standbys = track.standbys.iter().map(|(_, node)| node);
+        let standbys = standbys.filter(|_| !planted::has(Planted::CloseNotToStandby));
+        let all = track.stages.iter().chain(standbys);
+        out.extend(all.map(|&to| message(to, self.job, track.epoch, say(request))));
+    }
+
     /// Frees the caches of requests that no longer rest. One that a running request is about to continue stays until then.
     pub(super) fn close_evicted(&mut self, evicted: Vec<RequestId>, out: &mut Out) {
         for id in evicted {
@@ -71,8 +126,8 @@ impl Requests {
         }
     }
 
-    /// A running request has more positions than before. If there are no pages for them, the requests that came last give up
-    /// theirs.
+    /// A running request has more positions than before. If there are no pages for them, the requests of the lowest priority
+    /// that came last give up theirs.
     pub(super) fn grow(&mut self, now: Instant, id: RequestId, out: &mut Out) {
         while let Some(stream) = self.running.get(&id) {
             let mut evicted = Vec::new();
@@ -81,12 +136,15 @@ impl Requests {
             if grown {
                 return;
             }
-            let last = self.running.values().max_by_key(|stream| stream.rank).map(|stream| stream.id);
-            if let Some(last) = last {
-                out.push_back(JobOutput::Notify(Event::Preempted { job: self.job, request: last }));
-                self.preempt(now, last, out);
-            }
+            let last = self.running.values().max_by_key(|stream| stream.order()).map(|stream| stream.id);
+            last.into_iter().for_each(|last| self.make_wait(now, last, out));
         }
+    }
+
+    /// The cache is full, so a running request waits for pages.
+    fn make_wait(&mut self, now: Instant, id: RequestId, out: &mut Out) {
+        out.push_back(JobOutput::Notify(Event::Preempted { job: self.job, request: id }));
+        self.preempt(now, id, out);
     }
 
     /// A running request gives up its pages, and waits to be computed again.
@@ -99,7 +157,7 @@ impl Requests {
         }
         self.log_over(&stream);
         stream.preempt(self.next_id());
-        self.waiting.push_front(stream);
+        self.enqueue(stream);
         self.log_soon(now);
     }
 
@@ -137,7 +195,8 @@ impl Requests {
         let Some(prompt) = stale else { return };
         let id = self.next_id();
         let key = RequestKey([0; 16]);
-        let request = Request { prompt, max_tokens: 1, sampling: Sampling::GREEDY, ignore_eos: true, key };
+        let (sampling, priority) = (Sampling::GREEDY, Priority::Idle);
+        let request = Request { prompt, max_tokens: 1, sampling, ignore_eos: true, priority, key };
         let mut stream = Stream::new(now, id, Caller::Refresh, request);
         if self.cache.grow(id, stream.len().saturating_add(1), &mut Vec::new()) {
             stream.begin(now, None);

@@ -1,0 +1,103 @@
+//! Sixteen conversations at once in a cache that is too small for them, while owners of stages are killed: requests wait,
+//! share their prefixes and give up their pages, and every answer is that of one undisturbed node. To repeat it many times:
+//! `MESHNODE_KILLS=100 cargo test --release -p system-tests crowd -- --nocapture`
+use crate::client::{covered_owners, kills, seed};
+use crate::harness::{Mesh, generate, model, require, tokens_of};
+use meshnode::cluster::LocalNode;
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+use system_tests::relay::Random;
+
+const CLIENTS: u64 = 16;
+const TURNS: u64 = 3;
+/// New tokens of each turn.
+const NEW: u64 = 120;
+const ANSWER: u64 = 40;
+/// Room for four whole conversations.
+const CONTEXT: u64 = 1024;
+const SEQUENCES: u64 = 2;
+const NODES: usize = 4;
+/// Kills in every test run.
+const KILLS: usize = 2;
+/// Time for standbys to load and to follow, on a machine with fewer cores than nodes.
+const HOT_MAX: Duration = Duration::from_secs(120);
+
+fn serve(mesh: &Mesh, model: &Path) {
+    let options = json!({"int8": true, "context": CONTEXT, "sequences": SEQUENCES});
+    mesh.nodes[0].post("/api/v1/deploy", &json!({"model": model, "options": options})).expect("it is served");
+}
+
+/// The answers to a client's conversation.
+fn converse(node: &LocalNode, model: &Path, client: u64) -> Vec<Vec<u64>> {
+    let (mut text, mut answers) = (Vec::new(), Vec::new());
+    for turn in 0..TURNS {
+        text.extend((0..NEW).map(|at| 1000 + (at * 37 + 211 * turn + 1009 * client) % 20_000));
+        let request = json!({
+            "model": model, "prompt": text, "raw": true, "max_tokens": ANSWER, "temperature": 0.8, "seed": client,
+            "ignore_eos": true,
+        });
+        let answer = tokens_of(&generate(node, &request));
+        text.extend(&answer);
+        answers.push(answer);
+    }
+    answers
+}
+
+/// Kills an owner, other than the coordinator, of a stage with a current standby. Returns its place.
+fn kill_one(nodes: &[LocalNode], random: &mut Random) -> usize {
+    let owners = |state: &Value| covered_owners(nodes, state);
+    let covered = |state: &Value| state["jobs"][0]["state"] == "ready" && !owners(state).is_empty();
+    let state = nodes[0].wait_state(HOT_MAX, covered).expect("a stage has a current standby");
+    let owners = owners(&state);
+    let victim = owners[random.below(owners.len())];
+    nodes[victim].signal(Signal::KILL);
+    victim
+}
+
+#[test]
+fn a_crowd_in_a_small_cache_loses_no_token_to_kills() {
+    let Some(model) = require(model()) else { return };
+    let mut alone = Mesh::new();
+    alone.start("solo", None);
+    serve(&alone, &model);
+    let reference: Vec<Vec<Vec<u64>>> = (0..CLIENTS).map(|client| converse(&alone.nodes[0], &model, client)).collect();
+    drop(alone);
+
+    let mut mesh = Mesh::new();
+    let bytes = mesh.model_bytes(&model);
+    for i in 0..NODES {
+        // Two nodes fit the model and its cache; the others have room for their standbys.
+        mesh.start(&format!("n{i}"), Some((bytes as f64 * 0.8) as u64 + (96 << 20)));
+    }
+    mesh.wait_members(NODES);
+    serve(&mesh, &model);
+    let mut random = Random(seed("a_crowd_in_a_small_cache_loses_no_token_to_kills"));
+    let mut answered = 0;
+    for round in 0..kills(KILLS) {
+        let (over, talks) = (AtomicBool::new(false), AtomicUsize::new(0));
+        let nodes = &mesh.nodes;
+        let victim = std::thread::scope(|scope| {
+            for client in 0..CLIENTS {
+                let (model, reference, over, talks) = (&model, &reference[client as usize], &over, &talks);
+                scope.spawn(move || {
+                    while !over.load(Ordering::Relaxed) {
+                        assert_eq!(&converse(&nodes[0], model, client), reference, "round {round}, client {client}");
+                        talks.fetch_add(1, Ordering::Relaxed);
+                    }
+                });
+            }
+            std::thread::sleep(Duration::from_millis(1000 + random.below(4000) as u64));
+            let victim = kill_one(nodes, &mut random);
+            over.store(true, Ordering::Relaxed); // each client ends its conversation
+            victim
+        });
+        answered += talks.load(Ordering::Relaxed);
+        eprintln!("{round}: SIGKILL of n{victim}; {answered} conversations so far");
+        mesh.restart(victim);
+        mesh.wait_members(NODES);
+    }
+    assert!(answered >= CLIENTS as usize * kills(KILLS), "{answered} conversations");
+}
