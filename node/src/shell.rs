@@ -361,7 +361,7 @@ fn log(event: &Event, node: &Node) {
             tracing::warn!("job {:016x} lost {} after {silent_ms} ms of silence", job.0, name(node));
         }
         Event::Standby { job, part, node, current } => {
-            let what = if *current { "is current" } else { "is not current yet" };
+            let what = if *current { "is current" } else { "is not current" };
             tracing::info!("job {:016x} part {part}: standby {} {what}", job.0, name(node));
         }
         Event::Promoted { job, epoch, part, node } => {

@@ -224,7 +224,7 @@ pub(crate) fn describe(event: &Event, host: &dyn Fn(NodeId) -> String, name: &dy
         },
         Event::Lost { node, silent_ms, .. } => format!("lost {}, silent for {silent_ms} ms", host(*node)),
         Event::Standby { part, node, current, .. } => {
-            let does = if *current { "is current as" } else { "is not current yet as" };
+            let does = if *current { "is current as" } else { "is not current as" };
             format!("{} {does} standby of part {part}", host(*node))
         }
         Event::Promoted { epoch, part, node, .. } => {

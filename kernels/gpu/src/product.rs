@@ -75,7 +75,7 @@ pub(crate) fn product<R: Platform>(
             Some((scratch, _)) => (scratch, CHUNKS * count * target.width),
             None => (target.rows, count * target.stride),
         };
-        // SAFETY: tile rows past the last one read the last, tokens past it nothing; neither writes. Chunk sums fit into `PARTS_WORDS`.
+        // SAFETY: tokens and tile rows past the last one read the last and write nothing. Chunk sums fit into `PARTS_WORDS`.
         unsafe {
             panel_kernel::launch_unchecked::<R>(
                 client,
@@ -127,7 +127,7 @@ pub(crate) fn product<R: Platform>(
         // Two tile rows share the loaded activations, if enough cubes remain to fill the device and the registers suffice.
         let registers = rows == 1 || Layout::of(matrix.kind).scales != Scales::Sixteens;
         let each = if strips >= TWO_STRIPS && registers { 2 } else { 1 };
-        // SAFETY: tile rows past the last one read existing ones; rows past the last one read and write nothing.
+        // SAFETY: activation rows and tile rows past the last one read existing ones and write nothing.
         unsafe {
             few_kernel::launch_unchecked::<R>(
                 client,

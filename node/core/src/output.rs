@@ -131,7 +131,7 @@ pub enum Event {
     Steps { job: JobId, event: StepsEvent },
     /// A participant of a job is lost; `silent_ms`: for how long it was silent when the lease expired.
     Lost { job: JobId, node: NodeId, silent_ms: u64 },
-    /// The standby of a part: ordered to load (not `current`), or able to take over.
+    /// The standby of a part: able to take over (`current`), or not yet, or no longer.
     Standby { job: JobId, part: PartId, node: NodeId, current: bool },
     /// The standby of a part becomes its owner.
     Promoted { job: JobId, epoch: Epoch, part: PartId, node: NodeId },

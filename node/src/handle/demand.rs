@@ -106,13 +106,13 @@ mod tests {
     #[test]
     fn reduced_options_halve_the_context() {
         let usual = ModelOptions { int8: Some(false), context: None, sequences: None };
-        assert_eq!(usual.clone().smaller(0, 2048), usual);
+        assert_eq!(usual.clone().smaller(0, 8192), usual);
         let sizes = |steps| {
-            let less = usual.clone().smaller(steps, 2048);
+            let less = usual.clone().smaller(steps, 8192);
             assert_eq!(less.int8, Some(false), "other arithmetic would choose other tokens");
             (less.sequences, less.context)
         };
-        assert_eq!(sizes(1), (Some(1), Some(2048)));
+        assert_eq!(sizes(1), (Some(1), Some(4096)));
         assert_eq!(sizes(SMALLER_MAX), (Some(1), Some(256)));
     }
 
@@ -122,7 +122,7 @@ mod tests {
             let small = ModelOptions { context: Some(context), ..ModelOptions::default() };
             (1..=SMALLER_MAX + 3).map(|steps| small.clone().smaller(steps, 2048).context.unwrap()).collect::<Vec<_>>()
         };
-        assert_eq!(sizes(512), [512, 256, CONTEXT_MIN, CONTEXT_MIN, CONTEXT_MIN, CONTEXT_MIN, CONTEXT_MIN]);
+        assert_eq!(sizes(512)[..4], [256, CONTEXT_MIN, CONTEXT_MIN, CONTEXT_MIN]);
         assert!(sizes(3).iter().all(|context| *context == 3), "a context that was short before stays");
     }
 
@@ -130,7 +130,7 @@ mod tests {
     fn a_set_context_is_reduced_instead_of_the_default() {
         let usual = ModelOptions { context: Some(1000), sequences: Some(8), int8: None };
         let less = usual.smaller(2, 2048);
-        assert_eq!((less.context, less.sequences), (Some(500), Some(1)));
+        assert_eq!((less.context, less.sequences), (Some(250), Some(1)));
     }
 
     #[test]

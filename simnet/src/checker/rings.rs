@@ -122,6 +122,11 @@ impl Observer for Rings {
                     seen.part_of.entry((job, *to)).or_default().insert(order.part);
                     None
                 }
+                // What the coordinator says to its own stage is no message.
+                Ok(Message::ToParticipant { job, say: ToParticipant::Stage(ToStage::Rest { request }), .. }) => {
+                    seen.resting.insert((host, job, request));
+                    None
+                }
                 Ok(Message::ToCoordinator {
                     job, say: ToCoordinator::Prepared { part, result: Ok(ready) }, ..
                 }) => match &ready.has {

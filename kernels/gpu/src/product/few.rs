@@ -256,10 +256,10 @@ fn begin_activations(
     #[comptime] shape: Shape,
 ) {
     let lane = UNIT_POS_X;
-    // Of rows past the last one nothing is copied: their sums are not used.
+    // Rows past the last one read the last, and their sums are not written.
     let (in_codes, in_scales) = comptime!((4 * shape.groups() as u32, 2 * shape.groups() as u32));
-    let (row, within) = (lane / in_codes, lane % in_codes);
-    if lane < comptime!(shape.codes() as u32) && row <= last && within / 4 < left {
+    let (row, within) = (min(lane / in_codes, last), lane % in_codes);
+    if lane < comptime!(shape.codes() as u32) && within / 4 < left {
         begin_copy::<Vector<u32, Const<4>>>(
             codes,
             (((first + row) * groups + group) * 4 + within) as usize,
@@ -267,8 +267,8 @@ fn begin_activations(
             to * comptime!(shape.codes()) + lane as usize,
         );
     }
-    let (row, within) = (lane / in_scales, lane % in_scales);
-    if lane < comptime!(shape.scales() as u32) && row <= last && within / 2 < left {
+    let (row, within) = (min(lane / in_scales, last), lane % in_scales);
+    if lane < comptime!(shape.scales() as u32) && within / 2 < left {
         begin_copy::<Vector<f32, Const<4>>>(
             scales,
             (((first + row) * groups + group) * 2 + within) as usize,

@@ -149,7 +149,6 @@ fn begin_group(
     group: u32,
     stage: usize,
     unit: usize,
-    live: usize,
     last_strip: u32,
     groups: u32,
     #[comptime] kind: QuantType,
@@ -180,8 +179,7 @@ fn begin_group(
             stage * comptime!(CUBE_STRIPS * scale_words(kind)) + 4 * unit,
         );
     }
-    // Of tokens past the last one nothing is copied: their sums are not used.
-    if unit < 4 * live {
+    if unit < 4 * tokens {
         begin_copy::<Vector<u32, Const<4>>>(
             codes,
             (sources.code + 4 * group) as usize,
@@ -189,7 +187,7 @@ fn begin_group(
             stage * comptime!(4 * tokens) + unit,
         );
     }
-    if unit < 2 * live {
+    if unit < 2 * tokens {
         begin_copy::<Vector<f32, Const<4>>>(
             scales,
             (sources.scale + 2 * group) as usize,
@@ -244,8 +242,7 @@ pub(super) fn panel_kernel(
         codes: SharedMemory::<Vector<u32, Const<4>>>::new(comptime!(STAGES * 4 * tokens)),
         scales: SharedMemory::<Vector<f32, Const<4>>>::new(comptime!(STAGES * 2 * tokens)),
     };
-    // In place of tile rows past the last one, units read the last one.
-    let live = min(count - first_token, tokens);
+    // In place of tile rows and tokens past the last one, units read the last one.
     let last_token = count - 1;
     let in_scales = comptime!(scale_words(kind) / 4);
     let tile = min(first_strip + unit / in_scales, last_strip) * groups;
@@ -273,7 +270,6 @@ pub(super) fn panel_kernel(
                 first,
                 i,
                 unit,
-                live,
                 last_strip as u32,
                 groups,
                 kind,
@@ -304,7 +300,6 @@ pub(super) fn panel_kernel(
                     next,
                     to,
                     unit,
-                    live,
                     last_strip as u32,
                     groups,
                     kind,

@@ -246,6 +246,9 @@ impl Job {
         let Some(standby) = self.parts.get_mut(part.index()).and_then(|part| part.standby.take()) else { return };
         self.standbys_due = Some(now + STANDBY_RETRY);
         let node = standby.node;
+        if standby.reported {
+            out.push_back(JobOutput::Notify(Event::Standby { job: self.id, part, node, current: false }));
+        }
         if self.is_running() {
             self.announce_standby(part, out);
         }
