@@ -359,20 +359,18 @@ pub(super) fn panel_kernel(
             stage = select(stage == comptime!(STAGES as u32 - 1), 0u32, stage + 1);
             group += 1u32;
         }
-        if comptime!(parted) {
-            if active {
+        if comptime!(parted) && active {
+            #[unroll]
+            for i in 0..PANEL_STRIPS {
                 #[unroll]
-                for i in 0..PANEL_STRIPS {
+                for n in 0..across {
                     #[unroll]
-                    for n in 0..across {
-                        #[unroll]
-                        for element in 0..4usize {
-                            let row = (first_strip + strip + i) * comptime!(ROWS) + 2 * g + comptime!(element / 2);
-                            let to = first_token + token + comptime!(8 * n) + 2 * t + comptime!(element % 2);
-                            if to < count && row < width as usize {
-                                let at = (chunk as usize * count + to) * width as usize + row;
-                                y[at] = sums[comptime!((i * across + n) * 4 + element)];
-                            }
+                    for element in 0..4usize {
+                        let row = (first_strip + strip + i) * comptime!(ROWS) + 2 * g + comptime!(element / 2);
+                        let to = first_token + token + comptime!(8 * n) + 2 * t + comptime!(element % 2);
+                        if to < count && row < width as usize {
+                            let at = (chunk as usize * count + to) * width as usize + row;
+                            y[at] = sums[comptime!((i * across + n) * 4 + element)];
                         }
                     }
                 }
