@@ -88,7 +88,7 @@ pub(crate) struct GenerateRequest {
     pub sampling: Sampling,
     /// Continue after an end-of-sequence token.
     pub ignore_eos: bool,
-    /// Whom it yields to while the cache is full.
+    /// Which requests go before it while the cache is full.
     pub priority: Priority,
     /// Its key, unique in the mesh.
     pub key: RequestKey,

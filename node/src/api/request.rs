@@ -52,7 +52,7 @@ pub(crate) const BODY: &[Field] = &[
     Field::signed("seed").about("Of the sampling; otherwise derived from the request's key"),
     Field::texts("stop").about("Texts that end the answer, at most 16"),
     Field::bool("ignore_eos").about("Continue after the model's end token"),
-    Field::text("priority").about("`interactive`, `batch` or `idle`: whom the request yields to"),
+    Field::text("priority").about("`interactive`, `batch` or `idle`: requests of a higher priority go first"),
     Field::text("service_tier").about("`flex` is the priority `batch`; others have no effect"),
 ];
 

@@ -38,7 +38,7 @@ fn a_new_standby_gets_what_rests() {
             assert!(room.work.run_until_done(&mut room.world, ms(20_000)), "{what}: the turn ends");
             let pause = room.work.calls[&turn].longest_pause();
             assert!(pause <= ms(700), "{what}: {pause:?}");
-            let cached = room.work.notes.iter().find_map(|told| match told.event {
+            let cached = room.work.notes.iter().find_map(|notification| match notification.event {
                 Event::Begun { call, cached } if call == turn => Some(cached),
                 _ => None,
             });

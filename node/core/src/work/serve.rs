@@ -35,7 +35,7 @@ pub struct Request {
     pub sampling: Sampling,
     /// Whether to continue after an end-of-sequence token.
     pub ignore_eos: bool,
-    /// Whom it yields to while the cache is full.
+    /// Which requests go before it while the cache is full.
     pub priority: Priority,
     /// Key by which the caller finds the request again, also at another node.
     pub key: RequestKey,
@@ -50,7 +50,7 @@ pub enum Priority {
     Interactive,
     /// A program waits for many answers.
     Batch,
-    /// Nobody waits.
+    /// No caller waits for the answer.
     Idle,
 }
 
@@ -74,7 +74,7 @@ pub enum Logged {
         sampling: Sampling,
         /// Whether to continue after an end-of-sequence token.
         ignore_eos: bool,
-        /// Whom it yields to.
+        /// Which requests go before it.
         priority: Priority,
     },
     /// Tokens of the prompt and of the answer.
