@@ -71,11 +71,14 @@ pub(crate) fn product<R: Platform>(
     if count >= PANEL_FROM {
         let parts = target.parts.map(|scratch| (scratch, parts(matrix.rows, count, matrix.kind)));
         let parts = parts.filter(|(_, parts)| *parts > 1);
-        let (y, y_len) = match parts {
-            Some((scratch, _)) => (scratch, CHUNKS * count * target.width),
-            None => (target.rows, count * target.stride),
+        let (y, y_len, stride, offset, panel_finish) = match parts {
+            Some((scratch, _)) => {
+                (scratch, CHUNKS * count * target.width, target.width, 0, Finish { bias: false, add: false })
+            }
+            None => (target.rows, count * target.stride, target.stride, target.offset, finish),
         };
-        // SAFETY: tokens and tile rows past the last one read the last and write nothing. Chunk sums fit into `PARTS_WORDS`.
+        // SAFETY: tile rows past the last one read the last and write nothing, tokens past the last one do neither. Chunk sums fit into
+        // `PARTS_WORDS`.
         unsafe {
             panel_kernel::launch_unchecked::<R>(
                 client,
@@ -95,12 +98,12 @@ pub(crate) fn product<R: Platform>(
                 matrix.groups() as u32,
                 strips as u32,
                 count as u32,
-                target.stride as u32,
-                target.offset as u32,
+                stride as u32,
+                offset as u32,
                 target.width as u32,
                 parts.is_some(),
                 matrix.kind,
-                finish,
+                panel_finish,
                 able,
             );
             if let Some((scratch, _)) = parts {

@@ -138,6 +138,38 @@ pub(super) fn gather_kernel(
     finish_element(y, token * stride as usize + offset as usize + row, total, bias, row, finish);
 }
 
+/// Writes the elements of a unit, whose first matrix row is `first_row` and first token `first_token`. Token 0 is row `base` of `y`.
+#[cube]
+fn write_elements(
+    totals: &SharedMemory<f32>,
+    bias: &Array<f32>,
+    y: &mut Array<f32>,
+    unit: usize,
+    first_row: usize,
+    first_token: usize,
+    base: usize,
+    count: usize,
+    stride: usize,
+    offset: usize,
+    width: usize,
+    #[comptime] across: usize,
+    #[comptime] finish: Finish,
+) {
+    // Not unrolled: the addresses of all elements would take too many registers.
+    for tile in 0..comptime!((PANEL_STRIPS * across) as u32) {
+        let tile = tile as usize;
+        #[unroll]
+        for element in 0..4usize {
+            let row = first_row + tile / across * comptime!(ROWS) + comptime!(element / 2);
+            let token = first_token + tile % across * 8 + comptime!(element % 2);
+            if token < count && row < width {
+                let total = totals[(4 * tile + element) * comptime!(UNITS) + unit];
+                finish_element(y, (base + token) * stride + offset + row, total, bias, row, finish);
+            }
+        }
+    }
+}
+
 #[cube]
 fn begin_group(
     pairs: &Array<Vector<u32, Const<2>>>,
@@ -151,6 +183,7 @@ fn begin_group(
     unit: usize,
     last_strip: u32,
     groups: u32,
+    tokens_here: u32,
     #[comptime] kind: QuantType,
 ) {
     let (tokens, pieces) = comptime!((panel_tokens(kind), code_pieces(kind)));
@@ -179,7 +212,7 @@ fn begin_group(
             stage * comptime!(CUBE_STRIPS * scale_words(kind)) + 4 * unit,
         );
     }
-    if unit < 4 * tokens {
+    if (unit as u32) < 4 * tokens_here {
         begin_copy::<Vector<u32, Const<4>>>(
             codes,
             (sources.code + 4 * group) as usize,
@@ -187,7 +220,7 @@ fn begin_group(
             stage * comptime!(4 * tokens) + unit,
         );
     }
-    if unit < 2 * tokens {
+    if (unit as u32) < 2 * tokens_here {
         begin_copy::<Vector<f32, Const<4>>>(
             scales,
             (sources.scale + 2 * group) as usize,
@@ -242,15 +275,15 @@ pub(super) fn panel_kernel(
         codes: SharedMemory::<Vector<u32, Const<4>>>::new(comptime!(STAGES * 4 * tokens)),
         scales: SharedMemory::<Vector<f32, Const<4>>>::new(comptime!(STAGES * 2 * tokens)),
     };
-    // In place of tile rows and tokens past the last one, units read the last one.
-    let last_token = count - 1;
+    // In place of tile rows past the last one, units read the last one. Tokens past the last one are not copied: their sums are not used.
+    let tokens_here = min(u32::cast_from(count - first_token), comptime!(tokens as u32));
     let in_scales = comptime!(scale_words(kind) / 4);
     let tile = min(first_strip + unit / in_scales, last_strip) * groups;
     let sources = Sources {
         pair: pair_source(unit as u32, first_strip as u32, last_strip as u32, groups as u32, kind),
         single: u32::cast_from(tile * comptime!(tile_words(kind)) + comptime!(code_words(kind)) + unit % in_scales * 4),
-        code: u32::cast_from(min(first_token + unit / 4, last_token) * groups * 4 + unit % 4),
-        scale: u32::cast_from(min(first_token + unit / 2, last_token) * groups * 2 + unit % 2),
+        code: u32::cast_from((first_token + unit / 4) * groups * 4 + unit % 4),
+        scale: u32::cast_from((first_token + unit / 2) * groups * 2 + unit % 2),
     };
     let (first_chunk, last_chunk) = chunks(parted);
     let groups = groups as u32;
@@ -272,6 +305,7 @@ pub(super) fn panel_kernel(
                 unit,
                 last_strip as u32,
                 groups,
+                tokens_here,
                 kind,
             );
         }
@@ -302,6 +336,7 @@ pub(super) fn panel_kernel(
                     unit,
                     last_strip as u32,
                     groups,
+                    tokens_here,
                     kind,
                 );
             }
@@ -359,48 +394,36 @@ pub(super) fn panel_kernel(
             stage = select(stage == comptime!(STAGES as u32 - 1), 0u32, stage + 1);
             group += 1u32;
         }
-        if comptime!(parted) && active {
-            #[unroll]
-            for i in 0..PANEL_STRIPS {
-                #[unroll]
-                for n in 0..across {
-                    #[unroll]
-                    for element in 0..4usize {
-                        let row = (first_strip + strip + i) * comptime!(ROWS) + 2 * g + comptime!(element / 2);
-                        let to = first_token + token + comptime!(8 * n) + 2 * t + comptime!(element % 2);
-                        if to < count && row < width as usize {
-                            let at = (chunk as usize * count + to) * width as usize + row;
-                            y[at] = sums[comptime!((i * across + n) * 4 + element)];
-                        }
-                    }
-                }
-            }
-        }
         #[unroll]
         for i in 0..elements {
-            if comptime!(!parted) {
-                let at = comptime!(i * UNITS) + unit;
+            let at = comptime!(i * UNITS) + unit;
+            if comptime!(parted) {
+                totals[at] = sums[i];
+            } else {
                 totals[at] = totals[at] + sums[i];
             }
             sums[i] = 0.0f32;
         }
-    }
-    if comptime!(!parted) && active {
-        #[unroll]
-        for i in 0..PANEL_STRIPS {
-            #[unroll]
-            for n in 0..across {
-                #[unroll]
-                for element in 0..4usize {
-                    let row = (first_strip + strip + i) * comptime!(ROWS) + 2 * g + comptime!(element / 2);
-                    let to = first_token + token + comptime!(8 * n) + 2 * t + comptime!(element % 2);
-                    if to < count && row < width as usize {
-                        let at = to * stride as usize + offset as usize + row;
-                        let total = totals[comptime!(((i * across + n) * 4 + element) * UNITS) + unit];
-                        finish_element(y, at, total, bias, row, finish);
-                    }
-                }
+        if active && (comptime!(parted) || chunk + 1 == last_chunk) {
+            let mut base = 0usize.runtime();
+            if comptime!(parted) {
+                base = chunk as usize * count;
             }
+            write_elements(
+                &totals,
+                bias,
+                y,
+                unit,
+                (first_strip + strip) * comptime!(ROWS) + 2 * g,
+                first_token + token + 2 * t,
+                base,
+                count,
+                stride as usize,
+                offset as usize,
+                width as usize,
+                across,
+                finish,
+            );
         }
     }
 }
