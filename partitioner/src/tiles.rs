@@ -233,26 +233,26 @@ fn cut_for(
         return Err(GridError::Memory { need, offered, missing: need - offered });
     }
     let planner = Planner { work, fleet, depth };
-    let mut best: Option<GridPlan> = None;
     let mut failed = None;
-    for count in 1..=candidates.len() {
-        // The fastest devices, in the order of machines, so that neighbours in the grid are neighbours in the network.
-        let mut chosen: Vec<&Candidate<'_>> = candidates[..count].iter().collect();
-        chosen.sort_by_key(|candidate| (candidate.device.machine, candidate.device.id));
-        for slabs in [false, true] {
-            match planner.plan(&chosen, slabs) {
-                Ok(plan) if best.as_ref().is_none_or(|best| plan.step_ns < best.step_ns) => best = Some(plan),
-                Ok(_) => {}
-                Err(error) => failed = Some(error),
-            }
+    // Where the fastest devices have too little memory, every choice of them fails: then those with the least memory are left
+    // out.
+    loop {
+        match planner.best(&candidates) {
+            Ok(plan) => return Ok(plan),
+            Err(error) => _ = failed.get_or_insert(shortage(work, &candidates).unwrap_or(error)),
+        }
+        for _ in 0..candidates.len().div_ceil(LEFT_OUT) {
+            let least = (0..candidates.len()).min_by_key(|&at| candidates[at].usable);
+            least.into_iter().for_each(|at| _ = candidates.remove(at));
+        }
+        if candidates.is_empty() {
+            return Err(failed.unwrap_or(GridError::NoDevices));
         }
     }
-    match (best, failed) {
-        (Some(plan), _) => Ok(plan),
-        (None, Some(error)) => Err(shortage(work, &candidates).unwrap_or(error)),
-        (None, None) => Err(GridError::NoDevices),
-    }
 }
+
+/// A quarter of the devices is left out at a time, at least one.
+const LEFT_OUT: usize = 4;
 
 /// Bits per cell of a halo of this depth on the wire, averaged over its layers: the outermost layer carries only what moves
 /// inward, the inner layers carry everything.
@@ -338,6 +338,25 @@ struct Planner<'a> {
 }
 
 impl Planner<'_> {
+    /// The best plan on the fastest devices, for every number of these.
+    fn best(&self, candidates: &[Candidate<'_>]) -> Result<GridPlan, GridError> {
+        let mut best: Option<GridPlan> = None;
+        let mut failed = None;
+        for count in 1..=candidates.len() {
+            // In the order of machines, so that neighbours in the grid are neighbours in the network.
+            let mut chosen: Vec<&Candidate<'_>> = candidates[..count].iter().collect();
+            chosen.sort_by_key(|candidate| (candidate.device.machine, candidate.device.id));
+            for slabs in [false, true] {
+                match self.plan(&chosen, slabs) {
+                    Ok(plan) if best.as_ref().is_none_or(|best| plan.step_ns < best.step_ns) => best = Some(plan),
+                    Ok(_) => {}
+                    Err(error) => failed = Some(error),
+                }
+            }
+        }
+        best.ok_or(failed.unwrap_or(GridError::NoDevices))
+    }
+
     fn plan(&self, candidates: &[&Candidate<'_>], slabs: bool) -> Result<GridPlan, GridError> {
         let whole = Block { from: [0; 3], to: self.work.size };
         let shares = self.shares(candidates)?;

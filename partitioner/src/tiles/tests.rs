@@ -104,6 +104,19 @@ fn every_partition_covers_the_grid_once_within_memory_and_aligned() {
 }
 
 #[test]
+fn a_fast_machine_without_memory_is_left_out() {
+    let work = d2q9(18, 16);
+    // Room for the scratch memory and one cell.
+    let full = device(1, 900, work.scratch_bytes + 100);
+    for others in [1, 5] {
+        let devices = (2..2 + others).map(|id| device(id, 10, 1 << 30));
+        let fleet = fleet([full.clone()].into_iter().chain(devices).collect(), 1, 1_000_000_000);
+        let plan = cut(&work, &fleet, &RuleRates::default(), None).unwrap();
+        assert!(plan.tiles().iter().all(|tile| tile.device != full.id), "{plan:?}");
+    }
+}
+
+#[test]
 fn tiles_are_as_large_as_their_machines_are_fast() {
     let fleet = fleet(vec![device(1, 10, 8 << 30), device(2, 30, 8 << 30)], 0, 10_000_000_000);
     let plan = cut(&d2q9(2048, 4096), &fleet, &RuleRates::default(), None).unwrap();

@@ -205,7 +205,7 @@ impl Serve {
                 requests.handle_progress(now, request, position, out);
             }
             FromStage::Gap { request, have } if requests.is_stage(from, epoch) => {
-                requests.handle_gap(now, request, have, out);
+                requests.handle_gap(now, from, request, have, out);
             }
             FromStage::Resume { request, have } if requests.feeds(from, epoch) => {
                 requests.handle_resume(from, request, have, out);

@@ -450,15 +450,27 @@ impl StageRun {
         }
         let part = self.route.part.after();
         if self.route.next == Some(node) && self.started {
-            // The next stage cannot ask for a request of which it never received a row.
-            let reported = self.sent.reported(part, node);
-            self.sent.held(part, node, &Cursors::Each(reported), true, true);
+            // The next stage says what it has, but cannot ask for a request of which it never received a row.
+            let mut unknown = self.sent.reported(part, node);
+            unknown.retain(|(_, held)| *held == 0);
+            self.sent.held(part, node, &Cursors::Each(unknown), true, true);
             self.pump(out);
         }
-        if self.route.previous == node || self.route.epoch.issuer == node {
-            let held: Vec<(RequestId, u32)> =
-                self.requests.iter().map(|(&request, held)| (request, held.have)).collect();
-            held.into_iter().for_each(|(request, have)| self.report_gap(request, have, out));
+        let running = self.requests.iter().filter(|(_, held)| !held.rests);
+        let have: Vec<(RequestId, u32)> = running.map(|(&request, held)| (request, held.have)).collect();
+        if let (true, Some(to)) = (self.route.previous == node, self.route.part.before()) {
+            let each = have.iter().map(|(request, have)| (request.0, *have)).collect();
+            let say = ToParticipant::Held {
+                part: self.route.part,
+                to,
+                cursors: Cursors::Each(each),
+                live: true,
+                again: true,
+            };
+            self.message(node, say, out);
+        }
+        if self.route.epoch.issuer == node {
+            have.into_iter().for_each(|(request, have)| self.report_gap(request, have, out));
         }
     }
 

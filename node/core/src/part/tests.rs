@@ -177,9 +177,11 @@ fn missing_positions_are_a_gap_and_extra_ones_are_overwritten() {
     feed(&mut parts, frame(7, 6, 1, true));
     assert!(outputs(&mut parts).contains(&gap(7, 5)), "queued positions count as held");
     let (work, items) = start(&mut parts).unwrap();
-    assert_eq!(items, vec![(7, 0)], "one item per request");
+    assert_eq!(items, vec![(7, 0)], "one item per request, and a resend of queued positions is discarded");
     finish(&mut parts, 0, work, vec![ItemResult::Hidden]);
-    assert_eq!(start(&mut parts).unwrap().1, vec![(7, 2)]);
+    assert_eq!(start(&mut parts), None);
+    feed(&mut parts, frame(7, 2, 3, false));
+    assert_eq!(start(&mut parts).unwrap().1, vec![(7, 2)], "computed positions are computed again");
 }
 
 #[test]

@@ -154,6 +154,8 @@ impl Story {
                 self.current.clear();
                 self.standbys.clear();
                 self.held.clear();
+                // A request runs once it has a token under this placement: what was computed may have to be computed again.
+                self.tokens.clear();
             }
             Seen::Inherited(_) => self.coordinator = Some(host),
             Seen::Ready(_) => self.ready = true,

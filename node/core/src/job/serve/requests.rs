@@ -1,14 +1,13 @@
 //! Requests of one served model at its coordinator: a bounded queue, those that run, and the traffic to the first and the
 //! last stage. Next: `prefixes.rs` (the cache that they share).
 mod cache;
+mod resends;
 
 use super::prefixes::Prefixes;
-use super::stream::{Caller, ForkAgain, Stream, Taken};
+use super::stream::{Caller, Stream, Taken};
 use crate::id::{CallId, Epoch, JobId, NodeId, PartId, RequestId};
 use crate::job::output::{JobOutput, Out};
-use crate::limits::{
-    DETACHED_MAX, LOG_EVERY, LOG_TOKENS_MAX, QUEUE_MAX, REQUEST_STRIKES_MAX, RESENDS_MAX, SEQUENCES_MAX,
-};
+use crate::limits::{DETACHED_MAX, LOG_EVERY, LOG_TOKENS_MAX, QUEUE_MAX, REQUEST_STRIKES_MAX, SEQUENCES_MAX};
 use crate::message::{ToParticipant, ToStage};
 use crate::output::Event;
 use crate::planted::{self, Planted};
@@ -67,6 +66,8 @@ pub(in crate::job) struct Requests {
     log_at: Option<Instant>,
     /// When resting requests that standbys lack are computed again, if nothing runs then.
     refresh_at: Option<Instant>,
+    /// A connection was broken.
+    reconnected: Option<resends::Reconnected>,
     /// The requests closed last: a `Close` that was lost with a connection is repeated when the connection is up again.
     closed: VecDeque<RequestId>,
     /// `None` while the job is being placed.
@@ -87,6 +88,7 @@ impl Requests {
             over: Vec::new(),
             log_at: None,
             refresh_at: None,
+            reconnected: None,
             closed: VecDeque::new(),
             track: None,
         }
@@ -106,21 +108,27 @@ impl Requests {
         self.running.is_empty() && self.waiting.is_empty()
     }
 
-    /// Takes over the requests of a silent coordinator. They keep their ids, because the stages' caches are named by
-    /// them. `first` is above all ids that the old coordinator can have issued.
+    /// Takes over the requests of a silent coordinator. Those that run keep their ids, because the stages' caches are named
+    /// by them. Those that wait get new ones: their caches are closed. `first` is above all ids that the old coordinator can
+    /// have issued.
     pub(in crate::job) fn inherit(&mut self, now: Instant, first: u64, log: TokenLog) {
+        let mut waiting = Vec::new();
         for (id, request, answer) in log.into_requests() {
             self.next = id.0.saturating_add(1);
             let stream = Stream::inherited(now, id, request, &answer, &self.eos);
             let positions = stream.len().saturating_add(1);
-            let room = self.running.len() < SEQUENCES_MAX as usize && self.waiting.is_empty();
+            let room = self.running.len() < SEQUENCES_MAX as usize && waiting.is_empty();
             if room && self.cache.admit(stream.id, positions, 0, None, &mut Vec::new()) {
                 self.running.insert(stream.id, stream);
             } else {
-                self.enqueue(stream);
+                waiting.push(stream);
             }
         }
         self.next = self.next.max(first);
+        for mut stream in waiting {
+            stream.preempt(self.next_id());
+            self.enqueue(stream);
+        }
     }
 
     fn next_id(&mut self) -> RequestId {
@@ -396,6 +404,7 @@ impl Requests {
     /// The job is placed again. Nothing is sent until `start`.
     pub(in crate::job) fn stop(&mut self) {
         self.over.clear();
+        self.reconnected = None;
         self.track = None;
     }
 
@@ -515,74 +524,12 @@ impl Requests {
         }
     }
 
-    /// A stage holds only `have` positions of what was sent. Resends from there.
-    pub(in crate::job) fn handle_gap(&mut self, now: Instant, id: RequestId, have: u32, out: &mut Out) {
-        let Some(stream) = self.running.get_mut(&id).filter(|stream| stream.has_gap(have)) else { return };
-        if let Some(base) = stream.broken_base(have) {
-            match stream.fork_again(now) {
-                ForkAgain::From(shared) => self.resend(now, id, shared, out),
-                ForkAgain::Awaited => {}
-                ForkAgain::Failed => {
-                    if self.cache.rests(base) {
-                        self.cache.forget(base);
-                        self.close_evicted(Vec::from([base]), out);
-                    }
-                    self.preempt(now, id, out);
-                    self.fill_slots(now, out);
-                }
-            }
-        } else if stream.takes_gap(now, have) {
-            self.resend(now, id, have, out);
-        }
-    }
-
-    /// A broken connection to a stage is up again: messages may be lost in both directions.
-    pub(in crate::job) fn handle_reconnected(&mut self, now: Instant, node: NodeId, out: &mut Out) {
-        let Some(track) = &self.track else { return };
-        let owns = track.stages.contains(&node);
-        let follows = track.standbys.iter().any(|(_, standby)| *standby == node);
-        if !owns && !follows {
-            return;
-        }
-        let (job, epoch) = (self.job, track.epoch);
-        out.extend(self.closed.iter().map(|&request| message(node, job, epoch, ToStage::Close { request })));
-        out.extend(self.cache.resting().map(|request| message(node, job, epoch, ToStage::Rest { request })));
-        if !owns {
-            return;
-        }
-        let ids: Vec<(RequestId, u32)> = self.running.values().map(|stream| (stream.id, stream.acked())).collect();
-        for (id, acked) in ids {
-            self.resend(now, id, acked, out);
-        }
-    }
-
-    fn resend(&mut self, now: Instant, id: RequestId, position: u32, out: &mut Out) {
-        if let Some(stream) = self.running.get_mut(&id) {
-            stream.rewind(now, position);
-        }
-        self.open(id, out);
-        self.pump(id, out);
-    }
-
-    /// Resends requests that made no progress for too long. Returns a reason to place the job again if that did not
-    /// help.
+    /// Resends what was lost or has no answer. Returns a reason to place the job again if that did not help.
     pub(in crate::job) fn handle_wakeup(&mut self, now: Instant, out: &mut Out) -> Option<String> {
         self.give_up_detached(now, out);
-        let token_ns = self.track.as_ref()?.token_ns;
-        let sharers = self.sharers();
-        let due = |stream: &&mut Stream| stream.resend_at(token_ns, sharers) <= now;
-        let mut again = Vec::new();
-        for stream in self.running.values_mut().filter(due) {
-            if stream.resends >= RESENDS_MAX {
-                return Some(format!("request {} was sent {RESENDS_MAX} times without an answer", stream.id.0));
-            }
-            stream.resends += 1;
-            again.push((stream.id, stream.acked()));
-        }
-        for (id, acked) in again {
-            self.resend(now, id, acked, out);
-        }
-        None
+        self.track.as_ref()?;
+        self.resend_lost(now, out);
+        self.resend_unanswered(now, out)
     }
 
     /// Drops requests that no caller has asked for again within [`DETACHED_MAX`].
@@ -601,14 +548,12 @@ impl Requests {
     }
 
     pub(in crate::job) fn next_wakeup(&self) -> Option<Instant> {
-        let token_ns = self.track.as_ref()?.token_ns;
-        let sharers = self.sharers();
-        let resend = self.running.values().map(|stream| stream.resend_at(token_ns, sharers)).min();
+        self.track.as_ref()?;
         let detached = self.running.values().chain(&self.waiting).filter_map(|stream| match stream.caller {
             Caller::Gone(at) => Some(at + DETACHED_MAX),
             Caller::Here(_) | Caller::Away(..) | Caller::Refresh => None,
         });
-        [resend, detached.min(), self.log_at, self.refresh_at].into_iter().flatten().min()
+        [self.resend_at(), detached.min(), self.log_at, self.refresh_at].into_iter().flatten().min()
     }
 
     /// Asserts what holds between two inputs.

@@ -33,6 +33,9 @@ impl StageRun {
         if self.closed.contains(&header.request()) {
             return discard_payload(payload, out);
         }
+        if self.is_queued(&header) {
+            return discard_payload(payload, out); // a resend: it would only delay what is queued behind it
+        }
         self.fork(&header, out);
         let have = self.have(header.request());
         let positions: u64 = self.waiting.iter().map(|waiting| u64::from(waiting.header.count)).sum();
@@ -75,18 +78,35 @@ impl StageRun {
         self.requests.get(&request).map_or(0, |held| held.have)
     }
 
+    /// Whether all positions of a frame wait here or run, and none of them is computed again after that.
+    fn is_queued(&self, header: &FrameHeader) -> bool {
+        let request = header.request();
+        let running = self.running.iter().flat_map(|batch| &batch.items).map(|(header, _)| header);
+        let parked = self.requests.get(&request).map(|held| &held.parked).into_iter().flatten();
+        let queued = self.waiting.iter().chain(parked).map(|waiting| &waiting.header);
+        let mut run = 0..0;
+        for frame in running.chain(queued).filter(|frame| frame.request() == request) {
+            let start = if run.end == frame.cursor && !run.is_empty() { run.start } else { frame.cursor };
+            run = start..frame.end();
+        }
+        run.contains(&header.cursor) && header.end() <= run.end
+    }
+
     /// A new request gets the cache of the one that it continues, if that is here. Otherwise its first frame is a gap.
     fn fork(&mut self, header: &FrameHeader, out: &mut Out) {
         let (to, positions) = (header.request(), header.cursor);
         let Some(from) = header.continues.map(RequestId).filter(|from| *from != to) else { return };
-        let is_new = !self.requests.contains_key(&to) && self.have(to) == 0 && self.requests.len() < CACHES_MAX;
+        let known = self.requests.get(&to);
+        let rests = known.is_some_and(|held| held.rests);
+        let is_new = self.have(to) == 0 && (known.is_some() || self.requests.len() < CACHES_MAX);
         let Some(source) = self.requests.get_mut(&from).filter(|source| is_new && source.computed >= positions) else {
             return;
         };
         self.touched += 1;
         source.touched = self.touched;
         let continues = Some((from.0, positions));
-        let held = Cache { have: positions, computed: positions, continues, touched: self.touched, ..Cache::default() };
+        let touched = self.touched;
+        let held = Cache { have: positions, computed: positions, continues, rests, touched, ..Cache::default() };
         self.requests.insert(to, held);
         self.pages.share(from, to, positions);
         self.sent.begin(to.0, positions);
@@ -218,8 +238,12 @@ impl StageRun {
         if let Some(held) = self.requests.get_mut(&request) {
             held.rests = true;
             held.parked.drain(..).for_each(|waiting| discard_payload(waiting.payload, out));
+        } else if self.route.shadow && self.requests.len() < CACHES_MAX {
+            // The first frame may still be on its way, since another node sends it.
+            self.touched += 1;
+            self.requests.insert(request, Cache { rests: true, touched: self.touched, ..Cache::default() });
         } else {
-            self.ignore(request); // to a standby this may arrive before the first frame, which another node sends
+            self.ignore(request);
         }
         discard_of(&mut self.outside, request, out);
         self.admit_outside(out);
