@@ -36,6 +36,8 @@ pub(super) struct StageRun {
     pages: Pages,
     /// How to sample at the last stage, from `Open` to `Close`.
     opened: BTreeMap<RequestId, Opened>,
+    /// Requests of which frames were discarded for lack of room; at most [`CACHES_MAX`].
+    refused: BTreeSet<RequestId>,
     /// Frames, in order, for which no page is free until another request's `Close` arrives.
     outside: VecDeque<Waiting>,
     /// Requests closed under this epoch: their late frames must not open a cache again.
@@ -145,6 +147,7 @@ impl StageRun {
             requests: BTreeMap::new(),
             pages: Pages::of(stage.sequences, stage.context),
             opened: BTreeMap::new(),
+            refused: BTreeSet::new(),
             outside: VecDeque::new(),
             closed: BTreeSet::new(),
             waiting: VecDeque::new(),
@@ -269,6 +272,7 @@ impl StageRun {
         for (&(header, output), result) in batch.items.iter().zip(results) {
             self.deliver(header, output, result, to);
         }
+        self.request_refused(now, to);
         self.withheld = withheld;
         Ok(())
     }
@@ -352,6 +356,7 @@ impl StageRun {
         self.started = false;
         self.release(false, out);
         self.opened.clear();
+        self.refused.clear();
         let waiting = self.waiting.drain(..).chain(self.outside.drain(..));
         waiting.for_each(|waiting| discard_payload(waiting.payload, out));
         for held in self.requests.values_mut() {
@@ -402,6 +407,10 @@ impl StageRun {
         let each = resume.iter().take(CACHES_MAX).map(|&(request, have)| (request.0, have)).collect();
         self.sent.held(part, next, &Cursors::Each(each), true, true);
         self.pump(out);
+        // Frames may overtake this message. What they compute again is sent again.
+        for header in self.waiting.iter().map(|waiting| &waiting.header) {
+            self.sent.rewind(header.channel, header.cursor);
+        }
     }
 
     pub(super) fn positions(&self) -> Vec<Position> {

@@ -411,31 +411,18 @@ impl Stream {
         assert!(within, "{id:?}: chunks {chunks:?} are in flight, of positions {acked} to {sent}");
     }
 
-    /// Positions that were sent and not acknowledged.
-    pub(super) fn outstanding(&self) -> u32 {
-        self.sent - self.acked
-    }
-
-    /// When to resend if nothing comes back. Doubles with each attempt, so that resends do not slow a slow mesh down further.
-    pub(super) fn resend_at(&self, load: Load) -> Instant {
-        // A stage computes prompts in the order of arrival, and decode steps beside them. Prompt rows share a pass over the
-        // weights, so each costs far less than a decode step.
-        let rows = if self.outstanding() > 1 { load.rows } else { 0 };
-        let steps = load.sharers.max(1).saturating_mul(8).saturating_add(rows / 2);
-        let patience = WATCHDOG_MIN.max(Duration::from_nanos(load.token_ns.saturating_mul(steps)));
+    /// When to resend if nothing comes back. `token_ns` is the predicted time of one decode step, `sharers` the number
+    /// of requests that share the stages. Doubles with each attempt, so that resends do not slow a slow mesh down
+    /// further.
+    pub(super) fn resend_at(&self, token_ns: u64, sharers: u32) -> Instant {
+        // Progress is reported per chunk. Its rows share a pass over the weights, so each costs far less than a decode
+        // step.
+        let rows = u64::from((self.sent - self.acked).clamp(1, CHUNK_POSITIONS_MAX));
+        let steps = if rows == 1 { 8 } else { 8 + rows / 2 };
+        let predicted = token_ns.saturating_mul(steps).saturating_mul(u64::from(sharers.max(1)));
+        let patience = WATCHDOG_MIN.max(Duration::from_nanos(predicted));
         self.progress_at + patience.saturating_mul(1 << self.resends.min(8))
     }
-}
-
-/// What a request waits for at the stages besides itself.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Load {
-    /// Predicted time of one decode step.
-    pub(super) token_ns: u64,
-    /// Running requests.
-    pub(super) sharers: u64,
-    /// Their outstanding positions.
-    pub(super) rows: u64,
 }
 
 /// Time in which a standby reports a request that it continues: three of its reports.

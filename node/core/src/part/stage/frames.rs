@@ -40,21 +40,49 @@ impl StageRun {
         let have = self.have(header.request());
         let positions: u64 = self.waiting.iter().map(|waiting| u64::from(waiting.header.count)).sum();
         let full = self.waiting.len() >= STAGE_QUEUE_MAX || positions >= STAGE_QUEUE_POSITIONS_MAX;
-        if header.cursor > have || full {
-            if !full && self.route.shadow {
-                self.ask(now, header.request(), have, out);
-            } else if !full {
-                self.report_gap(header.request(), have, out);
-            }
-            return discard_payload(payload, out);
-        }
         let waiting = Waiting { header, payload };
+        if full {
+            return self.refuse(waiting, out);
+        }
+        if header.cursor > have {
+            self.report_lack(now, header.request(), out);
+            return discard_payload(waiting.payload, out);
+        }
         let is_outside = self.outside.iter().any(|waiting| waiting.header.request() == header.request());
         while !is_outside && !self.make_room(&header) && self.evict(header.request(), true, out) {}
         if !is_outside && self.make_room(&header) {
             self.accept(waiting, out);
         } else {
             self.keep_outside(waiting, out);
+        }
+    }
+
+    /// There is no room for a frame. Once there is, it is requested.
+    fn refuse(&mut self, waiting: Waiting, out: &mut Out) {
+        if self.refused.len() < CACHES_MAX {
+            self.refused.insert(waiting.header.request());
+        }
+        discard_payload(waiting.payload, out);
+    }
+
+    /// Requests frames that were refused, once half of the queue is free.
+    pub(super) fn request_refused(&mut self, now: Instant, out: &mut Out) {
+        if self.refused.is_empty() || !self.started || self.waiting.len() > STAGE_QUEUE_MAX / 2 {
+            return;
+        }
+        let positions: u64 = self.waiting.iter().map(|waiting| u64::from(waiting.header.count)).sum();
+        if positions <= STAGE_QUEUE_POSITIONS_MAX / 2 {
+            core::mem::take(&mut self.refused).into_iter().for_each(|request| self.report_lack(now, request, out));
+        }
+    }
+
+    /// A stage lacks what follows the positions that it has.
+    fn report_lack(&mut self, now: Instant, request: RequestId, out: &mut Out) {
+        let have = self.have(request);
+        if self.route.shadow {
+            self.ask(now, request, have, out);
+        } else {
+            self.report_gap(request, have, out);
         }
     }
 
@@ -159,8 +187,8 @@ impl StageRun {
         held.touched = self.touched;
         let waits_for_open = unopened && (header.last || !held.parked.is_empty());
         if waits_for_open && (parked >= PARKED_FRAMES_MAX || held.rests) {
-            // The coordinator's watchdog resends it, with `Open` first, unless the request has ended.
-            return discard_payload(waiting.payload, out);
+            // It is resent, with `Open` first, unless the request has ended.
+            return self.refuse(waiting, out);
         }
         if header.cursor < held.have {
             // It is computed again because a later stage lost it.
@@ -184,7 +212,7 @@ impl StageRun {
         let again = |old: &Waiting| old.header.request() == request && old.header.cursor >= waiting.header.cursor;
         if !self.outside.iter().any(again) || self.route.shadow {
             if self.outside.len() >= PARKED_FRAMES_MAX {
-                return discard_payload(waiting.payload, out);
+                return self.refuse(waiting, out);
             }
             return self.outside.push_back(waiting);
         }
@@ -197,7 +225,7 @@ impl StageRun {
         }
         while !self.make_room(&waiting.header) {
             if !self.evict(request, false, out) {
-                return discard_payload(waiting.payload, out);
+                return self.refuse(waiting, out);
             }
         }
         self.accept(waiting, out);
@@ -233,6 +261,7 @@ impl StageRun {
     }
 
     pub(super) fn handle_rest(&mut self, request: RequestId, out: &mut Out) {
+        self.refused.remove(&request);
         self.opened.remove(&request);
         out.extend(self.sent.forget(request.0).into_iter().map(discard));
         if let Some(held) = self.requests.get_mut(&request) {
@@ -259,6 +288,7 @@ impl StageRun {
 
     pub(super) fn handle_close(&mut self, request: RequestId, out: &mut Out) {
         self.ignore(request);
+        self.refused.remove(&request);
         self.opened.remove(&request);
         self.drop_waiting(request, out);
         self.drop_request(request, out);
@@ -269,6 +299,7 @@ impl StageRun {
     pub(super) fn drop_request(&mut self, request: RequestId, out: &mut Out) {
         out.extend(self.sent.forget(request.0).into_iter().map(discard));
         self.asked.remove(&request);
+        self.refused.remove(&request);
         self.pages.release(request);
         let Some(held) = self.requests.remove(&request) else { return };
         self.drop_waiting(request, out);

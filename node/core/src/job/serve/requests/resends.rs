@@ -1,5 +1,5 @@
 //! What stages lack, and what is sent to them again: after a gap, after a broken connection, and without an answer.
-use super::super::stream::{ForkAgain, Load, Stream};
+use super::super::stream::{ForkAgain, Stream};
 use super::{Requests, message};
 use crate::id::{NodeId, RequestId};
 use crate::job::output::Out;
@@ -120,9 +120,10 @@ impl Requests {
     /// Resends requests that made no progress for too long. Returns a reason to place the job again if that did not
     /// help.
     pub(super) fn resend_unanswered(&mut self, now: Instant, out: &mut Out) -> Option<String> {
-        let load = self.load()?;
+        let token_ns = self.track.as_ref()?.token_ns;
+        let sharers = self.sharers();
         let mut again = Vec::new();
-        for stream in self.running.values_mut().filter(|stream| stream.resend_at(load) <= now) {
+        for stream in self.running.values_mut().filter(|stream| stream.resend_at(token_ns, sharers) <= now) {
             if stream.resends >= RESENDS_MAX {
                 return Some(format!("request {} was sent {RESENDS_MAX} times without an answer", stream.id.0));
             }
@@ -137,15 +138,10 @@ impl Requests {
 
     /// When a request that makes no progress is resent.
     pub(super) fn resend_at(&self) -> Option<Instant> {
-        let load = self.load()?;
-        let unanswered = self.running.values().map(|stream| stream.resend_at(load)).min();
+        let token_ns = self.track.as_ref()?.token_ns;
+        let sharers = self.sharers();
+        let unanswered = self.running.values().map(|stream| stream.resend_at(token_ns, sharers)).min();
         let lost = self.reconnected.as_ref().map(|reconnected| reconnected.resend_at);
         [unanswered, lost].into_iter().flatten().min()
-    }
-
-    fn load(&self) -> Option<Load> {
-        let token_ns = self.track.as_ref()?.token_ns;
-        let rows = self.running.values().map(|stream| u64::from(stream.outstanding())).sum();
-        Some(Load { token_ns, sharers: self.sharers().into(), rows })
     }
 }
