@@ -409,7 +409,9 @@ impl StageRun {
         self.pump(out);
         // Frames may overtake this message. What they compute again is sent again.
         for header in self.waiting.iter().map(|waiting| &waiting.header) {
-            self.sent.rewind(header.channel, header.cursor);
+            if self.requests.get(&header.request()).is_some_and(|held| header.cursor < held.computed) {
+                self.sent.rewind(header.channel, header.cursor);
+            }
         }
     }
 
