@@ -506,6 +506,18 @@ fn another_epoch_keeps_what_was_computed_and_drops_what_waited() {
 }
 
 #[test]
+fn rows_are_sent_again_if_their_frame_overtakes_the_start_of_the_epoch() {
+    let mut parts = stage(Some(NEXT));
+    run(&mut parts, frame(1, 0, 5, false));
+    prepare(&mut parts, LATER, order(&[ME, STANDBY], 0, None));
+    outputs(&mut parts);
+    feed(&mut parts, FrameHeader { epoch: LATER, ..frame(1, 0, 5, false) });
+    go(&mut parts, LATER, 0, vec![(RequestId(1), 5)]);
+    let (work, _) = start(&mut parts).unwrap();
+    assert_eq!(frames(&finish(&mut parts, 0, work, vec![ItemResult::Hidden])), vec![(STANDBY, 0, 5)]);
+}
+
+#[test]
 fn the_previous_stage_receives_progress_when_it_changes() {
     let previous = NodeId([5; 16]);
     let mut parts = Parts::new(ME);
