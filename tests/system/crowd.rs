@@ -1,6 +1,6 @@
 //! Sixteen conversations at once in a cache that is too small for them, while owners of stages are killed: requests wait,
 //! share their prefixes and give up their pages, and every answer is that of one undisturbed node. To repeat it many times:
-//! `MESHNODE_KILLS=100 cargo test --release -p system-tests crowd -- --nocapture`
+//! `MESHNODE_KILLS=100 cargo test --release --workspace crowd -- --ignored --nocapture`
 use crate::client::{covered_owners, kills, seed};
 use crate::harness::{Mesh, generate, model, require, tokens_of};
 use meshnode::cluster::LocalNode;
@@ -57,7 +57,17 @@ fn kill_one(nodes: &[LocalNode], random: &mut Random) -> usize {
     victim
 }
 
+/// Ends the conversations, also if no node could be killed.
+struct Ends<'a>(&'a AtomicBool);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 #[test]
+#[ignore = "several minutes: run it when the cache or succession changes"]
 fn a_crowd_in_a_small_cache_loses_no_token_to_kills() {
     let Some(model) = require(model()) else { return };
     let mut alone = Mesh::new();
@@ -69,8 +79,8 @@ fn a_crowd_in_a_small_cache_loses_no_token_to_kills() {
     let mut mesh = Mesh::new();
     let bytes = mesh.model_bytes(&model);
     for i in 0..NODES {
-        // Two nodes fit the model and its cache; the others have room for their standbys.
-        mesh.start(&format!("n{i}"), Some((bytes as f64 * 0.8) as u64 + (96 << 20)));
+        // Two nodes fit the model and its cache, one does not; the others have room for their standbys.
+        mesh.start(&format!("n{i}"), Some((bytes as f64 * 0.8) as u64 + (48 << 20)));
     }
     mesh.wait_members(NODES);
     serve(&mesh, &model);
@@ -89,10 +99,9 @@ fn a_crowd_in_a_small_cache_loses_no_token_to_kills() {
                     }
                 });
             }
+            let _ends = Ends(&over); // each client ends its conversation
             std::thread::sleep(Duration::from_millis(1000 + random.below(4000) as u64));
-            let victim = kill_one(nodes, &mut random);
-            over.store(true, Ordering::Relaxed); // each client ends its conversation
-            victim
+            kill_one(nodes, &mut random)
         });
         answered += talks.load(Ordering::Relaxed);
         eprintln!("{round}: SIGKILL of n{victim}; {answered} conversations so far");
