@@ -11,14 +11,14 @@ use simnet::soak::{Size, cores, draw, run_caught, soak};
 
 /// Each bug, a seed that finds it, and a part of the violation's text.
 const BUGS: [(Planted, u64, &str); 21] = [
-    (Planted::EpochCheckLeftOut, 60, "a frame of"),
+    (Planted::EpochCheckLeftOut, 35, "a frame of"),
     (Planted::RingTrimmedEarly, 3, "keeps request"),
     (Planted::StandbyPromotedTwice, 2, "as standby of part"),
     (Planted::ResumeOneAhead, 3, "and a request waits"),
     (Planted::CancelDropped, 0, "after its caller went away"),
     (Planted::SeedByFirstPosition, 0, "the solo chain has"),
     (Planted::StandbyNeverFed, 3, "and a request waits"),
-    (Planted::NoFence, 60, "sends a frame of"),
+    (Planted::NoFence, 7, "sends a frame of"),
     (Planted::PrefixUnchecked, 0, "the solo chain has"),
     (Planted::CloseNotToStandby, 0, "caches"),
     (Planted::LostNotExcluded, 1, "reported lost and not heard since"),
