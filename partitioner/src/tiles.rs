@@ -237,16 +237,17 @@ fn cut_for(
     // Where the fastest devices have too little memory, every choice of them fails: then those with the least memory are left
     // out.
     loop {
-        match planner.best(&candidates) {
+        let error = match planner.best(&candidates) {
             Ok(plan) => return Ok(plan),
-            Err(error) => _ = failed.get_or_insert(shortage(work, &candidates).unwrap_or(error)),
+            Err(error) => error,
+        };
+        if let Some(short) = shortage(work, &candidates) {
+            return Err(failed.unwrap_or(short));
         }
+        failed.get_or_insert(error);
         for _ in 0..candidates.len().div_ceil(LEFT_OUT) {
             let least = (0..candidates.len()).min_by_key(|&at| candidates[at].usable);
             least.into_iter().for_each(|at| _ = candidates.remove(at));
-        }
-        if candidates.is_empty() {
-            return Err(failed.unwrap_or(GridError::NoDevices));
         }
     }
 }

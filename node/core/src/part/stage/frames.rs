@@ -109,9 +109,11 @@ impl StageRun {
     /// Whether all positions of a frame wait here or run, and none of them is computed again after that.
     fn is_queued(&self, header: &FrameHeader) -> bool {
         let request = header.request();
+        let Some(held) = self.requests.get(&request).filter(|held| header.cursor < held.have) else {
+            return false; // not a resend
+        };
         let running = self.running.iter().flat_map(|batch| &batch.items).map(|(header, _)| header);
-        let parked = self.requests.get(&request).map(|held| &held.parked).into_iter().flatten();
-        let queued = self.waiting.iter().chain(parked).map(|waiting| &waiting.header);
+        let queued = self.waiting.iter().chain(&held.parked).map(|waiting| &waiting.header);
         let mut run = 0..0;
         for frame in running.chain(queued).filter(|frame| frame.request() == request) {
             let start = if run.end == frame.cursor && !run.is_empty() { run.start } else { frame.cursor };

@@ -34,6 +34,7 @@ impl StageRun {
         assert!(unknown.is_none(), "{unknown:?} has pages and no cache");
         assert!(self.opened.len() <= 2 * SEQUENCES_MAX as usize, "{} open requests", self.opened.len());
         assert!(self.closed.len() <= CLOSED_REQUESTS_MAX, "{} closed requests", self.closed.len());
+        assert!(self.refused.len() <= CACHES_MAX, "frames of {} requests refused", self.refused.len());
         assert!(self.asked.len() <= CACHES_MAX + 1, "asked for {} requests", self.asked.len());
         assert!(parked <= PARKED_FRAMES_MAX && outside <= PARKED_FRAMES_MAX, "{parked} and {outside} parked frames");
         assert!(queued <= STAGE_QUEUE_MAX + 2 * PARKED_FRAMES_MAX, "{queued} queued frames");
