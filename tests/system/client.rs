@@ -132,7 +132,7 @@ impl fmt::Display for View {
     }
 }
 
-/// Nodes other than the first that own stages with current standbys, in a state of the first node's only job.
+/// Places in `nodes` of owners of stages with current standbys, in a state of the coordinator's only job.
 pub(crate) fn covered_owners(nodes: &[LocalNode], state: &Value) -> Vec<usize> {
     let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
     let job = &state["jobs"][0];
@@ -142,8 +142,7 @@ pub(crate) fn covered_owners(nodes: &[LocalNode], state: &Value) -> Vec<usize> {
         let stage = stages.get(usize::try_from(standby["stage"].as_u64()?).ok()?)?;
         Some(stage["name"].as_str()?.to_owned())
     });
-    let places = names.filter_map(|name| nodes.iter().position(|node| node.name == name));
-    places.filter(|&place| place != 0).collect()
+    names.filter_map(|name| nodes.iter().position(|node| node.name == name)).collect()
 }
 
 /// Number of kills of a test: `MESHNODE_KILLS`, or `usual`.

@@ -240,9 +240,13 @@ impl Mesh {
 
     /// Restarts a killed node with its data directory.
     pub(crate) fn restart(&mut self, index: usize) {
-        let (options, port) = &self.options[index];
-        let again = LocalNode::spawn_on(meshnode(), self.dir.path(), options, *port);
-        self.nodes[index] = again.expect("the node starts again");
+        self.nodes[index] = restarted(self.dir.path(), &self.options[index]);
+    }
+
+    /// The first node, for the threads that call it, and the others, which can be killed and restarted meanwhile.
+    pub(crate) fn split(&mut self) -> (&LocalNode, Others<'_>) {
+        let (first, nodes) = self.nodes.split_first_mut().expect("a node");
+        (first, Others { nodes, options: &self.options[1..], dir: self.dir.path() })
     }
 
     fn spawn(&mut self, mut options: LocalNodeOptions) {
@@ -255,4 +259,22 @@ impl Mesh {
         self.nodes.push(node.expect("the node starts"));
         self.options.push((options, port));
     }
+}
+
+/// All nodes of a mesh but the first.
+pub(crate) struct Others<'a> {
+    pub(crate) nodes: &'a mut [LocalNode],
+    options: &'a [(LocalNodeOptions, u16)],
+    dir: &'a Path,
+}
+
+impl Others<'_> {
+    /// As [`Mesh::restart`]; `index` counts these nodes.
+    pub(crate) fn restart(&mut self, index: usize) {
+        self.nodes[index] = restarted(self.dir, &self.options[index]);
+    }
+}
+
+fn restarted(dir: &Path, (options, port): &(LocalNodeOptions, u16)) -> LocalNode {
+    LocalNode::spawn_on(meshnode(), dir, options, *port).expect("the node starts again")
 }

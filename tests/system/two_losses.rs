@@ -37,7 +37,10 @@ fn formed(solo: &Solo) -> Mesh {
 /// Owners, other than the coordinator, of stages with current standbys. Waits until there are two and no standby is
 /// pending.
 fn covered(mesh: &Mesh) -> Vec<usize> {
-    let owners = |state: &Value| covered_owners(&mesh.nodes, state);
+    let owners = |state: &Value| {
+        let others = covered_owners(&mesh.nodes[1..], state);
+        others.into_iter().map(|place| place + 1).collect::<Vec<_>>()
+    };
     let settled = |state: &Value| {
         let job = &state["jobs"][0];
         let done = |standby: &Value| standby["state"] == "current" || standby["state"] == "none";
