@@ -4,7 +4,6 @@
 use crate::client::{covered_owners, kills, seed};
 use crate::harness::{JOIN_MAX, Mesh, generate, model, require, tokens_of};
 use meshnode::cluster::LocalNode;
-use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -47,12 +46,12 @@ fn converse(node: &LocalNode, model: &Path, client: u64) -> Vec<Vec<u64>> {
 }
 
 /// Kills an owner, other than the coordinator, of a stage with a current standby. Returns its place in `others`.
-fn kill_one(coordinator: &LocalNode, others: &[LocalNode], random: &mut Random) -> usize {
+fn kill_one(coordinator: &LocalNode, others: &mut [LocalNode], random: &mut Random) -> usize {
     let covered = |state: &Value| state["jobs"][0]["state"] == "ready" && !covered_owners(others, state).is_empty();
     let state = coordinator.wait_state(HOT_MAX, covered).expect("a stage has a current standby");
     let owners = covered_owners(others, &state);
     let victim = owners[random.below(owners.len())];
-    others[victim].signal(Signal::KILL);
+    others[victim].kill();
     victim
 }
 
@@ -101,7 +100,7 @@ fn a_crowd_in_a_small_cache_loses_no_token_to_kills() {
             std::thread::sleep(Duration::from_millis(1000 + random.below(4000) as u64));
             let victim = kill_one(coordinator, others.nodes, &mut random);
             let conversations = talks.load(Ordering::Relaxed);
-            eprintln!("{kill}: SIGKILL of {}; {conversations} conversations so far", others.nodes[victim].name);
+            eprintln!("{kill}: {} killed; {conversations} conversations so far", others.nodes[victim].name);
             others.restart(victim);
             coordinator.wait_members(NODES, JOIN_MAX).expect("the killed node is back");
         }
