@@ -72,6 +72,8 @@ pub struct Executor {
     pub rejections: u32,
     /// Current batch time in percent of the nominal time.
     pub slow_percent: u32,
+    /// Time of all batches of stages so far.
+    pub batches_took: Duration,
 }
 
 #[derive(Debug)]
@@ -110,6 +112,7 @@ impl Executor {
             failures: 0,
             rejections: 0,
             slow_percent: 100,
+            batches_took: Duration::ZERO,
         }
     }
 
@@ -224,6 +227,7 @@ impl Executor {
         let result = self.run_batch(run, items).map(RunResult::Batch);
         let took = Duration::from_nanos(self.batch_ns(layers, rows, seen));
         self.busy_until = self.busy_until.max(now) + took;
+        self.batches_took = self.batches_took + took;
         (!self.dead).then_some((self.busy_until, Input::Ran { job, part, work, result }))
     }
 

@@ -16,6 +16,7 @@ use simnet::options::chance;
 use simnet::workload::{request, symbolic_model};
 use simnet::{Fault, HostId, HostSpec, Options, Workload, World, faults};
 
+mod bubble;
 mod cache;
 mod coordinator;
 
