@@ -22,6 +22,7 @@ mod app;
 mod blocks;
 mod body;
 mod chat;
+mod choices;
 mod endpoint;
 pub(crate) mod engine;
 mod error;

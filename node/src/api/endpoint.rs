@@ -3,13 +3,14 @@ use super::answer::{Answer, Dialect};
 use super::anthropic::{self, MessagesBody};
 use super::app::App;
 use super::body::{body_bytes, off_thread};
-use super::engine::{Engine, Served, Tokens};
+use super::choices::{Pending, Running};
+use super::engine::{Engine, Served};
 use super::error::ApiError;
-use super::events::{Ending, Head, SentEvent};
+use super::events::Head;
 use super::fields;
-use super::generation::{Generation, Order, SpelledLogprobs, Step};
+use super::generation::Order;
 use super::guard;
-use super::idempotency::{self, Begun, Fingerprint, Key, Turn, last_event};
+use super::idempotency::{self, Begun, Fingerprint, Key, last_event};
 use super::models::find_or_serve;
 use super::output::Reading;
 use super::request::{self, Body};
@@ -17,9 +18,7 @@ use super::responses::{self, ResponsesBody};
 use axum::Json;
 use axum::extract::{Request, State};
 use axum::http::HeaderValue;
-use axum::response::sse::Sse;
-use axum::response::{IntoResponse, Response};
-use futures::{StreamExt, stream};
+use axum::response::Response;
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -111,7 +110,8 @@ async fn generate<E: Engine>(app: App<E>, request: Request, endpoint: Endpoint) 
     let bytes = body_bytes(request).await?;
     let (mut body, dialect) = endpoint.read(&bytes)?;
     let streaming = body.stream.unwrap_or(false);
-    let mut record = Record::default();
+    let choices = body.choices()?;
+    let mut turn = None;
     let id = key.clone().map_or_else(Key::random, Ok)?;
     let name = id.request_key(&secret);
     if key.is_some() {
@@ -121,7 +121,7 @@ async fn generate<E: Engine>(app: App<E>, request: Request, endpoint: Endpoint) 
                 response.headers_mut().insert(idempotency::REPLAYED, HeaderValue::from_static("true"));
                 return Ok(response);
             }
-            Begun::New(turn) => record.turn = Some(turn),
+            Begun::New(new) => turn = Some(new),
         }
     }
     body.seed_or(id.seed());
@@ -129,12 +129,12 @@ async fn generate<E: Engine>(app: App<E>, request: Request, endpoint: Endpoint) 
     let for_order = model.clone();
     let (order, reading) = off_thread(move || endpoint.order(body, &for_order)).await?;
     let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    let head = Head { seed: id.seed(), created, model: model.name.clone(), prompt_tokens: order.prompt.len() };
-    record.asks_logprobs = order.sampling.logprobs.is_some();
-    let generation = Generation::start(&app.engine, model, order, name, &app.metrics).await?;
-    let answer = Answer::new(&dialect, head, reading);
-    let running = Running { generation, answer, record, after };
-    let mut response = if streaming { stream_answer(running, &dialect) } else { whole_answer(running).await? };
+    let head =
+        Head { seed: id.seed(), choice: 0, created, model: model.name.clone(), prompt_tokens: order.prompt.len() };
+    let write = |choice| Answer::new(&dialect, Head { choice, ..head.clone() }, reading);
+    let pending = Pending::start(&app, &model, &order, name, (0..choices).map(write)).await?;
+    let running = Running { choices: pending, turn, after };
+    let mut response = if streaming { running.stream(&dialect) } else { running.whole().await? };
     if let Ok(id) = HeaderValue::from_str(id.as_str()) {
         if matches!(endpoint, Endpoint::Messages) {
             response.headers_mut().insert(idempotency::REQUEST_ID_OF_ANTHROPIC, id.clone());
@@ -142,108 +142,4 @@ async fn generate<E: Engine>(app: App<E>, request: Request, endpoint: Endpoint) 
         response.headers_mut().insert(idempotency::REQUEST_ID, id);
     }
     Ok(response)
-}
-
-/// An answer being generated.
-struct Running<T> {
-    generation: Generation<T>,
-    answer: Answer,
-    record: Record,
-    /// The last event that the client has received.
-    after: Option<u64>,
-}
-
-/// The text so far of an answer with an idempotency key; empty without a key.
-#[derive(Default)]
-struct Record {
-    turn: Option<Turn>,
-    text: String,
-    /// The length of the text (bytes) after each token.
-    ends: Vec<usize>,
-    /// The log-probabilities of each token, if the request asks for them.
-    logprobs: Vec<Option<SpelledLogprobs>>,
-    asks_logprobs: bool,
-}
-
-impl Record {
-    /// The text of a token.
-    fn push(&mut self, text: &str, logprobs: Option<SpelledLogprobs>) {
-        if self.turn.is_some() {
-            self.text.push_str(text);
-            self.ends.push(self.text.len());
-            if self.asks_logprobs {
-                self.logprobs.push(logprobs);
-            }
-        }
-    }
-
-    /// The end, with the text that was held back.
-    fn finish(mut self, answer: Answer, rest: &str, ending: Ending) {
-        if let Some(turn) = self.turn {
-            self.text.push_str(rest);
-            turn.finish(answer.finished(self.text, self.ends, self.logprobs, ending));
-        }
-    }
-}
-
-async fn whole_answer<T: Tokens>(running: Running<T>) -> Result<Response, ApiError> {
-    let Running { mut generation, mut answer, mut record, .. } = running;
-    loop {
-        match generation.next().await {
-            Step::Token { text, logprobs, .. } => {
-                answer.logprobs(logprobs.as_ref());
-                record.push(&text, logprobs);
-                answer.read(&text);
-            }
-            Step::End { text, finish } => {
-                let ending = answer.ending(finish, generation.figures().cached_tokens);
-                let response = Json(answer.whole(&text, &ending)).into_response();
-                record.finish(answer, &text, ending);
-                return Ok(response);
-            }
-            Step::Failed(error) => return Err(error),
-        }
-    }
-}
-
-/// The state of a stream: the events to send, and what generates more of them.
-struct Streaming<T> {
-    ready: std::vec::IntoIter<SentEvent>,
-    running: Option<Box<Running<T>>>,
-}
-
-fn stream_answer<T: Tokens>(mut running: Running<T>, dialect: &Dialect) -> Response {
-    let after = running.after;
-    let ready = running.answer.begin().into_iter();
-    let state = Streaming { ready, running: Some(Box::new(running)) };
-    let events = stream::unfold(state, |mut state| async move {
-        loop {
-            if let Some(event) = state.ready.next() {
-                return Some((event, state));
-            }
-            let (events, running) = advance(state.running?).await;
-            state = Streaming { ready: events.into_iter(), running };
-        }
-    });
-    let new = events.filter(move |event| std::future::ready(event.is_new(after)));
-    Sse::new(new.map(SentEvent::sse)).keep_alive(dialect.keep_alive()).into_response()
-}
-
-/// The events of the next token, of the end, or of the failure.
-async fn advance<T: Tokens>(mut running: Box<Running<T>>) -> (Vec<SentEvent>, Option<Box<Running<T>>>) {
-    match running.generation.next().await {
-        Step::Token { text, logprobs, .. } => {
-            running.answer.logprobs(logprobs.as_ref());
-            running.record.push(&text, logprobs);
-            (running.answer.step(&text), Some(running))
-        }
-        Step::End { text, finish } => {
-            let Running { generation, mut answer, record, .. } = *running;
-            let ending = answer.ending(finish, generation.figures().cached_tokens);
-            let events = answer.end(&text, &ending);
-            record.finish(answer, &text, ending);
-            (events, None)
-        }
-        Step::Failed(error) => (running.answer.failed(&error), None),
-    }
 }

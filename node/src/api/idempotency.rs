@@ -78,6 +78,18 @@ impl Key {
         RequestKey(key)
     }
 
+    /// The id of one of the request's choices.
+    pub(crate) fn choice(name: RequestKey, choice: usize) -> RequestKey {
+        if choice == 0 {
+            return name;
+        }
+        let mut hasher = blake3::Hasher::new_derive_key("meshnode 2026 name of a choice of a request in the mesh");
+        hasher.update(&name.0).update(&(choice as u64).to_le_bytes());
+        let mut key = [0; 16];
+        hasher.finalize_xof().fill(&mut key);
+        RequestKey(key)
+    }
+
     /// The seed of a request whose client chose none: the same on every node.
     pub(crate) fn seed(&self) -> u64 {
         let hash = blake3::derive_key("meshnode 2025 seed of a request by its Idempotency-Key", self.0.as_bytes());

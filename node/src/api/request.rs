@@ -6,6 +6,7 @@ use super::fields::Field;
 use super::generation::Order;
 use super::output::Reading;
 use super::tools::Tools;
+use node_core::limits::SEQUENCES_MAX;
 use node_core::work::serve::{LOGIT_BIASES_MAX, LOGPROBS_MAX, Priority, Sampling};
 use serde::Deserialize;
 use serde_json::Value;
@@ -25,8 +26,8 @@ pub(crate) const BODY: &[Field] = &[
     Field::prompt("prompt").about("One text, or one list of token ids"),
     Field::bool("stream").about("Answer with server-sent events"),
     Field::object("stream_options").about("`include_usage`: a stream ends with the token counts"),
-    Field::long("n").about("Only 1"),
-    Field::long("best_of").about("Only 1"),
+    Field::long("n").about("Number of choices, 1 to 64"),
+    Field::long("best_of").about("As many as `n`"),
     Field::bool("echo").about("Only false"),
     Field::text("suffix").about("Not supported: only an empty text"),
     Field::any("logprobs")
@@ -200,6 +201,18 @@ impl Body {
         self.stream_options.as_ref().and_then(|o| o.include_usage).unwrap_or(false)
     }
 
+    /// The number of choices.
+    ///
+    /// # Errors
+    /// It is 0, or more than a model serves at once.
+    pub(crate) fn choices(&self) -> Result<usize, ApiError> {
+        let (n, most) = (self.n.unwrap_or(1), u64::from(SEQUENCES_MAX));
+        match usize::try_from(n) {
+            Ok(choices) if (1..=most).contains(&n) => Ok(choices),
+            Ok(_) | Err(_) => Err(ApiError::invalid("n", format!("`n` is {n}, expected 1 to {most}"))),
+        }
+    }
+
     /// Sets the seed, unless the client chose one.
     pub(crate) fn seed_or(&mut self, seed: u64) {
         self.settings.seed.get_or_insert(seed.cast_signed());
@@ -281,11 +294,13 @@ impl Body {
         let some = |value: &Option<Value>| {
             value.as_ref().is_some_and(|v| !v.is_null() && *v != Value::Bool(false) && *v != Value::Array(vec![]))
         };
-        let not_one = |count: Option<u64>| count.is_some_and(|n| n != 1);
         let text_only = self.modalities.as_ref().is_none_or(|m| m.iter().all(|m| m == "text"));
         let refused = [
-            (not_one(self.n), "n", "only one choice per request: send n=1"),
-            (not_one(self.best_of), "best_of", "only best_of=1 is supported"),
+            (
+                self.best_of.is_some_and(|best| Some(best) != self.n.or(Some(1))),
+                "best_of",
+                "only as many as `n` is supported",
+            ),
             (self.echo == Some(true), "echo", "echo is not supported"),
             (self.suffix.as_ref().is_some_and(|s| !s.is_empty()), "suffix", "suffix is not supported"),
             (some(&self.functions), "functions", "this is OpenAI's older form: send `tools`"),

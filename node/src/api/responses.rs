@@ -27,10 +27,11 @@ pub(crate) const RESPONSES: &[Field] = &[
     Field::any("conversation").about("Not supported: send the items again"),
     Field::bool("background").about("Only false"),
     Field::object("prompt").about("Not supported: send `instructions` and `input`"),
-    Field::long("top_logprobs").about("Not supported: only 0"),
+    Field::texts("include").about("`message.output_text.logprobs`: log-probabilities; others have no effect"),
+    Field::long("top_logprobs").about("Most likely tokens with their log-probabilities, 0 to 20"),
 ];
 
-/// The body of `/v1/responses`. Other fields (`user`, `include`, `truncation`, …) do not change the answer and are ignored.
+/// The body of `/v1/responses`. Other fields (`user`, `truncation`, …) do not change the answer and are ignored.
 #[cfg_attr(test, derive(serde::Serialize))]
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
@@ -53,6 +54,7 @@ pub(crate) struct ResponsesBody {
     conversation: Option<Value>,
     background: Option<bool>,
     prompt: Option<Value>,
+    include: Option<Vec<String>>,
     top_logprobs: Option<u64>,
 }
 
@@ -73,6 +75,7 @@ impl ResponsesBody {
             "tools": self.tools.clone().unwrap_or_default(), "truncation": "disabled",
             // Nothing is stored, whatever `store` says.
             "store": false, "background": false, "previous_response_id": null,
+            "top_logprobs": self.top_logprobs.unwrap_or(0),
         });
         match repeated {
             Value::Object(fields) => fields,
@@ -98,6 +101,9 @@ impl ResponsesBody {
             turns.text("user", self.input.as_str().unwrap_or_default().to_owned());
         }
         let tools = self.tools.map(|tools| tools.iter().enumerate().map(|(at, one)| tool(one, at)).collect());
+        let includes = self.include.unwrap_or_default();
+        let asks_logprobs = includes.iter().any(|name| name == "message.output_text.logprobs")
+            || self.top_logprobs.is_some_and(|n| n > 0);
         let settings = Settings {
             max_tokens: self.max_output_tokens,
             temperature: self.temperature,
@@ -113,6 +119,8 @@ impl ResponsesBody {
             tool_choice: choice(self.tool_choice)?,
             parallel_tool_calls: self.parallel_tool_calls,
             response_format: response_format(self.text.as_ref())?,
+            logprobs: asks_logprobs.then_some(Value::Bool(true)),
+            top_logprobs: self.top_logprobs,
             ..Body::default()
         })
     }
@@ -125,7 +133,6 @@ impl ResponsesBody {
             (some(&self.conversation), "conversation", stored),
             (self.background == Some(true), "background", "nothing is stored: send `stream` instead"),
             (some(&self.prompt), "prompt", "no prompts are stored: send `instructions` and `input`"),
-            (self.top_logprobs.is_some_and(|n| n > 0), "top_logprobs", "log probabilities are not supported"),
         ];
         match refused.iter().find(|(wrong, _, _)| *wrong) {
             Some((_, param, message)) => Err(ApiError::unsupported(param, format!("`{param}`: {message}"))),

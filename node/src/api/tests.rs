@@ -20,6 +20,7 @@ use tokio::sync::mpsc;
 
 mod access;
 mod anthropic;
+mod choices;
 mod grids;
 mod idempotency;
 mod mutations;
@@ -82,6 +83,8 @@ pub(super) struct FakeNode {
     context: u32,
     done: DoneReason,
     endless: bool,
+    /// An answer begins at the byte that its seed says, so that choices differ.
+    varied: bool,
     running: Arc<AtomicUsize>,
     requests: Arc<Mutex<Vec<GenerateRequest>>>,
     stopped: Arc<Mutex<Vec<String>>>,
@@ -98,6 +101,7 @@ impl FakeNode {
             context: 64,
             done: DoneReason::Stop,
             endless: false,
+            varied: false,
             running,
             requests,
             stopped: Arc::default(),
@@ -140,9 +144,10 @@ impl Engine for FakeNode {
         let (sender, events) = mpsc::channel(4);
         self.running.fetch_add(1, Ordering::SeqCst);
         let position = request.prompt.len() as u32;
+        let sampling = request.sampling.clone();
         self.requests.lock().push(request);
-        let (script, done, endless) = (self.script, self.done.clone(), self.endless);
-        let most = self.requests.lock().last().and_then(|request| request.sampling.logprobs);
+        let (done, endless, most) = (self.done.clone(), self.endless, sampling.logprobs);
+        let script = if self.varied { &self.script[sampling.seed as usize..] } else { self.script };
         tokio::spawn(async move {
             let bytes: Box<dyn Iterator<Item = u8> + Send> =
                 if endless { Box::new(script.bytes().cycle()) } else { Box::new(script.bytes()) };
@@ -437,7 +442,9 @@ fn errors_name_the_wrong_parameter() {
         (json!({"logprobs": 3}), "logprobs"),
         (json!({"top_logprobs": 3}), "top_logprobs"),
         (json!({"logprobs": true, "top_logprobs": 21}), "top_logprobs"),
-        (json!({"n": 2}), "n"),
+        (json!({"n": 0}), "n"),
+        (json!({"n": 65}), "n"),
+        (json!({"n": 2, "best_of": 3}), "best_of"),
         (json!({"tools": 5}), "tools"),
         (json!({"tools": [{"type": "function"}]}), "tools[0].function.name"),
         (json!({"tools": [{"type": "retrieval"}]}), "tools[0].type"),

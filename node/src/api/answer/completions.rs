@@ -1,8 +1,9 @@
 //! Answers of OpenAI's `/v1/chat/completions` and `/v1/completions`.
 use super::super::error::ApiError;
-use super::super::events::{Ending, Head, SentEvent, Writer};
+use super::super::events::{Ending, Head, SentEvent, Total, Writer};
 use super::super::generation::SpelledLogprobs;
-use super::super::output::{Delta, Part, ToolCall};
+use super::super::output::{Delta, Part, ToolCall, append};
+use super::spelled;
 use serde_json::{Value, json};
 
 /// Ids of the last events, as offsets to the number of tokens: held-back text, finish reason, usage, end mark. The id of a
@@ -18,11 +19,13 @@ enum Shape {
     Completion,
 }
 
-/// Writes an answer as chunks with deltas.
+/// Writes a choice as chunks with deltas.
 pub(super) struct Chunks {
     shape: Shape,
     head: Head,
     include_usage: bool,
+    /// What has been read of an answer that is not streamed.
+    parts: Vec<Part>,
     /// The answer has calls.
     called: bool,
     /// Log-probabilities of the tokens since the last chunk.
@@ -33,11 +36,15 @@ pub(super) struct Chunks {
 
 impl Chunks {
     pub(super) fn chat(head: Head, include_usage: bool) -> Self {
-        Self { shape: Shape::Chat, head, include_usage, called: false, logprobs: Vec::new(), offset: 0 }
+        Self::new(Shape::Chat, head, include_usage)
     }
 
     pub(super) fn completion(head: Head, include_usage: bool) -> Self {
-        Self { shape: Shape::Completion, head, include_usage, called: false, logprobs: Vec::new(), offset: 0 }
+        Self::new(Shape::Completion, head, include_usage)
+    }
+
+    fn new(shape: Shape, head: Head, include_usage: bool) -> Self {
+        Self { shape, head, include_usage, parts: Vec::new(), called: false, logprobs: Vec::new(), offset: 0 }
     }
 
     /// The data of one event.
@@ -61,10 +68,10 @@ impl Chunks {
                     };
                     fields.insert("tool_calls".into(), delta.calls.iter().map(call).collect());
                 }
-                json!({"index": 0, "delta": fields, "logprobs": logprobs, "finish_reason": finish})
+                json!({"index": self.head.choice, "delta": fields, "logprobs": logprobs, "finish_reason": finish})
             }
             Shape::Completion => {
-                json!({"index": 0, "text": delta.content, "logprobs": logprobs, "finish_reason": finish})
+                json!({"index": self.head.choice, "text": delta.content, "logprobs": logprobs, "finish_reason": finish})
             }
         };
         self.event_data(choice)
@@ -83,17 +90,17 @@ impl Chunks {
         json!({"id": self.head.call_id(call.index), "type": "function", "function": function})
     }
 
-    fn usage_chunk(&self, ending: &Ending) -> String {
+    fn usage_chunk(&self, total: &Total) -> String {
         let mut value = self.envelope(self.chunk_object(), vec![]);
-        value["usage"] = self.usage(ending);
+        value["usage"] = self.usage(total);
         value.to_string()
     }
 
-    fn usage(&self, ending: &Ending) -> Value {
-        let (prompt, completion) = (self.head.prompt_tokens, ending.tokens as usize);
+    fn usage(&self, total: &Total) -> Value {
+        let (prompt, completion) = (self.head.prompt_tokens, total.tokens as usize);
         json!({
             "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": ending.cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": total.cached_tokens},
         })
     }
 
@@ -106,13 +113,7 @@ impl Chunks {
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         match self.shape {
             Shape::Chat => {
-                let one = |(bytes, log): &(Vec<u8>, f64)| json!({"token": text(bytes), "logprob": log, "bytes": bytes});
-                let entry = |logprobs: &SpelledLogprobs| {
-                    let mut entry = one(&logprobs.token);
-                    entry["top_logprobs"] = logprobs.top.iter().map(one).collect();
-                    entry
-                };
-                json!({"content": tokens.iter().map(entry).collect::<Vec<_>>(), "refusal": null})
+                json!({"content": tokens.iter().map(spelled).collect::<Vec<_>>(), "refusal": null})
             }
             Shape::Completion => {
                 let top = |logprobs: &SpelledLogprobs| {
@@ -160,16 +161,22 @@ impl Chunks {
 }
 
 impl Writer for Chunks {
-    fn logprobs(&mut self, logprobs: &SpelledLogprobs) {
+    fn logprobs(&mut self, logprobs: &SpelledLogprobs, _: bool) {
         self.logprobs.push(logprobs.clone());
     }
 
+    fn read(&mut self, parts: Vec<Part>) {
+        append(&mut self.parts, parts);
+    }
+
     fn whole(&mut self, parts: Vec<Part>, ending: &Ending) -> Value {
-        let read = Delta::from(parts);
+        self.read(parts);
+        let read = Delta::from(std::mem::take(&mut self.parts));
         self.called = !read.calls.is_empty();
         let finish = self.reason(ending);
         let logprobs = self.take_logprobs();
-        let (object, choice) = match self.shape {
+        let index = self.head.choice;
+        match self.shape {
             Shape::Chat => {
                 let content = if read.content.is_empty() && self.called { None } else { Some(read.content) };
                 let mut message = json!({"role": "assistant", "content": content, "refusal": null});
@@ -179,18 +186,21 @@ impl Writer for Chunks {
                 if self.called {
                     message["tool_calls"] = read.calls.iter().map(|call| self.call(call)).collect();
                 }
-                (
-                    "chat.completion",
-                    json!({"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish}),
-                )
+                json!({"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish})
             }
-            Shape::Completion => (
-                "text_completion",
-                json!({"index": 0, "text": read.content, "logprobs": logprobs, "finish_reason": finish}),
-            ),
+            Shape::Completion => {
+                json!({"index": index, "text": read.content, "logprobs": logprobs, "finish_reason": finish})
+            }
+        }
+    }
+
+    fn join(&self, choices: Vec<Value>, total: &Total) -> Value {
+        let object = match self.shape {
+            Shape::Chat => "chat.completion",
+            Shape::Completion => "text_completion",
         };
-        let mut value = self.envelope(object, vec![choice]);
-        value["usage"] = self.usage(ending);
+        let mut value = self.envelope(object, choices);
+        value["usage"] = self.usage(total);
         value
     }
 
@@ -198,7 +208,8 @@ impl Writer for Chunks {
         match self.shape {
             Shape::Chat => {
                 let delta = json!({"role": "assistant", "content": ""});
-                let choice = json!({"index": 0, "delta": delta, "logprobs": null, "finish_reason": null});
+                let choice =
+                    json!({"index": self.head.choice, "delta": delta, "logprobs": null, "finish_reason": null});
                 vec![SentEvent::unnamed(0, self.event_data(choice))]
             }
             Shape::Completion => Vec::new(),
@@ -217,8 +228,14 @@ impl Writer for Chunks {
         }
         let finish = self.reason(ending);
         events.push(SentEvent::unnamed(tokens + END_REASON, self.chunk(&Delta::default(), Some(finish))));
+        events
+    }
+
+    fn close(&self, total: &Total) -> Vec<SentEvent> {
+        let tokens = u64::from(total.longest);
+        let mut events = Vec::new();
         if self.include_usage {
-            events.push(SentEvent::unnamed(tokens + END_USAGE, self.usage_chunk(ending)));
+            events.push(SentEvent::unnamed(tokens + END_USAGE, self.usage_chunk(total)));
         }
         events.push(SentEvent::unnamed(tokens + END_MARK, "[DONE]".into()));
         events

@@ -23,18 +23,20 @@ impl Message {
         SentEvent { id: Some(self.ids.next()), name: Some(name), data: data.to_string() }
     }
 
-    fn message(&self, content: Vec<Value>, reason: [Option<&str>; 2], tokens: u32) -> Value {
+    fn message(&self, content: Vec<Value>, reason: [Option<&str>; 2], usage: Value) -> Value {
         let [stop_reason, stop_sequence] = reason;
         json!({
             "id": format!("msg_{:016x}", self.head.seed), "type": "message", "role": "assistant", "model": self.head.model,
-            "content": content, "stop_reason": stop_reason, "stop_sequence": stop_sequence, "usage": self.usage(tokens),
+            "content": content, "stop_reason": stop_reason, "stop_sequence": stop_sequence, "usage": usage,
         })
     }
 
-    fn usage(&self, tokens: u32) -> Value {
+    /// Cached tokens of the prompt are counted apart from the others.
+    fn usage(&self, tokens: u32, cached_tokens: u32) -> Value {
+        let input_tokens = self.head.prompt_tokens.saturating_sub(cached_tokens as usize);
         json!({
-            "input_tokens": self.head.prompt_tokens, "output_tokens": tokens,
-            "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0,
+            "input_tokens": input_tokens, "output_tokens": tokens,
+            "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached_tokens,
         })
     }
 
@@ -100,21 +102,25 @@ fn input(call: &ToolCall) -> Map<String, Value> {
 }
 
 impl Writer for Message {
-    fn whole(&mut self, parts: Vec<Part>, ending: &Ending) -> Value {
+    fn read(&mut self, parts: Vec<Part>) {
         for part in parts {
             self.blocks.push(part);
         }
+    }
+
+    fn whole(&mut self, parts: Vec<Part>, ending: &Ending) -> Value {
+        self.read(parts);
         let block = |part: &Part| match part {
             Part::Thoughts(text) => json!({"type": "thinking", "thinking": text.trim(), "signature": ""}),
             Part::Text(text) => json!({"type": "text", "text": text}),
             Part::Call(call) => self.call(call, input(call)),
         };
         let content = self.blocks.parts().iter().map(block).collect();
-        self.message(content, self.reason(ending), ending.tokens)
+        self.message(content, self.reason(ending), self.usage(ending.tokens, ending.cached_tokens))
     }
 
     fn begin(&mut self) -> Vec<SentEvent> {
-        let message = self.message(Vec::new(), [None, None], 0);
+        let message = self.message(Vec::new(), [None, None], self.usage(0, 0));
         vec![self.event("message_start", json!({"message": message}))]
     }
 
@@ -131,7 +137,7 @@ impl Writer for Message {
         }
         let [stop_reason, stop_sequence] = self.reason(ending);
         let delta = json!({"stop_reason": stop_reason, "stop_sequence": stop_sequence});
-        let usage = self.usage(ending.tokens);
+        let usage = self.usage(ending.tokens, ending.cached_tokens);
         events.push(self.event("message_delta", json!({"delta": delta, "usage": usage})));
         events.push(self.event("message_stop", json!({})));
         events

@@ -2,10 +2,12 @@
 use super::super::blocks::{BlockEvent, Blocks, TextKind};
 use super::super::error::ApiError;
 use super::super::events::{Ending, EventIds, Head, SentEvent, Writer};
-use super::super::generation::Finish;
+use super::super::generation::{Finish, SpelledLogprobs};
 use super::super::output::{Part, ToolCall};
+use super::spelled;
 use axum::http::StatusCode;
 use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 const IN_PROGRESS: &str = "in_progress";
@@ -18,6 +20,10 @@ pub(super) struct Items {
     /// The fields of the request that an answer repeats.
     request: Arc<Map<String, Value>>,
     blocks: Blocks,
+    /// Log-probabilities of the tokens since the last text.
+    logprobs: Vec<SpelledLogprobs>,
+    /// The log-probabilities of each item of text, by its place.
+    of_items: BTreeMap<usize, Vec<Value>>,
     ids: EventIds,
     /// The number of the next event in the stream.
     sequence: u64,
@@ -25,7 +31,8 @@ pub(super) struct Items {
 
 impl Items {
     pub(super) fn new(head: Head, request: Arc<Map<String, Value>>) -> Self {
-        Self { head, request, blocks: Blocks::default(), ids: EventIds::default(), sequence: 0 }
+        let (blocks, logprobs, of_items) = (Blocks::default(), Vec::new(), BTreeMap::new());
+        Self { head, request, blocks, logprobs, of_items, ids: EventIds::default(), sequence: 0 }
     }
 
     fn event(&mut self, name: &'static str, data: Value) -> SentEvent {
@@ -77,9 +84,11 @@ impl Items {
     fn item(&self, at: usize, part: &Part, status: &str) -> Value {
         match part {
             Part::Thoughts(text) => {
-                self.text_item(at, TextKind::Thoughts, vec![content(TextKind::Thoughts, text)], status)
+                self.text_item(at, TextKind::Thoughts, vec![self.content(at, TextKind::Thoughts, text)], status)
             }
-            Part::Text(text) => self.text_item(at, TextKind::Answer, vec![content(TextKind::Answer, text)], status),
+            Part::Text(text) => {
+                self.text_item(at, TextKind::Answer, vec![self.content(at, TextKind::Answer, text)], status)
+            }
             Part::Call(call) => self.call(at, call, &call.arguments, status),
         }
     }
@@ -120,7 +129,7 @@ impl Items {
         match change {
             BlockEvent::Opened { at, kind } => {
                 let item = self.text_item(at, kind, Vec::new(), IN_PROGRESS);
-                let part = self.place(at, kind, "part", content(kind, ""));
+                let part = self.place(at, kind, "part", self.content(at, kind, ""));
                 vec![
                     self.event("response.output_item.added", json!({"output_index": at, "item": item})),
                     self.event("response.content_part.added", part),
@@ -131,7 +140,12 @@ impl Items {
                     TextKind::Thoughts => "response.reasoning_text.delta",
                     TextKind::Answer => "response.output_text.delta",
                 };
-                let data = self.place(at, kind, "delta", json!(text));
+                let mut data = self.place(at, kind, "delta", json!(text));
+                let logprobs: Vec<Value> = std::mem::take(&mut self.logprobs).iter().map(spelled).collect();
+                if kind == TextKind::Answer {
+                    data["logprobs"] = json!(logprobs);
+                    self.of_items.entry(at).or_default().extend(logprobs);
+                }
                 vec![self.event(name, data)]
             }
             BlockEvent::Closed { at, kind, text } => {
@@ -139,9 +153,13 @@ impl Items {
                     TextKind::Thoughts => "response.reasoning_text.done",
                     TextKind::Answer => "response.output_text.done",
                 };
-                let part = content(kind, &text);
+                let part = self.content(at, kind, &text);
                 let item = self.text_item(at, kind, vec![part.clone()], status);
-                let (whole, part) = (self.place(at, kind, "text", json!(text)), self.place(at, kind, "part", part));
+                let mut whole = self.place(at, kind, "text", json!(text));
+                if kind == TextKind::Answer {
+                    whole["logprobs"] = part["logprobs"].clone();
+                }
+                let part = self.place(at, kind, "part", part);
                 vec![
                     self.event(name, whole),
                     self.event("response.content_part.done", part),
@@ -149,6 +167,7 @@ impl Items {
                 ]
             }
             BlockEvent::Called { at, call } => {
+                self.logprobs.clear();
                 let (begun, done) =
                     (self.call(at, &call, "", IN_PROGRESS), self.call(at, &call, &call.arguments, COMPLETED));
                 let place = |field: &str, value: &str| {
@@ -171,24 +190,24 @@ impl Items {
     /// The data of an event about the content of a text item.
     fn place(&self, at: usize, kind: TextKind, field: &str, value: Value) -> Value {
         let mut data = json!({"item_id": self.item_id(at, kind), "output_index": at, "content_index": 0});
-        if kind == TextKind::Answer && field != "part" {
-            data["logprobs"] = json!([]);
-        }
         data[field] = value;
         data
+    }
+
+    /// The content of a text item.
+    fn content(&self, at: usize, kind: TextKind, text: &str) -> Value {
+        match kind {
+            TextKind::Thoughts => json!({"type": "reasoning_text", "text": text}),
+            TextKind::Answer => {
+                let logprobs = self.of_items.get(&at).cloned().unwrap_or_default();
+                json!({"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs})
+            }
+        }
     }
 
     fn push(&mut self, parts: Vec<Part>) -> Vec<SentEvent> {
         let changes: Vec<BlockEvent> = parts.into_iter().flat_map(|part| self.blocks.push(part)).collect();
         changes.into_iter().flat_map(|change| self.change(change, COMPLETED)).collect()
-    }
-}
-
-/// The content of a text item.
-fn content(kind: TextKind, text: &str) -> Value {
-    match kind {
-        TextKind::Thoughts => json!({"type": "reasoning_text", "text": text}),
-        TextKind::Answer => json!({"type": "output_text", "text": text, "annotations": [], "logprobs": []}),
     }
 }
 
@@ -200,10 +219,18 @@ fn status(ending: &Ending) -> &'static str {
 }
 
 impl Writer for Items {
-    fn whole(&mut self, parts: Vec<Part>, ending: &Ending) -> Value {
-        for part in parts {
-            self.blocks.push(part);
+    fn logprobs(&mut self, logprobs: &SpelledLogprobs, is_thought: bool) {
+        if !is_thought {
+            self.logprobs.push(logprobs.clone());
         }
+    }
+
+    fn read(&mut self, parts: Vec<Part>) {
+        self.push(parts);
+    }
+
+    fn whole(&mut self, parts: Vec<Part>, ending: &Ending) -> Value {
+        self.read(parts);
         self.ended(ending)
     }
 

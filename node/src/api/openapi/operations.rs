@@ -32,6 +32,7 @@ const RESPONSE: &[&str] = &[
     "text",
     "tool_choice",
     "tools",
+    "top_logprobs",
     "truncation",
     "store",
     "background",

@@ -255,7 +255,7 @@ fn errors_name_the_place() {
         (json!({"conversation": "conv_1"}), "conversation"),
         (json!({"background": true}), "background"),
         (json!({"prompt": {"id": "pmpt_1"}}), "prompt"),
-        (json!({"top_logprobs": 2}), "top_logprobs"),
+        (json!({"top_logprobs": 21}), "top_logprobs"),
     ] {
         let (status, answer) = server.post("/v1/responses", body(extra.clone()));
         assert_eq!((status, &answer["error"]["param"]), (400, &json!(place)), "{extra} gave {answer}");
@@ -310,4 +310,29 @@ fn a_stream_of_items_resumes_after_any_event() {
             assert_eq!(events(&rest), whole[at + 1..], "after {last}");
         }
     }
+}
+
+/// Each text has the log-probabilities of its own tokens, without those of the thoughts.
+#[test]
+fn texts_have_their_log_probabilities() {
+    let server = start(node("<think>hm</think>Hé.", "<think>"));
+    let asks = json!({"include": ["message.output_text.logprobs"], "top_logprobs": 2});
+    let (status, whole) = server.post("/v1/responses", body(asks.clone()));
+    assert_eq!((status, &whole["top_logprobs"]), (200, &json!(2)), "{whole}");
+    let content = &whole["output"][1]["content"][0];
+    let tokens: Vec<&str> =
+        content["logprobs"].as_array().unwrap().iter().map(|entry| entry["token"].as_str().unwrap()).collect();
+    assert_eq!(tokens, ["H", "\u{fffd}", "\u{fffd}", "."]);
+    assert_eq!(content["logprobs"][0]["top_logprobs"][1], json!({"token": "B", "logprob": -2.0, "bytes": [66]}));
+    let events = streamed(&server, body(asks));
+    let of = |name: &str| events.iter().filter(|event| event.1 == name).map(|event| &event.2).collect::<Vec<_>>();
+    let deltas: Vec<Value> = of("response.output_text.delta")
+        .iter()
+        .flat_map(|data| data["logprobs"].as_array().cloned().unwrap())
+        .collect();
+    assert_eq!(json!(deltas), content["logprobs"]);
+    assert_eq!(of("response.output_text.done")[0]["logprobs"], content["logprobs"]);
+    assert_eq!(of("response.completed")[0]["response"]["output"][1]["content"][0], *content);
+    let (_, plain) = server.post("/v1/responses", body(json!({})));
+    assert_eq!(plain["output"][1]["content"][0]["logprobs"], json!([]));
 }
