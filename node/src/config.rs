@@ -2,11 +2,12 @@
 //! Also the default directories.
 //!
 //! Next: `cli.rs`, which fills these from the command line.
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::Duration;
 
 /// Default port P of a node: TCP P for peer discovery, UDP P for gossip, UDP P + 1 for data.
 pub const PORT_DEFAULT: u16 = 9471;
@@ -38,6 +39,8 @@ pub struct UpOptions {
     pub memory: Option<u64>,
     /// Compute threads; `None` means one per core.
     pub threads: Option<usize>,
+    /// How long a served model stays loaded without requests; `None`: until it is stopped.
+    pub idle_unload: Option<Duration>,
     /// Discover peers on the local network.
     pub mdns: bool,
     /// Admit every machine of the local network that asks.
@@ -66,6 +69,7 @@ impl UpOptions {
             device: "auto".into(),
             memory: None,
             threads: None,
+            idle_unload: None,
             mdns: false,
             open: false,
             join: Vec::new(),
@@ -101,6 +105,9 @@ pub struct ConfigFile {
     pub memory: Option<Size>,
     /// See [`UpOptions::threads`].
     pub threads: Option<usize>,
+    /// See [`UpOptions::idle_unload`]; as "30m".
+    #[serde(default, deserialize_with = "span")]
+    pub idle_unload: Option<Duration>,
     /// Address of the local API.
     pub api: Option<SocketAddr>,
     /// Key that callers of the API must send.
@@ -305,17 +312,22 @@ impl<'de> Deserialize<'de> for Size {
     }
 }
 
+fn span<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Duration>, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    parse_duration(&text).map(Some).map_err(serde::de::Error::custom)
+}
+
 /// Parses a time span: `90s`, `15m`, `1h`, `7d`, `500ms`; a plain number is in seconds.
 ///
 /// # Errors
 /// The text is not a time span; the message names the expected format.
-pub fn parse_duration(text: &str) -> Result<std::time::Duration, String> {
+pub fn parse_duration(text: &str) -> Result<Duration, String> {
     let bad = || format!("`{text}` is not a time span: expected a number with ms, s, m, h or d, as in 90s or 1h");
     let text = text.trim();
     let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(split);
     if unit.trim() == "ms" {
-        return number.parse().map(std::time::Duration::from_millis).map_err(|_| bad());
+        return number.parse().map(Duration::from_millis).map_err(|_| bad());
     }
     let seconds = match unit.trim() {
         "" | "s" => 1,
@@ -325,7 +337,7 @@ pub fn parse_duration(text: &str) -> Result<std::time::Duration, String> {
         _ => return Err(bad()),
     };
     let number: u64 = number.parse().map_err(|_| bad())?;
-    number.checked_mul(seconds).map(std::time::Duration::from_secs).ok_or_else(bad)
+    number.checked_mul(seconds).map(Duration::from_secs).ok_or_else(bad)
 }
 
 /// Default directory for a node's identity and state: `$XDG_DATA_HOME/meshnode`.
@@ -436,7 +448,7 @@ mod tests {
         let path = dir.path().join("meshnode.toml");
         std::fs::write(
             &path,
-            "name = \"desk\"\nmemory = \"4G\"\napi = \"127.0.0.1:9000\"\nno-mdns = true\ncache-size = \"20G\"\n\
+            "name = \"desk\"\nidle-unload = \"30m\"\nmemory = \"4G\"\napi = \"127.0.0.1:9000\"\nno-mdns = true\ncache-size = \"20G\"\n\
              advertise = [\"203.0.113.5:7000\"]\n",
         )
         .unwrap();
@@ -444,6 +456,7 @@ mod tests {
         assert_eq!(read.as_deref(), Some(path.as_path()));
         assert_eq!(file.name.as_deref(), Some("desk"));
         assert_eq!(file.memory, Some(Size(4 << 30)));
+        assert_eq!(file.idle_unload, Some(Duration::from_secs(1800)));
         assert_eq!((file.no_mdns, file.cache_size), (Some(true), Some(Size(20 << 30))));
         assert_eq!(file.advertise, Some(vec!["203.0.113.5:7000".parse().unwrap()]));
         std::fs::write(&path, "memroy = \"4G\"\n").unwrap();

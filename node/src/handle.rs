@@ -38,9 +38,9 @@ mod opened;
 pub(crate) mod remembered;
 pub(crate) mod serving;
 mod shortage;
-mod temporary;
 #[cfg(test)]
 mod testing;
+mod unload;
 mod usage;
 
 /// Longest wait for a plan: the planner is bounded to well below a second.
@@ -73,6 +73,8 @@ pub(crate) struct Inner {
     pub(crate) submissions: Arc<Submissions>,
     /// Vocabularies of models that other nodes serve.
     pub(crate) vocabularies: Vocabularies,
+    /// How long a model stays loaded without requests; `None`: until it is stopped.
+    pub(crate) idle_unload: Option<Duration>,
     /// The node is about to leave the mesh: it accepts no new work.
     pub(crate) leaving: AtomicBool,
 }

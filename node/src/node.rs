@@ -231,10 +231,12 @@ pub(crate) async fn start(options: UpOptions) -> Result<(NodeHandle, Running), N
             boundary,
             submissions,
             vocabularies: Vocabularies::default(),
+            idle_unload: options.idle_unload,
             leaving: AtomicBool::new(false),
         }),
     };
     handle.serve_again();
+    handle.watch_usage();
     handle.watch_successions();
     let running = Running {
         ticket,

@@ -60,8 +60,8 @@ pub(crate) trait Engine: Clone + Send + Sync + 'static {
         let _ = name;
         std::future::ready(false)
     }
-    /// Models that were served before a restart and are not ready yet.
-    fn starting(&self) -> Vec<Starting> {
+    /// Models that requests can name although they are not loaded.
+    fn not_loaded(&self) -> Vec<NotLoaded> {
         Vec::new()
     }
     /// Stops serving a model.
@@ -116,13 +116,16 @@ pub(crate) struct Served {
     pub elsewhere: Option<RemoteModel>,
 }
 
-/// A model that is served as soon as it is placed.
+/// A model that a request waits for.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Starting {
+pub(crate) struct NotLoaded {
     /// Name in requests.
     pub name: String,
     /// Tokens of context per request.
     pub context: u32,
+    /// `starting`: it was served before a restart, and is placed as soon as possible. `unloaded`: it was idle, and a
+    /// request loads it.
+    pub state: &'static str,
 }
 
 /// A tokenizer with a chat template. Calls take milliseconds for long texts: keep them off async threads.
@@ -260,9 +263,10 @@ impl Engine for NodeHandle {
         NodeHandle::is_held(self, name).await
     }
 
-    fn starting(&self) -> Vec<Starting> {
-        let starting = self.starting_models();
-        starting.into_iter().map(|(name, context)| Starting { name, context }).collect()
+    fn not_loaded(&self) -> Vec<NotLoaded> {
+        let starting = self.starting_models().into_iter().map(|model| (model, "starting"));
+        let all = starting.chain(self.unloaded_models().into_iter().map(|model| (model, "unloaded")));
+        all.map(|((name, context), state)| NotLoaded { name, context, state }).collect()
     }
 
     async fn undeploy(&self, model: &str) -> Result<(), NodeError> {

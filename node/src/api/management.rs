@@ -125,10 +125,10 @@ pub(crate) async fn undeploy<E: Engine>(
     State(app): State<App<E>>,
     Path(name): Path<String>,
 ) -> Result<Json<Value>, ApiError> {
-    let starting = || app.engine.starting().into_iter().find(|model| model.name == name).map(|model| model.name);
+    let not_loaded = || app.engine.not_loaded().into_iter().find(|model| model.name == name).map(|model| model.name);
     let model = find(&app, Some(&name))
         .map(|model| model.name)
-        .or_else(|_| starting().ok_or_else(|| nothing_to_stop(&app, &name)))?;
+        .or_else(|_| not_loaded().ok_or_else(|| nothing_to_stop(&app, &name)))?;
     app.engine.undeploy(&model).await?;
     Ok(Json(json!({"model": model, "served": false})))
 }

@@ -34,8 +34,8 @@ pub(crate) async fn model<E: Engine>(
     }
 }
 
-/// Models that a request can name: those served here, after a restart those still to be placed (a request for one waits),
-/// and those that other members serve.
+/// Models that a request can name: those served here, those to be placed after a restart or loaded again (a request for one
+/// waits), and those that other members serve.
 async fn listed<E: Engine>(app: &App<E>) -> Vec<Value> {
     let jobs = app.engine.state().await.jobs;
     let state = |name: &str| jobs.iter().find(|job| job.head && job.model == name).map(|job| job.state.clone());
@@ -43,10 +43,10 @@ async fn listed<E: Engine>(app: &App<E>) -> Vec<Value> {
     let served = app.engine.models().into_iter().map(|model| {
         model_view(&model.name, model.context, model.created, &state(&model.name).unwrap_or_else(|| "ready".into()))
     });
-    let starting = app.engine.starting().into_iter().map(|model| {
-        model_view(&model.name, model.context, 0, &state(&model.name).unwrap_or_else(|| "starting".into()))
+    let not_loaded = app.engine.not_loaded().into_iter().map(|model| {
+        model_view(&model.name, model.context, 0, &state(&model.name).unwrap_or_else(|| model.state.into()))
     });
-    let mut all: Vec<Value> = served.chain(starting).collect();
+    let mut all: Vec<Value> = served.chain(not_loaded).collect();
     for (name, context) in app.engine.models_elsewhere().await {
         if all.iter().all(|known| known["id"] != name.as_str()) {
             all.push(model_view(&name, context, 0, "ready"));

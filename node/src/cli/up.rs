@@ -96,6 +96,9 @@ struct NodeArgs {
     /// Give the mesh no memory: this node answers the API for every model that the mesh serves, and holds no parts
     #[arg(long, env = "MESHNODE_CLIENT", value_parser = FalseyValueParser::new(), conflicts_with_all = ["memory", "device"])]
     client: bool,
+    /// Unload a served model after this time without requests, as 30m; the next request loads it again [default: never]
+    #[arg(long, value_name = "TIME", env = "MESHNODE_IDLE_UNLOAD", value_parser = crate::config::parse_duration)]
+    idle_unload: Option<Duration>,
     /// Do not discover peers on the local network, and do not listen on TCP P
     #[arg(long, env = "MESHNODE_NO_MDNS", value_parser = FalseyValueParser::new())]
     no_mdns: bool,
@@ -142,6 +145,7 @@ impl NodeArgs {
             },
             memory: if self.client { Some(0) } else { self.compute.memory.or(file.memory).map(|s| s.0) },
             threads: self.compute.threads.or(file.threads),
+            idle_unload: self.idle_unload.or(file.idle_unload),
             mdns: !(self.no_mdns || file.no_mdns.unwrap_or(false)),
             open: self.open || file.open.unwrap_or(false),
             join,

@@ -8,7 +8,6 @@ use super::{Inner, NodeHandle, PLAN_MAX};
 use crate::error::NodeError;
 use crate::hub::CallEvent;
 use crate::views::{PlanReport, plan_report};
-use node_core::id::JobId;
 use node_core::input::Input;
 use node_core::output::Event;
 use node_core::work::PlanSpec;
@@ -88,10 +87,10 @@ impl NodeHandle {
             spec.clone_from(&before.spec); // the running job's spec, so that `serve` reuses the job
         }
         let handle = opened.handle(spec, mode.is_temporary());
-        let (spec, job_before) = (handle.spec.clone(), before.as_ref().map(|before| before.job));
+        let spec = handle.spec.clone();
         match serving.serve(handle, before).await {
             Ok(served) => {
-                self.note_served(&served, job_before, &opened, &mode);
+                self.note_served(&served, &opened, &mode);
                 Ok(served)
             }
             Err(Unserved { error, then }) => {
@@ -129,13 +128,9 @@ impl NodeHandle {
         })
     }
 
-    /// Records a successful deployment: a permanent model is remembered, a temporary one is watched.
-    fn note_served(&self, served: &ModelHandle, job_before: Option<JobId>, opened: &Opened, mode: &DeployMode) {
+    /// Records a successful deployment: a permanent model is remembered.
+    fn note_served(&self, served: &ModelHandle, opened: &Opened, mode: &DeployMode) {
         let Inner { serving, remembered, .. } = &*self.inner;
-        if served.uses.is_temporary() && job_before != Some(served.job) {
-            let (node, uses) = (self.clone(), served.uses.clone());
-            tokio::spawn(async move { node.end_when_unused(uses).await });
-        }
         remembered.set_started(&served.name);
         if matches!(mode, DeployMode::Requested { .. }) {
             self.inner.last_options.set(opened.held.content, ModelOptions::of(&served.spec));

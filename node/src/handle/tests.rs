@@ -21,11 +21,16 @@ struct Bench {
 const MEMORY: u64 = 64 << 20;
 
 async fn bench() -> Bench {
+    bench_with(None).await
+}
+
+async fn bench_with(idle_unload: Option<Duration>) -> Bench {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
     std::fs::write(&path, TinyModel::default().writer().write()).unwrap();
     let mut options = UpOptions::solo(dir.path().join("data"), dir.path().join("cache/models"));
     (options.device, options.memory, options.threads) = ("cpu".into(), Some(MEMORY), Some(1));
+    options.idle_unload = idle_unload;
     let (node, running) = crate::node::start(options).await.unwrap();
     Bench { node, model: ModelRef(path.to_string_lossy().into_owned()), _running: running, _dir: dir }
 }

@@ -1,45 +1,66 @@
-//! Unloads temporary models, which were loaded for one command (`meshnode run`), once they are unused for a few seconds.
+//! Unloads models that are unused: temporary ones, which were loaded for one command (`meshnode run`), after a few seconds;
+//! others after the node's `--idle-unload`. The next request for one of those loads it again.
 use super::NodeHandle;
+use super::model::ModelHandle;
 use super::serving::name_of;
-use super::usage::Usage;
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// Poll interval.
 const GLANCE: Duration = Duration::from_millis(500);
 
 impl NodeHandle {
-    /// Unloads a model once it is unused; returns when it is unloaded, or has become permanent.
-    pub(super) async fn end_when_unused(self, uses: Arc<Usage>) {
-        let serving = &self.inner.serving;
-        let job = || serving.all().into_iter().find(|model| Arc::ptr_eq(&model.uses, &uses)).map(|model| model.job);
-        loop {
-            tokio::time::sleep(GLANCE).await;
-            let Some(placed) = job() else {
-                // It may be in replacement, and be restored if that fails.
-                let _turn = serving.turn().await;
-                if job().is_none() {
-                    return;
-                }
-                continue;
-            };
-            if !uses.is_temporary() {
-                return;
+    /// Starts to unload unused models. Call once, within a runtime.
+    pub(crate) fn watch_usage(&self) {
+        let node = self.clone();
+        tokio::spawn(async move {
+            while !node.inner.leaving.load(Ordering::Relaxed) {
+                tokio::time::sleep(GLANCE).await;
+                node.unload_unused().await;
             }
-            let name = name_of(placed);
-            let jobs = self.inner.driver.views().await.jobs;
+        });
+    }
+
+    async fn unload_unused(&self) {
+        let idle = self.inner.idle_unload;
+        let expires = |model: &ModelHandle| model.uses.is_temporary() || idle.is_some();
+        // A job with several names is looked at once.
+        let served = self.inner.serving.all().into_iter().filter(expires).map(|model| (model.job, model));
+        let served: BTreeMap<_, _> = served.collect();
+        if served.is_empty() {
+            return;
+        }
+        let jobs = self.inner.driver.views().await.jobs;
+        for (job, model) in served {
+            let name = name_of(job);
             if jobs.iter().any(|view| view.job == name && view.running + view.queued > 0) {
-                uses.requested();
+                model.uses.requested();
             }
-            if !uses.is_over(Instant::now()) {
+            if !model.uses.is_over(Instant::now(), idle) {
                 continue;
             }
-            let _turn = serving.turn().await;
-            if let Some(job) = job().filter(|_| uses.is_over(Instant::now())) {
-                let names = serving.end(job).await;
-                tracing::info!("{} was loaded for one run and is unused: unloaded", names.join(", "));
-                return;
+            // A command that uses it meanwhile has had its turn by now.
+            let _turn = self.inner.serving.turn().await;
+            let is_served = self.inner.serving.all().iter().any(|served| served.job == job);
+            if is_served && model.uses.is_over(Instant::now(), idle) {
+                let names = self.inner.serving.end(job).await.join(", ");
+                match model.uses.is_temporary() {
+                    true => tracing::info!("{names} was loaded for one run and is unused: unloaded"),
+                    false => tracing::info!("{names} is unused: unloaded until the next request for it"),
+                }
             }
         }
+    }
+
+    /// Names and contexts of the models that the next request loads again.
+    pub(crate) fn unloaded_models(&self) -> Vec<(String, u32)> {
+        let starting = self.inner.remembered.starting();
+        let (served, remembered) = (self.inner.serving.all(), self.inner.remembered.all().into_iter());
+        let unloaded = remembered.filter(|entry| {
+            let is_starting = starting.iter().any(|starting| starting.entry.name == entry.name);
+            !is_starting && served.iter().all(|model| model.name != entry.name)
+        });
+        unloaded.map(|entry| (entry.name, entry.options.context.unwrap_or_default())).collect()
     }
 }

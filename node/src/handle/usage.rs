@@ -1,4 +1,5 @@
-//! How a served job is used: a temporary one, loaded for one command (`meshnode run`), is unloaded once it is unused.
+//! How a served job is used: a temporary one, loaded for one command (`meshnode run`), is unloaded once it is unused; a
+//! permanent one after the node's `--idle-unload`, if that is set.
 use parking_lot::{Mutex, MutexGuard};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -39,16 +40,20 @@ impl Usage {
         (state.at, state.requested) = (Instant::now(), true);
     }
 
-    /// Whether it is unloaded when it is unused.
+    /// Whether it is unloaded when the command that loaded it has ended.
     pub(super) fn is_temporary(&self) -> bool {
         self.lock().temporary
     }
 
-    /// Whether it is temporary, and was not used for a while.
-    pub(super) fn is_over(&self, now: Instant) -> bool {
+    /// Whether it was unused for long enough to be unloaded; `idle`: how long a permanent model stays.
+    pub(super) fn is_over(&self, now: Instant, idle: Option<Duration>) -> bool {
         let state = self.lock();
-        let patience = if state.requested { IDLE_MAX } else { UNUSED_MAX };
-        state.temporary && now.saturating_duration_since(state.at) >= patience
+        let patience = match (state.temporary, state.requested) {
+            (true, true) => Some(IDLE_MAX),
+            (true, false) => Some(UNUSED_MAX),
+            (false, _) => idle,
+        };
+        patience.is_some_and(|patience| now.saturating_duration_since(state.at) >= patience)
     }
 
     fn lock(&self) -> MutexGuard<'_, Use> {
@@ -60,19 +65,32 @@ impl Usage {
 mod tests {
     use super::*;
 
+    fn after(seconds: u64) -> Instant {
+        Instant::now() + Duration::from_secs(seconds)
+    }
+
     #[test]
     fn a_temporary_model_expires_after_its_last_request_and_a_served_one_never() {
         let uses = Usage::new(true);
-        let after = |seconds| Instant::now() + Duration::from_secs(seconds);
-        assert!(!uses.is_over(after(10)) && uses.is_over(after(31)), "the command was killed before its first request");
+        let is_over = |seconds| uses.is_over(after(seconds), None);
+        assert!(!is_over(10) && is_over(31), "the command was killed before its first request");
         uses.requested();
-        assert!(!uses.is_over(after(1)) && uses.is_over(after(4)));
+        assert!(!is_over(1) && is_over(4));
         uses.claim(true);
-        assert!(!uses.is_over(after(10)), "another run starts");
+        assert!(!is_over(10), "another run starts");
         uses.claim(false);
         uses.requested();
-        assert!(!uses.is_over(after(1_000_000)), "permanent by now");
+        assert!(!is_over(1_000_000), "permanent by now");
         uses.claim(true);
         assert!(!uses.is_temporary(), "a run does not make a served model temporary");
+    }
+
+    #[test]
+    fn a_permanent_model_expires_where_the_node_says_so() {
+        let uses = Usage::new(false);
+        let idle = Some(Duration::from_secs(600));
+        assert!(!uses.is_over(after(599), idle) && uses.is_over(after(601), idle));
+        uses.requested();
+        assert!(!uses.is_over(after(599), idle));
     }
 }

@@ -106,3 +106,21 @@ async fn attached(node: &NodeHandle, name: &str) -> crate::api::engine::Served {
     }
     panic!("no member serves {name}");
 }
+
+/// Memory of an idle model is free for others, and its name stays usable, with the options it was served with.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_idle_model_is_unloaded_and_loaded_by_the_next_request() {
+    let bench = bench_with(Some(Duration::from_secs(1))).await;
+    let served = bench.serve(options(64)).await.unwrap();
+    let long = bench.ask(&served, 20).await;
+    assert_eq!(end(long).await, (20, DoneReason::Length));
+    until(&bench.node, "the model is unloaded", |state| state.jobs.is_empty()).await;
+    assert_eq!((bench.seen().await.1, bench.node.models().len()), (MEMORY, 0));
+    assert_eq!(bench.node.unloaded_models(), [("tiny".to_owned(), 64)]);
+    assert!(bench.node.has("tiny"));
+    let again = bench.node.serve_on_demand("tiny").await.unwrap();
+    assert_eq!((again.context, end(bench.ask(&again, 3).await).await), (64, (3, DoneReason::Length)));
+    until(&bench.node, "it is unloaded again", |state| state.jobs.is_empty()).await;
+    bench.node.undeploy("tiny").await.unwrap();
+    assert_eq!(bench.node.unloaded_models(), [], "a stopped model is forgotten");
+}
