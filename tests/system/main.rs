@@ -16,6 +16,7 @@ mod harness;
 mod head;
 mod imports;
 mod joining;
+mod load;
 mod mesh;
 mod reshape;
 mod serving;

@@ -132,7 +132,7 @@ impl Random {
     }
 
     /// A number in `[0, 1)`.
-    fn fraction(&mut self) -> f64 {
+    pub fn fraction(&mut self) -> f64 {
         (self.bits() >> 11) as f64 / (1u64 << 53) as f64
     }
 }
