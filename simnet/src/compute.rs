@@ -227,7 +227,7 @@ impl Executor {
         let result = self.run_batch(run, items).map(RunResult::Batch);
         let took = Duration::from_nanos(self.batch_ns(layers, rows, seen));
         self.busy_until = self.busy_until.max(now) + took;
-        self.batches_took = self.batches_took + took;
+        self.batches_took += took;
         (!self.dead).then_some((self.busy_until, Input::Ran { job, part, work, result }))
     }
 
