@@ -201,7 +201,7 @@ def rejected(name, error, create=client.chat.completions.create, **request):
 
 rejected("an unknown model", openai.NotFoundError, model="gpt-4o")
 rejected("too many log-probabilities", openai.BadRequestError, logprobs=True, top_logprobs=21)
-rejected("several choices", openai.BadRequestError, n=2)
+rejected("too many choices", openai.BadRequestError, n=65)
 rejected("an impossible schema", openai.BadRequestError, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}})
 rejected("a tool without a name", openai.BadRequestError, tools=[{"type": "function", "function": {}}])
 rejected("a hot temperature", openai.BadRequestError, temperature=9)

@@ -442,7 +442,6 @@ fn errors_name_the_wrong_parameter() {
         (json!({"logprobs": 3}), "logprobs"),
         (json!({"top_logprobs": 3}), "top_logprobs"),
         (json!({"logprobs": true, "top_logprobs": 21}), "top_logprobs"),
-        (json!({"n": 0}), "n"),
         (json!({"n": 65}), "n"),
         (json!({"n": 2, "best_of": 3}), "best_of"),
         (json!({"tools": 5}), "tools"),
