@@ -19,7 +19,8 @@ fn run(arguments: &[&str]) -> Output {
 }
 
 fn stdout(output: &Output) -> String {
-    assert!(output.status.success(), "{:?}: {}", output.status, String::from_utf8_lossy(&output.stderr));
+    let [text, errors] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes));
+    assert!(output.status.success(), "{:?}: {errors}\n{text}", output.status);
     String::from_utf8(output.stdout.clone()).expect("UTF-8")
 }
 

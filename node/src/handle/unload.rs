@@ -40,7 +40,7 @@ impl NodeHandle {
             if !model.uses.is_over(Instant::now(), idle) {
                 continue;
             }
-            // A command that uses it meanwhile has had its turn by now.
+            // A command that used it meanwhile has claimed it by the time this has its turn.
             let _turn = self.inner.serving.turn().await;
             let is_served = self.inner.serving.all().iter().any(|served| served.job == job);
             if is_served && model.uses.is_over(Instant::now(), idle) {

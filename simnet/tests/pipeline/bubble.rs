@@ -1,9 +1,8 @@
 //! The share of time in which stages wait for each other's tokens while requests decode.
 use super::*;
 
-/// Most of it, for eight requests on four equal stages.
+/// The largest share allowed for eight requests on four equal stages.
 const BUBBLE_MAX: f64 = 0.15;
-/// Requests per stage: each stage computes one group while the other waits for its next tokens.
 const REQUESTS: u64 = 8;
 const STAGES: usize = 4;
 
