@@ -2,6 +2,7 @@
 use crate::harness::{Mesh, model, require};
 use serde_json::{Value, json};
 use std::path::Path;
+use std::time::Duration;
 
 const TURNS: usize = 10;
 /// New tokens of each turn, as in a chat with long messages.
@@ -48,6 +49,34 @@ fn converse(mesh: &mut Mesh, model: &Path, mut before: impl FnMut(&mut Mesh, usi
     answers
 }
 
+/// Waits until a placement with what rests and a current standby of each stage has held for 8 s: new stages and standbys
+/// compute what rests again, once no request runs.
+fn wait_settled(mesh: &Mesh) {
+    let current = |standby: &Value| standby["state"] == "current";
+    let covered = |state: &Value| {
+        let job = &state["jobs"][0];
+        let stages = job["stages"].as_array().map_or(0, Vec::len);
+        stages > 1
+            && job["cached_requests"].as_u64() > Some(0)
+            && job["standbys"].as_array().is_some_and(|all| all.len() == stages && all.iter().all(current))
+    };
+    let mut settled = None;
+    for _ in 0..10 {
+        let state =
+            mesh.nodes[0].wait_state(Duration::from_secs(60), covered).expect("every stage has a current standby");
+        let names = |what: &str| -> Vec<Value> {
+            state["jobs"][0][what].as_array().expect("a list").iter().map(|node| node["name"].clone()).collect()
+        };
+        let placed = Some([names("stages"), names("standbys")]);
+        if placed == settled {
+            return;
+        }
+        settled = placed;
+        std::thread::sleep(Duration::from_secs(8));
+    }
+    panic!("the placement changes all the time: {settled:?}");
+}
+
 #[test]
 fn a_turn_computes_only_what_is_new_also_after_a_loss() {
     let Some(model) = require(model()) else { return };
@@ -67,17 +96,7 @@ fn a_turn_computes_only_what_is_new_also_after_a_loss() {
     serve(&mesh, 0, &model);
     let survived = converse(&mut mesh, &model, |mesh, turn| {
         if turn == 5 {
-            let current = |standby: &Value| standby["state"] == "current";
-            let covered = |state: &Value| {
-                let job = &state["jobs"][0];
-                let stages = job["stages"].as_array().map_or(0, Vec::len);
-                stages > 1
-                    && job["standbys"].as_array().is_some_and(|all| all.len() == stages && all.iter().all(current))
-            };
-            let ready = std::time::Duration::from_secs(60);
-            mesh.nodes[0].wait_state(ready, covered).expect("every stage has a current standby");
-            // What rests is computed again for standbys that joined after it, once no request runs.
-            std::thread::sleep(std::time::Duration::from_secs(8));
+            wait_settled(mesh);
             mesh.kill_stage_of(0);
         }
     });

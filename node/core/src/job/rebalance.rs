@@ -1,8 +1,9 @@
 //! Rebalancing: moves a running job to a better placement, or away from a node that drains.
 //!
-//! The placement of a served model is reviewed when the mesh changes. Several reviews must confirm a gain. Then the new
-//! owners fetch the weights while the job runs, and only then the job is placed again. A grid is measured while it
-//! runs, and rolls back to a checkpoint if the gain is worth it.
+//! The placement of a served model is reviewed when the mesh changes. Several reviews must confirm a gain, and nodes are
+//! measured again in between: what was slow may have been busy with something else. Then the new owners fetch the weights
+//! while the job runs, and only then the job is placed again. A grid is measured while it runs, and rolls back to a
+//! checkpoint if the gain is worth it.
 use super::lifecycle::{Job, Phase};
 use super::output::{JobOutput, JobQuestion, Out};
 use super::serve::Serve;
@@ -182,7 +183,7 @@ impl Job {
 
     /// Compares the placement of a model with the best one. If the planner finds none, the present placement stays.
     fn review(&mut self, now: Instant, leaving: bool, answer: Option<ModelAnswer>, out: &mut Out) {
-        let Workload::Serve(serve) = &self.workload else { return };
+        let Workload::Serve(serve) = &mut self.workload else { return };
         let change = answer.as_ref().and_then(|answer| serve.change(answer));
         let gains = |change: &PredictedChange| {
             change.after_ns.saturating_mul(100) <= change.before_ns.saturating_mul(100 - MOVE_GAIN_PERCENT)
@@ -193,6 +194,9 @@ impl Job {
         };
         self.rebalance.confirmed += 1;
         if self.rebalance.confirmed < MOVE_REVIEWS && !leaving {
+            if self.rebalance.confirmed == 1 {
+                serve.measure_again(now);
+            }
             self.rebalance.review_at = Some(now + MOVE_EVERY);
             return;
         }

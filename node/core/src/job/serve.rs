@@ -299,6 +299,11 @@ impl Serve {
         out.push_back(JobOutput::Measured { job, node, work, layers, measured });
     }
 
+    /// Measures all nodes again.
+    pub(super) fn measure_again(&mut self, now: Instant) {
+        self.calibration.repeat(now);
+    }
+
     pub(super) fn next_challenge(&self) -> Option<Instant> {
         self.calibration.next_wakeup()
     }

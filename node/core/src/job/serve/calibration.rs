@@ -21,8 +21,10 @@ pub(super) struct Calibration {
 struct Probe {
     /// The layers that the node holds. The answers are dropped when it holds others.
     layers: Range<u32>,
-    /// Times of the last answers, and whether no request ran meanwhile.
+    /// Times of the last [`CHALLENGES`] answers, and whether no request ran meanwhile.
     took: VecDeque<(Duration, bool)>,
+    /// Answers that are still needed before the measurement is complete.
+    needed: usize,
     due: Instant,
     /// The period of [`CHALLENGE_EVERY`] of the last challenge, and the number of that challenge in the period.
     asked: (u64, u32),
@@ -64,6 +66,7 @@ impl Calibration {
             self.by_node.entry(*node).or_insert_with(|| Probe {
                 layers: layers.clone(),
                 took: VecDeque::new(),
+                needed: CHALLENGES,
                 due: now + CHALLENGE_SOON,
                 asked: (0, 0),
             });
@@ -106,10 +109,18 @@ impl Calibration {
             probe.took.pop_front();
         }
         probe.took.push_back((now.since(running.sent), quiet.is_some() && quiet == running.quiet));
-        let enough = probe.took.len() >= CHALLENGES;
-        probe.due = now + if enough { CHALLENGE_EVERY } else { CHALLENGE_SOON };
+        probe.needed = probe.needed.saturating_sub(1);
+        probe.due = now + if probe.needed == 0 { CHALLENGE_EVERY } else { CHALLENGE_SOON };
         let &(took, quiet) = probe.took.iter().min_by_key(|(took, _)| *took)?;
-        enough.then(|| MeasuredSpeed { layers: probe.layers.clone(), took, quiet, nonce })
+        (probe.took.len() >= CHALLENGES).then(|| MeasuredSpeed { layers: probe.layers.clone(), took, quiet, nonce })
+    }
+
+    /// Measures all nodes again. What slowed one down may have passed.
+    pub(super) fn repeat(&mut self, now: Instant) {
+        for probe in self.by_node.values_mut() {
+            probe.needed = CHALLENGES;
+            probe.due = probe.due.min(now + CHALLENGE_SOON);
+        }
     }
 
     /// When the next challenge or timeout is due.
@@ -165,6 +176,29 @@ mod tests {
         assert!(said.iter().all(|(_, found)| found.took <= Duration::from_millis(14)), "{said:?}");
         let quiet: Vec<bool> = said.iter().map(|(_, found)| found.quiet).collect();
         assert_eq!(quiet, [true, false], "requests began while B was challenged");
+    }
+
+    #[test]
+    fn a_slow_answer_is_forgotten_when_all_nodes_are_measured_again() {
+        let holders = [(A, 0..4)];
+        let mut calibration = Calibration::default();
+        calibration.next(Instant(0), JobId(1), &holders, None);
+        let mut answer = |millis: u64, repeat: bool| {
+            let due = calibration.next_wakeup().expect("a challenge is due");
+            let (node, nonce) = calibration.next(due, JobId(1), &holders, None).expect("it is sent");
+            let now = due + Duration::from_millis(millis);
+            let found = calibration.handle_answer(now, node, nonce, true, None);
+            if repeat {
+                calibration.repeat(now);
+            }
+            (found.map(|found| found.took.as_millis()), calibration.next_wakeup().map(|next| next.since(now)))
+        };
+        assert_eq!(answer(700, false), (None, Some(CHALLENGE_SOON)));
+        assert_eq!(answer(800, false), (None, Some(CHALLENGE_SOON)));
+        assert_eq!(answer(900, true), (Some(700), Some(CHALLENGE_SOON)), "all nodes are measured again");
+        assert_eq!(answer(10, false), (Some(10), Some(CHALLENGE_SOON)));
+        assert_eq!(answer(20, false), (Some(10), Some(CHALLENGE_SOON)));
+        assert_eq!(answer(30, false), (Some(10), Some(CHALLENGE_EVERY)));
     }
 
     #[test]

@@ -5,10 +5,10 @@
 //! tokens shares its full pages, and computes only what follows. Stages compute equal tokens to equal bits, so a shared page
 //! is never different from the page that a request would compute for itself.
 use crate::id::RequestId;
-use crate::limits::{PAGE_POSITIONS, PREFIXES_MAX};
+use crate::limits::{PAGE_POSITIONS, PREFIXES_MAX, STANDBY_LAG_MAX};
 use crate::planted::{self, Planted};
 use crate::work::pages::Pages;
-use alloc::collections::BTreeMap;
+use alloc::collections::{BTreeMap, VecDeque};
 use alloc::vec::Vec;
 
 /// Pages and resting requests.
@@ -16,6 +16,9 @@ use alloc::vec::Vec;
 pub(super) struct Prefixes {
     pages: Pages,
     resting: BTreeMap<RequestId, Resting>,
+    /// Texts of requests that rested until a new placement had not all of their positions; at most [`PREFIXES_MAX`], the
+    /// last used one at the end.
+    lost: VecDeque<Vec<u32>>,
     uses: u64,
 }
 
@@ -35,7 +38,7 @@ pub(super) type Base = (RequestId, u32);
 impl Prefixes {
     /// An empty cache of `sequences` whole contexts.
     pub(super) fn new(sequences: u32, context: u32) -> Self {
-        Prefixes { pages: Pages::of(sequences, context), resting: BTreeMap::new(), uses: 0 }
+        Prefixes { pages: Pages::of(sequences, context), resting: BTreeMap::new(), lost: VecDeque::new(), uses: 0 }
     }
 
     /// Free pages, and all pages.
@@ -109,10 +112,11 @@ impl Prefixes {
         if tokens.len() < PAGE_POSITIONS as usize {
             return false;
         }
-        let full = |len: usize| len / PAGE_POSITIONS as usize * PAGE_POSITIONS as usize;
-        let covered = |resting: &Resting| tokens.starts_with(&resting.tokens[..full(resting.tokens.len())]);
-        let over: Vec<RequestId> = self.resting.iter().filter(|(_, r)| covered(r)).map(|(&id, _)| id).collect();
+        let covered = |text: &[u32]| tokens.starts_with(full_pages(text));
+        let over: Vec<RequestId> =
+            self.resting.iter().filter(|(_, resting)| covered(&resting.tokens)).map(|(&id, _)| id).collect();
         over.iter().for_each(|&over| self.forget(over));
+        self.lost.retain(|lost| !covered(lost));
         evicted.extend(over);
         while self.resting.len() >= PREFIXES_MAX && self.evict(evicted) {}
         let _shrinks = self.pages.reserve(id, u32::try_from(tokens.len()).unwrap_or(u32::MAX));
@@ -121,9 +125,13 @@ impl Prefixes {
         true
     }
 
-    /// Every stage has only the first `positions` of a resting request. Returns whether it still rests.
+    /// Every stage has only the first `positions` of a resting request. Returns whether it still rests. If more is missing
+    /// than what was in flight to a standby, the text is to be computed again.
     pub(super) fn shorten(&mut self, id: RequestId, positions: u32) -> bool {
         let Some(resting) = self.resting.get_mut(&id) else { return false };
+        if (positions.saturating_add(STANDBY_LAG_MAX) as usize) < resting.tokens.len() {
+            push_lost(&mut self.lost, resting.tokens.clone());
+        }
         if positions < PAGE_POSITIONS {
             self.forget(id);
             return false;
@@ -138,16 +146,28 @@ impl Prefixes {
         self.pages.release(id);
     }
 
+    /// A text was not computed again to its end. It is lost, unless a request rests that has all of its full pages.
+    pub(super) fn lose(&mut self, text: Vec<u32>) {
+        if self.resting.values().any(|resting| resting.tokens.starts_with(full_pages(&text))) {
+            return;
+        }
+        push_lost(&mut self.lost, text);
+    }
+
     /// Frees all pages. Returns the requests that rested.
     pub(super) fn clear(&mut self) -> Vec<RequestId> {
         self.pages.clear();
+        self.lost.clear();
         core::mem::take(&mut self.resting).into_keys().collect()
     }
 
-    /// Tokens of a resting request to compute again, because a standby lacks them, if there are pages for them beside all
-    /// others. The last used one is the first. Each is computed again once, until `forget_refreshes`.
+    /// A text to compute again, if there are pages for it beside all others: one that stages lost, or that rests and that a
+    /// standby lacks. The last used one is the first. What rests is computed again once, until `forget_refreshes`.
     pub(super) fn take_stale(&mut self, lacks: impl Fn(RequestId, u32) -> bool) -> Option<Vec<u32>> {
         let room = self.pages.free().saturating_mul(PAGE_POSITIONS) as usize;
+        if let Some(at) = self.lost.iter().rposition(|text| text.len() < room) {
+            return self.lost.remove(at);
+        }
         let stale = self.resting.iter_mut().filter(|(id, resting)| {
             let len = u32::try_from(resting.tokens.len()).unwrap_or(u32::MAX);
             !resting.refreshed && resting.tokens.len() < room && lacks(**id, len)
@@ -207,6 +227,18 @@ impl Prefixes {
         let both = self.resting().find(|id| runs(*id));
         assert!(both.is_none(), "{both:?} runs and rests");
     }
+}
+
+fn push_lost(lost: &mut VecDeque<Vec<u32>>, text: Vec<u32>) {
+    if lost.len() >= PREFIXES_MAX {
+        lost.pop_front();
+    }
+    lost.push_back(text);
+}
+
+/// The tokens that fill whole pages.
+fn full_pages(text: &[u32]) -> &[u32] {
+    &text[..text.len() - text.len() % PAGE_POSITIONS as usize]
 }
 
 #[cfg(test)]
@@ -278,6 +310,26 @@ mod tests {
         assert_eq!(evicted, [B]);
         assert!(!prefixes.grow(C, 8 * PAGE + 1, &mut evicted));
         prefixes.assert_invariants(|id| id == C);
+    }
+
+    #[test]
+    fn a_text_that_stages_lost_is_computed_again_until_it_rests() {
+        let mut prefixes = Prefixes::new(1, 8 * PAGE);
+        let none = |_, _| false;
+        run(&mut prefixes, A, &tokens(3, 5));
+        assert!(prefixes.shorten(A, 3 * PAGE - 1), "what was in flight to a standby");
+        assert_eq!(prefixes.take_stale(none), None);
+        assert!(!prefixes.shorten(A, 0));
+        let text = prefixes.take_stale(none).expect("the text");
+        assert_eq!((text.len() as u32, prefixes.take_stale(none)), (3 * PAGE - 1, None));
+        prefixes.lose(text.clone());
+        run(&mut prefixes, B, &tokens(1, 9));
+        assert_eq!(prefixes.take_stale(none), Some(text.clone()), "a caller's request came first");
+        prefixes.lose(text.clone());
+        assert_eq!(run(&mut prefixes, C, &tokens(4, 0)), [B]);
+        assert_eq!(prefixes.take_stale(none), None, "a request rests that has all of it");
+        prefixes.lose(text);
+        assert_eq!(prefixes.take_stale(none), None);
     }
 
     #[test]

@@ -362,6 +362,7 @@ impl Requests {
             self.pump(id, out);
         }
         self.fill_slots(now, out);
+        self.refresh_soon(now);
     }
 
     /// Frees what a node holds of ended requests, or says that they rest. The first message about that went to the

@@ -55,6 +55,23 @@ fn a_conversation_goes_on_at_the_standby_of_a_lost_stage() {
 }
 
 #[test]
+fn a_new_stage_computes_a_conversation_again_before_its_next_turn() {
+    converse(&mut Mesh::new(&[225; 6]), |mesh| {
+        let lost = mesh.nodes[&id(1)].node.jobs().next().expect("the job").parts;
+        let (owner, standby) = lost
+            .iter()
+            .filter_map(|part| Some((part.owner, part.standby.as_ref()?.node?)))
+            .find(|(owner, standby)| *owner != id(1) && *standby != id(1))
+            .expect("a stage and its standby elsewhere");
+        for node in [owner, standby] {
+            mesh.nodes.get_mut(&node).unwrap().down = true;
+        }
+        mesh.run_for(Duration::from_secs(20));
+        assert!(!mesh.stages().contains(&owner) && !mesh.stages().contains(&standby));
+    });
+}
+
+#[test]
 fn a_stage_that_lost_its_cache_is_given_the_whole_conversation() {
     converse_without_bound(&mut Mesh::new(&[225, 225, 225, 225]), |mesh| {
         let lost = *mesh.stages().iter().find(|node| **node != id(1)).expect("a stage elsewhere");

@@ -169,7 +169,7 @@ impl Requests {
         }
     }
 
-    // ---- standbys that lack what rests
+    // ---- stages and standbys that lack what rests
 
     /// A standby is ready under the present epoch. It may lack what rests.
     pub(in crate::job) fn handle_standby(&mut self, now: Instant, out: &mut Out) {
@@ -184,8 +184,8 @@ impl Requests {
         }
     }
 
-    /// Computes a resting request again that a standby lacks, if no other request runs: the next request that continues
-    /// it would lose much time if the stage was lost. `lacks`: whether a standby has fewer positions of a request.
+    /// Computes a resting request again that a new stage or a standby lacks, if no other request runs: a request that
+    /// continues it would take much longer, now or after a loss. `lacks`: whether a standby has fewer positions of a request.
     pub(in crate::job) fn refresh(&mut self, now: Instant, lacks: impl Fn(RequestId, u32) -> bool, out: &mut Out) {
         if self.track.is_none() || self.refresh_at.is_none_or(|at| at > now) {
             return;
@@ -209,9 +209,10 @@ impl Requests {
     /// A caller's request goes first, and a new standby lacks what was computed before it joined.
     pub(super) fn stop_refresh(&mut self, out: &mut Out) {
         let refresh = self.running.values().find(|stream| stream.caller == Caller::Refresh).map(|stream| stream.id);
-        if let Some(id) = refresh {
-            self.running.remove(&id);
+        if let Some(stream) = refresh.and_then(|id| self.running.remove(&id)) {
+            let id = stream.id;
             self.cache.forget(id);
+            self.cache.lose(stream.request.prompt);
             self.cache.forget_refreshes();
             self.close(id, out);
         }
