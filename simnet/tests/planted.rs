@@ -18,7 +18,7 @@ const BUGS: [(Planted, u64, &str); 21] = [
     (Planted::CancelDropped, 0, "after its caller went away"),
     (Planted::SeedByFirstPosition, 0, "the solo chain has"),
     (Planted::StandbyNeverFed, 866, "and a request waits"),
-    (Planted::NoFence, 11, "sends a frame of"),
+    (Planted::NoFence, 25, "sends a frame of"),
     (Planted::PrefixUnchecked, 0, "the solo chain has"),
     (Planted::CloseNotToStandby, 0, "caches"),
     (Planted::LostNotExcluded, 1, "reported lost and not heard since"),

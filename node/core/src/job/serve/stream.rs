@@ -334,7 +334,9 @@ impl Stream {
     /// The next frame for the first stage of a pipeline of `stages` stages, if one may be sent now.
     pub(super) fn next_frame(&mut self, job: JobId, epoch: Epoch, stages: u32) -> Option<(FrameHeader, Vec<u32>)> {
         let (position, len) = (self.sent, self.len());
-        if position >= len || self.chunks.len() >= chunks_in_flight(stages) as usize {
+        // A caller's request waits for at most one chunk of what rests, and so does a slow standby.
+        let in_flight = if self.caller == Caller::Refresh { 1 } else { chunks_in_flight(stages) };
+        if position >= len || self.chunks.len() >= in_flight as usize {
             return None;
         }
         let count = (len - position).min(chunk_positions(stages));
