@@ -16,8 +16,8 @@ use alloc::vec::Vec;
 pub(super) struct Prefixes {
     pages: Pages,
     resting: BTreeMap<RequestId, Resting>,
-    /// Texts of requests that rested until a new placement had not all of their positions; at most [`PREFIXES_MAX`], the
-    /// last used one at the end.
+    /// Texts of requests that rested until a new placement lacked positions of theirs; at most [`PREFIXES_MAX`], in the
+    /// order of the losses.
     lost: VecDeque<Vec<u32>>,
     uses: u64,
 }
@@ -161,8 +161,8 @@ impl Prefixes {
         core::mem::take(&mut self.resting).into_keys().collect()
     }
 
-    /// A text to compute again, if there are pages for it beside all others: one that stages lost, or that rests and that a
-    /// standby lacks. The last used one is the first. What rests is computed again once, until `forget_refreshes`.
+    /// A text to compute again, if there are pages for it beside all others: the last one that stages lost, else the last
+    /// used one that rests and that a standby lacks. What rests is computed again once, until `forget_refreshes`.
     pub(super) fn take_stale(&mut self, lacks: impl Fn(RequestId, u32) -> bool) -> Option<Vec<u32>> {
         let room = self.pages.free().saturating_mul(PAGE_POSITIONS) as usize;
         if let Some(at) = self.lost.iter().rposition(|text| text.len() < room) {
