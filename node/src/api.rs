@@ -23,6 +23,7 @@ mod blocks;
 mod body;
 mod chat;
 mod choices;
+mod embeddings;
 mod endpoint;
 pub(crate) mod engine;
 mod error;
@@ -151,6 +152,7 @@ fn routes<E: Engine>() -> Vec<Route<E>> {
         ("POST", "/v1/chat/completions", Open, post(endpoint::chat::<E>)),
         ("POST", "/v1/completions", Open, post(endpoint::completion::<E>)),
         ("POST", "/v1/responses", Open, post(endpoint::responses::<E>)),
+        ("POST", "/v1/embeddings", Open, post(embeddings::embeddings::<E>)),
         ("POST", "/v1/messages", Open, post(endpoint::messages::<E>)),
         ("POST", "/v1/messages/count_tokens", Open, post(endpoint::count_tokens::<E>)),
         ("GET", "/openapi.json", Public, get(openapi::openapi)),

@@ -1,4 +1,5 @@
 //! The API as used by the official clients of OpenAI and Anthropic, and by an agent.
+use crate::embeddings;
 use crate::harness::{Mesh, deploy, model, require};
 use serde_json::Value;
 use std::process::Command;
@@ -13,6 +14,7 @@ fn openais_own_client_is_served() {
         install: "pip install openai",
         script: "openai_client.py",
         base: "/v1",
+        pooled: false,
     };
     client.run();
 }
@@ -26,6 +28,7 @@ fn anthropics_own_client_is_served() {
         install: "pip install anthropic",
         script: "anthropic_client.py",
         base: "",
+        pooled: false,
     };
     client.run();
 }
@@ -39,6 +42,7 @@ fn an_agent_of_langchain_calls_a_tool() {
         install: "pip install langchain langchain-openai",
         script: "langchain_agent.py",
         base: "/v1",
+        pooled: false,
     };
     client.run();
 }
@@ -52,6 +56,21 @@ fn openais_own_client_for_javascript_is_served() {
         install: "install Node.js, `npm install openai`, and set NODE_PATH to its folder `node_modules`",
         script: "openai_client.cjs",
         base: "/v1",
+        pooled: false,
+    };
+    client.run();
+}
+
+#[test]
+fn openais_own_client_gets_embeddings() {
+    let client = Client {
+        name: "openai",
+        interpreter: &python(),
+        probe: &["-c", "import openai"],
+        install: "pip install openai",
+        script: "openai_embeddings.py",
+        base: "/v1",
+        pooled: true,
     };
     client.run();
 }
@@ -72,6 +91,8 @@ struct Client<'a> {
     script: &'a str,
     /// The path that the client's base URL ends with.
     base: &'a str,
+    /// The model is made for embeddings.
+    pooled: bool,
 }
 
 impl Client<'_> {
@@ -94,6 +115,8 @@ impl Client<'_> {
         if !self.is_installed() {
             return;
         }
+        let folder = tempfile::tempdir().expect("a folder");
+        let model = if self.pooled { embeddings::pooled(&model, folder.path()) } else { model };
         let mut mesh = Mesh::new();
         mesh.start("solo", None);
         let mut request = deploy(&model);

@@ -10,6 +10,7 @@ mod crowd;
 mod dist;
 mod docs;
 mod drivers;
+mod embeddings;
 mod faults;
 mod grids;
 mod harness;

@@ -161,8 +161,8 @@ pub(crate) fn load_weights<R: Platform>(
         return Err(input(format!("expected heads of a multiple of 8 elements, found {}", config.head_dim)));
     }
     let stage_options = options.clone();
-    let engine = guarded(|| GpuEngine::load(file, weights, config.clone(), options, client, number, memory_free))?;
-    Ok(Decoder::new(&config, &stage_options, engine))
+    let engine = guarded(|| GpuEngine::load(file, weights, config, options, client, number, memory_free))?;
+    Decoder::new(file, &stage_options, engine)
 }
 
 impl<R: Platform> GpuEngine<R> {
@@ -209,7 +209,7 @@ impl<R: Platform> GpuEngine<R> {
             timed(&mut loader.phases.proof_s, || fill(&client, &page.pages, bytes / 4))?;
             layers.push(layer(&mut loader, &recipe.layers[index], index, page, rotary)?);
         }
-        let head = (range.end == config.layers).then(|| -> Result<Head, StageError> {
+        let head = config.has_head(&range).then(|| -> Result<Head, StageError> {
             let norm = loader.vector("output_norm.weight")?;
             let matrix = match &table {
                 Some(table) if config.tied => table.clone(),

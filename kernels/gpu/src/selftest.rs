@@ -39,7 +39,8 @@ pub(crate) fn checks(load: Load<'_>) -> Vec<Check> {
         (TinyModel { architecture, biases, tied: !biases, ..TinyModel::default() }, conversation())
     });
     let k_quant = TinyModel { quant: QuantType::Q4K, layers: 2, ..TinyModel::default() };
-    let models = families.chain(formats).chain([(k_quant, conversation())]);
+    let embeddings = TinyModel { architecture: Architecture::Qwen3, pooled: true, layers: 2, ..TinyModel::default() };
+    let models = families.chain(formats).chain([(k_quant, conversation()), (embeddings, conversation())]);
     models
         .flat_map(|(model, batches)| {
             [Activations::Int8, Activations::F32].map(|activations| check(&model, &batches, activations, load))
@@ -63,9 +64,15 @@ fn tokens(count: u32, seed: u32) -> Vec<u32> {
 }
 
 fn check(model: &TinyModel, batches: &[Vec<Entry>], activations: Activations, load: Load<'_>) -> Check {
-    let biased = if model.biases { " with biases" } else { "" };
+    let special = if model.pooled {
+        " for embeddings"
+    } else if model.biases {
+        " with biases"
+    } else {
+        ""
+    };
     let (family, format) = (model.architecture.name(), model.quant.name());
-    let name = format!("{family} in {format}{biased}, {}", activations.numerics());
+    let name = format!("{family} in {format}{special}, {}", activations.numerics());
     let outcome = catch_unwind(AssertUnwindSafe(|| {
         let file = model.open();
         let layers = 0..file.config().layers;
@@ -114,7 +121,7 @@ fn check_split(
             input: RowsIn::Hidden(hidden),
             output: RequestedOutput::Logits,
         }),
-        RowsOut::Logits(_) | RowsOut::Token(_) | RowsOut::Nothing => None,
+        RowsOut::Logits(_) | RowsOut::Token(_) | RowsOut::Embedding(_) | RowsOut::Nothing => None,
     });
     let found = numbers(second.forward(threads, &hidden.collect::<Vec<_>>()).map_err(text)?);
     let expected = bits(&mut *stage(0..end)?, threads, batch)?;
@@ -140,7 +147,7 @@ fn bits(stage: &mut dyn Stage, threads: &mut Threads, batch: &[Entry]) -> Result
 
 fn numbers(out: Vec<RowsOut>) -> Vec<u32> {
     let numbers = |out| match out {
-        RowsOut::Logits(numbers) | RowsOut::Hidden(numbers) => numbers,
+        RowsOut::Logits(numbers) | RowsOut::Hidden(numbers) | RowsOut::Embedding(numbers) => numbers,
         RowsOut::Token(_) | RowsOut::Nothing => Vec::new(),
     };
     out.into_iter().flat_map(numbers).map(f32::to_bits).collect()

@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use kernels::order::rms_norm;
 use kernels::threads::Threads;
 use parking_lot::Mutex;
 
@@ -13,7 +14,7 @@ use crate::stage::{
     Draw, Drawn, Logprobs, RequestedOutput, ResidentBytes, Rows, RowsIn, RowsOut, SequenceId, Stage, StageError,
     StageOptions, Submitted,
 };
-use crate::weights::ModelConfig;
+use crate::weights::{ModelConfig, ModelFile};
 
 mod ahead;
 
@@ -126,6 +127,8 @@ pub struct Decoder<E> {
     layers: Range<usize>,
     /// The range includes the last layer of the model.
     last: bool,
+    /// Of the last stage of a model for embeddings.
+    pooling: Option<Pooling>,
     width: usize,
     vocab: usize,
     context: usize,
@@ -137,6 +140,25 @@ pub struct Decoder<E> {
     /// One per thread; they grow as they are needed.
     samplers: Vec<Mutex<Sampler>>,
     engine: E,
+}
+
+/// Final norm of a model for embeddings. The host computes it, so that embeddings have the same bits on all devices.
+#[derive(Debug)]
+struct Pooling {
+    norm: Vec<f32>,
+    eps: f32,
+}
+
+impl Pooling {
+    fn load(file: &ModelFile, layers: &Range<usize>) -> Result<Option<Self>, StageError> {
+        let config = file.config();
+        if !config.pooled || layers.end != config.layers {
+            return Ok(None);
+        }
+        let norm = file.tensor("output_norm.weight");
+        let norm = norm.ok_or_else(|| StageError::Input("tensor \"output_norm.weight\" is missing".into()))?;
+        Ok(Some(Self { norm: norm.to_finite_f32()?, eps: config.norm_eps }))
+    }
 }
 
 /// Validates options for a model before anything is loaded.
@@ -157,12 +179,16 @@ pub fn check_options(config: &ModelConfig, options: &StageOptions) -> Result<(),
 }
 
 impl<E: Engine> Decoder<E> {
-    /// Wraps `engine`, which has loaded `options.layers`.
-    #[must_use]
-    pub fn new(config: &ModelConfig, options: &StageOptions, engine: E) -> Self {
-        Self {
+    /// Wraps `engine`, which has loaded `options.layers` of the file.
+    ///
+    /// # Errors
+    /// The final norm of a model for embeddings is missing, or holds a non-finite number.
+    pub fn new(file: &ModelFile, options: &StageOptions, engine: E) -> Result<Self, StageError> {
+        let config = file.config();
+        Ok(Self {
             layers: options.layers.clone(),
             last: options.layers.end == config.layers,
+            pooling: Pooling::load(file, &options.layers)?,
             width: config.width,
             vocab: config.vocab,
             context: options.context,
@@ -171,7 +197,7 @@ impl<E: Engine> Decoder<E> {
             queued: None,
             samplers: Vec::new(),
             engine,
-        }
+        })
     }
 
     /// The engine.
@@ -196,6 +222,11 @@ impl<E: Engine> Decoder<E> {
 
     fn embeds(&self) -> bool {
         self.layers.start == 0
+    }
+
+    /// Whether the engine computes logits instead of hidden rows.
+    fn has_head(&self) -> bool {
+        self.last && self.pooling.is_none()
     }
 
     /// Validates a batch; nothing has changed if this fails.
@@ -345,7 +376,7 @@ impl<E: Engine> Decoder<E> {
             } else {
                 PassInput::Hidden(&joined.hidden[pass.start * self.width..pass.end * self.width])
             };
-            let requested = if self.last { joined.requested_of(&pass) } else { Vec::new() };
+            let requested = if self.has_head() { joined.requested_of(&pass) } else { Vec::new() };
             match self.engine.pass(threads, rows, input, &requested) {
                 Ok(numbers) => passes.numbers.push(numbers),
                 Err(error) => {
@@ -375,7 +406,12 @@ impl<E: Engine> Decoder<E> {
         for (index, numbers) in numbers.iter().enumerate() {
             let start = index * E::ROWS_PER_PASS;
             let pass = start..(start + E::ROWS_PER_PASS).min(joined.rows.len());
-            if self.last {
+            if let Some(Pooling { norm, eps }) = &self.pooling {
+                for row in joined.requested_of(&pass) {
+                    let hidden = &numbers[row * self.width..(row + 1) * self.width];
+                    out[joined.entries[start + row]] = RowsOut::Embedding(rms_norm(hidden, norm, *eps));
+                }
+            } else if self.last {
                 for (logits, row) in numbers.chunks_exact(self.vocab).zip(joined.requested_of(&pass)) {
                     let entry = joined.entries[start + row];
                     match batch[entry].output {

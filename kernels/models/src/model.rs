@@ -67,15 +67,15 @@ impl CpuEngine {
         let mut pool = Pool::new(options.threads).map_err(no_threads)?;
         let mut loader = Loader { file: &file, pool: &mut pool, bytes: 0 };
         let range = options.layers.clone();
-        let (first, last) = (range.start == 0, range.end == config.layers);
-        let embedding = (first && !(last && config.tied)).then(|| loader.matrix(EMBEDDING)).transpose()?;
+        let (first, head) = (range.start == 0, config.has_head(&range));
+        let embedding = (first && !(head && config.tied)).then(|| loader.matrix(EMBEDDING)).transpose()?;
         let layers = range.clone().map(|layer| loader.layer(&recipe.layers[layer], layer)).collect::<Result<_, _>>()?;
-        let head = last.then(|| loader.head(config)).transpose()?;
+        let head = head.then(|| loader.head(config)).transpose()?;
         file.check_unchanged()?; // the bytes read match the header
         let (weight_bytes, width) = (loader.bytes, config.width);
         let (stage_options, _file) = (options.clone(), Arc::clone(&file));
         let engine = Self { options, width, recipe, embedding, layers, head, engine, weight_bytes, _file };
-        Ok(Decoder::new(config, &stage_options, engine))
+        Decoder::new(&file, &stage_options, engine)
     }
 
     /// Bytes of weights read to decode one token, not counting its embedding row.

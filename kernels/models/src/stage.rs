@@ -108,6 +108,8 @@ pub enum RowsOut {
     Logits(Vec<f32>),
     /// The drawn token.
     Token(Drawn),
+    /// The normalised row `[width]` of the last row: any output that is requested of a model for embeddings.
+    Embedding(Vec<f32>),
     /// Last stage, no output requested.
     Nothing,
 }

@@ -46,6 +46,7 @@ pub struct Tokenizer {
     specials: Specials,
     bos: Option<u32>,
     add_bos: bool,
+    add_eos: bool,
     eos: Vec<u32>,
 }
 
@@ -118,8 +119,9 @@ impl Tokenizer {
         let mut seen = std::collections::BTreeSet::new();
         eos.retain(|id| seen.insert(*id));
         let add_bos = metadata.bool("tokenizer.ggml.add_bos_token")?.unwrap_or(default_add_bos) && bos.is_some();
+        let add_eos = metadata.bool("tokenizer.ggml.add_eos_token")?.unwrap_or(false);
         let specials = Specials::new(&vocabulary);
-        Ok(Self { words, vocabulary, specials, bos, add_bos, eos })
+        Ok(Self { words, vocabulary, specials, bos, add_bos, add_eos, eos })
     }
 
     /// Encodes text without adding a beginning-of-text token.
@@ -267,6 +269,12 @@ impl Tokenizer {
     #[must_use]
     pub fn add_bos(&self) -> bool {
         self.add_bos
+    }
+
+    /// The token that a whole text must end with, for a model that expects one.
+    #[must_use]
+    pub fn added_eos(&self) -> Option<u32> {
+        self.eos.first().copied().filter(|_| self.add_eos)
     }
 
     /// End-of-generation tokens; the model's own first.

@@ -55,7 +55,7 @@ fn through(stages: &mut [Loaded], sequence: u64, position: usize, tokens: &[u32]
 }
 
 fn bits(out: &RowsOut) -> Vec<u32> {
-    let RowsOut::Logits(logits) = out else { panic!("expected logits, found {out:?}") };
+    let (RowsOut::Logits(logits) | RowsOut::Embedding(logits)) = out else { panic!("found {out:?}") };
     assert!(logits.iter().all(|l| l.is_finite()));
     logits.iter().map(|l| l.to_bits()).collect()
 }
@@ -76,6 +76,10 @@ fn models() -> Vec<(String, Arc<ModelFile>)> {
         models.push((architecture.name().into(), TinyModel { architecture, ..TinyModel::default() }.open()));
     }
     models.push(("biased llama".into(), TinyModel { biases: true, ..TinyModel::default() }.open()));
+    for tied in [false, true] {
+        let tiny = TinyModel { architecture: Architecture::Qwen3, pooled: true, tied, ..TinyModel::default() };
+        models.push((format!("embeddings, tied: {tied}"), tiny.open()));
+    }
     for quant in QUANT_TYPES {
         let tied = quant == QuantType::Q8_0;
         let tiny = TinyModel { architecture: Architecture::Qwen3, quant, tied, ffn: 768, ..TinyModel::default() };

@@ -10,7 +10,7 @@ use kernels_models::stage::{Activations, RequestedOutput, Rows, RowsIn, RowsOut,
 use kernels_models::weights::testing::TinyModel;
 use kernels_models::weights::{Architecture, ModelFile, RopeKind};
 
-/// Logits of the last token, all in f64, without a KV cache.
+/// Logits of the last token, or its embedding, all in f64, without a KV cache.
 fn naive(file: &ModelFile, tokens: &[u32]) -> Vec<f64> {
     let c = file.config();
     let gemma = c.architecture == Architecture::Gemma3;
@@ -82,6 +82,9 @@ fn naive(file: &ModelFile, tokens: &[u32]) -> Vec<f64> {
         }
     }
     let last = norm(hidden.last().unwrap(), &rows(file, "output_norm.weight")[0], c.norm_eps);
+    if c.pooled {
+        return last;
+    }
     let mut logits = product(&rows(file, c.head_tensor()), &last);
     if gemma {
         logits.iter_mut().for_each(|logit| *logit = 30.0 * (*logit / 30.0).tanh());
@@ -152,7 +155,7 @@ fn logits(file: &Arc<ModelFile>, activations: Activations, tokens: &[u32]) -> Ve
             )
             .unwrap();
     }
-    let Some(RowsOut::Logits(logits)) = out.pop() else { panic!("expected logits") };
+    let Some(RowsOut::Logits(logits) | RowsOut::Embedding(logits)) = out.pop() else { panic!("expected logits") };
     logits.into_iter().map(f64::from).collect()
 }
 
@@ -196,6 +199,17 @@ fn biases_in_attention_are_applied() {
     for architecture in Architecture::ALL {
         for quant in [QuantType::Q4_1, QuantType::Q8_0, QuantType::F32] {
             let tiny = TinyModel { architecture, quant, biases: true, layers: 2, ..TinyModel::default() };
+            agrees(tiny, &tokens);
+        }
+    }
+}
+
+#[test]
+fn an_embedding_is_the_normalised_row_of_the_last_token() {
+    let tokens: Vec<u32> = (0..23).map(|i| (i * 37 + 11) % 250).collect();
+    for architecture in Architecture::ALL {
+        for (quant, tied) in [(QuantType::Q8_0, true), (QuantType::F16, false)] {
+            let tiny = TinyModel { architecture, quant, tied, pooled: true, layers: 2, ..TinyModel::default() };
             agrees(tiny, &tokens);
         }
     }

@@ -154,6 +154,10 @@ pub(crate) trait Text: Send + Sync {
     fn spelled(&self, token: u32) -> Vec<u8> {
         self.bytes(token)
     }
+    /// Elements of an embedding, if the model is made for embeddings and not to generate text.
+    fn embedding(&self) -> Option<u32> {
+        None
+    }
     /// Whether the model has a chat template.
     fn chats(&self) -> bool;
     /// The bytes that a token adds to the text.
@@ -164,7 +168,13 @@ pub(crate) trait Text: Send + Sync {
 
 impl Text for TextCodec {
     fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
-        self.tokenizer.encode_prompt(text).map_err(|e| e.to_string())
+        let mut ids = self.tokenizer.encode_prompt(text).map_err(|e| e.to_string())?;
+        ids.extend(self.tokenizer.added_eos().filter(|_| self.embedding.is_some()));
+        Ok(ids)
+    }
+
+    fn embedding(&self) -> Option<u32> {
+        self.embedding
     }
 
     fn chat(&self, messages: &[ChatMessage], tools: &[Value]) -> Option<Result<Vec<u32>, String>> {

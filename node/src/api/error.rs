@@ -55,6 +55,11 @@ impl ApiError {
         Self { code: Some("context_length_exceeded"), ..Self::invalid("messages", message) }
     }
 
+    /// The same error at this place.
+    pub(crate) fn at(self, place: String) -> Self {
+        Self { param: Some(Cow::Owned(place)), ..self }
+    }
+
     pub(crate) fn unauthorised(message: impl Into<String>) -> Self {
         Self::new(StatusCode::UNAUTHORIZED, "invalid_request_error", Some("invalid_api_key"), message)
     }

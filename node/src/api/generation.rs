@@ -50,8 +50,8 @@ pub(crate) struct Generation<T> {
 /// One event of a generation.
 #[derive(Debug)]
 pub(crate) enum Step {
-    /// A token. Its text is empty while it is held back.
-    Token { position: u32, token: u32, text: String, logprobs: Option<SpelledLogprobs> },
+    /// A token. Its text is empty while it is held back. Of a model for embeddings: the bits of the row.
+    Token { position: u32, token: u32, text: String, logprobs: Option<SpelledLogprobs>, embedding: Option<Vec<u32>> },
     /// The end, with the text that was held back. Nothing follows.
     End { text: String, finish: Finish },
     /// The request failed. Nothing follows.
@@ -170,7 +170,7 @@ impl<T: Tokens> Generation<T> {
             None => self.event().await,
         };
         match event {
-            TokenEvent::Token { position, sampled: Sampled { token, logprobs }, cached } => {
+            TokenEvent::Token { position, sampled: Sampled { token, logprobs, embedding }, cached } => {
                 self.count();
                 self.figures.cached_tokens = cached;
                 if let Some(Err(error)) = self.check.as_mut().map(|check| check.push(token)) {
@@ -179,7 +179,7 @@ impl<T: Tokens> Generation<T> {
                 }
                 let text = self.pieces.push(&self.model.text.spelled(token));
                 let logprobs = logprobs.map(|logprobs| self.spelled(token, &logprobs));
-                Step::Token { position, token, text, logprobs }
+                Step::Token { position, token, text, logprobs, embedding }
             }
             TokenEvent::Done { reason: DoneReason::Stop } => match self.check.as_mut().map(GrammarCheck::end) {
                 Some(Err(error)) => {

@@ -320,27 +320,39 @@ fn top_logprobs(field: &'static str, most: Option<u64>) -> Result<u8, ApiError> 
 }
 
 impl Prompt {
-    pub(crate) fn tokens(self, model: &Served) -> Result<Vec<u32>, ApiError> {
-        let several = || ApiError::unsupported("prompt", "`prompt`: expected exactly one prompt per request");
-        let ids = match self {
-            Prompt::Text(text) => return encode(&text, model, "prompt"),
-            Prompt::Texts(texts) => match <[String; 1]>::try_from(texts) {
-                Ok([text]) => return encode(&text, model, "prompt"),
-                Err(_) => return Err(several()),
-            },
-            Prompt::Ids(ids) => ids,
-            Prompt::IdLists(lists) => {
-                let [ids] = <[Vec<u32>; 1]>::try_from(lists).map_err(|_| several())?;
-                ids
+    /// The number of texts or lists.
+    pub(super) fn count(&self) -> usize {
+        match self {
+            Prompt::Text(_) | Prompt::Ids(_) => 1,
+            Prompt::Texts(texts) => texts.len(),
+            Prompt::IdLists(lists) => lists.len(),
+        }
+    }
+
+    /// The token ids of each text or list.
+    pub(super) fn each(self, model: &Served, param: &'static str) -> Result<Vec<Vec<u32>>, ApiError> {
+        let lists = match self {
+            Prompt::Text(text) => vec![encode(&text, model, param)?],
+            Prompt::Texts(texts) => {
+                texts.iter().map(|text| encode(text, model, param)).collect::<Result<_, ApiError>>()?
             }
+            Prompt::Ids(ids) => vec![ids],
+            Prompt::IdLists(lists) => lists,
         };
-        match ids.iter().find(|id| **id >= model.text.vocabulary()) {
+        match lists.iter().flatten().find(|id| **id >= model.text.vocabulary()) {
             Some(id) => Err(ApiError::invalid(
-                "prompt",
+                param,
                 format!("token {id} is not in the model's vocabulary: expected ids below {}", model.text.vocabulary()),
             )),
-            None => Ok(ids),
+            None => Ok(lists),
         }
+    }
+
+    pub(crate) fn tokens(self, model: &Served) -> Result<Vec<u32>, ApiError> {
+        if self.count() != 1 {
+            return Err(ApiError::unsupported("prompt", "`prompt`: expected exactly one prompt per request"));
+        }
+        Ok(self.each(model, "prompt")?.into_iter().flatten().collect())
     }
 }
 
@@ -357,6 +369,10 @@ impl Settings {
         tokens_default: Option<u32>,
         model: &Served,
     ) -> Result<Order, ApiError> {
+        if model.text.embedding().is_some() {
+            let message = format!("`{}` is made for embeddings and generates no text: use /v1/embeddings", model.name);
+            return Err(ApiError::invalid("model", message));
+        }
         if prompt.is_empty() {
             return Err(ApiError::invalid("prompt", "the prompt has no tokens"));
         }

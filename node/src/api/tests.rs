@@ -1,13 +1,10 @@
 //! Tests of the API over real HTTP against a fake node: bytes are tokens, and it generates a fixed script.
 use super::body::BODY_BYTES_MAX;
-use super::engine::{Served, Text, Tokens};
+use super::engine::{Served, Tokens};
 use super::*;
 use crate::handle::{BanReport, GenerateRequest, ModelOptions, ModelRef, NodeError, PlanReport, StateView, TokenEvent};
 use crate::submissions::Submissions;
 use crate::views::JobView;
-use kernels_models::chat_template::ChatMessage;
-use kernels_models::constraint::{Constraint, GrammarVocabulary};
-use kernels_models::weights::testing::{TINY_CONTROL, TinyModel};
 use node_core::work::serve::{DoneReason, Sampled};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
@@ -16,70 +13,28 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
+use text::{Bytes, FIRST_BYTE};
 use tokio::sync::mpsc;
 
 mod access;
 mod anthropic;
 mod choices;
+mod embeddings;
 mod grids;
 mod idempotency;
 mod mutations;
 mod responses;
 mod sampling;
+mod text;
 mod tools;
-
-/// A tokenizer with one token per byte: token = byte in prompts. In answers the ids are those of the small model, whose
-/// vocabulary grammars use: its control tokens come before the bytes.
-struct Bytes {
-    /// What the chat template mentions.
-    template: &'static str,
-}
-
-const FIRST_BYTE: u32 = TINY_CONTROL.len() as u32;
-
-impl Text for Bytes {
-    fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
-        Ok(text.bytes().map(u32::from).collect())
-    }
-    fn chat(&self, messages: &[ChatMessage], tools: &[Value]) -> Option<Result<Vec<u32>, String>> {
-        let tools: String = tools.iter().map(|tool| format!("<tool>{tool}")).collect();
-        Some(match messages.last().map(|m| m.role.as_str()) {
-            Some("assistant") => Err("the last turn must be the user's".into()),
-            _ => {
-                let calls =
-                    |m: &ChatMessage| m.tool_calls.iter().map(|call| format!("<call>{call}")).collect::<String>();
-                let turn = |m: &ChatMessage| format!("<{}>{}{}", m.role, m.content, calls(m));
-                self.encode(&(tools + &messages.iter().map(turn).collect::<String>()))
-            }
-        })
-    }
-    fn chats(&self) -> bool {
-        true
-    }
-    fn bytes(&self, token: u32) -> Vec<u8> {
-        vec![(token - FIRST_BYTE) as u8]
-    }
-    fn vocabulary(&self) -> u32 {
-        256
-    }
-    fn template_mentions(&self, text: &str) -> bool {
-        self.template.contains(text)
-    }
-    fn constrain(&self, grammar: &str) -> Result<Constraint, String> {
-        let tokenizer = TinyModel::default().open().tokenizer().map_err(|e| e.to_string())?;
-        let vocabulary = GrammarVocabulary::new(&tokenizer).map_err(|e| e.to_string())?;
-        Constraint::new(&vocabulary, grammar).map_err(|e| e.to_string())
-    }
-    fn control_token(&self, _: &str) -> Option<u32> {
-        None
-    }
-}
 
 /// Answers every request with `script`, then `done`. `endless` repeats the script until cancelled.
 #[derive(Clone)]
 pub(super) struct FakeNode {
     script: &'static str,
     template: &'static str,
+    /// Elements of an embedding, instead of text.
+    embedding: Option<u32>,
     context: u32,
     done: DoneReason,
     endless: bool,
@@ -98,6 +53,7 @@ impl FakeNode {
         Self {
             script,
             template: "",
+            embedding: None,
             context: 64,
             done: DoneReason::Stop,
             endless: false,
@@ -111,7 +67,7 @@ impl FakeNode {
     }
 
     fn served(&self) -> Served {
-        let text = Arc::new(Bytes { template: self.template });
+        let text = Arc::new(Bytes { template: self.template, embedding: self.embedding });
         Served { name: "tiny".into(), context: self.context, created: 7, text, elsewhere: None }
     }
 }
@@ -147,6 +103,7 @@ impl Engine for FakeNode {
         let sampling = request.sampling.clone();
         self.requests.lock().push(request);
         let (done, endless, most) = (self.done.clone(), self.endless, sampling.logprobs);
+        let embedding = self.embedding.map(|_| embeddings::fake(self.requests.lock().last().expect("this one")));
         let script = if self.varied { &self.script[sampling.seed as usize..] } else { self.script };
         tokio::spawn(async move {
             let bytes: Box<dyn Iterator<Item = u8> + Send> =
@@ -154,7 +111,11 @@ impl Engine for FakeNode {
             for (i, byte) in bytes.enumerate() {
                 let event = TokenEvent::Token {
                     position: position + i as u32,
-                    sampled: Sampled { token: u32::from(byte) + FIRST_BYTE, logprobs: most.map(sampling::fake) },
+                    sampled: Sampled {
+                        token: u32::from(byte) + FIRST_BYTE,
+                        logprobs: most.map(sampling::fake),
+                        embedding: embedding.clone(),
+                    },
                     cached: 0,
                 };
                 if sender.send(event).await.is_err() {

@@ -99,6 +99,10 @@ pub(super) fn results(tensors: &TensorStore, items: &[Item], outputs: Vec<RowsOu
             ItemResult::Hidden
         }
         RowsOut::Token(drawn) => ItemResult::Token(sampled(drawn)),
+        RowsOut::Embedding(row) => {
+            let bits = row.into_iter().map(f32::to_bits).collect();
+            ItemResult::Token(Sampled { embedding: Some(bits), ..Sampled::from(0) })
+        }
         RowsOut::Logits(_) | RowsOut::Nothing => ItemResult::Nothing,
     };
     items.iter().zip(outputs).map(result).collect()
@@ -111,7 +115,7 @@ fn sampled(drawn: Drawn) -> Sampled {
         let top_e6 = logprobs.top.into_iter().map(|(token, log)| (token, e6(log))).collect();
         Box::new(Logprobs { sampled_e6: e6(logprobs.drawn), top_e6 })
     });
-    Sampled { token: drawn.token, logprobs }
+    Sampled { token: drawn.token, logprobs, embedding: None }
 }
 
 /// A digest of the stage's outputs for generated rows: equal for equal numerics.
@@ -147,7 +151,7 @@ fn digest(stage: &mut dyn Stage, threads: &mut Threads, nonce: u64) -> Result<u6
             answer => answer,
         };
         for output in outputs? {
-            if let RowsOut::Hidden(values) | RowsOut::Logits(values) = output {
+            if let RowsOut::Hidden(values) | RowsOut::Logits(values) | RowsOut::Embedding(values) = output {
                 for value in values {
                     digest.update(&value.to_bits().to_le_bytes());
                 }

@@ -142,6 +142,5 @@ impl NodeHandle {
 }
 
 fn words_of(file: &ModelFile) -> Result<TextCodec, NodeError> {
-    let tokenizer = file.tokenizer().map_err(|e| NodeError::Invalid(e.to_string()))?;
-    Ok(TextCodec::new(tokenizer, file.chat_template().ok()))
+    TextCodec::of(file).map_err(|e| NodeError::Invalid(e.to_string()))
 }

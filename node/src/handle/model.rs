@@ -2,6 +2,8 @@
 use super::usage::Usage;
 use crate::clock::unix_seconds;
 use kernels_models::constraint::{ConstraintError, GrammarVocabulary};
+use kernels_models::tokenizer::TokenizerError;
+use kernels_models::weights::ModelFile;
 use node_core::id::{ContentId, JobId, NodeId};
 use node_core::work::serve::ModelSpec;
 use parking_lot::Mutex;
@@ -83,17 +85,25 @@ pub(crate) struct TextCodec {
     pub tokenizer: Arc<kernels_models::tokenizer::Tokenizer>,
     /// The chat template, if the model has one.
     pub template: Option<Arc<kernels_models::chat_template::ChatTemplate>>,
+    /// Elements of an embedding, if the model is made for embeddings.
+    pub embedding: Option<u32>,
     /// The vocabulary prepared for grammars, once a request has one.
     pub grammars: Arc<OnceLock<Result<GrammarVocabulary, ConstraintError>>>,
 }
 
 impl TextCodec {
-    /// Without a vocabulary for grammars.
-    pub(crate) fn new(
-        tokenizer: kernels_models::tokenizer::Tokenizer,
-        template: Option<kernels_models::chat_template::ChatTemplate>,
-    ) -> Self {
-        Self { tokenizer: Arc::new(tokenizer), template: template.map(Arc::new), grammars: Arc::default() }
+    /// Of a model file, without a vocabulary for grammars.
+    ///
+    /// # Errors
+    /// The file has no tokenizer, or an unsupported one.
+    pub(crate) fn of(file: &ModelFile) -> Result<Self, TokenizerError> {
+        let config = file.config();
+        Ok(Self {
+            tokenizer: Arc::new(file.tokenizer()?),
+            template: file.chat_template().ok().map(Arc::new),
+            embedding: config.pooled.then_some(config.width as u32),
+            grammars: Arc::default(),
+        })
     }
 }
 

@@ -87,8 +87,7 @@ fn open_model(library: &Library, path: &std::path::Path, name: String) -> Result
     let named = ModelFile::open(path).map_err(|e| invalid(&e))?;
     let names_itself = |e: &TokenizerError| matches!(e, TokenizerError::NoFile { .. });
     let no_words = |e| if names_itself(&e) { NodeError::Invalid(e.to_string()) } else { invalid(&e) };
-    let tokenizer = named.tokenizer().map_err(no_words)?;
-    let words = TextCodec::new(tokenizer, named.chat_template().ok());
+    let words = TextCodec::of(&named).map_err(no_words)?;
     let held = library.add(path).map_err(|e| invalid(&e))?;
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     Ok(Opened { name, path, held, words })

@@ -7,7 +7,7 @@ use partitioner::Work;
 
 /// The vocabulary of a small model.
 pub(super) fn words() -> TextCodec {
-    TextCodec::new(TinyModel::default().open().tokenizer().unwrap(), None)
+    TextCodec::of(&TinyModel::default().open()).unwrap()
 }
 
 /// A model without layers: its content is `content` repeated.

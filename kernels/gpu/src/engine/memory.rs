@@ -180,7 +180,7 @@ pub(super) fn scratch_bytes(config: &ModelConfig, heads: &Heads, options: &Stage
     let rotary = options.context * 2 * heads.pairs;
     let per_row = 2 * config.width + heads.row() + heads.queries() + 2 * config.ffn;
     let activations = 2 * (config.width + heads.queries() + config.ffn); // floats, codes, scales
-    let last = options.layers.end == config.layers;
+    let last = config.has_head(&options.layers);
     let drawn = if last { 4 * DRAWN_MAX * config.vocab + DrawScratch::bytes(config.vocab) } else { 0 };
     ((ROWS * (per_row + activations) + rotary + PARTS_WORDS) * 4 + PARTIAL_BYTES + drawn) as u64
 }

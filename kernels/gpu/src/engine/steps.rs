@@ -139,7 +139,7 @@ impl Steps {
         let len = Input::Hidden.start(most) + FEW * config.width;
         let words = memory.buffer(len * 4, "rows of steps")?;
         let hidden = embedded.cloned().unwrap_or_else(|| part(&words, Input::Hidden, most));
-        let last = options.layers.end == config.layers;
+        let last = config.has_head(&options.layers);
         let (output, numbers) = if last {
             let rows = if embedded.is_some() { DRAWN_MAX } else { FEW };
             (memory.buffer(rows * config.vocab * 4, "logits of steps")?, FEW * config.vocab)

@@ -38,7 +38,7 @@ impl Step {
 impl<E: Engine> Decoder<E> {
     /// The batch as a decode step with its input tokens; `None` if the engine cannot sample it.
     pub(super) fn step_of(&self, batch: &[Rows<'_>]) -> Option<(Step, Vec<u32>)> {
-        if !(self.embeds() && self.last) || batch.is_empty() {
+        if !(self.embeds() && self.has_head()) || batch.is_empty() {
             return None;
         }
         let (mut step, mut tokens) = (Step { rows: Vec::new(), draws: Vec::new() }, Vec::new());

@@ -108,6 +108,8 @@ pub struct ModelConfig {
     pub logit_cap: Option<f32>,
     /// Whether the output head is tied to the embedding (`token_embd.weight`); otherwise it is `output.weight`.
     pub tied: bool,
+    /// The model is made for embeddings: the result is the normalised row of the last token, and there is no output head.
+    pub pooled: bool,
 }
 
 /// Sliding-window (local) layers: all but every `period`-th.
@@ -263,6 +265,7 @@ impl ModelConfig {
             attention_scale: keys.attention_scale(architecture, width / heads, head_dim)?,
             logit_cap: keys.logit_cap(architecture)?,
             tied: tensor("output.weight").is_none(),
+            pooled: keys.pooled()?,
         };
         if !heads.is_multiple_of(kv_heads) {
             return Err(inconsistent("a number of heads that is a multiple of the key heads", &[heads, kv_heads]));
@@ -294,6 +297,12 @@ impl ModelConfig {
     #[must_use]
     pub fn kv_width(&self) -> usize {
         self.kv_heads * self.head_dim
+    }
+
+    /// Whether a stage of these layers has the output head.
+    #[must_use]
+    pub fn has_head(&self, layers: &Range<usize>) -> bool {
+        layers.end == self.layers && !self.pooled
     }
 
     /// Name of the output head's matrix, `[vocab, width]`.
@@ -338,8 +347,9 @@ impl ModelConfig {
     pub fn belongs_to(&self, name: &str, layers: &Range<usize>) -> bool {
         let (first, last) = (layers.contains(&0), !layers.is_empty() && layers.end == self.layers);
         match name {
-            "token_embd.weight" => first || (last && self.tied),
-            "output.weight" | "output_norm.weight" => last,
+            "token_embd.weight" => first || (last && self.tied && !self.pooled),
+            "output.weight" => last && !self.pooled,
+            "output_norm.weight" => last,
             ROPE_FACTORS => !layers.is_empty(),
             _ => layer_of(name).is_some_and(|layer| layers.contains(&layer)),
         }
@@ -404,14 +414,15 @@ impl ModelConfig {
             layers: vec![layer; self.layers],
             embed_bytes: 0,
             head_bytes: 0,
-            tied: self.tied,
-            head_flops: 2 * width * vocab,
+            tied: self.tied && !self.pooled,
+            head_flops: if self.pooled { 0 } else { 2 * width * vocab },
             activation_bytes: width * ACTIVATION_ELEMENT_BYTES,
         };
         for tensor in tensors {
             let bytes = resident_bytes(tensor);
             match tensor.name.as_str() {
                 "token_embd.weight" => costs.embed_bytes += bytes,
+                "output.weight" if self.pooled => {}
                 "output.weight" | "output_norm.weight" => costs.head_bytes += bytes,
                 name => {
                     if let Some(layer) = layer_of(name).and_then(|l| costs.layers.get_mut(l)) {
@@ -420,7 +431,7 @@ impl ModelConfig {
                 }
             }
         }
-        if self.tied {
+        if costs.tied {
             costs.head_bytes += costs.embed_bytes;
         }
         costs
@@ -491,6 +502,18 @@ impl Keys<'_> {
             }
         }
         Ok(())
+    }
+
+    /// `pooling_type` is `llama_pooling_type` of llama.cpp's `llama.h`: 0 none, 1 mean, 2 first token, 3 last token, 4 rank.
+    fn pooled(&self) -> Result<bool, WeightsError> {
+        match self.metadata.unsigned(&self.key("pooling_type"))?.unwrap_or(0) {
+            0 => Ok(false),
+            3 => Ok(true),
+            other => Err(WeightsError::Unsupported(format!(
+                "{}: expected 0 (none) or 3 (the last token), found {other}",
+                self.key("pooling_type")
+            ))),
+        }
     }
 
     /// A sliding window on all layers limits the context: within one window it equals full attention.

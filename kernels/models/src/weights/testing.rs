@@ -179,6 +179,8 @@ pub struct TinyModel {
     pub tied: bool,
     /// All attention biases that the architecture may have; Qwen2 always has some.
     pub biases: bool,
+    /// Made for embeddings: the last token's row, of texts that end with the end token.
+    pub pooled: bool,
     /// Seed of the random weights.
     pub seed: u64,
 }
@@ -195,6 +197,7 @@ impl Default for TinyModel {
             ffn: 512,
             tied: true,
             biases: false,
+            pooled: false,
             seed: 1,
         }
     }
@@ -231,6 +234,9 @@ impl TinyModel {
             // Windows are shorter than the tests' prompts, and two of three layers have them.
             w.f32("gemma3.rope.freq_base", 1e6).f32("gemma3.final_logit_softcapping", 30.0);
             w.u32("gemma3.attention.sliding_window", 9).u32("gemma3.attention.sliding_window_pattern", 3);
+        }
+        if self.pooled {
+            w.u32(&format!("{arch}.pooling_type"), 3).bool("tokenizer.ggml.add_eos_token", true);
         }
         let vocab = tiny_vocabulary(&mut w);
         let (q, kv) = (self.heads * HEAD, self.kv_heads * HEAD);

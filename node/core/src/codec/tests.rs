@@ -124,7 +124,8 @@ fn to_coordinator() -> Vec<ToCoordinator> {
     let report = Report { totals: vec![-1, i128::MAX], hash: Some(u128::MAX - 7), not_finite: Some(([1, 2, 3], 4)) };
     let kind = SaveKind::Output(3);
     let top_e6 = vec![(49_151, -12_345), (7, -4_000_000)];
-    let logprobs = Sampled { token: 49_151, logprobs: Some(Box::new(Logprobs { sampled_e6: -12_345, top_e6 })) };
+    let logprobs = Some(Box::new(Logprobs { sampled_e6: -12_345, top_e6 }));
+    let sampled = Sampled { token: 49_151, logprobs, embedding: Some(vec![1.0f32.to_bits(), (-0.5f32).to_bits()]) };
     vec![
         ToCoordinator::Prepared { part, result: Ok(Ready { bytes: 1 << 29, has }) },
         ToCoordinator::Prepared {
@@ -137,7 +138,7 @@ fn to_coordinator() -> Vec<ToCoordinator> {
         ToCoordinator::Held { part, cursors: Cursors::Each(vec![(300, 9)]) },
         ToCoordinator::Failed { part, held: true, reason: String::from("device lost") },
         ToCoordinator::Silent { node: NodeId([4; 16]), silent_ms: 301 },
-        ToCoordinator::Stage(FromStage::Token { request, position: 41, sampled: logprobs }),
+        ToCoordinator::Stage(FromStage::Token { request, position: 41, sampled }),
         ToCoordinator::Stage(FromStage::Progress { request, position: 512 }),
         ToCoordinator::Stage(FromStage::Gap { request, have: 3 }),
         ToCoordinator::Stage(FromStage::Resume { request, have: 9 }),

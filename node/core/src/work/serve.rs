@@ -310,13 +310,19 @@ pub struct Sampled {
     /// Its log-probability and those of the most likely tokens, if the request asks for them. A token that comes from the
     /// token log of a lost coordinator has none.
     pub logprobs: Option<Box<Logprobs>>,
+    /// Of a model for embeddings, whose token means nothing: the normalised row of the last position, as bits of f32; at
+    /// most [`EMBEDDING_MAX`].
+    pub embedding: Option<Vec<u32>>,
 }
 
 impl From<u32> for Sampled {
     fn from(token: u32) -> Self {
-        Sampled { token, logprobs: None }
+        Sampled { token, logprobs: None, embedding: None }
     }
 }
+
+/// Elements of an embedding: twice the width of the largest models that are made for it.
+pub const EMBEDDING_MAX: usize = 16 << 10;
 
 /// Natural logarithms of probabilities under the model's own distribution, before penalties and temperature; × 1,000,000.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,5 +1,6 @@
 //! The list of operations in the API's description. A test compares it with the routes and with what they read and answer.
 use super::super::anthropic::{COUNT_TOKENS, MESSAGES};
+use super::super::embeddings::EMBEDDINGS;
 use super::super::grids::SUBMIT;
 use super::super::guard::Access::{Administer, Open, Public};
 use super::super::login::TOKEN;
@@ -144,6 +145,13 @@ pub(super) const OPERATIONS: &[Operation] = &[
         "Answer a conversation of items",
         Retried(Body::of(&[RESPONSES])),
         ObjectOrEvents(RESPONSE),
+    ),
+    post(
+        "/v1/embeddings",
+        Open,
+        "Embeddings of texts",
+        Json(Body::of(&[EMBEDDINGS])),
+        Object(&["object", "data", "model", "usage"]),
     ),
     post(
         "/v1/messages",

@@ -41,6 +41,7 @@ const ROUTES: &[(&str, Access)] = &[
     ("POST /v1/chat/completions", Access::Open),
     ("POST /v1/completions", Access::Open),
     ("POST /v1/responses", Access::Open),
+    ("POST /v1/embeddings", Access::Open),
     ("POST /v1/messages", Access::Open),
     ("POST /v1/messages/count_tokens", Access::Open),
     ("GET /openapi.json", Access::Public),

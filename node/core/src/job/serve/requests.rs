@@ -13,7 +13,9 @@ use crate::output::Event;
 use crate::planted::{self, Planted};
 use crate::time::Instant;
 use crate::work::log::TokenLog;
-use crate::work::serve::{DoneReason, GRAMMAR_BYTES_MAX, LOGPROBS_MAX, Logged, Position, Request, Sampled, ToCaller};
+use crate::work::serve::{
+    DoneReason, EMBEDDING_MAX, GRAMMAR_BYTES_MAX, LOGPROBS_MAX, Logged, Position, Request, Sampled, ToCaller,
+};
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::{format, string::String, vec::Vec};
 
@@ -487,7 +489,8 @@ impl Requests {
         // A stage may send more than it was asked for.
         let asked = stream.request.sampling.logprobs.map(|top| usize::from(top.min(LOGPROBS_MAX)));
         let logprobs = sampled.logprobs.filter(|logprobs| asked.is_some_and(|most| logprobs.top_e6.len() <= most));
-        let sampled = Sampled { token, logprobs };
+        let embedding = sampled.embedding.filter(|row| row.len() <= EMBEDDING_MAX);
+        let sampled = Sampled { token, logprobs, embedding };
         let (caller, awaited) = (stream.caller, stream.awaited_base());
         match stream.handle_token(now, position, token, &self.eos, self.context) {
             Taken::Next => {
