@@ -296,7 +296,7 @@ fn every_message_survives_a_round_trip() {
 
 /// The bytes when the protocol got its number. If this fails, either the change is a mistake or `PROTOCOL` must increase.
 #[test]
-fn golden_bytes_of_protocol_14() {
+fn golden_bytes_of_protocol_15() {
     let say = ToCoordinator::Stage(FromStage::Token { request: REQUEST, position: 41, sampled: 49_151.into() });
     let token = Message::ToCoordinator { job: JOB, epoch: EPOCH, say };
     let bytes = encode_advert(&advert()).unwrap();
@@ -310,12 +310,12 @@ fn golden_bytes_of_protocol_14() {
             hex(&blake3::hash(&bytes).as_bytes()[..8]),
         ],
         [
-            "0e04fd08070605040302010710090909090909090909090909090909090600fb2c0129fbffbf00",
-            "0e01",
-            "0e03fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
-            "0e0105fb2c01",
-            "0e1001010101010101010101010101010101fc00d2496b032608080808080808",
-            "8c8e0e75932ca72a",
+            "0f04fd08070605040302010710090909090909090909090909090909090600fb2c0129fbffbf0000",
+            "0f01",
+            "0f03fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
+            "0f0105fb2c01",
+            "0f1001010101010101010101010101010101fc00d2496b032608080808080808",
+            "7b01ca0a88b09367",
         ]
     );
 }
