@@ -36,7 +36,7 @@ use crate::vital::{End, Parts};
 use node_core::config::Config;
 use node_core::id::{Epoch, JobId, NodeId, PartId};
 use node_core::input::Input;
-use node_core::message::FrameHeader;
+use node_core::message::{Drafts, FrameHeader};
 use node_core::node::Node;
 use node_core::work::Contact;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
@@ -549,6 +549,7 @@ fn header(head: &WireHeader) -> FrameHeader {
         count: head.count,
         last: head.last,
         continues: head.continues,
+        drafts: Drafts { round: head.round, rows: head.drafts, kept: head.kept },
     }
 }
 

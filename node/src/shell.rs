@@ -243,14 +243,17 @@ impl Shell {
             count: header.count,
             last: header.last,
             continues: header.continues,
+            drafts: header.drafts.rows,
+            kept: header.drafts.kept,
+            round: header.drafts.round,
             dtype,
             width,
         };
-        let priority = match header.count {
+        let priority = match tensor {
             _ if copy => Priority::Standby,
-            _ if matches!(tensor, Tensor::Halo { .. }) => Priority::Decode,
-            1 => Priority::Decode,
-            _ => Priority::Prefill,
+            Tensor::Halo { .. } => Priority::Decode,
+            _ if header.is_decode() => Priority::Decode,
+            Tensor::Tokens(_) | Tensor::Hidden(_) => Priority::Prefill,
         };
         let size = bytes.len() as u64;
         let sent = self.endpoint.send_frame(to.0, head, bytes, priority);

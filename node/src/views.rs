@@ -255,6 +255,10 @@ pub(crate) struct JobView {
     pub pages_free: u32,
     /// Ended requests that stay cached for requests that begin with the same tokens.
     pub cached_requests: u32,
+    /// Draft tokens since the model is served.
+    pub draft_tokens: u64,
+    /// Those of them that were right.
+    pub draft_tokens_right: u64,
     /// Running requests.
     pub running: u32,
     /// Queued requests.
@@ -340,7 +344,8 @@ fn job_views(node: &Node) -> Vec<JobView> {
 
 /// A job that this node coordinates, if it serves a model.
 fn served_view(job: job::JobView, own_name: &str, names: &Names) -> Option<JobView> {
-    let ProgramView::Serve { moved, context, sequences, pages, resting, running, waiting, .. } = job.program else {
+    let ProgramView::Serve { moved, context, sequences, pages, resting, drafts, running, waiting, .. } = job.program
+    else {
         return None;
     };
     let stages = job.parts.iter().filter_map(|part| match &part.what {
@@ -374,6 +379,8 @@ fn served_view(job: job::JobView, own_name: &str, names: &Names) -> Option<JobVi
         pages: pages.1,
         pages_free: pages.0,
         cached_requests: resting.len() as u32,
+        draft_tokens: drafts.0,
+        draft_tokens_right: drafts.1,
         running: running as u32,
         queued: waiting as u32,
         model: job.name,

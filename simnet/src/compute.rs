@@ -457,10 +457,16 @@ impl Executor {
             self.tensors.insert(item.output, Cargo::Rows(rows, row_bytes));
             return Ok(ItemResult::Hidden);
         }
-        match (item.sample, rows.last()) {
-            (Some(sample), Some(row)) => Ok(ItemResult::Token(choose(*row, &sample).into())),
-            (Some(_), None) => Err("nothing to sample from".into()),
+        let sampled = rows.len().saturating_sub(1 + item.drafts as usize);
+        match (item.sample, &rows[sampled..]) {
             (None, _) => Ok(ItemResult::Nothing),
+            (Some(_), []) => Err("nothing to sample from".into()),
+            (Some(sample), [row]) => Ok(ItemResult::Token(choose(*row, &sample).into())),
+            (Some(sample), rows) => {
+                let spec = |position| SampleSpec { position, ..sample.clone() };
+                let tokens = rows.iter().zip(sample.position..).map(|(row, position)| choose(*row, &spec(position)));
+                Ok(ItemResult::Tokens(tokens.collect()))
+            }
         }
     }
 }
@@ -513,10 +519,15 @@ fn embed(content: &ContentId, token: u32) -> u64 {
     mix(u64::from_le_bytes(model), u64::from(token))
 }
 
+/// The token after a row. Requests with an even seed mostly repeat themselves, so that some of their drafts are right.
 fn choose(row: u64, sample: &SampleSpec) -> u32 {
     let chance =
         if sample.sampling.temperature_e6 == 0 { 0 } else { mix(sample.sampling.seed, u64::from(sample.position)) };
-    (mix(row, chance) % u64::from(VOCABULARY)) as u32
+    let mixed = mix(row, chance);
+    if sample.sampling.seed.is_multiple_of(2) && !mixed.is_multiple_of(4) {
+        return sample.position % 5;
+    }
+    (mixed % u64::from(VOCABULARY)) as u32
 }
 
 /// A hash of two words: splitmix64's finaliser over their combination.

@@ -157,8 +157,12 @@ impl Observer for Timeline {
 #[expect(clippy::wildcard_enum_match_arm, reason = "all but a few are printed as they are")]
 fn message(output: &Output) -> Option<(NodeId, String)> {
     if let Output::SendFrame { to, header, .. } = output {
-        let FrameHeader { epoch, part, channel, cursor, count, last, continues, .. } = header;
-        let what = if *last { "sample" } else { "chunk" };
+        let FrameHeader { epoch, part, channel, cursor, count, last, continues, drafts, .. } = header;
+        let what = match (last, drafts.rows) {
+            (false, _) => String::from("chunk"),
+            (true, 0) => String::from("sample"),
+            (true, rows) => format!("{rows} drafts"),
+        };
         let after = continues.map_or_else(String::new, |from| format!(" after those of {from}"));
         let text = format!("frame e{} part {part} channel {channel} {cursor}+{count} {what}{after}", epoch.counter);
         return Some((*to, text));

@@ -10,7 +10,7 @@ use simnet::run::Outcome;
 use simnet::soak::{Size, cores, draw, run_caught, soak};
 
 /// Each bug, a seed that finds it, and a part of the violation's text.
-const BUGS: [(Planted, u64, &str); 21] = [
+const BUGS: [(Planted, u64, &str); 22] = [
     (Planted::EpochCheckLeftOut, 35, "a frame of"),
     (Planted::RingTrimmedEarly, 3, "keeps request"),
     (Planted::StandbyPromotedTwice, 2, "as standby of part"),
@@ -32,6 +32,7 @@ const BUGS: [(Planted, u64, &str); 21] = [
     (Planted::ReportsOfTwoPartitions, 85, "the sum of step"),
     (Planted::SimulationCancelDropped, 173, "after its cancellation"),
     (Planted::CheckpointIncomplete, 1, "a wrong checkpoint"),
+    (Planted::DraftsCounted, 47, "the solo chain has"),
 ];
 
 /// A planted bug affects the whole process, so tests run one at a time.

@@ -9,6 +9,7 @@ mod conversation;
 mod crowd;
 mod dist;
 mod docs;
+mod drafts;
 mod drivers;
 mod embeddings;
 mod faults;

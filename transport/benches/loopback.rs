@@ -85,6 +85,9 @@ fn round_trips(a: &Endpoint, events: &mpsc::Receiver<Event>, to: NodeId, route: 
                 count,
                 last: false,
                 continues: None,
+                drafts: 0,
+                kept: 0,
+                round: 0,
                 dtype: Dtype::F32,
                 width: WIDTH,
             };

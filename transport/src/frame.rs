@@ -6,7 +6,7 @@ use bytes::Bytes;
 use thiserror::Error;
 
 /// Size of the header in bytes.
-pub const HEADER_BYTES: usize = 76;
+pub const HEADER_BYTES: usize = 80;
 /// Largest payload of any job: 512 positions of a model of width 16,384 in f32. An [`Expectation`] can only lower it.
 pub const PAYLOAD_BYTES_MAX: usize = 32 << 20;
 
@@ -49,6 +49,12 @@ pub struct WireHeader {
     pub last: bool,
     /// A channel with the same content before `cursor`, which the receiver has.
     pub continues: Option<u64>,
+    /// Rows of draft tokens at the end of the frame.
+    pub drafts: u8,
+    /// Drafts of an earlier frame that end at `cursor` and were right.
+    pub kept: u8,
+    /// Number of the channel's frames with drafts before this one.
+    pub round: u32,
     /// Element type.
     pub dtype: Dtype,
     /// Elements per row.
@@ -185,7 +191,7 @@ pub fn encode_header(head: &WireHeader, codec: Codec, payload: &[u8]) -> [u8; HE
     out[2] = codec as u8;
     out[3] = if head.last { FLAG_LAST } else { 0 } | if head.continues.is_some() { FLAG_CONTINUES } else { 0 };
     out[4..6].copy_from_slice(&head.route.part.to_le_bytes());
-    // 6..8: reserved, zero.
+    out[6..8].copy_from_slice(&[head.drafts, head.kept]);
     out[8..16].copy_from_slice(&head.route.job.to_le_bytes());
     out[16..20].copy_from_slice(&head.route.epoch.counter.to_le_bytes());
     out[20..24].copy_from_slice(&head.count.to_le_bytes());
@@ -197,8 +203,9 @@ pub fn encode_header(head: &WireHeader, codec: Codec, payload: &[u8]) -> [u8; HE
     out[56..60].copy_from_slice(&u32::try_from(head.raw_bytes()).unwrap_or(u32::MAX).to_le_bytes());
     out[60..64].copy_from_slice(&u32::try_from(payload.len()).unwrap_or(u32::MAX).to_le_bytes());
     out[64..72].copy_from_slice(&head.continues.unwrap_or(0).to_le_bytes());
-    let seed = crc32fast::hash(&out[..72]);
-    out[72..].copy_from_slice(&checksum(seed, payload).to_le_bytes());
+    out[72..76].copy_from_slice(&head.round.to_le_bytes());
+    let seed = crc32fast::hash(&out[..HEADER_BYTES - 4]);
+    out[HEADER_BYTES - 4..].copy_from_slice(&checksum(seed, payload).to_le_bytes());
     out
 }
 
@@ -220,7 +227,7 @@ pub struct RawHeader {
 /// Unknown format version, dtype or codec, or reserved bits set.
 pub fn decode_header(bytes: &[u8; HEADER_BYTES]) -> Result<RawHeader, FrameError> {
     let mut r = Reader::new(bytes);
-    read_header(&mut r, crc32fast::hash(&bytes[..72])).unwrap_or(Err(FrameError::Reserved))
+    read_header(&mut r, crc32fast::hash(&bytes[..HEADER_BYTES - 4])).unwrap_or(Err(FrameError::Reserved))
 }
 
 /// Never returns `None`: the array is long enough for every field.
@@ -231,19 +238,20 @@ fn read_header(r: &mut Reader<'_>, seed: u32) -> Option<Result<RawHeader, FrameE
     }
     let Some(dtype) = Dtype::from_wire(dtype) else { return Some(Err(FrameError::Dtype { found: dtype })) };
     let Some(codec) = Codec::from_wire(codec) else { return Some(Err(FrameError::Codec { found: codec })) };
-    let (part, reserved, job, counter, count) = (r.u16()?, r.u16()?, r.u64()?, r.u32()?, r.u32()?);
-    if flags & !(FLAG_LAST | FLAG_CONTINUES) != 0 || reserved != 0 {
+    let (part, drafts, kept, job, counter, count) = (r.u16()?, r.u8()?, r.u8()?, r.u64()?, r.u32()?, r.u32()?);
+    if flags & !(FLAG_LAST | FLAG_CONTINUES) != 0 {
         return Some(Err(FrameError::Reserved));
     }
     let issuer = r.array()?;
     let (channel, cursor, width) = (r.u64()?, r.u32()?, r.u32()?);
-    let (raw_length, wire_length, other, checksum) = (r.u32()?, r.u32()?, r.u64()?, r.u32()?);
+    let (raw_length, wire_length, other, round, checksum) = (r.u32()?, r.u32()?, r.u64()?, r.u32()?, r.u32()?);
     let continues = (flags & FLAG_CONTINUES != 0).then_some(other);
     if continues.is_none() && other != 0 {
         return Some(Err(FrameError::Reserved));
     }
     let route = Route { job, epoch: Epoch { counter, issuer }, part };
-    let head = WireHeader { route, channel, cursor, count, last: flags & FLAG_LAST != 0, continues, dtype, width };
+    let last = flags & FLAG_LAST != 0;
+    let head = WireHeader { route, channel, cursor, count, last, continues, drafts, kept, round, dtype, width };
     Some(Ok(RawHeader { head, codec, raw_length, wire_length, checksum, seed }))
 }
 
@@ -313,7 +321,7 @@ pub fn from_u32(values: &[u32]) -> Bytes {
 }
 
 /// Version of the frame format.
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 
 /// Why a frame is rejected. The receiver closes the connection, because a correct member never sends such a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
@@ -402,6 +410,9 @@ mod tests {
             count: 2,
             last: true,
             continues: Some(7),
+            drafts: 1,
+            kept: 2,
+            round: 300,
             dtype: Dtype::F32,
             width: 3,
         }
@@ -442,7 +453,6 @@ mod tests {
         assert_eq!(checked(|b| b[2] = 2), Err(FrameError::Codec { found: 2 }));
         assert_eq!(checked(|b| b[3] = 4), Err(FrameError::Reserved));
         assert_eq!(checked(|b| b[3] = FLAG_LAST), Err(FrameError::Reserved), "a channel that is not announced");
-        assert_eq!(checked(|b| b[6] = 1), Err(FrameError::Reserved));
         assert!(matches!(checked(|b| b[52] = 4), Err(FrameError::Shape { found: 4, .. })));
         assert!(matches!(checked(|b| b[20] = 0), Err(FrameError::Shape { count: 0, .. })));
         assert!(matches!(checked(|b| b[20] = 5), Err(FrameError::Shape { count: 5, .. })));

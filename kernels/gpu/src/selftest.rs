@@ -121,7 +121,7 @@ fn check_split(
             input: RowsIn::Hidden(hidden),
             output: RequestedOutput::Logits,
         }),
-        RowsOut::Logits(_) | RowsOut::Token(_) | RowsOut::Embedding(_) | RowsOut::Nothing => None,
+        RowsOut::Logits(_) | RowsOut::Token(_) | RowsOut::Tokens(_) | RowsOut::Embedding(_) | RowsOut::Nothing => None,
     });
     let found = numbers(second.forward(threads, &hidden.collect::<Vec<_>>()).map_err(text)?);
     let expected = bits(&mut *stage(0..end)?, threads, batch)?;
@@ -148,7 +148,7 @@ fn bits(stage: &mut dyn Stage, threads: &mut Threads, batch: &[Entry]) -> Result
 fn numbers(out: Vec<RowsOut>) -> Vec<u32> {
     let numbers = |out| match out {
         RowsOut::Logits(numbers) | RowsOut::Hidden(numbers) | RowsOut::Embedding(numbers) => numbers,
-        RowsOut::Token(_) | RowsOut::Nothing => Vec::new(),
+        RowsOut::Token(_) | RowsOut::Tokens(_) | RowsOut::Nothing => Vec::new(),
     };
     out.into_iter().flat_map(numbers).map(f32::to_bits).collect()
 }

@@ -240,6 +240,13 @@ impl<E: Engine> Decoder<E> {
             }
             seen.push(sequence);
             let count = self.count(rows)?;
+            if let RequestedOutput::Tokens { drafts, .. } = rows.output
+                && drafts >= count
+            {
+                return wrong(format!(
+                    "sequence {sequence}: {drafts} drafts in {count} rows, expected fewer than rows"
+                ));
+            }
             let held = self.cached_positions(sequence);
             if rows.position > held {
                 return wrong(format!(
@@ -332,9 +339,12 @@ impl Joined {
             let at = |row| RowAt { sequence: rows.sequence, position: rows.position + row };
             joined.rows.extend((0..count).map(at));
             joined.entries.resize(joined.rows.len(), entry);
-            if !matches!(rows.output, RequestedOutput::Nothing) {
-                joined.requested.push(joined.rows.len() - 1);
-            }
+            let requested = match rows.output {
+                RequestedOutput::Nothing => 0,
+                RequestedOutput::Logits | RequestedOutput::Token(_) => 1,
+                RequestedOutput::Tokens { drafts, .. } => (drafts + 1).min(count),
+            };
+            joined.requested.extend(joined.rows.len() - requested..joined.rows.len());
             match rows.input {
                 RowsIn::Tokens(tokens) => joined.tokens.extend(tokens),
                 RowsIn::Hidden(hidden) => joined.hidden.extend(hidden),
@@ -414,9 +424,12 @@ impl<E: Engine> Decoder<E> {
             } else if self.last {
                 for (logits, row) in numbers.chunks_exact(self.vocab).zip(joined.requested_of(&pass)) {
                     let entry = joined.entries[start + row];
+                    let position = joined.rows[start + row].position;
                     match batch[entry].output {
-                        RequestedOutput::Token(draw) => {
-                            let position = joined.rows[start + row].position;
+                        RequestedOutput::Token(draw) => tasks.push(DrawTask { entry, logits, position, draw }),
+                        RequestedOutput::Tokens { draw, drafts } => {
+                            let first = batch[entry].position + self.count(&batch[entry])? - 1 - drafts;
+                            let draw = Draw { position: draw.position + (position - first) as u32, ..draw };
                             tasks.push(DrawTask { entry, logits, position, draw });
                         }
                         RequestedOutput::Logits => out[entry] = RowsOut::Logits(logits.to_vec()),
@@ -432,7 +445,12 @@ impl<E: Engine> Decoder<E> {
             }
         }
         for (task, drawn) in tasks.iter().zip(self.draw(threads, &tasks)) {
-            out[task.entry] = RowsOut::Token(drawn?);
+            let drawn = drawn?;
+            match (batch[task.entry].output, &mut out[task.entry]) {
+                (RequestedOutput::Tokens { .. }, RowsOut::Tokens(tokens)) => tokens.push(drawn.token),
+                (RequestedOutput::Tokens { .. }, empty) => *empty = RowsOut::Tokens(vec![drawn.token]),
+                (_, empty) => *empty = RowsOut::Token(drawn),
+            }
         }
         Ok(out)
     }

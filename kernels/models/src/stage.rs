@@ -75,6 +75,14 @@ pub enum RequestedOutput<'a> {
     Logits,
     /// The token that the sampler draws from the logits.
     Token(Draw<'a>),
+    /// One token after each of the last `drafts` + 1 rows, the draw being that of the first. For drafts of tokens that are
+    /// verified.
+    Tokens {
+        /// The draw of the first token; each of the others has the position after the one before.
+        draw: Draw<'a>,
+        /// Rows of drafts, fewer than all.
+        drafts: usize,
+    },
 }
 
 /// How to draw a token.
@@ -108,6 +116,8 @@ pub enum RowsOut {
     Logits(Vec<f32>),
     /// The drawn token.
     Token(Drawn),
+    /// The tokens drawn after the row before the drafts and after each draft.
+    Tokens(Vec<u32>),
     /// The normalised row `[width]` of the last row: any output that is requested of a model for embeddings.
     Embedding(Vec<f32>),
     /// Last stage, no output requested.

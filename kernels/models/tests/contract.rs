@@ -5,7 +5,10 @@ use std::sync::Arc;
 
 use kernels::quant::{QUANT_TYPES, QuantType};
 use kernels::threads::Threads;
-use kernels_models::stage::{Activations, RequestedOutput, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions};
+use kernels_models::sampler::{LogitChanges, SamplerSettings};
+use kernels_models::stage::{
+    Activations, Draw, RequestedOutput, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions,
+};
 use kernels_models::weights::testing::{TinyModel, real_model_path};
 use kernels_models::weights::{Architecture, ModelFile};
 
@@ -132,6 +135,45 @@ fn any_batch_gives_the_same_bits() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn tokens_after_drafts_are_those_of_single_steps() {
+    for (name, file) in models() {
+        let prompt = tokens(&file, 1, 10);
+        let settings = SamplerSettings { temperature: 0.9, seed: 3, ..SamplerSettings::greedy() };
+        let draw = |position: usize| Draw {
+            settings,
+            position: position as u32,
+            changes: LogitChanges::default(),
+            logprobs: None,
+        };
+        let run = |stage: &mut Loaded, position, tokens: &[u32], output| {
+            let out = stage.forward(&[Rows { sequence: 1, position, input: RowsIn::Tokens(tokens), output }]);
+            match out.unwrap().remove(0) {
+                RowsOut::Token(drawn) => vec![drawn.token],
+                RowsOut::Tokens(tokens) => tokens,
+                other @ (RowsOut::Hidden(_) | RowsOut::Logits(_) | RowsOut::Embedding(_) | RowsOut::Nothing) => {
+                    panic!("{name}: {other:?}")
+                }
+            }
+        };
+        let mut stage = whole(&file, Activations::Int8, 2);
+        let mut expected = run(&mut stage, 0, &prompt, RequestedOutput::Token(draw(10)));
+        for position in 10..18 {
+            let last = [expected[position - 10]];
+            expected.extend(run(&mut stage, position, &last, RequestedOutput::Token(draw(position + 1))));
+        }
+        let mut stage = whole(&file, Activations::Int8, 2);
+        assert_eq!(run(&mut stage, 0, &prompt, RequestedOutput::Token(draw(10))), expected[..1]);
+        let drafts = |position: usize, drafts| RequestedOutput::Tokens { draw: draw(position + 1), drafts };
+        assert_eq!(run(&mut stage, 10, &expected[..4], drafts(10, 3)), expected[1..5], "{name}: all are right");
+        let wrong = [expected[4], expected[5], (expected[6] + 1) % file.config().vocab as u32, 0];
+        assert_eq!(run(&mut stage, 14, &wrong, drafts(14, 3))[..2], expected[5..7], "{name}: one is right");
+        assert_eq!(run(&mut stage, 16, &expected[6..8], drafts(16, 1)), expected[7..9], "{name}: after wrong ones");
+        let too_many = Rows { sequence: 1, position: 18, input: RowsIn::Tokens(&expected[..2]), output: drafts(18, 2) };
+        assert!(matches!(stage.forward(&[too_many]), Err(StageError::Input(_))), "a row before the drafts");
     }
 }
 

@@ -55,7 +55,11 @@ fn forced(stage: &mut dyn Stage, prompt: &Prompt) -> Vec<Vec<f32>> {
         let rows = Rows { sequence: 7, position, input: RowsIn::Tokens(tokens), output: RequestedOutput::Logits };
         match stage.forward(&mut Threads::new(2).unwrap(), &[rows]).unwrap().remove(0) {
             RowsOut::Logits(logits) => logits,
-            other @ (RowsOut::Hidden(_) | RowsOut::Token(_) | RowsOut::Embedding(_) | RowsOut::Nothing) => {
+            other @ (RowsOut::Hidden(_)
+            | RowsOut::Token(_)
+            | RowsOut::Tokens(_)
+            | RowsOut::Embedding(_)
+            | RowsOut::Nothing) => {
                 panic!("expected logits, found {other:?}")
             }
         }

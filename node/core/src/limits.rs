@@ -34,6 +34,9 @@ pub const SEQUENCES_MAX: u32 = 64;
 /// Positions in a page of the cache: the unit in which memory is charged and shared between requests. A multiple of the page
 /// of every engine (32 positions on a CPU, 128 on a GPU).
 pub const PAGE_POSITIONS: u32 = 128;
+/// Draft tokens in a frame. Products of at most eight rows share a pass over the weights on every engine, and
+/// [`SEQUENCES_MAX`] requests with drafts fill one chunk.
+pub const DRAFTS_MAX: u8 = 7;
 /// Ended requests whose positions stay cached for requests that begin with the same tokens: bounds what stages report. Pages
 /// run out first, except for short requests.
 pub const PREFIXES_MAX: usize = 64;

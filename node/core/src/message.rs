@@ -26,6 +26,22 @@ pub struct FrameHeader {
     /// A channel that has the same content before `cursor`: a part without this channel copies it from there. Only stages of a
     /// model have such channels.
     pub continues: Option<u64>,
+    /// Rows of draft tokens. Only stages of a model get them.
+    pub drafts: Drafts,
+}
+
+/// Rows of a frame that are drafts, and what became of the drafts before them.
+///
+/// A stage computes rows of drafts and does not count them as positions that it has. The next frame says which of them it may
+/// keep, and overwrites the others. Rounds are numbered because two frames may begin at one position with different drafts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Drafts {
+    /// Number of frames with drafts that the request had before this one.
+    pub round: u32,
+    /// The last rows of this frame are drafts; at most [`DRAFTS_MAX`](crate::limits::DRAFTS_MAX).
+    pub rows: u8,
+    /// Drafts of the frame with drafts before this one that were right: they end at `cursor`.
+    pub kept: u8,
 }
 
 impl FrameHeader {
@@ -37,6 +53,23 @@ impl FrameHeader {
     /// The cursor after the payload, if its elements are positions.
     pub fn end(&self) -> u32 {
         self.cursor.saturating_add(self.count)
+    }
+
+    /// The cursor after the rows that are no drafts.
+    pub fn sure_end(&self) -> u32 {
+        self.end().saturating_sub(self.drafts.rows.into())
+    }
+
+    /// Whether it is the next step of a request that decodes.
+    pub fn is_decode(&self) -> bool {
+        self.sure_end() == self.cursor.saturating_add(1)
+    }
+
+    /// Whether it follows `have` positions, after which a frame had these drafts, without a gap.
+    pub fn follows(&self, have: u32, before: Option<Drafts>) -> bool {
+        let same = before.filter(|before| before.round.checked_add(1) == Some(self.drafts.round));
+        let kept = same.map_or(0, |before| self.drafts.kept.min(before.rows));
+        self.cursor <= have || (kept == self.drafts.kept && self.cursor == have.saturating_add(kept.into()))
     }
 }
 
@@ -105,7 +138,7 @@ pub enum ToStage {
     /// these are the prompt.
     Open { request: RequestId, sampling: Sampling, tokens: Vec<u32>, prompt: u32 },
     /// To all stages: the request ended. Its cache stays for requests that begin with the same tokens, until `Close`.
-    Rest { request: RequestId },
+    Rest { request: RequestId, drafts: Drafts },
     /// To all stages: free the cache of a request, which has ended.
     Close { request: RequestId },
 }
@@ -150,6 +183,8 @@ pub enum ToCoordinator {
 pub enum FromStage {
     /// The last stage sampled the token for `position`.
     Token { request: RequestId, position: u32, sampled: Sampled },
+    /// The last stage sampled the token for `position`, and those that follow if the drafts of the round are right.
+    Tokens { request: RequestId, position: u32, round: u32, tokens: Vec<u32> },
     /// The last stage: positions before `position` are in every cache (an unsampled chunk passed all stages).
     Progress { request: RequestId, position: u32 },
     /// Any stage: it has only `have` positions of the request; resend from there.

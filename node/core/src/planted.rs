@@ -47,6 +47,8 @@ pub enum Planted {
     CheckpointIncomplete = 20,
     /// A request continues the longest cache, whatever its tokens are.
     PrefixUnchecked = 21,
+    /// A stage counts rows of draft tokens as positions that it has.
+    DraftsCounted = 22,
 }
 
 /// Whether this build has the feature `planted`.

@@ -6,7 +6,7 @@ use super::fields::Field;
 use super::generation::Order;
 use super::output::Reading;
 use super::tools::Tools;
-use node_core::limits::SEQUENCES_MAX;
+use node_core::limits::{DRAFTS_MAX, SEQUENCES_MAX};
 use node_core::work::serve::{LOGIT_BIASES_MAX, LOGPROBS_MAX, Priority, Sampling};
 use serde::Deserialize;
 use serde_json::Value;
@@ -53,6 +53,7 @@ pub(crate) const BODY: &[Field] = &[
     Field::signed("seed").about("Of the sampling; otherwise derived from the request's key"),
     Field::texts("stop").about("Texts that end the answer, at most 16"),
     Field::bool("ignore_eos").about("Continue after the model's end token"),
+    Field::count("draft_tokens").about("Most draft tokens of a step, 0 to 7; the answer is the same with any number"),
     Field::text("priority").about("`interactive`, `batch` or `idle`: requests of a higher priority go first"),
     Field::text("service_tier").about("`flex` is the priority `batch`; others have no effect"),
 ];
@@ -103,6 +104,7 @@ pub(crate) struct Settings {
     pub(super) seed: Option<i64>,
     pub(super) stop: Option<Stop>,
     pub(super) ignore_eos: Option<bool>,
+    pub(super) draft_tokens: Option<u32>,
     pub(super) priority: Option<String>,
     pub(super) service_tier: Option<String>,
 }
@@ -434,6 +436,10 @@ impl Settings {
             grammar: None,
             logprobs: None,
             seed,
+            drafts: self
+                .draft_tokens
+                .and_then(|most| u8::try_from(most).ok())
+                .map_or(DRAFTS_MAX, |most| most.min(DRAFTS_MAX)),
         })
     }
 

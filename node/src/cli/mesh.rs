@@ -301,7 +301,11 @@ fn jobs_text(jobs: &[JobView]) -> String {
                 (Some(context), Some(sequences)) => {
                     let room = format!("cache for {}", count(sequences as usize, "context"));
                     let used = job.pages.saturating_sub(job.pages_free);
-                    format!(", context {context}, {room}, {used} of {} pages used", job.pages)
+                    let drafts = match (job.draft_tokens_right * 100).checked_div(job.draft_tokens) {
+                        Some(share) => format!(", {share} % of {} draft tokens right", job.draft_tokens),
+                        None => String::new(),
+                    };
+                    format!(", context {context}, {room}, {used} of {} pages used{drafts}", job.pages)
                 }
                 _ => String::new(),
             };

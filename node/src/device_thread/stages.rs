@@ -99,6 +99,7 @@ pub(super) fn results(tensors: &TensorStore, items: &[Item], outputs: Vec<RowsOu
             ItemResult::Hidden
         }
         RowsOut::Token(drawn) => ItemResult::Token(sampled(drawn)),
+        RowsOut::Tokens(tokens) => ItemResult::Tokens(tokens),
         RowsOut::Embedding(row) => {
             let bits = row.into_iter().map(f32::to_bits).collect();
             ItemResult::Token(Sampled { embedding: Some(bits), ..Sampled::from(0) })
@@ -174,15 +175,21 @@ fn rows<'a>(item: &'a Item, input: Option<&'a Tensor>, allowed: Option<&'a [u32]
         sequence: item.request.0,
         position: item.position as usize,
         input,
-        output: item.sample.as_ref().map_or(RequestedOutput::Nothing, |sample| want(sample, allowed)),
+        output: item.sample.as_ref().map_or(RequestedOutput::Nothing, |sample| {
+            let draw = draw(sample, allowed);
+            match item.drafts as usize {
+                0 => RequestedOutput::Token(draw),
+                drafts => RequestedOutput::Tokens { draw, drafts },
+            }
+        }),
     })
 }
 
-fn want<'a>(sample: &'a SampleSpec, allowed: Option<&'a [u32]>) -> RequestedOutput<'a> {
+fn draw<'a>(sample: &'a SampleSpec, allowed: Option<&'a [u32]>) -> Draw<'a> {
     let bias = &sample.sampling.logit_bias_e6;
     let changes = LogitChanges { history: &sample.history, prompt: sample.prompt as usize, bias, allowed };
     let logprobs = sample.sampling.logprobs.map(usize::from);
-    RequestedOutput::Token(Draw { settings: settings(&sample.sampling), position: sample.position, changes, logprobs })
+    Draw { settings: settings(&sample.sampling), position: sample.position, changes, logprobs }
 }
 
 fn settings(s: &Sampling) -> SamplerSettings {

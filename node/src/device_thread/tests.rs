@@ -200,7 +200,10 @@ impl Bench {
         self.works += 1;
         let input = Payload::Tokens(vec![1]);
         let (request, output) = (RequestId(7), TensorId::Produced(self.works));
-        self.give(job, Task::Batch(vec![Item { request, position: 0, count: 1, input, sample: None, output }]));
+        self.give(
+            job,
+            Task::Batch(vec![Item { request, position: 0, count: 1, drafts: 0, input, sample: None, output }]),
+        );
     }
 
     /// Whether the next answer is to a load.

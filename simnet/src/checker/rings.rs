@@ -79,7 +79,7 @@ impl Observer for Rings {
             ToParticipant::Held { part, to, cursors: Cursors::Each(held), .. } => {
                 self.seen.borrow_mut().hear(host, *from, (job, part, to), held);
             }
-            ToParticipant::Stage(ToStage::Rest { request }) => {
+            ToParticipant::Stage(ToStage::Rest { request, .. }) => {
                 self.seen.borrow_mut().resting.insert((host, job, request));
             }
             _ => {}
@@ -123,7 +123,9 @@ impl Observer for Rings {
                     None
                 }
                 // What the coordinator says to its own stage is no message.
-                Ok(Message::ToParticipant { job, say: ToParticipant::Stage(ToStage::Rest { request }), .. }) => {
+                Ok(Message::ToParticipant {
+                    job, say: ToParticipant::Stage(ToStage::Rest { request, .. }), ..
+                }) => {
                     seen.resting.insert((host, job, request));
                     None
                 }

@@ -9,7 +9,7 @@ use node_core::codec::{self, Datagram};
 use node_core::id::{Epoch, JobId, NodeId, PartId, RequestId};
 use node_core::input::Input;
 use node_core::job::{JobView, ProgramView};
-use node_core::message::{FrameHeader, FromStage, FromTile, Heartbeat, Message, ToCoordinator, ToParticipant};
+use node_core::message::{Drafts, FrameHeader, FromStage, FromTile, Heartbeat, Message, ToCoordinator, ToParticipant};
 use node_core::message::{ToStage, ToTile};
 use node_core::output::Output;
 use node_core::time::Duration;
@@ -288,9 +288,10 @@ impl Subject {
                 let count = [1, 1, 0, 513, u32::MAX][world.forgery_chance.random_range(0..5usize)];
                 let epoch = self.epoch(world, self.view.epoch.issuer);
                 let continues = (cursor % 2 == 0).then_some(channel ^ 1);
+                let drafts = Drafts { round: cursor % 3, rows: [0, 0, 3, 255][cursor as usize % 4], kept: count as u8 };
                 Some(Forgery::Frame(
                     victim,
-                    FrameHeader { job, epoch, part, channel, cursor, count, last: true, continues },
+                    FrameHeader { job, epoch, part, channel, cursor, count, last: true, continues, drafts },
                 ))
             }
         }
@@ -304,7 +305,8 @@ impl Subject {
         let more = world.forgery_chance.random_bool(0.3);
         let epoch = Epoch { counter: epoch.counter.saturating_add(more.into()), ..epoch };
         let say = match kind {
-            0 | 1 => ToCoordinator::Stage(FromStage::Token { request, position, sampled: 4_711.into() }),
+            0 => ToCoordinator::Stage(FromStage::Token { request, position, sampled: 4_711.into() }),
+            1 => ToCoordinator::Stage(FromStage::Tokens { request, position, round: 1, tokens: vec![4_711; 9] }),
             2 => ToCoordinator::Stage(FromStage::Progress { request, position }),
             3 => ToCoordinator::Stage(FromStage::Gap { request, have: position }),
             4 => ToCoordinator::Held { part, cursors: Cursors::Each(vec![(request.0, position)]) },

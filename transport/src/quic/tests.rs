@@ -175,7 +175,19 @@ fn route(job: u64) -> Route {
 }
 
 fn head(route: Route, cursor: u32, count: u32, width: u32) -> WireHeader {
-    WireHeader { route, channel: 5, cursor, count, last: false, continues: None, dtype: Dtype::F32, width }
+    WireHeader {
+        route,
+        channel: 5,
+        cursor,
+        count,
+        last: false,
+        continues: None,
+        drafts: 0,
+        kept: 0,
+        round: 0,
+        dtype: Dtype::F32,
+        width,
+    }
 }
 
 fn rows(count: u32, width: u32) -> Bytes {

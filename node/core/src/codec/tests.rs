@@ -139,6 +139,7 @@ fn to_coordinator() -> Vec<ToCoordinator> {
         ToCoordinator::Failed { part, held: true, reason: String::from("device lost") },
         ToCoordinator::Silent { node: NodeId([4; 16]), silent_ms: 301 },
         ToCoordinator::Stage(FromStage::Token { request, position: 41, sampled }),
+        ToCoordinator::Stage(FromStage::Tokens { request, position: 41, round: 300, tokens: vec![7, 49_151] }),
         ToCoordinator::Stage(FromStage::Progress { request, position: 512 }),
         ToCoordinator::Stage(FromStage::Gap { request, have: 3 }),
         ToCoordinator::Stage(FromStage::Resume { request, have: 9 }),
@@ -296,7 +297,7 @@ fn every_message_survives_a_round_trip() {
 
 /// The bytes when the protocol got its number. If this fails, either the change is a mistake or `PROTOCOL` must increase.
 #[test]
-fn golden_bytes_of_protocol_15() {
+fn golden_bytes_of_protocol_16() {
     let say = ToCoordinator::Stage(FromStage::Token { request: REQUEST, position: 41, sampled: 49_151.into() });
     let token = Message::ToCoordinator { job: JOB, epoch: EPOCH, say };
     let bytes = encode_advert(&advert()).unwrap();
@@ -310,12 +311,12 @@ fn golden_bytes_of_protocol_15() {
             hex(&blake3::hash(&bytes).as_bytes()[..8]),
         ],
         [
-            "0f04fd08070605040302010710090909090909090909090909090909090600fb2c0129fbffbf0000",
-            "0f01",
-            "0f03fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
-            "0f0105fb2c01",
-            "0f1001010101010101010101010101010101fc00d2496b032608080808080808",
-            "7b01ca0a88b09367",
+            "1004fd08070605040302010710090909090909090909090909090909090600fb2c0129fbffbf0000",
+            "1001",
+            "1003fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
+            "100105fb2c01",
+            "101001010101010101010101010101010101fc00d2496b032608080808080808",
+            "bf4f7d713894d215",
         ]
     );
 }

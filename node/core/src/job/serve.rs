@@ -1,5 +1,6 @@
 //! Serving a model: what the coordinator does for model jobs only. Next: `serve/requests.rs`.
 mod calibration;
+mod drafts;
 mod prefixes;
 mod requests;
 mod stream;
@@ -199,7 +200,12 @@ impl Serve {
         let requests = &mut self.requests;
         match say {
             FromStage::Token { request, position, sampled } if requests.is_last_stage(from, epoch) => {
-                requests.handle_token(now, request, position, sampled, out);
+                requests.handle_tokens(now, request, position, sampled, (0, &[]), out);
+            }
+            FromStage::Tokens { request, position, round, tokens } if requests.is_last_stage(from, epoch) => {
+                if let Some((&first, after_drafts)) = tokens.split_first() {
+                    requests.handle_tokens(now, request, position, first.into(), (round, after_drafts), out);
+                }
             }
             FromStage::Progress { request, position } if requests.is_last_stage(from, epoch) => {
                 requests.handle_progress(now, request, position, out);
@@ -210,8 +216,11 @@ impl Serve {
             FromStage::Resume { request, have } if requests.feeds(from, epoch) => {
                 requests.handle_resume(from, request, have, out);
             }
-            FromStage::Token { .. } | FromStage::Progress { .. } | FromStage::Gap { .. } | FromStage::Resume { .. } => {
-            }
+            FromStage::Token { .. }
+            | FromStage::Tokens { .. }
+            | FromStage::Progress { .. }
+            | FromStage::Gap { .. }
+            | FromStage::Resume { .. } => {}
         }
     }
 

@@ -61,6 +61,8 @@ pub enum ProgramView {
         pages: (u32, u32),
         /// Ended requests that stay cached.
         resting: Vec<RequestId>,
+        /// Draft tokens so far, and those of them that were right.
+        drafts: (u64, u64),
         /// Running requests.
         running: usize,
         /// Queued requests.

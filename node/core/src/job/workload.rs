@@ -338,7 +338,8 @@ impl Workload {
                 let content = serve.model.content;
                 let (context, sequences) = (serve.model.work.context, serve.model.work.sequences);
                 let (pages, resting) = (serve.requests.pages(), serve.requests.resting().collect());
-                ProgramView::Serve { content, moved, context, sequences, pages, resting, running, waiting }
+                let drafts = serve.requests.drafts();
+                ProgramView::Serve { content, moved, context, sequences, pages, resting, drafts, running, waiting }
             }
             Workload::Steps(steps) => ProgramView::Steps {
                 step: steps.step(),

@@ -106,10 +106,16 @@ impl Executor {
             cache.append(&mut cache_rows);
             rows_out.push(row);
         }
-        let last = *rows_out.last().unwrap();
+        let sampled = &rows_out[rows_out.len() - 1 - item.drafts as usize..];
         match (&item.sample, self.layers.end == self.total) {
             (_, false) => (ItemResult::Hidden, rows_out),
-            (Some(sample), true) => (ItemResult::Token(choose(last, sample.position).into()), Vec::new()),
+            (Some(sample), true) if item.drafts == 0 => {
+                (ItemResult::Token(choose(sampled[0], sample.position).into()), Vec::new())
+            }
+            (Some(sample), true) => {
+                let tokens = sampled.iter().zip(sample.position..).map(|(row, position)| choose(*row, position));
+                (ItemResult::Tokens(tokens.collect()), Vec::new())
+            }
             (None, true) => (ItemResult::Nothing, Vec::new()),
         }
     }

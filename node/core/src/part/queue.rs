@@ -13,28 +13,28 @@ pub(super) struct Waiting {
 }
 
 impl Waiting {
-    /// Rows of it that a batch with room for `left` takes. Rows in several tensors, which wait only after a resend, are not
-    /// split. No single row is taken or left over where that can be avoided: it would travel with the decode steps, and overtake
-    /// the rows before it.
+    /// Whether it cannot be split: rows in several tensors, which wait only after a resend, or with drafts.
+    fn is_whole(&self) -> bool {
+        self.header.drafts.rows > 0 || matches!(self.payload, Payload::Tensors(_))
+    }
+
+    /// Rows of it that a batch with room for `left` takes. No single row is taken or left over where that can be avoided: it
+    /// would travel with the decode steps, and overtake the rows before it.
     fn rows_within(&self, left: u32, is_first: bool) -> u32 {
         let count = self.header.count;
-        match self.payload {
-            Payload::Tokens(_) | Payload::Tensor(_) => match count.min(left.max(u32::from(is_first))) {
-                rows if rows > 1 && rows + 1 == count => rows - 1,
-                1 if count > 1 && !is_first => 0,
-                rows => rows,
-            },
-            Payload::Tensors(_) if count <= left || is_first => count,
-            Payload::Tensors(_) => 0,
+        if self.is_whole() {
+            return if count <= left || is_first { count } else { 0 };
+        }
+        match count.min(left.max(u32::from(is_first))) {
+            rows if rows > 1 && rows + 1 == count => rows - 1,
+            1 if count > 1 && !is_first => 0,
+            rows => rows,
         }
     }
 
     /// The fewest rows of it that a batch can take.
     fn least_rows(&self) -> u32 {
-        match self.payload {
-            Payload::Tokens(_) | Payload::Tensor(_) => 1,
-            Payload::Tensors(_) => self.header.count,
-        }
+        if self.is_whole() { self.header.count } else { 1 }
     }
 
     /// Splits it after `rows` rows.
@@ -66,18 +66,23 @@ struct Run {
     indices: Vec<usize>,
     end: u32,
     rows: u32,
+    /// One frame, which is a decode step.
+    decodes: bool,
     broken: bool,
 }
 
 impl Run {
-    /// Adds a frame if it continues where the last one ended and fits into a chunk of `most` rows.
+    /// Adds a frame if it continues where the last one ended and fits into a chunk of `most` rows. Drafts stay alone: the next
+    /// frame says which of them are kept.
     fn take(&mut self, index: usize, header: &FrameHeader, most: u32) {
         let first = self.indices.is_empty();
-        self.broken |= header.cursor != self.end || self.rows + header.count > most;
+        self.broken |= header.cursor != self.end || self.rows + header.count > most || header.drafts.rows > 0;
         if first || !self.broken {
             self.indices.push(index);
             self.end = header.end();
             self.rows += header.count;
+            self.decodes = first && header.is_decode();
+            self.broken = header.drafts.rows > 0;
         }
     }
 }
@@ -135,26 +140,30 @@ pub(super) fn choose(queue: &mut VecDeque<Waiting>, limits: BatchLimits, split: 
     let in_order = || order.iter().filter_map(|request| runs.get(request));
     // Index in the queue → index in the batch, and the rows to take.
     let mut chosen: BTreeMap<usize, (usize, u32)> = BTreeMap::new();
-    let mut batch = 0;
-    for run in in_order().filter(|run| run.rows == 1).take(limits.decodes) {
-        chosen.extend(run.indices.iter().map(|&index| (index, (batch, 1))));
+    let (mut batch, mut decoded) = (0, 0);
+    for run in in_order().filter(|run| run.decodes).take(limits.decodes) {
+        if decoded + run.rows > limits.rows {
+            break;
+        }
+        chosen.extend(run.indices.iter().map(|&index| (index, (batch, run.rows))));
         batch += 1;
+        decoded += run.rows;
     }
-    let first = in_order().find(|run| run.rows > 1).and_then(|run| run.indices.first().copied());
+    let first = in_order().find(|run| !run.decodes).and_then(|run| run.indices.first().copied());
     if let Some((at, waiting)) = first.and_then(|at| queue.get(at).map(|waiting| (at, waiting)))
         && batch > 0
-        && waiting.least_rows() + batch as u32 > limits.rows
+        && waiting.least_rows() + decoded > limits.rows
     {
         if chosen.keys().all(|&decode| decode > at) {
             chosen.clear();
-            batch = 0;
+            (batch, decoded) = (0, 0);
         } else {
             return take(queue, &chosen, batch, split);
         }
     }
-    let mut left = limits.prefill.min(limits.rows.saturating_sub(batch as u32));
+    let mut left = limits.prefill.min(limits.rows.saturating_sub(decoded));
     let mut is_first = true;
-    for run in in_order().filter(|run| run.rows > 1) {
+    for run in in_order().filter(|run| !run.decodes) {
         let mut taken = false;
         for &index in &run.indices {
             let Some(waiting) = queue.get(index) else { break };
@@ -202,6 +211,7 @@ fn take(
 mod tests {
     use super::*;
     use crate::id::{Epoch, JobId, NodeId, PartId};
+    use crate::message::Drafts;
 
     const LIMITS: BatchLimits = BatchLimits { joined: 512, decodes: usize::MAX, prefill: 512, rows: 512 };
 
@@ -216,6 +226,7 @@ mod tests {
             count,
             last,
             continues: None,
+            drafts: Drafts::default(),
         };
         let payload = if tokens {
             Payload::Tokens((cursor..cursor + count).collect())

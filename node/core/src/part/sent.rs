@@ -3,7 +3,9 @@
 //!
 //! One rule serves losses, standbys and broken connections: the receiver reports its cursor, and the sender continues
 //! from there. A follower is sent each entry of its channels once, in order, until it reports that some may be lost.
+use super::queue::Split;
 use crate::id::{NodeId, PartId, TensorId};
+use crate::message::{Drafts, FrameHeader};
 use crate::planted::{self, Planted};
 use crate::work::Cursors;
 use alloc::collections::{BTreeMap, VecDeque};
@@ -18,6 +20,8 @@ pub(super) struct LogEntry {
     /// Rows or elements.
     pub(super) count: u32,
     pub(super) last: bool,
+    /// Only a channel's last entry has rows of drafts.
+    pub(super) drafts: Drafts,
     pub(super) tensor: TensorId,
     pub(super) bytes: u64,
 }
@@ -92,6 +96,7 @@ pub(super) struct OutgoingFrame {
     pub(super) cursor: u32,
     pub(super) count: u32,
     pub(super) last: bool,
+    pub(super) drafts: Drafts,
     pub(super) tensors: Vec<TensorId>,
     pub(super) bytes: u64,
     pub(super) copy: bool,
@@ -130,6 +135,39 @@ impl Sent {
         self.count += 1;
         self.channels.entry(channel).or_default().push_back(entry);
         gone
+    }
+
+    /// Of the drafts at the end of a channel, keeps those before the cursor of the next frame. `split` splits a payload of
+    /// rows: `(payload, rows of the first part, all rows)`. Returns the payload of the others.
+    pub(super) fn settle(&mut self, next: FrameHeader, split: &mut Split<'_>) -> Option<TensorId> {
+        let entry = self.channels.get_mut(&next.channel)?.back_mut()?;
+        let drafts = u32::from(core::mem::take(&mut entry.drafts.rows));
+        if drafts == 0 {
+            return None;
+        }
+        let (before, kept) = (entry.end, next.cursor.saturating_sub(entry.end).min(drafts));
+        let (rows, all) = (entry.count - drafts + kept, entry.count);
+        (entry.end, entry.count) = (before + kept, rows);
+        for known in &mut self.followers {
+            if known.next.of(next.channel) == before {
+                known.next.raise(next.channel, before + kept); // it was sent the drafts, or will be once it asks again
+            }
+        }
+        if rows == all {
+            return None;
+        }
+        let bytes = entry.bytes / u64::from(all) * u64::from(rows);
+        self.bytes -= entry.bytes - bytes;
+        let [kept, wrong] = split(entry.tensor, rows, all);
+        (entry.bytes, entry.tensor) = (bytes, kept);
+        Some(wrong)
+    }
+
+    /// Another coordinator counts rounds from 0: what becomes of the drafts that are kept here will not be known.
+    pub(super) fn forget_rounds(&mut self) {
+        for entry in self.channels.values_mut().filter_map(VecDeque::back_mut) {
+            entry.drafts.round = u32::MAX;
+        }
     }
 
     /// Drops the entries of a channel that begin at or after a cursor.
@@ -389,7 +427,8 @@ fn send(
         let join = due.last_mut().filter(|sending| {
             let adjoins = sending.cursor.saturating_add(sending.count) == entry.cursor;
             let same = sending.to == known.node && sending.channel == channel;
-            same && adjoins && sending.count.saturating_add(entry.count) <= bounds.joined
+            let sure = sending.drafts.rows == 0 && entry.drafts.rows == 0;
+            same && adjoins && sure && sending.count.saturating_add(entry.count) <= bounds.joined
         });
         match join {
             Some(sending) => {
@@ -403,6 +442,7 @@ fn send(
                 cursor: entry.cursor,
                 count: entry.count,
                 last: entry.last,
+                drafts: entry.drafts,
                 tensors: Vec::from([entry.tensor]),
                 bytes: entry.bytes,
                 copy: !known.owner,

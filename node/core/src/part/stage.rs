@@ -15,7 +15,7 @@ use crate::limits::{
     CACHES_MAX, CHUNK_POSITIONS_MAX, HELD_EVERY, PREFILL_BESIDE, PREFILL_WEIGHT_MAX, RESUME_QUIET, RING_BYTES_MAX,
     RING_FRAMES_MAX, chunk_positions,
 };
-use crate::message::{FrameHeader, FromStage, ToCoordinator, ToParticipant, ToStage};
+use crate::message::{Drafts, FrameHeader, FromStage, ToCoordinator, ToParticipant, ToStage};
 use crate::output::Output;
 use crate::planted::{self, Planted};
 use crate::time::Instant;
@@ -102,6 +102,8 @@ impl Route {
 struct Cache {
     /// Positions `0..have` are in the cache, or will be once queued work has run.
     have: u32,
+    /// The drafts of the last frame, after these positions.
+    drafts: Option<Drafts>,
     /// Positions `0..computed` are in the cache.
     computed: u32,
     /// Frames that wait for `Open`, in order.
@@ -131,6 +133,11 @@ struct Batch {
     work: WorkId,
     started: Instant,
     items: Vec<(FrameHeader, TensorId)>,
+}
+
+/// The position after those of a frame that count as held.
+fn counted_end(header: &FrameHeader) -> u32 {
+    if planted::has(Planted::DraftsCounted) { header.end() } else { header.sure_end() }
 }
 
 impl StageRun {
@@ -191,6 +198,10 @@ impl StageRun {
             into
         };
         let chosen = choose(&mut self.waiting, limits, &mut split);
+        // What a frame overwrites is computed, since the executor runs in order.
+        let headers = chosen.iter().map(|waiting| waiting.header);
+        let wrong: Vec<TensorId> = headers.filter_map(|header| self.sent.settle(header, &mut split)).collect();
+        before.extend(wrong.into_iter().map(|tensor| Output::Discard { tensor }));
         let rows = chosen.iter().map(|waiting| u64::from(waiting.header.count)).sum();
         let work = names.work();
         let mut batch = Batch { work, started: now, items: Vec::with_capacity(chosen.len()) };
@@ -223,14 +234,18 @@ impl StageRun {
 
     fn item(&self, waiting: Waiting, output: TensorId) -> Item {
         let Waiting { header, payload } = waiting;
-        let position = header.end();
-        let sample = self.opened.get(&header.request()).filter(|_| header.last).map(|opened| SampleSpec {
+        let position = header.sure_end();
+        let opened = self.opened.get(&header.request()).filter(|_| header.last);
+        // What a draft changes in the history is not known here.
+        let opened = opened.filter(|opened| header.drafts.rows == 0 || opened.sampling.allows_drafts());
+        let sample = opened.map(|opened| SampleSpec {
             sampling: opened.sampling.clone(),
             prompt: opened.prompt,
             position: if planted::has(Planted::SeedByFirstPosition) { header.cursor + 1 } else { position },
             history: opened.history.get(..position as usize).unwrap_or(&opened.history).to_vec(),
         });
-        Item { request: header.request(), position: header.cursor, count: header.count, input: payload, output, sample }
+        let (request, drafts) = (header.request(), header.drafts.rows.into());
+        Item { request, position: header.cursor, count: header.count, drafts, input: payload, output, sample }
     }
 
     /// Whether this is the running batch.
@@ -263,7 +278,7 @@ impl StageRun {
         };
         for (header, _) in &batch.items {
             if let Some(held) = self.requests.get_mut(&header.request()) {
-                held.computed = header.end();
+                held.computed = counted_end(header);
             }
         }
         self.pace.learn(batch.items.iter().map(|(header, _)| u64::from(header.count)).sum(), now.since(batch.started));
@@ -281,14 +296,14 @@ impl StageRun {
     /// next stage is served first; nothing waits for either.
     fn deliver(&mut self, header: FrameHeader, output: TensorId, result: ItemResult, out: &mut Out) {
         let request = header.request();
-        let position = header.end();
+        let position = header.sure_end();
         let open = self.requests.get(&request).is_some_and(|held| !held.rests);
         let speaks = open && self.started && !self.route.shadow;
         match (result, self.route.next) {
             (ItemResult::Hidden, Some(_)) if open => {
                 let bytes = self.route.row_bytes.saturating_mul(header.count.into());
-                let (cursor, count, last) = (header.cursor, header.count, header.last);
-                let entry = LogEntry { cursor, end: position, count, last, tensor: output, bytes };
+                let FrameHeader { cursor, count, last, drafts, .. } = header;
+                let entry = LogEntry { cursor, end: position, count, last, drafts, tensor: output, bytes };
                 let mut gone = self.sent.push(header.channel, entry);
                 self.pump(out);
                 let next = self.route.part.after();
@@ -300,10 +315,14 @@ impl StageRun {
                 self.remember(request, position, sampled.token);
                 self.report(ToCoordinator::Stage(FromStage::Token { request, position, sampled }), out);
             }
+            (ItemResult::Tokens(tokens), _) if speaks => {
+                let round = header.drafts.round;
+                self.report(ToCoordinator::Stage(FromStage::Tokens { request, position, round, tokens }), out);
+            }
             (ItemResult::Nothing, None) if speaks => {
                 self.report(ToCoordinator::Stage(FromStage::Progress { request, position }), out);
             }
-            (ItemResult::Token(_) | ItemResult::Nothing, _) => {}
+            (ItemResult::Token(_) | ItemResult::Tokens(_) | ItemResult::Nothing, _) => {}
         }
     }
 
@@ -314,10 +333,10 @@ impl StageRun {
         }
         let (job, epoch, part) = (self.job, self.route.epoch, self.route.part.after());
         for sending in self.sent.due(|_| part) {
-            let OutgoingFrame { to, channel, cursor, count, last, mut tensors, copy, bytes: _ } = sending;
+            let OutgoingFrame { to, channel, cursor, count, last, drafts, mut tensors, copy, bytes: _ } = sending;
             let held = self.requests.get(&RequestId(channel)).and_then(|held| held.continues);
             let continues = held.filter(|(_, from)| *from == cursor).map(|(from, _)| from);
-            let header = FrameHeader { job, epoch, part, channel, cursor, count, last, continues };
+            let header = FrameHeader { job, epoch, part, channel, cursor, count, last, continues, drafts };
             let payload = match (tensors.pop(), tensors.is_empty()) {
                 (Some(tensor), true) => Payload::Tensor(tensor),
                 (last, _) => Payload::Tensors(tensors.into_iter().chain(last).collect()),
@@ -361,7 +380,7 @@ impl StageRun {
         waiting.for_each(|waiting| discard_payload(waiting.payload, out));
         for held in self.requests.values_mut() {
             held.parked.drain(..).for_each(|waiting| discard_payload(waiting.payload, out));
-            held.have = held.computed;
+            (held.have, held.drafts) = (held.computed, None);
         }
     }
 
@@ -375,6 +394,7 @@ impl StageRun {
         self.asked.clear();
         self.reported.clear();
         self.sent.clear_followers();
+        self.sent.forget_rounds();
         let empty: Vec<RequestId> =
             self.requests.iter().filter(|(_, held)| held.computed == 0).map(|(&request, _)| request).collect();
         empty.into_iter().for_each(|request| self.drop_request(request, out));
@@ -545,7 +565,7 @@ impl StageRun {
     pub(super) fn handle_message(&mut self, say: ToStage, out: &mut Out) {
         match say {
             ToStage::Open { request, sampling, tokens, prompt } => self.handle_open(request, sampling, tokens, prompt),
-            ToStage::Rest { request } => self.handle_rest(request, out),
+            ToStage::Rest { request, drafts } => self.handle_rest(request, drafts, out),
             ToStage::Close { request } => self.handle_close(request, out),
         }
     }

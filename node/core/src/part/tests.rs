@@ -1,11 +1,12 @@
 //! Stages between frames and executor: positions, gaps, replays, bounds, and the epoch fence.
 #![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many outputs")]
+mod drafts;
 mod tile;
 
 use super::*;
 use crate::id::{ContentId, RequestId};
 use crate::limits::PAGE_POSITIONS;
-use crate::message::{FrameHeader, ToParticipant};
+use crate::message::{Drafts, FrameHeader, ToParticipant};
 use crate::message::{FromStage, ToStage};
 use crate::work::serve::{ItemResult, Position, Sampling, StageOrder};
 use crate::work::{Cursors, PartState, PartWork, Payload, Ready, Resume, Task};
@@ -84,7 +85,17 @@ fn stage_of(context: u32, next: Option<NodeId>) -> Parts {
 }
 
 fn frame(request: u64, cursor: u32, count: u32, last: bool) -> FrameHeader {
-    FrameHeader { job: JOB, epoch: EPOCH, part: PartId(0), channel: request, cursor, count, last, continues: None }
+    FrameHeader {
+        job: JOB,
+        epoch: EPOCH,
+        part: PartId(0),
+        channel: request,
+        cursor,
+        count,
+        last,
+        continues: None,
+        drafts: Drafts::default(),
+    }
 }
 
 /// Delivers a frame whose tensor is named by request and position.
@@ -275,7 +286,12 @@ fn a_third_request_waits_for_a_close_and_evicts_only_when_resent() {
 
 /// Says that a request has ended and stays cached.
 fn rest(parts: &mut Parts, request: u64) -> Vec<PartOutput> {
-    say(parts, COORDINATOR, EPOCH, ToParticipant::Stage(ToStage::Rest { request: RequestId(request) }));
+    say(
+        parts,
+        COORDINATOR,
+        EPOCH,
+        ToParticipant::Stage(ToStage::Rest { request: RequestId(request), drafts: Drafts::default() }),
+    );
     outputs(parts)
 }
 

@@ -12,7 +12,7 @@ use crate::limits::{
     HALO_ENTRIES_MAX, HALO_LOG_BYTES_MAX, HALO_STRIPS_QUEUED_MAX, HALO_WINDOW_BYTES, REPORTS_KEPT, SAVES_WAITING_MAX,
     TILE_PASS, TILE_PIECE,
 };
-use crate::message::{FrameHeader, FromTile, ToCoordinator, ToParticipant, ToTile};
+use crate::message::{Drafts, FrameHeader, FromTile, ToCoordinator, ToParticipant, ToTile};
 use crate::output::Output;
 use crate::planted::{self, Planted};
 use crate::time::{Duration, Instant};
@@ -375,14 +375,15 @@ impl TileRun {
     fn pump(&mut self, out: &mut Out) {
         let (job, epoch) = (self.job, self.place.epoch);
         for sending in self.sent.due(|channel| self.place.peer(channel)) {
-            let OutgoingFrame { to, channel, cursor, count, tensors, bytes, copy, last: _ } = sending;
+            let OutgoingFrame { to, channel, cursor, count, tensors, bytes, copy, last, drafts } = sending;
             let Some(link) = usize::try_from(channel).ok().and_then(|link| self.place.links.get(link)) else {
                 continue;
             };
             let (part, channel) = (PartId(link.link.peer), link.mirror.into());
             *(if copy { &mut self.figures.copied_bytes } else { &mut self.figures.sent_bytes }) += bytes;
             for tensor in tensors {
-                let header = FrameHeader { job, epoch, part, channel, cursor, count, last: false, continues: None };
+                let continues = None;
+                let header = FrameHeader { job, epoch, part, channel, cursor, count, last, continues, drafts };
                 out.push_back(PartOutput::Frame { to, header, payload: Payload::Tensor(tensor), copy });
             }
         }
@@ -547,7 +548,8 @@ impl TileRun {
         let (halos, cursor) = (core::mem::take(&mut busy.halos), busy.to);
         if sizes.len() == halos.len() {
             for ((link, tensor), &(count, bytes)) in halos.into_iter().zip(sizes) {
-                let entry = LogEntry { cursor, end: cursor.saturating_add(1), count, last: false, tensor, bytes };
+                let (end, last, drafts) = (cursor.saturating_add(1), false, Drafts::default());
+                let entry = LogEntry { cursor, end, count, last, drafts, tensor, bytes };
                 let gone = self.sent.push(link.into(), entry);
                 out.extend(gone.into_iter().map(discard));
             }

@@ -1,7 +1,7 @@
 //! Vocabulary of serving a model: the model, orders of stages, batches and their results, requests and how they end.
 use super::Payload;
 use crate::id::{ContentId, NodeId, PartId, RequestId, TensorId};
-use crate::limits::{CONTEXT_MAX, SEQUENCES_MAX};
+use crate::limits::{CONTEXT_MAX, DRAFTS_MAX, SEQUENCES_MAX};
 use alloc::{boxed::Box, format, string::String, vec::Vec};
 use core::ops::Range;
 use partitioner::{Plan, Work};
@@ -158,6 +158,8 @@ pub struct Sampling {
     pub logprobs: Option<u8>,
     /// Key of the random number generator.
     pub seed: u64,
+    /// Most draft tokens of a decode step, at most [`DRAFTS_MAX`]; 0 is off. The answer is the same with any number.
+    pub drafts: u8,
 }
 
 impl Sampling {
@@ -174,6 +176,7 @@ impl Sampling {
         grammar: None,
         logprobs: None,
         seed: 0,
+        drafts: DRAFTS_MAX,
     };
 
     /// Whether sampling depends on the tokens so far.
@@ -182,6 +185,11 @@ impl Sampling {
             || self.presence_penalty_e6 != 0
             || self.frequency_penalty_e6 != 0
             || self.grammar.is_some()
+    }
+
+    /// Whether draft tokens can be verified: a token after a draft must depend on nothing but positions and logits.
+    pub fn allows_drafts(&self) -> bool {
+        self.drafts > 0 && !self.uses_history() && self.logprobs.is_none()
     }
 }
 
@@ -294,11 +302,13 @@ pub struct Item {
     pub position: u32,
     /// Number of positions, one row each.
     pub count: u32,
+    /// The last rows are drafts. At the last stage, a token is sampled from each of them and from the row before them.
+    pub drafts: u32,
     /// Input rows.
     pub input: Payload,
     /// Id of the hidden rows out (ignored at the last stage).
     pub output: TensorId,
-    /// At the last stage: sample a token from the last row.
+    /// At the last stage: sample a token from the last row that is no draft.
     pub sample: Option<SampleSpec>,
 }
 
@@ -341,7 +351,7 @@ pub const LOGPROBS_MAX: u8 = 20;
 pub struct SampleSpec {
     /// Sampling settings of the request.
     pub sampling: Sampling,
-    /// Position of the sampled token: with the seed, the key of the random number.
+    /// Position of the sampled token, of several the first: with the seed, the key of the random number.
     pub position: u32,
     /// Tokens so far, for penalties and grammars. Empty if the sampling does not depend on them.
     pub history: Vec<u32>,
@@ -357,6 +367,8 @@ pub enum ItemResult {
     Hidden,
     /// Last stage, with sampling: the token.
     Token(Sampled),
+    /// Last stage, with sampling and drafts: the tokens after the row before the drafts and after each of them.
+    Tokens(Vec<u32>),
     /// Last stage, without sampling (a prefill chunk before the last).
     Nothing,
 }

@@ -2,20 +2,20 @@
 //! last stage. Next: `prefixes.rs` (the cache that they share).
 mod cache;
 mod resends;
+mod tokens;
 
+use super::drafts::StepTimes;
 use super::prefixes::Prefixes;
-use super::stream::{Caller, Stream, Taken};
+use super::stream::{Caller, DraftLimits, Stream};
 use crate::id::{CallId, Epoch, JobId, NodeId, PartId, RequestId};
 use crate::job::output::{JobOutput, Out};
 use crate::limits::{DETACHED_MAX, LOG_EVERY, LOG_TOKENS_MAX, QUEUE_MAX, REQUEST_STRIKES_MAX, SEQUENCES_MAX};
-use crate::message::{ToParticipant, ToStage};
+use crate::message::{Drafts, ToParticipant, ToStage};
 use crate::output::Event;
 use crate::planted::{self, Planted};
 use crate::time::Instant;
 use crate::work::log::TokenLog;
-use crate::work::serve::{
-    DoneReason, EMBEDDING_MAX, GRAMMAR_BYTES_MAX, LOGPROBS_MAX, Logged, Position, Request, Sampled, ToCaller,
-};
+use crate::work::serve::{DoneReason, GRAMMAR_BYTES_MAX, Logged, Position, Request, Sampled, ToCaller};
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::{format, string::String, vec::Vec};
 
@@ -57,6 +57,7 @@ pub(in crate::job) struct Requests {
     context: u32,
     cache: Prefixes,
     eos: Vec<u32>,
+    times: StepTimes,
     next: u64,
     waiting: VecDeque<Stream>,
     running: BTreeMap<RequestId, Stream>,
@@ -83,6 +84,7 @@ impl Requests {
             context,
             cache: Prefixes::new(sequences, context),
             eos,
+            times: StepTimes::default(),
             next: 0,
             waiting: VecDeque::new(),
             running: BTreeMap::new(),
@@ -99,6 +101,11 @@ impl Requests {
     pub(in crate::job) fn counts(&self) -> (usize, usize) {
         let running = self.running.values().filter(|stream| stream.caller != Caller::Refresh);
         (running.count(), self.waiting.len())
+    }
+
+    /// Draft tokens so far, and those of them that were right.
+    pub(in crate::job) fn drafts(&self) -> (u64, u64) {
+        self.times.counts()
     }
 
     /// While no request runs: a number that changes with each new request. `None` otherwise.
@@ -361,7 +368,7 @@ impl Requests {
                 self.preempt(now, id, out);
             }
             self.open(id, out);
-            self.pump(id, out);
+            self.pump(now, id, out);
         }
         self.fill_slots(now, out);
         self.refresh_soon(now);
@@ -377,7 +384,7 @@ impl Requests {
         let close = |request| message(to, job, epoch, ToStage::Close { request });
         out.extend(over.map(close));
         let resting = positions.iter().map(|p| p.request).filter(|request| self.cache.rests(*request));
-        out.extend(resting.map(|request| message(to, job, epoch, ToStage::Rest { request })));
+        out.extend(resting.map(|request| rest(to, job, epoch, request)));
     }
 
     /// Sets the standbys that receive copies.
@@ -456,9 +463,11 @@ impl Requests {
         out.push_back(message(track.last(), self.job, track.epoch, open));
     }
 
-    fn pump(&mut self, id: RequestId, out: &mut Out) {
+    fn pump(&mut self, now: Instant, id: RequestId, out: &mut Out) {
         let (Some(track), Some(stream)) = (&self.track, self.running.get_mut(&id)) else { return };
-        while let Some((header, tokens)) = stream.next_frame(self.job, track.epoch, track.depth()) {
+        let positions = self.cache.positions_max(id).min(self.context);
+        let drafts = DraftLimits { times: &self.times, positions };
+        while let Some((header, tokens)) = stream.next_frame(now, (self.job, track.epoch), track.depth(), drafts) {
             let copy =
                 track.first_standby().map(|to| JobOutput::Frame { to, header, tokens: tokens.clone(), copy: true });
             out.push_back(JobOutput::Frame { to: track.first(), header, tokens, copy: false });
@@ -474,58 +483,6 @@ impl Requests {
     /// Whether a node is any stage of the present track, under its epoch.
     pub(in crate::job) fn is_stage(&self, from: NodeId, epoch: Epoch) -> bool {
         self.track.as_ref().is_some_and(|track| track.epoch == epoch && track.stages.contains(&from))
-    }
-
-    pub(in crate::job) fn handle_token(
-        &mut self,
-        now: Instant,
-        id: RequestId,
-        position: u32,
-        sampled: Sampled,
-        out: &mut Out,
-    ) {
-        let token = sampled.token;
-        let Some(stream) = self.running.get_mut(&id) else { return };
-        // A stage may send more than it was asked for.
-        let asked = stream.request.sampling.logprobs.map(|top| usize::from(top.min(LOGPROBS_MAX)));
-        let logprobs = sampled.logprobs.filter(|logprobs| asked.is_some_and(|most| logprobs.top_e6.len() <= most));
-        let embedding = sampled.embedding.filter(|row| row.len() <= EMBEDDING_MAX);
-        let sampled = Sampled { token, logprobs, embedding };
-        let (caller, awaited) = (stream.caller, stream.awaited_base());
-        match stream.handle_token(now, position, token, &self.eos, self.context) {
-            Taken::Next => {
-                tell(caller, position, sampled, out);
-                self.log_soon(now);
-                self.settle_base(id, awaited, out);
-                self.grow(now, id, out);
-                self.pump(id, out);
-            }
-            Taken::Last(reason) => {
-                tell(caller, position, sampled, out);
-                self.finish(now, id, reason, out);
-            }
-            Taken::Known | Taken::Unasked => {}
-            Taken::Differs { sent } => {
-                let what = format!(
-                    "job {:x} request {} position {position}: the caller has token {sent}, a replay sampled {token}; the \
-                     stages do not compute the same bits",
-                    self.job.0, id.0
-                );
-                out.push_back(JobOutput::Notify(Event::Rejected { from: None, what }));
-            }
-        }
-    }
-
-    pub(in crate::job) fn handle_progress(&mut self, now: Instant, id: RequestId, position: u32, out: &mut Out) {
-        if let Some(stream) = self.running.get_mut(&id) {
-            let awaited = stream.awaited_base();
-            let asks_again = stream.handle_progress(now, position);
-            self.settle_base(id, awaited, out);
-            if asks_again {
-                return self.resend(now, id, position, out);
-            }
-            self.pump(id, out);
-        }
     }
 
     /// Resends what was lost or has no answer. Returns a reason to place the job again if that did not help.
@@ -593,6 +550,11 @@ impl Requests {
 
 fn message(to: NodeId, job: JobId, epoch: Epoch, say: ToStage) -> JobOutput {
     JobOutput::Message { to, job, epoch, say: ToParticipant::Stage(say) }
+}
+
+/// Repeats that a request rests.
+fn rest(to: NodeId, job: JobId, epoch: Epoch, request: RequestId) -> JobOutput {
+    message(to, job, epoch, ToStage::Rest { request, drafts: Drafts::default() })
 }
 
 /// Outcome of a submission.

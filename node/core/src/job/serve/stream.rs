@@ -1,11 +1,12 @@
 //! One request at the coordinator: its token log, what is in flight, and when to resend.
+use super::drafts::{Accuracy, StepTimes, guess};
 use super::prefixes::Base;
 use crate::id::{CallId, Epoch, JobId, NodeId, PartId, RequestId};
 use crate::limits::{
-    CHUNK_POSITIONS_MAX, CHUNKS_IN_FLIGHT_MAX, HELD_EVERY, LOG_TOKENS_MAX, WATCHDOG_MIN, chunk_positions,
+    CHUNK_POSITIONS_MAX, CHUNKS_IN_FLIGHT_MAX, DRAFTS_MAX, HELD_EVERY, LOG_TOKENS_MAX, WATCHDOG_MIN, chunk_positions,
     chunks_in_flight,
 };
-use crate::message::FrameHeader;
+use crate::message::{Drafts, FrameHeader};
 use crate::planted::{self, Planted};
 use crate::time::{Duration, Instant};
 use crate::work::serve::{DoneReason, Logged, Priority, Request};
@@ -27,6 +28,17 @@ pub(super) struct Stream {
     sent: u32,
     /// Positions `0..acked` are in every stage's cache.
     acked: u32,
+    /// Positions after these that every stage computed as drafts. The next frame says that they are kept.
+    ahead: u32,
+    /// The drafts that were sent last.
+    drafts: Vec<u32>,
+    /// Number of frames with drafts so far.
+    round: u32,
+    /// The guessed next token.
+    guessed: Option<u32>,
+    accuracy: Accuracy,
+    /// When the last decode step was sent.
+    step_at: Option<Instant>,
     /// Ends of unsampled chunks that were sent and not acknowledged.
     chunks: VecDeque<u32>,
     /// The last gap that was answered: when, and the positions that the stage held.
@@ -49,6 +61,14 @@ pub(super) struct Stream {
     began: Instant,
     /// When it was last sent again from its shared positions on, because a stage lacked them.
     forked_again: Option<Instant>,
+}
+
+/// What limits the drafts of a request.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DraftLimits<'a> {
+    pub(super) times: &'a StepTimes,
+    /// Positions that its pages and the context have room for.
+    pub(super) positions: u32,
 }
 
 /// What to do about a stage that lacks shared positions.
@@ -99,6 +119,12 @@ impl Stream {
             request,
             sent: 0,
             acked: 0,
+            ahead: 0,
+            drafts: Vec::new(),
+            round: 0,
+            guessed: None,
+            accuracy: Accuracy::default(),
+            step_at: None,
             chunks: VecDeque::new(),
             gap: None,
             progress_at: now,
@@ -136,6 +162,7 @@ impl Stream {
     pub(super) fn preempt(&mut self, id: RequestId) {
         self.id = id;
         (self.sent, self.acked) = (0, 0);
+        self.forget_drafts();
         self.chunks.clear();
         (self.gap, self.base, self.logged, self.forked_again) = (None, None, None, None);
         (self.resends, self.closes_base) = (0, false);
@@ -172,11 +199,15 @@ impl Stream {
         }
     }
 
-    /// Tokens of the positions that every stage has. `None` if more is in flight than the last position: a stage may drop
-    /// that only with the whole request.
-    pub(super) fn cached_tokens(&self) -> Option<&[u32]> {
-        let settled = self.sent.saturating_sub(self.acked) <= 1 && self.awaited_base().is_none();
-        self.tokens.get(..self.acked as usize).filter(|_| settled)
+    /// Tokens of the positions that every stage has, and which of the last drafts are among them. `None` if more is in flight
+    /// than the last position: a stage may drop that only with the whole request.
+    pub(super) fn cached_tokens(&self) -> Option<(&[u32], Drafts)> {
+        let in_flight = self.sent.saturating_sub(self.acked + self.ahead);
+        // A step that follows drafts may have arrived or not.
+        let ahead = if in_flight == 0 { self.ahead } else { 0 };
+        let drafts = Drafts { round: self.round, rows: 0, kept: u8::try_from(ahead).unwrap_or(0) };
+        let tokens = self.tokens.get(..(self.acked + ahead) as usize)?;
+        (in_flight <= 1 && self.awaited_base().is_none()).then_some((tokens, drafts))
     }
 
     /// Tokens of the positions that every stage has for certain.
@@ -255,10 +286,18 @@ impl Stream {
         let position = position.min(self.len().saturating_sub(1));
         self.sent = self.sent.min(position);
         self.acked = self.acked.min(position);
+        self.forget_drafts();
         while self.chunks.back().is_some_and(|&end| end > position) {
             self.chunks.pop_back();
         }
         self.progress_at = now;
+    }
+
+    /// Stages may lack the drafts that were sent, or have other ones.
+    fn forget_drafts(&mut self) {
+        self.ahead = 0;
+        self.drafts.clear();
+        (self.guessed, self.step_at) = (None, None);
     }
 
     /// The acknowledgements of chunks may be lost.
@@ -331,8 +370,15 @@ impl Stream {
         have < self.sent
     }
 
-    /// The next frame for the first stage of a pipeline of `stages` stages, if one may be sent now.
-    pub(super) fn next_frame(&mut self, job: JobId, epoch: Epoch, stages: u32) -> Option<(FrameHeader, Vec<u32>)> {
+    /// The next frame for the first stage of a pipeline of `stages` stages, if one may be sent now. A decode step has drafts
+    /// if that pays.
+    pub(super) fn next_frame(
+        &mut self,
+        now: Instant,
+        (job, epoch): (JobId, Epoch),
+        stages: u32,
+        drafts: DraftLimits<'_>,
+    ) -> Option<(FrameHeader, Vec<u32>)> {
         let (position, len) = (self.sent, self.len());
         // A caller's request waits for at most one chunk of what rests, and so does a slow standby.
         let in_flight = if self.caller == Caller::Refresh { 1 } else { chunks_in_flight(stages) };
@@ -346,13 +392,67 @@ impl Stream {
             self.chunks.push_back(end);
         }
         self.sent = end;
-        let header = self.header((job, epoch), position, count, sample);
-        Some((header, self.tokens[position as usize..end as usize].to_vec()))
+        let mut header = self.header((job, epoch), position, count, sample);
+        let kept = if position == self.acked + self.ahead { self.ahead } else { 0 };
+        header.drafts = Drafts { round: self.round, rows: 0, kept: u8::try_from(kept).unwrap_or(0) };
+        let mut tokens = self.tokens[position as usize..end as usize].to_vec();
+        if header.is_decode() && sample {
+            self.draft(now, drafts);
+            let rows = self.drafts.len() as u32;
+            (header.count, header.drafts.rows) = (1 + rows, self.drafts.len() as u8);
+            self.round += rows.min(1);
+            tokens.extend(&self.drafts);
+        }
+        Some((header, tokens))
+    }
+
+    /// Chooses the drafts of a decode step.
+    fn draft(&mut self, now: Instant, limits: DraftLimits<'_>) {
+        self.drafts.clear();
+        (self.guessed, self.step_at) = (None, Some(now));
+        if !self.request.sampling.allows_drafts() {
+            return;
+        }
+        // Each draft that is right is a token of the answer, and one more follows the last of them.
+        let left = (self.prompt_len() + self.request.max_tokens).saturating_sub(self.len() + 1);
+        let most = self.request.sampling.drafts.min(DRAFTS_MAX);
+        let most = left.min(limits.positions.saturating_sub(self.len())).min(most.into());
+        let mut drafts = guess(&self.tokens, most as usize);
+        self.guessed = drafts.first().copied();
+        drafts.truncate(limits.times.best(self.accuracy, drafts.len()));
+        self.drafts = drafts;
+    }
+
+    /// The first token after a decode step has arrived: learns what it says about guesses and times.
+    pub(super) fn learn(&mut self, now: Instant, token: u32, times: &mut StepTimes) {
+        if let Some(guessed) = self.guessed.take_if(|_| self.drafts.is_empty()) {
+            self.accuracy.learn(guessed == token);
+        }
+        if let Some(at) = self.step_at.take() {
+            times.learn(self.drafts.len() as u32, now.since(at));
+        }
+    }
+
+    /// Whether the draft at `index` of a round was right: the token that was taken last. Then all stages have the position of
+    /// that token.
+    pub(super) fn keeps(&mut self, round: u32, index: usize) -> bool {
+        if self.round != round.saturating_add(1) || self.sent + 1 != self.len() {
+            return false;
+        }
+        let Some(draft) = self.drafts.get(index) else { return false };
+        let right = self.tokens.last() == Some(draft);
+        self.accuracy.learn(right);
+        if right {
+            self.sent += 1;
+            self.ahead += 1;
+        }
+        right
     }
 
     fn header(&self, (job, epoch): (JobId, Epoch), cursor: u32, count: u32, last: bool) -> FrameHeader {
         let continues = self.base.filter(|(_, shared)| *shared == cursor).map(|(from, _)| from.0);
-        FrameHeader { job, epoch, part: PartId(0), channel: self.id.0, cursor, count, last, continues }
+        let drafts = Drafts { round: self.round, ..Drafts::default() };
+        FrameHeader { job, epoch, part: PartId(0), channel: self.id.0, cursor, count, last, continues, drafts }
     }
 
     /// Positions before `position` are in every cache. Returns true if these are all positions and no token was sampled
@@ -374,6 +474,11 @@ impl Stream {
             return Taken::Unasked;
         }
         self.advance(now, position);
+        self.take(token, eos, context)
+    }
+
+    /// Takes the token that follows a draft which was kept.
+    pub(super) fn take(&mut self, token: u32, eos: &[u32], context: u32) -> Taken {
         self.tokens.push(token);
         self.strikes = 0;
         let generated = self.len() - self.prompt_len();
@@ -392,6 +497,7 @@ impl Stream {
 
     fn advance(&mut self, now: Instant, position: u32) {
         self.acked = position;
+        self.ahead = 0;
         while self.chunks.front().is_some_and(|&end| end <= position) {
             self.chunks.pop_front();
         }
@@ -433,141 +539,4 @@ const FORK_REPORTED: Duration = HELD_EVERY.saturating_mul(3);
 const GAP_QUIET: Duration = Duration::from_millis(200);
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::work::serve::{RequestKey, Sampling};
-    use alloc::vec;
-
-    const EPOCH: Epoch = Epoch { counter: 1, issuer: NodeId([1; 16]) };
-
-    fn stream(prompt: u32, max_tokens: u32) -> Stream {
-        let prompt = (0..prompt).collect();
-        let key = RequestKey([7; 16]);
-        let request = Request {
-            prompt,
-            max_tokens,
-            sampling: Sampling::GREEDY,
-            ignore_eos: false,
-            priority: Priority::Interactive,
-            key,
-        };
-        Stream::new(Instant(0), RequestId(1), Caller::Here(CallId(1)), request)
-    }
-
-    fn frames(stream: &mut Stream) -> Vec<(u32, u32, bool)> {
-        frames_through(stream, 2)
-    }
-
-    fn frames_through(stream: &mut Stream, stages: u32) -> Vec<(u32, u32, bool)> {
-        core::iter::from_fn(|| stream.next_frame(JobId(1), EPOCH, stages))
-            .map(|(header, tokens)| {
-                assert_eq!(header.count as usize, tokens.len());
-                (header.cursor, header.count, header.last)
-            })
-            .collect()
-    }
-
-    #[test]
-    fn a_long_prompt_goes_out_in_chunks_with_four_outstanding() {
-        let mut stream = stream(512 * 5 + 10, 4);
-        assert_eq!(
-            frames(&mut stream),
-            vec![(0, 512, false), (512, 512, false), (1024, 512, false), (1536, 512, false)]
-        );
-        stream.handle_progress(Instant(1), 1024);
-        assert_eq!(frames(&mut stream), vec![(2048, 512, false), (2560, 10, true)]);
-    }
-
-    #[test]
-    fn chunks_follow_the_number_of_stages() {
-        let first = |stages: u32| {
-            let sent = frames_through(&mut stream(1 << 16, 4), stages);
-            (sent.len(), sent[0].1)
-        };
-        assert_eq!([1, 2, 4, 5, 12, 24].map(first), [(3, 512), (4, 512), (6, 512), (7, 256), (14, 170), (26, 85)]);
-        assert_eq!(first(1000), (64, 16), "at any depth");
-    }
-
-    #[test]
-    fn a_token_is_taken_once_and_in_order() {
-        let mut stream = stream(3, 3);
-        assert_eq!(frames(&mut stream), vec![(0, 3, true)]);
-        assert_eq!(stream.handle_token(Instant(1), 4, 9, &[], 100), Taken::Unasked);
-        assert_eq!(stream.handle_token(Instant(1), 3, 9, &[], 100), Taken::Next);
-        assert_eq!(stream.handle_token(Instant(1), 3, 9, &[], 100), Taken::Known);
-        assert_eq!(stream.handle_token(Instant(1), 3, 8, &[], 100), Taken::Differs { sent: 9 });
-        assert_eq!(stream.handle_token(Instant(1), 4, 9, &[], 100), Taken::Unasked, "position 3 was not sent yet");
-        assert_eq!(frames(&mut stream), vec![(3, 1, true)]);
-        assert_eq!(stream.handle_token(Instant(1), 4, 7, &[], 100), Taken::Next);
-        assert_eq!(frames(&mut stream), vec![(4, 1, true)]);
-        assert_eq!(stream.handle_token(Instant(1), 5, 7, &[], 100), Taken::Last(DoneReason::Length));
-    }
-
-    #[test]
-    fn stages_that_hold_nothing_are_sent_prompt_and_answer_as_one_prefill() {
-        let mut stream = stream(3, 9);
-        frames(&mut stream);
-        stream.handle_token(Instant(1), 3, 9, &[], 100);
-        frames(&mut stream);
-        assert_eq!(stream.resume(Instant(2), &[(0, 0), (0, 0)]), vec![0]);
-        assert_eq!(frames(&mut stream), vec![(0, 4, true)]);
-    }
-
-    #[test]
-    fn what_stages_hold_is_not_computed_again() {
-        let resumed = |stages: &[(u32, u32)]| {
-            let mut stream = stream(100, 9);
-            frames(&mut stream);
-            stream.handle_token(Instant(1), 100, 9, &[], 500);
-            frames(&mut stream);
-            (stream.resume(Instant(2), stages), frames(&mut stream))
-        };
-        // 101 positions. All stages hold all of them, and the token was lost with the last stage: the send log before
-        // it serves.
-        assert_eq!(resumed(&[(101, 0), (101, 0), (101, 0)]), (vec![101, 100], vec![]));
-        // A standby that is two positions behind: the send log of the stage before it serves.
-        assert_eq!(resumed(&[(101, 0), (99, 0), (100, 0)]), (vec![99, 100], vec![]));
-        // A new stage in the middle, after a send log that has everything: the first stage computes nothing again.
-        assert_eq!(resumed(&[(101, 0), (0, 0), (100, 0)]), (vec![0, 100], vec![]));
-        // The send log does not reach back: the token log serves.
-        assert_eq!(resumed(&[(101, 50), (0, 0), (100, 0)]), (vec![0, 100], vec![(0, 101, true)]));
-        // The first stage is new: it computes everything, the other stages what they lack.
-        assert_eq!(resumed(&[(0, 0), (101, 0), (100, 0)]), (vec![101, 100], vec![(0, 101, true)]));
-        // The last stage is new, and only the token log has everything.
-        assert_eq!(resumed(&[(100, 90), (100, 90), (0, 0)]), (vec![0, 0], vec![(0, 101, true)]));
-    }
-
-    #[test]
-    fn when_all_is_held_and_no_token_comes_the_last_position_is_asked_for() {
-        let mut stream = stream(3, 9);
-        frames(&mut stream);
-        assert!(stream.handle_progress(Instant(1), 3), "a send log resent it without asking for a token");
-        stream.rewind(Instant(1), 3);
-        assert_eq!(frames(&mut stream), vec![(2, 1, true)]);
-    }
-
-    #[test]
-    fn the_context_ends_an_answer() {
-        let mut stream = stream(3, 9);
-        frames(&mut stream);
-        assert_eq!(stream.handle_token(Instant(1), 3, 9, &[], 4), Taken::Last(DoneReason::Length));
-    }
-
-    #[test]
-    fn a_successor_goes_on_where_the_log_ends() {
-        let mut before = stream(3, 9);
-        frames(&mut before);
-        before.handle_token(Instant(1), 3, 9, &[], 100);
-        let mut log = crate::work::log::TokenLog::default();
-        log.add(core::iter::from_fn(|| before.news()).map(|news| (RequestId(1), news)).collect());
-        assert!(!before.has_news());
-        let (_, request, answer) = log.into_requests().next().unwrap();
-        assert_eq!((&request, &answer), (&before.request, &vec![9]));
-        let mut after = Stream::inherited(Instant(2), RequestId(5), request.clone(), &answer, &[]);
-        assert_eq!(after.tokens_from(0).collect::<Vec<_>>(), [(3, 9)]);
-        // The stages are ahead of the token log: they compute again what it lacks.
-        assert_eq!(after.resume(Instant(2), &[(5, 0), (5, 0)]), vec![3]);
-        let whole = Stream::inherited(Instant(2), RequestId(5), request, &[9, 8], &[8]);
-        assert_eq!(whole.tokens_from(4).count(), 0, "its last token is computed again");
-    }
-}
+mod tests;

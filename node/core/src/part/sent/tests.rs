@@ -17,7 +17,7 @@ fn rows(bytes: u64) -> Sent {
 
 fn entry(cursor: u32, count: u32, tensor: u64) -> LogEntry {
     let tensor = TensorId::Produced(tensor);
-    LogEntry { cursor, end: cursor + count, count, last: false, tensor, bytes: count.into() }
+    LogEntry { cursor, end: cursor + count, count, last: false, drafts: Drafts::default(), tensor, bytes: count.into() }
 }
 
 /// Adds an entry of ten rows. Returns the payloads that are dropped.
@@ -106,7 +106,10 @@ fn halos(steps: u32, bytes: u64, keep: u64) -> Sent {
     let mut sent = Sent::new(Keep::WhileNeeded, bounds);
     for step in 0..steps {
         let tensor = TensorId::Produced(step.into());
-        sent.push(0, LogEntry { cursor: step, end: step + 1, count: 1, last: false, tensor, bytes });
+        sent.push(
+            0,
+            LogEntry { cursor: step, end: step + 1, count: 1, last: false, drafts: Drafts::default(), tensor, bytes },
+        );
     }
     sent
 }

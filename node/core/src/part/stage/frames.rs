@@ -1,11 +1,11 @@
 //! Frames that arrive at a stage: which fit, which continue another request's cache, and which wait for pages.
-use super::{Cache, Opened, StageRun};
+use super::{Cache, Opened, StageRun, counted_end};
 use crate::id::{NodeId, RequestId};
 use crate::limits::{
-    CACHES_MAX, CHUNK_POSITIONS_MAX, CLOSED_REQUESTS_MAX, PAGE_POSITIONS, PARKED_FRAMES_MAX, SEQUENCES_MAX,
+    CACHES_MAX, CHUNK_POSITIONS_MAX, CLOSED_REQUESTS_MAX, DRAFTS_MAX, PAGE_POSITIONS, PARKED_FRAMES_MAX, SEQUENCES_MAX,
     STAGE_QUEUE_MAX, STAGE_QUEUE_POSITIONS_MAX,
 };
-use crate::message::{FrameHeader, FromStage, ToCoordinator};
+use crate::message::{Drafts, FrameHeader, FromStage, ToCoordinator};
 use crate::output::Output;
 use crate::part::output::{Out, PartOutput, discard, discard_payload};
 use crate::part::queue::Waiting;
@@ -44,7 +44,7 @@ impl StageRun {
         if full {
             return self.refuse(waiting, out);
         }
-        if header.cursor > have {
+        if !header.follows(have, self.drafts(header.request())) {
             self.report_lack(now, header.request(), out);
             return discard_payload(waiting.payload, out);
         }
@@ -98,7 +98,22 @@ impl StageRun {
     /// Positions of a request that this stage has, including queued ones.
     fn have(&self, request: RequestId) -> u32 {
         let outside = self.outside.iter().rev().find(|waiting| waiting.header.request() == request);
-        outside.map_or_else(|| self.inside(request), |waiting| waiting.header.end())
+        outside.map_or_else(|| self.inside(request), |waiting| waiting.header.sure_end())
+    }
+
+    /// The drafts after these positions.
+    fn drafts(&self, request: RequestId) -> Option<Drafts> {
+        let outside = self.outside.iter().rev().find(|waiting| waiting.header.request() == request);
+        outside.map_or_else(|| self.drafts_inside(request), |waiting| Some(waiting.header.drafts))
+    }
+
+    fn drafts_inside(&self, request: RequestId) -> Option<Drafts> {
+        self.requests.get(&request).and_then(|held| held.drafts)
+    }
+
+    /// Whether a frame follows the positions that are in its cache, or will be once queued work has run.
+    fn follows_inside(&self, header: &FrameHeader) -> bool {
+        header.follows(self.inside(header.request()), self.drafts_inside(header.request()))
     }
 
     /// Positions of a request that are in its cache, or will be once queued work has run.
@@ -117,9 +132,9 @@ impl StageRun {
         let mut run = 0..0;
         for frame in running.chain(queued).filter(|frame| frame.request() == request) {
             let start = if run.end == frame.cursor && !run.is_empty() { run.start } else { frame.cursor };
-            run = start..frame.end();
+            run = start..frame.sure_end();
         }
-        run.contains(&header.cursor) && header.end() <= run.end
+        run.contains(&header.cursor) && header.sure_end() <= run.end
     }
 
     /// A new request gets the cache of the one that it continues, if that is here. Otherwise its first frame is a gap.
@@ -170,6 +185,12 @@ impl StageRun {
                 header.count, header.cursor, self.route.context
             ));
         }
+        if header.drafts.rows > DRAFTS_MAX || u32::from(header.drafts.rows) >= header.count {
+            return Some(format!(
+                "frame of {} rows, {} of them drafts, expected at most {DRAFTS_MAX} after at least one row",
+                header.count, header.drafts.rows
+            ));
+        }
         if header.continues.is_some() && (header.cursor == 0 || !header.cursor.is_multiple_of(PAGE_POSITIONS)) {
             return Some(format!(
                 "frame that continues another request at position {}, expected a multiple of {PAGE_POSITIONS}",
@@ -196,8 +217,8 @@ impl StageRun {
             // It is computed again because a later stage lost it.
             self.sent.rewind(header.channel, header.cursor);
         }
-        held.have = header.end();
-        held.decodes = header.count == 1;
+        (held.have, held.drafts) = (counted_end(&header), Some(header.drafts));
+        held.decodes = header.is_decode();
         if waits_for_open {
             held.parked.push_back(waiting);
         } else {
@@ -220,9 +241,8 @@ impl StageRun {
         }
         // Its own older frames go first, so that they do not take the pages that are freed.
         discard_of(&mut self.outside, request, out);
-        let have = self.inside(request);
-        if waiting.header.cursor > have {
-            self.report_gap(request, have, out);
+        if !self.follows_inside(&waiting.header) {
+            self.report_gap(request, self.inside(request), out);
             return discard_payload(waiting.payload, out);
         }
         while !self.make_room(&waiting.header) {
@@ -236,11 +256,12 @@ impl StageRun {
     /// Accepts frames that waited for pages.
     fn admit_outside(&mut self, out: &mut Out) {
         while let Some(header) = self.outside.front().map(|waiting| waiting.header) {
-            if header.cursor <= self.inside(header.request()) && !self.make_room(&header) {
+            let follows = self.follows_inside(&header);
+            if follows && !self.make_room(&header) {
                 return;
             }
             let Some(waiting) = self.outside.pop_front() else { return };
-            if header.cursor <= self.inside(header.request()) {
+            if follows {
                 self.accept(waiting, out);
             } else {
                 discard_payload(waiting.payload, out); // its cache was evicted: the next frame is a gap
@@ -262,12 +283,19 @@ impl StageRun {
         }
     }
 
-    pub(super) fn handle_rest(&mut self, request: RequestId, out: &mut Out) {
+    /// A request has ended. `kept`: what becomes of its last drafts.
+    pub(super) fn handle_rest(&mut self, request: RequestId, kept: Drafts, out: &mut Out) {
         self.refused.remove(&request);
         self.opened.remove(&request);
         out.extend(self.sent.forget(request.0).into_iter().map(discard));
         if let Some(held) = self.requests.get_mut(&request) {
             held.rests = true;
+            let known = held.drafts.is_some_and(|drafts| drafts.round.checked_add(1) == Some(kept.round));
+            if known && held.computed == held.have {
+                let rows = held.drafts.take().map_or(0, |drafts| drafts.rows.min(kept.kept));
+                held.have += u32::from(rows);
+                held.computed = held.have;
+            }
             held.parked.drain(..).for_each(|waiting| discard_payload(waiting.payload, out));
         } else if self.route.shadow && self.requests.len() < CACHES_MAX {
             // The first frame may still be on its way, since another node sends it.

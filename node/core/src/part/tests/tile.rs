@@ -109,6 +109,7 @@ fn make_cycle(parts: &mut Parts, halo: Option<u32>) {
             count: 1,
             last: false,
             continues: None,
+            drafts: Drafts::default(),
         };
         parts.handle_frame(NOW, owner(1), header, Payload::Tensor(TensorId::Arrived(u64::from(cursor))));
     }

@@ -65,7 +65,7 @@ impl Requests {
         self.close_evicted(evicted, out);
         if admitted {
             self.open(id, out);
-            self.pump(id, out);
+            self.pump(now, id, out);
         }
         admitted
     }
@@ -77,12 +77,12 @@ impl Requests {
             DoneReason::Stop | DoneReason::Length | DoneReason::Cancelled => stream.cached_tokens(),
             DoneReason::Busy | DoneReason::Invalid(_) | DoneReason::Failed(_) => None,
         };
-        let tokens = whole.filter(|_| self.track.is_some());
-        if tokens.is_some_and(|tokens| self.cache.rest(id, tokens, &mut evicted)) {
+        let rests = whole.filter(|(tokens, _)| self.track.is_some() && self.cache.rest(id, tokens, &mut evicted));
+        if let Some((_, drafts)) = rests {
             if stream.caller == Caller::Refresh {
                 self.cache.mark_refreshed(id);
             }
-            self.to_all_holders(|request| ToStage::Rest { request }, id, out);
+            self.to_all_holders(|request| ToStage::Rest { request, drafts }, id, out);
         } else {
             self.cache.forget(id);
             self.close(id, out);
@@ -202,7 +202,7 @@ impl Requests {
             stream.begin(now, None);
             self.running.insert(id, stream);
             self.open(id, out);
-            self.pump(id, out);
+            self.pump(now, id, out);
         }
     }
 

@@ -1,6 +1,6 @@
 //! What stages lack, and what is sent to them again: after a gap, after a broken connection, and without an answer.
 use super::super::stream::{ForkAgain, Stream};
-use super::{Requests, message};
+use super::{Requests, message, rest};
 use crate::id::{NodeId, RequestId};
 use crate::job::output::Out;
 use crate::limits::{RECONNECT_SETTLES, RESENDS_MAX};
@@ -74,7 +74,7 @@ impl Requests {
         }
         let (job, epoch) = (self.job, track.epoch);
         out.extend(self.closed.iter().map(|&request| message(node, job, epoch, ToStage::Close { request })));
-        out.extend(self.cache.resting().map(|request| message(node, job, epoch, ToStage::Rest { request })));
+        out.extend(self.cache.resting().map(|request| rest(node, job, epoch, request)));
         if owns && !self.running.is_empty() {
             let resend_at = now + RECONNECT_SETTLES;
             self.reconnected.get_or_insert(Reconnected { resend_at, reports: BTreeMap::new() });
@@ -104,7 +104,7 @@ impl Requests {
                 self.resend(now, id, position, out);
             } else {
                 self.open(id, out);
-                self.pump(id, out);
+                self.pump(now, id, out);
             }
         }
     }
@@ -114,7 +114,7 @@ impl Requests {
             stream.rewind(now, position);
         }
         self.open(id, out);
-        self.pump(id, out);
+        self.pump(now, id, out);
     }
 
     /// Resends requests that made no progress for too long. Returns a reason to place the job again if that did not
