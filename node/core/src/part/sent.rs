@@ -8,7 +8,7 @@ use crate::id::{NodeId, PartId, TensorId};
 use crate::message::{Drafts, FrameHeader};
 use crate::planted::{self, Planted};
 use crate::work::Cursors;
-use alloc::collections::{BTreeMap, VecDeque};
+use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::vec::Vec;
 
 /// An entry. The shell stores its payload under `tensor`.
@@ -61,6 +61,8 @@ struct Follower {
     held: CursorMap,
     /// Cursors up to which entries were sent to it.
     next: CursorMap,
+    /// Channels that it is sent again, and has not been yet. Its older reports do not know of these.
+    rewound: BTreeSet<u64>,
 }
 
 /// A cursor per channel: `all`, if the channel is not in `each`.
@@ -205,6 +207,7 @@ impl Sent {
         for follower in &mut self.followers {
             follower.held.each.remove(&channel);
             follower.next.each.remove(&channel);
+            follower.rewound.remove(&channel);
         }
         self.cut(channel, 0)
     }
@@ -227,7 +230,15 @@ impl Sent {
         let ends = self.channels.iter().filter_map(|(&channel, entries)| Some((channel, entries.back()?.end)));
         let next = CursorMap { all: 0, each: ends.collect() };
         self.followers.retain(|known| known.part != part || known.owner != owner);
-        self.followers.push(Follower { part, node, owner, live, held: CursorMap::default(), next });
+        self.followers.push(Follower {
+            part,
+            node,
+            owner,
+            live,
+            held: CursorMap::default(),
+            next,
+            rewound: BTreeSet::new(),
+        });
     }
 
     /// Removes a part's standby.
@@ -267,7 +278,8 @@ impl Sent {
             (Cursors::Each(_), Some(named)) if again => {
                 for (channel, at) in named {
                     known.held.each.insert(channel, at);
-                    known.next.each.insert(channel, at);
+                    let most = if known.rewound.contains(&channel) { known.next.of(channel) } else { at };
+                    known.next.each.insert(channel, at.min(most));
                 }
             }
             (Cursors::Each(_), named) => known.held.each = named.unwrap_or_default(),
@@ -285,7 +297,10 @@ impl Sent {
 
     /// A channel is computed again from a cursor on, because a later part lost it. It is sent again, too.
     pub(super) fn rewind(&mut self, channel: u64, cursor: u32) {
-        self.followers.iter_mut().for_each(|known| known.next.lower(channel, cursor));
+        for known in self.followers.iter_mut().filter(|known| known.next.of(channel) > cursor) {
+            known.next.lower(channel, cursor);
+            known.rewound.insert(channel);
+        }
     }
 
     /// Whether the given channels are all kept from a cursor on. A channel without entries counts as kept.
@@ -410,6 +425,7 @@ fn send(
     }
     if first.cursor > from && bounds.joined > 0 {
         // The next entries that it needs are not kept. It has to be fed from elsewhere, and is sent new entries only.
+        known.rewound.remove(&channel);
         return known.next.raise(channel, last.end);
     }
     let start = covering(entries, from);
@@ -424,6 +440,7 @@ fn send(
         }
         ahead = ahead.saturating_add(entry.bytes);
         known.next.raise(channel, entry.end);
+        known.rewound.remove(&channel);
         let join = due.last_mut().filter(|sending| {
             let adjoins = sending.cursor.saturating_add(sending.count) == entry.cursor;
             let same = sending.to == known.node && sending.channel == channel;

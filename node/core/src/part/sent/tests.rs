@@ -74,6 +74,18 @@ fn an_owner_is_sent_what_it_lacks_and_what_is_computed_again() {
 }
 
 #[test]
+fn an_older_report_of_an_owner_does_not_keep_back_what_is_computed_again() {
+    let mut sent = rows(1000);
+    push(&mut sent, REQUEST, 0, 0);
+    assert_eq!(due(&mut sent, OWNER), [(0, 10)]);
+    sent.rewind(REQUEST, 0);
+    sent.held(NEXT, OWNER, &each(REQUEST, 10), true, true);
+    assert_eq!(due(&mut sent, OWNER), [(0, 10)], "the answer to these rows was lost, not the rows");
+    sent.held(NEXT, OWNER, &each(REQUEST, 10), true, true);
+    assert_eq!(due(&mut sent, OWNER), []);
+}
+
+#[test]
 fn entries_that_all_followers_hold_are_dropped_first() {
     let mut sent = rows(30);
     for at in 0..3 {
