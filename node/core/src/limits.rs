@@ -37,6 +37,9 @@ pub const PAGE_POSITIONS: u32 = 128;
 /// Draft tokens in a frame. Products of at most eight rows share a pass over the weights on every engine, and
 /// [`SEQUENCES_MAX`] requests with drafts fill one chunk.
 pub const DRAFTS_MAX: u8 = 7;
+/// Rows that a stage computes beside the decode steps, whatever else waits, if a token follows them: as many as a step with drafts.
+/// So what a request lost does not wait behind the prompts of others.
+pub const STEP_ROWS_MAX: u32 = 1 + DRAFTS_MAX as u32;
 /// Ended requests whose positions stay cached for requests that begin with the same tokens: bounds what stages report. Pages
 /// run out first, except for short requests.
 pub const PREFIXES_MAX: usize = 64;
@@ -53,6 +56,9 @@ pub const CHUNK_POSITIONS_MIN: u32 = 16;
 /// Time of the prefill rows that share batches with the decode steps of other requests, in all stages together. A decode step may
 /// wait for one batch at each stage and then shares another, so it takes about twice this longer.
 pub const PREFILL_BESIDE: Duration = Duration::from_millis(25);
+/// Time of the prefill rows of a batch on a device that also computes for another job: the tile of a simulation, or its standby,
+/// waits for one batch before each of its runs.
+pub const PREFILL_SHARED: Duration = Duration::from_millis(100);
 /// Most times that [`PREFILL_BESIDE`] is extended for requests without a first token: streams still get some tokens a second.
 pub const PREFILL_WEIGHT_MAX: usize = 4;
 /// Prefill chunks in flight per request: bounds the queues of a stage, and a deeper pipeline waits for some of the chunks.

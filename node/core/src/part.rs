@@ -391,10 +391,11 @@ impl Parts {
     /// Starts a batch of a part that has work waiting and no run. Called when the shell has reported everything that
     /// happened, so that the decode steps of several requests form one batch.
     pub fn poll_runs(&mut self, now: Instant) -> Option<PartOutput> {
+        let alone = self.jobs.len() < 2;
         for (&job, held) in &mut self.jobs {
             for (&part, known) in held.parts.iter_mut().filter(|(_, known)| known.load == Load::Resident) {
                 if !known.answer_due
-                    && let Some(started) = known.run.start_batch(now, &mut self.names)
+                    && let Some(started) = known.run.start_batch(now, alone, &mut self.names)
                 {
                     let epoch = held.epoch;
                     start(now, (job, epoch, part), started, &mut self.in_flight, &mut self.out);

@@ -9,7 +9,9 @@ pub(super) struct Pace {
     decode: Option<Duration>,
     /// Slowest recent nanoseconds per row of a prefill batch.
     prefill_row_ns: Option<u64>,
-    /// Usual nanoseconds per row of batches with many rows.
+    /// Usual time of batches with few rows.
+    step_ns: Option<u64>,
+    /// Least nanoseconds that a row has added to that of late, in batches with many rows.
     row_ns: Option<u64>,
 }
 
@@ -26,9 +28,11 @@ impl Pace {
         }
     }
 
-    /// Rows that usually take this long.
+    /// Rows that usually extend a batch of decode steps by this time, or by a quarter if that is more: where the device has
+    /// other work as well, few rows in each of few batches would take seconds.
     pub(super) fn rows_within(&self, time: Duration) -> u32 {
         let time_ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let time_ns = time_ns.max(self.step_ns.unwrap_or(0) / 4);
         let rows = self.row_ns.map_or(u64::from(ROWS_UNKNOWN), |row_ns| time_ns / row_ns.max(1));
         u32::try_from(rows).unwrap_or(u32::MAX).clamp(CHUNK_POSITIONS_MIN, CHUNK_POSITIONS_MAX)
     }
@@ -37,8 +41,12 @@ impl Pace {
     pub(super) fn learn(&mut self, rows: u64, took: Duration) {
         let took_ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
         if rows >= u64::from(CHUNK_POSITIONS_MIN) {
-            let row_ns = took_ns / rows;
-            self.row_ns = Some(self.row_ns.map_or(row_ns, |old| old - old / 4 + row_ns / 4));
+            // A batch also waits for what else the device computes, however many rows it has.
+            let rows_ns = took_ns.saturating_sub(self.step_ns.unwrap_or(0)).max(took_ns / 8);
+            let row_ns = rows_ns / rows;
+            self.row_ns = Some(self.row_ns.map_or(row_ns, |old| row_ns.min(old + old / 16 + 1)));
+        } else {
+            self.step_ns = Some(self.step_ns.map_or(took_ns, |old| old - old / 4 + took_ns / 4));
         }
         if rows <= u64::from(SEQUENCES_MAX) {
             let old = self.decode.map_or(took, |old| old - old / 8);
@@ -53,3 +61,39 @@ impl Pace {
 
 /// Rows of a batch before any is measured: few enough for a processor.
 const ROWS_UNKNOWN: u32 = 64;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn a_device_with_other_work_takes_more_rows_at_once() {
+        let mut pace = Pace::default();
+        assert_eq!(pace.rows_within(MS * 25), ROWS_UNKNOWN);
+        for _ in 0..20 {
+            pace.learn(1, MS * 8);
+            pace.learn(100, MS * 108);
+        }
+        assert_eq!(pace.rows_within(MS * 25), 25, "a row takes a millisecond");
+        for _ in 0..200 {
+            // Each batch now waits 92 ms for something else.
+            pace.learn(1, MS * 100);
+            pace.learn(25, MS * 125);
+        }
+        assert_eq!(pace.rows_within(MS * 20), 25, "a quarter of a step");
+    }
+
+    #[test]
+    fn a_device_that_slows_down_takes_fewer_rows() {
+        let mut pace = Pace::default();
+        pace.learn(1, MS);
+        pace.learn(100, MS * 101);
+        for _ in 0..60 {
+            pace.learn(1, MS);
+            pace.learn(50, MS * 201);
+        }
+        assert_eq!(pace.rows_within(MS * 100), 25, "a row takes four milliseconds");
+    }
+}

@@ -231,10 +231,11 @@ impl Program {
         }
     }
 
-    /// The next batch of a part whose work is batched. Started when the shell has reported everything that happened.
-    pub(super) fn start_batch(&mut self, now: Instant, names: &mut Names) -> Option<Started> {
+    /// The next batch of a part whose work is batched. Started when the shell has reported everything that happened. `alone`:
+    /// this node computes for no other job.
+    pub(super) fn start_batch(&mut self, now: Instant, alone: bool, names: &mut Names) -> Option<Started> {
         match self {
-            Program::Stage(run) => run.start(now, names),
+            Program::Stage(run) => run.start(now, alone, names),
             Program::Tile(_) => None,
         }
     }

@@ -1,5 +1,6 @@
 //! The queue of frames for the executor: which frames run next, and which of them are joined.
 use crate::id::{RequestId, TensorId};
+use crate::limits::STEP_ROWS_MAX;
 use crate::message::FrameHeader;
 use crate::work::Payload;
 use alloc::collections::{BTreeMap, VecDeque};
@@ -66,7 +67,7 @@ struct Run {
     indices: Vec<usize>,
     end: u32,
     rows: u32,
-    /// One frame, which is a decode step.
+    /// It goes with the decode steps: it is one, or a few rows that are all that a token waits for, as after a loss.
     decodes: bool,
     broken: bool,
 }
@@ -81,7 +82,8 @@ impl Run {
             self.indices.push(index);
             self.end = header.end();
             self.rows += header.count;
-            self.decodes = first && header.is_decode();
+            let few = header.last && self.rows <= STEP_ROWS_MAX && self.rows < header.end();
+            self.decodes = first && header.is_decode() || few;
             self.broken = header.drafts.rows > 0;
         }
     }
@@ -264,6 +266,16 @@ mod tests {
         assert_eq!(batch(&mut queue, limits), [(2, 8, 1, true), (1, 40, 40, false)]);
         assert_eq!(batch(&mut queue, LIMITS), [(1, 80, 220, true)], "only the last part asks for a token");
         assert!(queue.is_empty());
+    }
+
+    #[test]
+    fn what_a_request_lost_does_not_wait_behind_prompts() {
+        let limits = BatchLimits { prefill: 40, ..LIMITS };
+        let lost = || frame(2, 700, 8, true, true);
+        let mut queue = VecDeque::from([frame(1, 0, 300, true, true), lost(), frame(3, 0, 8, true, true)]);
+        assert_eq!(batch(&mut queue, limits), [(2, 700, 8, true), (1, 0, 40, false)], "a short prompt is a prompt");
+        let mut queue = VecDeque::from([frame(1, 0, 300, true, true), frame(2, 700, 9, true, true)]);
+        assert_eq!(batch(&mut queue, limits), [(1, 0, 40, false)], "more rows wait");
     }
 
     #[test]

@@ -12,8 +12,8 @@ use super::queue::{BatchLimits, Waiting, choose};
 use super::sent::{Bounds, Keep, LogEntry, OutgoingFrame, Sent};
 use crate::id::{Epoch, JobId, NodeId, PartId, RequestId, TensorId, WorkId};
 use crate::limits::{
-    CACHES_MAX, CHUNK_POSITIONS_MAX, HELD_EVERY, PREFILL_BESIDE, PREFILL_WEIGHT_MAX, RESUME_QUIET, RING_BYTES_MAX,
-    RING_FRAMES_MAX, chunk_positions,
+    CACHES_MAX, CHUNK_POSITIONS_MAX, HELD_EVERY, PREFILL_BESIDE, PREFILL_SHARED, PREFILL_WEIGHT_MAX, RESUME_QUIET,
+    RING_BYTES_MAX, RING_FRAMES_MAX, chunk_positions,
 };
 use crate::message::{Drafts, FrameHeader, FromStage, ToCoordinator, ToParticipant, ToStage};
 use crate::output::Output;
@@ -186,11 +186,11 @@ impl StageRun {
     // ---- batches
 
     /// Takes the next batch from the queue, if the executor is free: decode steps, and prefill rows beside them.
-    pub(super) fn start(&mut self, now: Instant, names: &mut Names) -> Option<Started> {
+    pub(super) fn start(&mut self, now: Instant, alone: bool, names: &mut Names) -> Option<Started> {
         if self.running.is_some() || self.waiting.is_empty() || !self.started || self.withheld.is_some() {
             return None;
         }
-        let limits = self.batch_limits();
+        let limits = self.batch_limits(alone);
         let mut before = Vec::new();
         let mut split = |tensor, at, of| {
             let into = [names.tensor(), names.tensor()];
@@ -219,14 +219,15 @@ impl StageRun {
     /// The requests that decode are divided into as many groups as there are stages, so that each stage has one while the
     /// others compute theirs. Beside them, prefill takes no more rows than they can wait for: they wait longer where more
     /// requests wait for their first token.
-    fn batch_limits(&self) -> BatchLimits {
+    fn batch_limits(&self, alone: bool) -> BatchLimits {
         let stages = self.route.stages.max(1);
         let running = self.requests.values().filter(|held| !held.rests).count();
         let decoding = self.requests.values().filter(|held| held.decodes && !held.rests).count();
         let beside = |weight: usize| PREFILL_BESIDE * u32::try_from(weight.clamp(1, PREFILL_WEIGHT_MAX)).unwrap_or(1);
         let prefill = match (running - decoding).checked_div(decoding) {
             Some(weight) => self.pace.rows_within(beside(weight) / stages),
-            None => CHUNK_POSITIONS_MAX,
+            None if alone => CHUNK_POSITIONS_MAX,
+            None => self.pace.rows_within(PREFILL_SHARED),
         };
         let decodes = decoding.div_ceil(stages as usize).max(1);
         BatchLimits { joined: chunk_positions(stages), decodes, prefill, rows: CHUNK_POSITIONS_MAX }
@@ -281,7 +282,8 @@ impl StageRun {
                 held.computed = counted_end(header);
             }
         }
-        self.pace.learn(batch.items.iter().map(|(header, _)| u64::from(header.count)).sum(), now.since(batch.started));
+        let took = now.since(batch.started);
+        self.pace.learn(batch.items.iter().map(|(header, _)| u64::from(header.count)).sum(), took);
         let mut withheld = self.withheld.take();
         let to = withheld.as_mut().unwrap_or(out);
         for (&(header, output), result) in batch.items.iter().zip(results) {
