@@ -259,6 +259,10 @@ pub(crate) struct JobView {
     pub draft_tokens: u64,
     /// Those of them that were right.
     pub draft_tokens_right: u64,
+    /// Share of the last second in which the stages did not compute, on average. Present while requests run.
+    pub bubble: Option<f64>,
+    /// The share that the plan predicts for this number of requests, if their steps take the predicted times.
+    pub bubble_predicted: Option<f64>,
     /// Running requests.
     pub running: u32,
     /// Queued requests.
@@ -344,7 +348,8 @@ fn job_views(node: &Node) -> Vec<JobView> {
 
 /// A job that this node coordinates, if it serves a model.
 fn served_view(job: job::JobView, own_name: &str, names: &Names) -> Option<JobView> {
-    let ProgramView::Serve { moved, context, sequences, pages, resting, drafts, running, waiting, .. } = job.program
+    let ProgramView::Serve { moved, context, sequences, pages, ref resting, drafts, running, waiting, .. } =
+        job.program
     else {
         return None;
     };
@@ -363,6 +368,7 @@ fn served_view(job: job::JobView, own_name: &str, names: &Names) -> Option<JobVi
         let name = standby.node.map(|node| names.get(node));
         Some(StandbyView::new(stage, name, standby.tier, state, standby.stall_ns))
     });
+    let (bubble, bubble_predicted) = if running > 0 { bubbles(&job, running) } else { (None, None) };
     Some(JobView {
         job: format!("{:016x}", job.job.0),
         state: job_state(job.state).to_owned(),
@@ -381,10 +387,27 @@ fn served_view(job: job::JobView, own_name: &str, names: &Names) -> Option<JobVi
         cached_requests: resting.len() as u32,
         draft_tokens: drafts.0,
         draft_tokens_right: drafts.1,
+        bubble,
+        bubble_predicted,
         running: running as u32,
         queued: waiting as u32,
         model: job.name,
     })
+}
+
+/// The share of time in which stages do not compute, measured and predicted. Each stage has one of at most as many groups of
+/// requests as there are stages, so a step of a stage recurs after the step of the slowest one, or after one token of the
+/// groups in flight.
+fn bubbles(job: &job::JobView, running: usize) -> (Option<f64>, Option<f64>) {
+    let (stages, token_ns) = (job.parts.len(), job.step_ns as f64);
+    let mean = |busy: f64| (1.0 - busy / stages as f64).clamp(0.0, 1.0);
+    let measured: Option<u32> = job.parts.iter().map(|part| part.busy).sum();
+    let (slowest, all) = job.parts.iter().fold((0.0, 0.0), |(slowest, all): (f64, f64), part| {
+        (slowest.max(part.step_ns as f64), all + part.step_ns as f64)
+    });
+    let period = slowest.max(token_ns / running.min(stages).max(1) as f64);
+    let predicted = (period > 0.0).then(|| mean(all / period));
+    (measured.filter(|_| stages > 0).map(|busy| mean(f64::from(busy) / 1000.0)), predicted)
 }
 
 /// A stage that this node holds for another node's job.

@@ -54,10 +54,11 @@ fn answers_are_the_same_with_drafts_also_after_a_loss() {
     let mut mesh = Mesh::new();
     let bytes = mesh.model_bytes(&model);
     for i in 0..4 {
-        mesh.start(&format!("n{i}"), Some((bytes as f64 * 0.75) as u64 + (48 << 20)));
+        // Two nodes fit the model and its cache; the others have room for their standbys.
+        mesh.start(&format!("n{i}"), Some((bytes as f64 * 0.8) as u64 + (96 << 20)));
     }
     mesh.wait_members(4);
-    let options = json!({"int8": true, "context": 1024, "sequences": 1});
+    let options = json!({"int8": true, "context": 4096, "sequences": 1});
     mesh.nodes[0].post("/api/v1/deploy", &json!({"model": model, "options": options})).expect("it is served");
     let mut references = Vec::new();
     for temperature in [0.0, 1.0] {

@@ -79,6 +79,8 @@ pub const RING_BYTES_MAX: u64 = 64 << 20;
 pub const RING_FRAMES_MAX: usize = 16_384;
 /// How often a stage acknowledges the positions it holds to its senders: often enough that they can trim their rings.
 pub const HELD_EVERY: Duration = Duration::from_millis(100);
+/// How often a stage reports how long it has computed: a share of a second means something, and changes slowly enough to read.
+pub const BUSY_EVERY: Duration = Duration::from_secs(1);
 /// How long after a connection is up again requests are resent: when one machine was unreachable, other connections to it follow.
 pub const RECONNECT_SETTLES: Duration = Duration::from_millis(50);
 /// How long a standby waits for a resend before it requests it again: the answer may still be in transit.

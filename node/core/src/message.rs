@@ -191,6 +191,8 @@ pub enum FromStage {
     Gap { request: RequestId, have: u32 },
     /// The standby of the first stage: it has `have` positions of the request; send a copy of the later ones.
     Resume { request: RequestId, have: u32 },
+    /// A stage's owner, every second while it computes: the microseconds that it has computed in total.
+    Busy { part: PartId, busy_us: u64 },
 }
 
 /// Reports of a grid's tiles.

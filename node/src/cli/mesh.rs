@@ -305,7 +305,14 @@ fn jobs_text(jobs: &[JobView]) -> String {
                         Some(share) => format!(", {share} % of {} draft tokens right", job.draft_tokens),
                         None => String::new(),
                     };
-                    format!(", context {context}, {room}, {used} of {} pages used{drafts}", job.pages)
+                    let percent = |share: f64| (100.0 * share).round();
+                    let bubble = match (job.bubble, job.bubble_predicted) {
+                        (Some(measured), Some(predicted)) => {
+                            format!(", bubble {} % ({} % predicted)", percent(measured), percent(predicted))
+                        }
+                        _ => String::new(),
+                    };
+                    format!(", context {context}, {room}, {used} of {} pages used{drafts}{bubble}", job.pages)
                 }
                 _ => String::new(),
             };

@@ -319,6 +319,7 @@ impl Subject {
             8 => ToCoordinator::Failed { part, held: true, reason: "made up".into() },
             9 => ToCoordinator::Failed { part, held: false, reason: "made up".into() },
             10 => ToCoordinator::Fetched { part, result: Ok(1) },
+            11 => ToCoordinator::Stage(FromStage::Busy { part, busy_us: world.forgery_chance.random() }),
             _ => ToCoordinator::Challenged { part, nonce: world.forgery_chance.random(), result: Ok(1) },
         };
         Message::ToCoordinator { job, epoch, say }
@@ -406,6 +407,6 @@ const AS_COORDINATOR: u32 = 10;
 /// Kinds that any participant may send.
 const AS_PARTICIPANT: u32 = 6;
 /// Kinds forged in a stage's name.
-const AS_STAGE: u32 = 12;
+const AS_STAGE: u32 = 13;
 /// Kinds about tiles: ten to participants, six to the coordinator, and `Stale`.
 const TILE_FORGERIES: u32 = 17;

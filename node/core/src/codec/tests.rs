@@ -143,6 +143,7 @@ fn to_coordinator() -> Vec<ToCoordinator> {
         ToCoordinator::Stage(FromStage::Progress { request, position: 512 }),
         ToCoordinator::Stage(FromStage::Gap { request, have: 3 }),
         ToCoordinator::Stage(FromStage::Resume { request, have: 9 }),
+        ToCoordinator::Stage(FromStage::Busy { part, busy_us: 1_250_000 }),
         ToCoordinator::Tile(FromTile::Progress { part, step: 12, figures }),
         ToCoordinator::Tile(FromTile::Report { part, step: 1000, report }),
         ToCoordinator::Tile(FromTile::Saved { part, step: 12, kind, bytes: 4096 }),

@@ -1,6 +1,7 @@
 //! Serving a model: what the coordinator does for model jobs only. Next: `serve/requests.rs`.
 mod calibration;
 mod drafts;
+mod occupancy;
 mod prefixes;
 mod requests;
 mod stream;
@@ -216,11 +217,15 @@ impl Serve {
             FromStage::Resume { request, have } if requests.feeds(from, epoch) => {
                 requests.handle_resume(from, request, have, out);
             }
+            FromStage::Busy { part, busy_us } if requests.is_owner(part, from, epoch) => {
+                requests.handle_busy(now, part, busy_us);
+            }
             FromStage::Token { .. }
             | FromStage::Tokens { .. }
             | FromStage::Progress { .. }
             | FromStage::Gap { .. }
-            | FromStage::Resume { .. } => {}
+            | FromStage::Resume { .. }
+            | FromStage::Busy { .. } => {}
         }
     }
 

@@ -92,6 +92,8 @@ pub struct PartView {
     pub bytes_max: u64,
     /// Predicted nanoseconds per token or step.
     pub step_ns: u64,
+    /// Share of the last second that a stage computed, of 1000, if requests ran all that time.
+    pub busy: Option<u32>,
     /// What it computes.
     pub what: WhatView,
     /// Its standby. Present without a node if no node can be the standby.
@@ -157,6 +159,7 @@ impl Job {
             bytes: self.bytes_at(number, part.owner),
             bytes_max: part.bytes,
             step_ns: part.step_ns,
+            busy: self.workload.busy(number),
             what: self.workload.part_view(number),
             standby: self.workload.standby_view(number, part.standby.as_ref()),
         }

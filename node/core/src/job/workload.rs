@@ -364,6 +364,14 @@ impl Workload {
         }
     }
 
+    /// Share of the time that a part computed of late, of 1000, if it is measured.
+    pub(super) fn busy(&self, part: PartId) -> Option<u32> {
+        match self {
+            Workload::Serve(serve) => serve.requests.occupancy(part),
+            Workload::Steps(_) => None,
+        }
+    }
+
     pub(super) fn standby_view(&self, part: PartId, standby: Option<&Standby>) -> Option<StandbyView> {
         let current = standby.is_some_and(|standby| self.is_current(standby));
         let resident = standby.is_some_and(|standby| standby.ready);

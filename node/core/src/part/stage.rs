@@ -12,13 +12,13 @@ use super::queue::{BatchLimits, Waiting, choose};
 use super::sent::{Bounds, Keep, LogEntry, OutgoingFrame, Sent};
 use crate::id::{Epoch, JobId, NodeId, PartId, RequestId, TensorId, WorkId};
 use crate::limits::{
-    CACHES_MAX, CHUNK_POSITIONS_MAX, HELD_EVERY, PREFILL_BESIDE, PREFILL_SHARED, PREFILL_WEIGHT_MAX, RESUME_QUIET,
-    RING_BYTES_MAX, RING_FRAMES_MAX, chunk_positions,
+    BUSY_EVERY, CACHES_MAX, CHUNK_POSITIONS_MAX, HELD_EVERY, PREFILL_BESIDE, PREFILL_SHARED, PREFILL_WEIGHT_MAX,
+    RESUME_QUIET, RING_BYTES_MAX, RING_FRAMES_MAX, chunk_positions,
 };
 use crate::message::{Drafts, FrameHeader, FromStage, ToCoordinator, ToParticipant, ToStage};
 use crate::output::Output;
 use crate::planted::{self, Planted};
-use crate::time::Instant;
+use crate::time::{Duration, Instant};
 use crate::work::pages::Pages;
 use crate::work::serve::{Item, ItemResult, Position, SampleSpec, Sampling, StageOrder};
 use crate::work::{Cursors, Order, Payload, Task};
@@ -61,6 +61,9 @@ pub(super) struct StageRun {
     /// What was last reported, and when.
     reported: Vec<(u64, u32)>,
     reported_at: Instant,
+    /// Total time that batches have run.
+    busy: Duration,
+    busy_reported_at: Instant,
 }
 
 /// What a stage needs to know of its route.
@@ -168,6 +171,8 @@ impl StageRun {
             asked: BTreeMap::new(),
             reported: Vec::new(),
             reported_at: Instant::default(),
+            busy: Duration::ZERO,
+            busy_reported_at: Instant::default(),
         }
     }
 
@@ -284,6 +289,7 @@ impl StageRun {
         }
         let took = now.since(batch.started);
         self.pace.learn(batch.items.iter().map(|(header, _)| u64::from(header.count)).sum(), took);
+        self.report_busy(now, took, out);
         let mut withheld = self.withheld.take();
         let to = withheld.as_mut().unwrap_or(out);
         for (&(header, output), result) in batch.items.iter().zip(results) {
@@ -292,6 +298,17 @@ impl StageRun {
         self.request_refused(now, to);
         self.withheld = withheld;
         Ok(())
+    }
+
+    /// Reports how long this stage has computed.
+    fn report_busy(&mut self, now: Instant, took: Duration, out: &mut Out) {
+        self.busy += took;
+        let speaks = self.started && !self.route.shadow && self.withheld.is_none();
+        if speaks && now.since(self.busy_reported_at) >= BUSY_EVERY {
+            self.busy_reported_at = now;
+            let (part, busy_us) = (self.route.part, u64::try_from(self.busy.as_micros()).unwrap_or(u64::MAX));
+            self.report(ToCoordinator::Stage(FromStage::Busy { part, busy_us }), out);
+        }
     }
 
     /// Forwards the result of one item. Only here do rows leave a stage, and does the standby's copy branch off. The

@@ -48,6 +48,7 @@ fn coordinated(tile: TileFigures, standby: Option<NodeId>) -> JobView {
     let standby =
         StandbyView { node: standby, tier: Tier::Warm, resident: true, current: true, step: Some(8), stall_ns: None };
     let part = PartView {
+        busy: None,
         owner: OTHER,
         bytes: Some(1),
         bytes_max: 1,

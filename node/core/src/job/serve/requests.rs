@@ -5,6 +5,7 @@ mod resends;
 mod tokens;
 
 use super::drafts::StepTimes;
+use super::occupancy::Occupancy;
 use super::prefixes::Prefixes;
 use super::stream::{Caller, DraftLimits, Stream};
 use crate::id::{CallId, Epoch, JobId, NodeId, PartId, RequestId};
@@ -13,7 +14,7 @@ use crate::limits::{DETACHED_MAX, LOG_EVERY, LOG_TOKENS_MAX, QUEUE_MAX, REQUEST_
 use crate::message::{Drafts, ToParticipant, ToStage};
 use crate::output::Event;
 use crate::planted::{self, Planted};
-use crate::time::Instant;
+use crate::time::{Duration, Instant};
 use crate::work::log::TokenLog;
 use crate::work::serve::{DoneReason, GRAMMAR_BYTES_MAX, Logged, Position, Request, Sampled, ToCaller};
 use alloc::collections::{BTreeMap, VecDeque};
@@ -58,6 +59,7 @@ pub(in crate::job) struct Requests {
     cache: Prefixes,
     eos: Vec<u32>,
     times: StepTimes,
+    occupancy: Occupancy,
     next: u64,
     waiting: VecDeque<Stream>,
     running: BTreeMap<RequestId, Stream>,
@@ -85,6 +87,7 @@ impl Requests {
             cache: Prefixes::new(sequences, context),
             eos,
             times: StepTimes::default(),
+            occupancy: Occupancy::default(),
             next: 0,
             waiting: VecDeque::new(),
             running: BTreeMap::new(),
@@ -108,6 +111,22 @@ impl Requests {
         self.times.counts()
     }
 
+    /// Share of the time that a stage computed of late while requests ran, of 1000.
+    pub(in crate::job) fn occupancy(&self, part: PartId) -> Option<u32> {
+        self.occupancy.share(part)
+    }
+
+    pub(in crate::job) fn handle_busy(&mut self, now: Instant, part: PartId, busy_us: u64) {
+        self.occupancy.take(now, part, Duration::from_micros(busy_us));
+    }
+
+    fn run(&mut self, now: Instant, stream: Stream) {
+        if self.running.is_empty() {
+            self.occupancy.begin(now);
+        }
+        self.running.insert(stream.id, stream);
+    }
+
     /// While no request runs: a number that changes with each new request. `None` otherwise.
     pub(in crate::job) fn quiet(&self) -> Option<u64> {
         self.running.is_empty().then_some(self.next)
@@ -128,7 +147,7 @@ impl Requests {
             let positions = stream.len().saturating_add(1);
             let room = self.running.len() < SEQUENCES_MAX as usize && waiting.is_empty();
             if room && self.cache.admit(stream.id, positions, 0, None, &mut Vec::new()) {
-                self.running.insert(stream.id, stream);
+                self.run(now, stream);
             } else {
                 waiting.push(stream);
             }
@@ -340,6 +359,7 @@ impl Requests {
         track: Route,
         held: &[&[Position]],
     ) -> Vec<Vec<(RequestId, u32)>> {
+        self.occupancy.clear();
         let mut resume = Vec::from_iter(track.stages.iter().map(|_| Vec::new()));
         for (&id, stream) in &mut self.running {
             let position = |stage: &&[Position]| {
@@ -483,6 +503,13 @@ impl Requests {
     /// Whether a node is any stage of the present track, under its epoch.
     pub(in crate::job) fn is_stage(&self, from: NodeId, epoch: Epoch) -> bool {
         self.track.as_ref().is_some_and(|track| track.epoch == epoch && track.stages.contains(&from))
+    }
+
+    /// Whether a node owns this part in this epoch.
+    pub(in crate::job) fn is_owner(&self, part: PartId, from: NodeId, epoch: Epoch) -> bool {
+        let owner =
+            self.track.as_ref().filter(|track| track.epoch == epoch).map(|track| track.stages.get(part.index()));
+        owner.flatten() == Some(&from)
     }
 
     /// Resends what was lost or has no answer. Returns a reason to place the job again if that did not help.

@@ -60,7 +60,7 @@ impl Requests {
         if let Some(mut stream) = first {
             stream.begin(now, base);
             begun(stream.caller, base.map_or(0, |(_, shared)| shared).min(stream.prompt_len()), out);
-            self.running.insert(id, stream);
+            self.run(now, stream);
         }
         self.close_evicted(evicted, out);
         if admitted {
@@ -200,7 +200,7 @@ impl Requests {
         let mut stream = Stream::new(now, id, Caller::Refresh, request);
         if self.cache.grow(id, stream.len().saturating_add(1), &mut Vec::new()) {
             stream.begin(now, None);
-            self.running.insert(id, stream);
+            self.run(now, stream);
             self.open(id, out);
             self.pump(now, id, out);
         }
