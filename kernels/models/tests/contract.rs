@@ -140,7 +140,8 @@ fn any_batch_gives_the_same_bits() {
 
 #[test]
 fn tokens_after_drafts_are_those_of_single_steps() {
-    for (name, file) in models() {
+    // A model for embeddings has no tokens.
+    for (name, file) in models().into_iter().filter(|(name, _)| !name.starts_with("embeddings")) {
         let prompt = tokens(&file, 1, 10);
         let settings = SamplerSettings { temperature: 0.9, seed: 3, ..SamplerSettings::greedy() };
         let draw = |position: usize| Draw {

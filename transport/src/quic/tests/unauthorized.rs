@@ -211,11 +211,13 @@ async fn invalid_frames_close_the_connection() {
     let mut other_route = good();
     other_route.extend_from_slice(&changed(8, 9));
     let cases = [
-        (changed(0, 2), "format 2"),
+        (changed(0, 3), "format 3"),
         (changed(1, 9), "dtype"),
         (changed(1, Dtype::U32 as u8), "dtype"),
         (changed(2, 3), "codec"),
-        (changed(7, 1), "reserved"),
+        (changed(3, 4), "reserved"),
+        (changed(6, 1), "checksum"),
+        (changed(7, 1), "checksum"),
         (changed(52, 9), "width"),
         (changed(20, 5), "rows"),
         (changed(20, 0), "rows"),
@@ -223,6 +225,7 @@ async fn invalid_frames_close_the_connection() {
         (changed(63, 255), "bytes"),
         (changed(64, 0xaa), "reserved"),
         (changed(72, 0xaa), "checksum"),
+        (changed(76, 0xaa), "checksum"),
         (changed(HEADER_BYTES, 0xaa), "checksum"),
         (bomb(), "unpack"),
         (other_route, "another job"),
