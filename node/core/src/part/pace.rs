@@ -9,9 +9,9 @@ pub(super) struct Pace {
     decode: Option<Duration>,
     /// Slowest recent nanoseconds per row of a prefill batch.
     prefill_row_ns: Option<u64>,
-    /// Usual time of batches with few rows.
+    /// Usual time of batches of decode steps alone.
     step_ns: Option<u64>,
-    /// Least nanoseconds that a row has added to that of late, in batches with many rows.
+    /// Least nanoseconds that a row of a prompt has added to that of late.
     row_ns: Option<u64>,
 }
 
@@ -38,14 +38,15 @@ impl Pace {
     }
 
     /// Adopts a longer time immediately, and decays by an eighth with each shorter one.
-    pub(super) fn learn(&mut self, rows: u64, took: Duration) {
+    pub(super) fn learn(&mut self, decodes: u64, prefill: u64, took: Duration) {
+        let rows = decodes + prefill;
         let took_ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
-        if rows >= u64::from(CHUNK_POSITIONS_MIN) {
-            // A batch also waits for what else the device computes, however many rows it has.
-            let rows_ns = took_ns.saturating_sub(self.step_ns.unwrap_or(0)).max(took_ns / 8);
-            let row_ns = rows_ns / rows;
+        if prefill >= u64::from(CHUNK_POSITIONS_MIN) {
+            // The steps of the batch, and what else the device computes meanwhile, take their time however many rows it has.
+            let others = if decodes > 0 { self.step_ns.unwrap_or(0) } else { 0 };
+            let row_ns = took_ns.saturating_sub(others).max(took_ns / 8) / prefill;
             self.row_ns = Some(self.row_ns.map_or(row_ns, |old| row_ns.min(old + old / 16 + 1)));
-        } else {
+        } else if prefill == 0 {
             self.step_ns = Some(self.step_ns.map_or(took_ns, |old| old - old / 4 + took_ns / 4));
         }
         if rows <= u64::from(SEQUENCES_MAX) {
@@ -73,14 +74,14 @@ mod tests {
         let mut pace = Pace::default();
         assert_eq!(pace.rows_within(MS * 25), ROWS_UNKNOWN);
         for _ in 0..20 {
-            pace.learn(1, MS * 8);
-            pace.learn(100, MS * 108);
+            pace.learn(1, 0, MS * 8);
+            pace.learn(1, 100, MS * 108);
         }
         assert_eq!(pace.rows_within(MS * 25), 25, "a row takes a millisecond");
         for _ in 0..200 {
             // Each batch now waits 92 ms for something else.
-            pace.learn(1, MS * 100);
-            pace.learn(25, MS * 125);
+            pace.learn(1, 0, MS * 100);
+            pace.learn(1, 25, MS * 125);
         }
         assert_eq!(pace.rows_within(MS * 20), 25, "a quarter of a step");
     }
@@ -88,11 +89,11 @@ mod tests {
     #[test]
     fn a_device_that_slows_down_takes_fewer_rows() {
         let mut pace = Pace::default();
-        pace.learn(1, MS);
-        pace.learn(100, MS * 101);
+        pace.learn(64, 0, MS);
+        pace.learn(64, 100, MS * 101);
         for _ in 0..60 {
-            pace.learn(1, MS);
-            pace.learn(50, MS * 201);
+            pace.learn(64, 0, MS);
+            pace.learn(64, 50, MS * 201);
         }
         assert_eq!(pace.rows_within(MS * 100), 25, "a row takes four milliseconds");
     }

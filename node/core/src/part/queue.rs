@@ -67,7 +67,7 @@ struct Run {
     indices: Vec<usize>,
     end: u32,
     rows: u32,
-    /// It goes with the decode steps: it is one, or a few rows that are all that a token waits for, as after a loss.
+    /// It goes with the decode steps.
     decodes: bool,
     broken: bool,
 }
@@ -82,11 +82,16 @@ impl Run {
             self.indices.push(index);
             self.end = header.end();
             self.rows += header.count;
-            let few = header.last && self.rows <= STEP_ROWS_MAX && self.rows < header.end();
-            self.decodes = first && header.is_decode() || few;
+            let rows = FrameHeader { cursor: header.end().saturating_sub(self.rows), count: self.rows, ..*header };
+            self.decodes = is_step(&rows);
             self.broken = header.drafts.rows > 0;
         }
     }
+}
+
+/// Whether rows go with the decode steps: one is a step, and so are a few that are all that a token waits for, as after a loss.
+pub(super) fn is_step(header: &FrameHeader) -> bool {
+    header.is_decode() || header.last && header.cursor > 0 && header.count <= STEP_ROWS_MAX
 }
 
 /// Joins two consecutive frames. The tokens sampled after the first one are known, or there would be no second.

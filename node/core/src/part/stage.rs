@@ -8,7 +8,7 @@ mod invariants;
 
 use super::output::{Names, Out, PartOutput, Started, discard, discard_payload};
 use super::pace::Pace;
-use super::queue::{BatchLimits, Waiting, choose};
+use super::queue::{BatchLimits, Waiting, choose, is_step};
 use super::sent::{Bounds, Keep, LogEntry, OutgoingFrame, Sent};
 use crate::id::{Epoch, JobId, NodeId, PartId, RequestId, TensorId, WorkId};
 use crate::limits::{
@@ -288,7 +288,11 @@ impl StageRun {
             }
         }
         let took = now.since(batch.started);
-        self.pace.learn(batch.items.iter().map(|(header, _)| u64::from(header.count)).sum(), took);
+        let rows = |steps: bool| {
+            let frames = batch.items.iter().map(|(header, _)| header).filter(|header| is_step(header) == steps);
+            frames.map(|header| u64::from(header.count)).sum()
+        };
+        self.pace.learn(rows(true), rows(false), took);
         self.report_busy(now, took, out);
         let mut withheld = self.withheld.take();
         let to = withheld.as_mut().unwrap_or(out);
