@@ -97,14 +97,15 @@ impl StepTimes {
         self.counts
     }
 
-    /// The number of drafts, at most `most`, with which tokens come fastest.
-    pub(super) fn best(&self, accuracy: Accuracy, most: usize) -> usize {
+    /// The number of drafts, at most `most`, with which the tokens of all requests that share the stages come fastest: rows of
+    /// drafts take time of each of them.
+    pub(super) fn best(&self, accuracy: Accuracy, most: usize, sharers: u32) -> usize {
         if self.alone == 0 || self.drafted >= DRAFTED_MAX {
             return 0;
         }
         let row = self.row.unwrap_or(self.alone / ROW_SHARE);
         // Expected tokens of a step and its time, with 0, 1, 2, ... drafts.
-        let (mut tokens, mut right, mut time) = (1024, 1024, self.alone);
+        let (mut tokens, mut right, mut time) = (1024 * u64::from(sharers.max(1)), 1024, self.alone);
         let (mut best, mut best_tokens, mut best_time) = (0, tokens, time);
         for drafts in 1..=most {
             right = right * accuracy.share / 1024;
@@ -142,14 +143,16 @@ mod tests {
     #[test]
     fn drafts_are_sent_while_they_pay() {
         let times = StepTimes { alone: 1000, row: Some(0), ..StepTimes::default() };
-        assert_eq!(times.best(Accuracy { share: 600 }, 7), 7, "rows that cost nothing");
+        assert_eq!(times.best(Accuracy { share: 600 }, 7, 1), 7, "rows that cost nothing");
         let times = StepTimes { alone: 1000, row: Some(250), drafted: 31, counts: (0, 0) };
-        assert_eq!(times.best(Accuracy { share: 1000 }, 7), 7);
-        assert_eq!(times.best(Accuracy { share: 512 }, 7), 1, "1.5 tokens in 1.25, 1.75 in 1.5 steps");
-        assert_eq!(times.best(Accuracy { share: 200 }, 7), 0);
+        assert_eq!(times.best(Accuracy { share: 1000 }, 7, 1), 7);
+        assert_eq!(times.best(Accuracy { share: 512 }, 7, 1), 1, "1.5 tokens in 1.25, 1.75 in 1.5 steps");
+        assert_eq!(times.best(Accuracy { share: 200 }, 7, 1), 0);
+        assert_eq!(times.best(Accuracy { share: 1000 }, 7, 3), 6, "8.6 tokens in 2.5 steps instead of 7.5");
+        assert_eq!(times.best(Accuracy { share: 1000 }, 7, 4), 0, "four requests wait a quarter of a step each");
         let times = StepTimes { drafted: 32, ..times };
-        assert_eq!(times.best(Accuracy { share: 1000 }, 7), 0, "a step without drafts is measured now and then");
-        assert_eq!(StepTimes::default().best(Accuracy { share: 1024 }, 7), 0, "a step is measured first");
+        assert_eq!(times.best(Accuracy { share: 1000 }, 7, 1), 0, "a step without drafts is measured now and then");
+        assert_eq!(StepTimes::default().best(Accuracy { share: 1024 }, 7, 1), 0, "a step is measured first");
     }
 
     #[test]

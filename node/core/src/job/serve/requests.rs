@@ -484,9 +484,10 @@ impl Requests {
     }
 
     fn pump(&mut self, now: Instant, id: RequestId, out: &mut Out) {
+        let sharers = self.sharers();
         let (Some(track), Some(stream)) = (&self.track, self.running.get_mut(&id)) else { return };
         let positions = self.cache.positions_max(id).min(self.context);
-        let drafts = DraftLimits { times: &self.times, positions };
+        let drafts = DraftLimits { times: &self.times, positions, sharers };
         while let Some((header, tokens)) = stream.next_frame(now, (self.job, track.epoch), track.depth(), drafts) {
             let copy =
                 track.first_standby().map(|to| JobOutput::Frame { to, header, tokens: tokens.clone(), copy: true });

@@ -69,6 +69,8 @@ pub(super) struct DraftLimits<'a> {
     pub(super) times: &'a StepTimes,
     /// Positions that its pages and the context have room for.
     pub(super) positions: u32,
+    /// Requests that share the stages.
+    pub(super) sharers: u32,
 }
 
 /// What to do about a stage that lacks shared positions.
@@ -419,7 +421,7 @@ impl Stream {
         let most = left.min(limits.positions.saturating_sub(self.len())).min(most.into());
         let mut drafts = guess(&self.tokens, most as usize);
         self.guessed = drafts.first().copied();
-        drafts.truncate(limits.times.best(self.accuracy, drafts.len()));
+        drafts.truncate(limits.times.best(self.accuracy, drafts.len(), limits.sharers));
         self.drafts = drafts;
     }
 

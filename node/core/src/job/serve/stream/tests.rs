@@ -24,7 +24,7 @@ fn frames(stream: &mut Stream) -> Vec<(u32, u32, bool)> {
 }
 
 fn frames_through(stream: &mut Stream, stages: u32) -> Vec<(u32, u32, bool)> {
-    let limits = DraftLimits { times: &StepTimes::default(), positions: u32::MAX };
+    let limits = DraftLimits { times: &StepTimes::default(), positions: u32::MAX, sharers: 1 };
     core::iter::from_fn(|| stream.next_frame(Instant(0), (JobId(1), EPOCH), stages, limits))
         .map(|(header, tokens)| {
             assert_eq!(header.count as usize, tokens.len());
@@ -150,7 +150,7 @@ fn repeating(max_tokens: u32) -> (Stream, StepTimes) {
 }
 
 fn decode(stream: &mut Stream, times: &StepTimes, positions: u32) -> (FrameHeader, Vec<u32>) {
-    let limits = DraftLimits { times, positions };
+    let limits = DraftLimits { times, positions, sharers: 1 };
     let frame = stream.next_frame(Instant(9), (JobId(1), EPOCH), 2, limits).unwrap();
     stream.assert_invariants();
     frame
