@@ -48,8 +48,7 @@ impl Directory {
         let models = self.models.lock();
         let of = |(name, model): (&String, &ModelHandle)| {
             let (name, job, content) = (name.clone(), model.job.0, model.spec.content.0);
-            let view = views.jobs.iter().find(|view| view.head && view.job == name_of(model.job));
-            let requests = view.map_or(0, |view| view.running + view.queued);
+            let requests = views.requests_of(&name_of(model.job));
             ServedModel { name, job, content, context: model.context, requests }
         };
         let served = Served { models: models.iter().map(of).collect(), held };

@@ -231,6 +231,8 @@ pub(crate) struct JobView {
     pub state: String,
     /// Why it is degraded.
     pub reason: Option<String>,
+    /// The first job of its model, if this one is a replica.
+    pub replica_of: Option<String>,
     /// Whether this node is its coordinator.
     pub head: bool,
     /// Name of its coordinator.
@@ -314,6 +316,12 @@ impl Views {
         self.jobs.iter().filter(|job| !job.head).map(|job| job.model.as_str())
     }
 
+    /// Requests that run or wait in a job that this node coordinates, and in its replicas.
+    pub(crate) fn requests_of(&self, job: &str) -> u32 {
+        let counts = |view: &&JobView| view.head && (view.job == job || view.replica_of.as_deref() == Some(job));
+        self.jobs.iter().filter(counts).map(|view| view.running + view.queued).sum()
+    }
+
     /// Takes the snapshot.
     pub(crate) fn of(node: &Node) -> Self {
         Self {
@@ -330,6 +338,8 @@ fn job_views(node: &Node) -> Vec<JobView> {
     let own = node.membership().own();
     let names = Names::of(node);
     let mut jobs: Vec<JobView> = node.jobs().filter_map(|job| served_view(job, &own.name, &names)).collect();
+    // The first job of a model speaks for it.
+    jobs.sort_by_key(|job| job.replica_of.is_some());
     for part in node.parts().filter(|part| part.epoch.issuer != own.node) {
         let Some(held) = held_view(part, own.node, &names) else { continue };
         // The parts of a job are consecutive.
@@ -373,6 +383,7 @@ fn served_view(job: job::JobView, own_name: &str, names: &Names) -> Option<JobVi
         job: format!("{:016x}", job.job.0),
         state: job_state(job.state).to_owned(),
         reason: job.reason.map(|reason| names.in_text(&reason)),
+        replica_of: job.replica_of.map(|first| format!("{:016x}", first.0)),
         head: true,
         coordinator: own_name.to_owned(),
         epoch: job.epoch.counter,

@@ -7,6 +7,7 @@ use crate::host::HostId;
 use crate::options::Options;
 use crate::units;
 use crate::workload::WIDTH;
+use node_core::limits::REPLICAS_MAX;
 use node_core::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -59,6 +60,9 @@ pub struct Mesh {
     pub mixed: bool,
     /// Elements per row of activations. A stage's replay ring is bounded in bytes, so it holds fewer wide rows.
     pub width: u32,
+    /// Most pipelines that serve each model.
+    #[serde(skip_serializing_if = "is_one")]
+    pub replicas: u32,
 }
 
 /// A further entry node, which coordinates its own job.
@@ -96,6 +100,11 @@ fn is_zero(number: &u32) -> bool {
     *number == 0
 }
 
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde requires this signature")]
+fn is_one(number: &u32) -> bool {
+    *number == 1
+}
+
 impl Default for Case {
     fn default() -> Self {
         Case {
@@ -115,7 +124,7 @@ impl Default for Case {
 impl Default for Mesh {
     /// Each host holds at most five of twelve layers.
     fn default() -> Self {
-        Mesh { hosts: 8, memory_mib: 297, layers: 12, regions: Vec::new(), mixed: false, width: WIDTH }
+        Mesh { hosts: 8, memory_mib: 297, layers: 12, regions: Vec::new(), mixed: false, width: WIDTH, replicas: 1 }
     }
 }
 
@@ -193,6 +202,9 @@ impl Case {
         }
         if self.mesh.width == 0 || self.mesh.width > WIDTH_MAX {
             return Err(format!("expected rows of 1 to {WIDTH_MAX} elements, found {}", self.mesh.width));
+        }
+        if !(1..=REPLICAS_MAX).contains(&self.mesh.replicas) {
+            return Err(format!("expected 1 to {REPLICAS_MAX} replicas, found {}", self.mesh.replicas));
         }
         if self.lasts > LASTS_MAX {
             return Err(format!(

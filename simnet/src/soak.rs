@@ -77,6 +77,7 @@ pub fn draw(seed: u64, size: Size) -> Case {
             regions,
             mixed,
             width: if wide { WIDE } else { WIDTH },
+            replicas: if memory_mib >= TWICE_MIB && chance(seed, "replicas").random_bool(0.25) { 2 } else { 1 },
         },
         network,
         entries,

@@ -11,6 +11,7 @@ mod output;
 mod part;
 mod rebalance;
 mod refusals;
+mod replicas;
 mod serve;
 mod standbys;
 mod steps;
@@ -39,7 +40,8 @@ pub use output::{JobOutput, JobQuestion, Measured, PlannerQuestion, ResidentByte
 use partitioner::tiles::{GridPlan, RuleRates};
 use partitioner::{Answer, ModelAnswer, Plan};
 pub use rebalance::Moved;
-use serve::{Caller, Serve, Submitted};
+use replicas::{Replicas, Routed};
+use serve::{Caller, Serve};
 use steps::Steps;
 pub use view::{JobState, JobView, PartView, ProgramView, StandbyView, WhatView};
 use workload::Workload;
@@ -57,6 +59,7 @@ pub struct Jobs {
     jobs_made: u64,
     leaving: bool,
     gateway: Gateway,
+    replicas: Replicas,
     out: Out,
 }
 
@@ -98,6 +101,7 @@ impl Jobs {
             jobs_made: 0,
             leaving: false,
             gateway: Gateway::default(),
+            replicas: Replicas::default(),
             out: VecDeque::new(),
         }
     }
@@ -114,7 +118,8 @@ impl Jobs {
 
     fn start_serving(&mut self, call: CallId, model: ModelSpec) {
         let same = |job: &&mut Job| matches!(&job.workload, Workload::Serve(serve) if serve.model == model);
-        if let Some(job) = self.jobs.values_mut().find(same) {
+        let mut firsts = self.jobs.values_mut().filter(|job| self.replicas.first(job.id).is_none());
+        if let Some(job) = firsts.find(same) {
             return job.add_caller(call, &mut self.out);
         }
         self.jobs_made += 1;
@@ -199,7 +204,9 @@ impl Jobs {
         match asked {
             QuestionOrigin::Caller(call) => self.answer_caller(call, answer),
             QuestionOrigin::Job { job, question } => {
-                if let Some(job) = self.jobs.get_mut(&job) {
+                if let Some(answer) = self.handle_replica_plan(now, job, answer)
+                    && let Some(job) = self.jobs.get_mut(&job)
+                {
                     job.handle_answer(now, question, answer, &mut self.out);
                 }
                 self.sweep(now);
@@ -246,27 +253,20 @@ impl Jobs {
 
     /// A caller submits a request. If another node took the job over from this one, the request goes there.
     pub fn handle_submit(&mut self, now: Instant, call: CallId, job: JobId, request: Request) {
-        let refusal = match self.jobs.get_mut(&job).and_then(Job::serve) {
-            // It still answers what it has accepted.
-            Some(serve) if self.leaving => {
-                if serve.requests.attach(Caller::Here(call), request, 0, &mut self.out).is_none() {
-                    self.calls.insert(call, job);
-                    return;
-                }
-                DoneReason::Failed("this node is leaving the mesh: use another node".into())
-            }
-            Some(serve) => {
-                if serve.requests.submit(now, Caller::Here(call), request, 0, &mut self.out) == Submitted::Taken {
-                    self.calls.insert(call, job);
-                }
+        let moved_to = self.gateway.moved_to(job).filter(|_| !self.jobs.contains_key(&job));
+        if let Some(to) = moved_to {
+            return self.handle_ask(now, call, to, job, request);
+        }
+        let reason = match self.route(now, Caller::Here(call), job, request, 0) {
+            Routed::To(job) => {
+                self.calls.insert(call, job);
                 return;
             }
-            None => match self.gateway.moved_to(job) {
-                Some(to) => return self.handle_ask(now, call, to, job, request),
-                None => DoneReason::Invalid(format!("job {:x} is not served by this node", job.0)),
-            },
+            Routed::Refused => return,
+            Routed::Leaving => DoneReason::Failed("this node is leaving the mesh: use another node".into()),
+            Routed::Unknown => DoneReason::Invalid(format!("job {:x} is not served by this node", job.0)),
         };
-        self.out.push_back(JobOutput::Notify(Event::Done { call, reason: refusal }));
+        self.out.push_back(JobOutput::Notify(Event::Done { call, reason }));
     }
 
     /// A caller submits a request to a model that another node serves.
@@ -277,21 +277,21 @@ impl Jobs {
     /// A message from a node that has a caller, to this node as the job's coordinator.
     pub fn handle_from_caller(&mut self, now: Instant, from: NodeId, job: JobId, call: CallId, say: FromCaller) {
         let caller = Caller::Away(from, call);
-        let say = match (self.jobs.get_mut(&job).and_then(Job::serve), say) {
-            (Some(serve), FromCaller::Ask { request, from: position }) if self.leaving => {
-                if serve.requests.attach(caller, *request, position, &mut self.out).is_none() {
-                    return;
-                }
+        let (request, position) = match say {
+            FromCaller::Ask { request, from } => (request, from),
+            FromCaller::Cancel => return self.cancel_in_group(now, job, caller),
+        };
+        let say = match self.route(now, caller, job, *request, position) {
+            Routed::To(job) => {
+                let successors = self.jobs.get(&job).map(Job::successors).unwrap_or_default();
+                ToCaller::RunsIn { job, successors }
+            }
+            Routed::Refused => return,
+            Routed::Leaving => {
                 let reason = "the node that serves the model is leaving the mesh: retry".into();
                 ToCaller::Done { reason: DoneReason::Failed(reason), end: 0 }
             }
-            (Some(serve), FromCaller::Ask { request, from: position }) => {
-                serve.requests.submit(now, caller, *request, position, &mut self.out);
-                ToCaller::Successors(self.jobs.get(&job).map(Job::successors).unwrap_or_default())
-            }
-            (Some(serve), FromCaller::Cancel) => return serve.requests.cancel(now, caller, &mut self.out),
-            (None, FromCaller::Cancel) => return,
-            (None, FromCaller::Ask { .. }) => match self.gateway.moved_to(job) {
+            Routed::Unknown => match self.gateway.moved_to(job) {
                 Some(to) if to != from => ToCaller::Moved(to),
                 _ => ToCaller::Unknown,
             },
@@ -321,9 +321,12 @@ impl Jobs {
         {
             return;
         }
-        if let Some(mut job) = self.jobs.remove(&id) {
-            job.end(Ending::Cancelled, &mut self.out);
+        for id in core::iter::once(id).chain(self.replicas_of(id)) {
+            if let Some(mut job) = self.jobs.remove(&id) {
+                job.end(Ending::Cancelled, &mut self.out);
+            }
         }
+        self.forget_ended_replicas();
     }
 
     /// This node leaves and accepts no new work. A served model ends with its last request. A simulation continues at a
@@ -554,6 +557,7 @@ impl Jobs {
 
     /// A member joined or left, or memory became free. The `draining` nodes take no new work.
     pub fn handle_fleet_changed(&mut self, now: Instant, draining: &BTreeSet<NodeId>) {
+        self.replicas.handle_fleet_changed(now);
         self.jobs.values_mut().for_each(|job| job.handle_fleet_changed(now, draining, &mut self.out));
     }
 
@@ -563,13 +567,14 @@ impl Jobs {
     pub fn handle_wakeup(&mut self, now: Instant) {
         self.jobs.values_mut().for_each(|job| job.handle_wakeup(now, &mut self.out));
         self.gateway.handle_wakeup(now, &mut self.out);
+        self.seek_replicas(now);
         self.sweep(now);
     }
 
     /// When the next timer is due.
     pub fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
         let jobs = self.jobs.values().filter_map(Job::next_wakeup);
-        jobs.chain(self.gateway.next_wakeup()).min()
+        jobs.chain(self.gateway.next_wakeup()).chain(self.replicas.next_wakeup()).min()
     }
 
     /// The next output.
@@ -584,6 +589,7 @@ impl Jobs {
 
     /// Removes ended jobs. Callers of a job that another node coordinates now are served from there.
     fn sweep(&mut self, now: Instant) {
+        self.tend_replicas(now);
         for (id, mut job) in self.jobs.extract_if(.., |_, job| job.ending.is_some()) {
             if let Some(to) = job.successor
                 && job.serve().is_some()
@@ -599,6 +605,7 @@ impl Jobs {
                 job.end(ending, &mut self.out);
             }
         }
+        self.forget_ended_replicas();
     }
 
     // ---- views
@@ -621,6 +628,7 @@ impl Jobs {
         let lost = self.calls.iter().find(|(_, job)| !self.jobs.contains_key(*job));
         assert!(lost.is_none(), "a running call of a job that is over: {lost:?}");
         self.gateway.assert_invariants();
+        self.replicas.assert_invariants(|job| self.jobs.contains_key(&job));
     }
 
     /// Whether this node coordinates no job.
@@ -635,7 +643,7 @@ impl Jobs {
 
     /// All jobs, for status pages.
     pub fn views(&self) -> impl Iterator<Item = JobView> + '_ {
-        self.jobs.values().map(Job::view)
+        self.jobs.values().map(|job| JobView { replica_of: self.replicas.first(job.id), ..job.view() })
     }
 }
 

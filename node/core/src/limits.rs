@@ -43,6 +43,10 @@ pub const STEP_ROWS_MAX: u32 = 1 + DRAFTS_MAX as u32;
 /// Ended requests whose positions stay cached for requests that begin with the same tokens: bounds what stages report. Pages
 /// run out first, except for short requests.
 pub const PREFIXES_MAX: usize = 64;
+/// Pipelines that serve one model: more than a coordinator can feed.
+pub const REPLICAS_MAX: u32 = 16;
+/// Share of the present throughput that a further pipeline has to add: a slower one would only hold memory.
+pub const REPLICA_GAIN_PERCENT: u64 = 10;
 /// Requests queued behind the running ones: a longer queue would only delay the rejection (HTTP 429).
 pub const QUEUE_MAX: usize = 64;
 /// Tokens of one request, prompt and answer together: the longest context of known models.

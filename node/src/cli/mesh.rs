@@ -295,8 +295,11 @@ fn jobs_text(jobs: &[JobView]) -> String {
     }
     jobs.iter()
         .map(|job| {
-            let role =
-                if job.head { "coordinated here".to_owned() } else { format!("coordinated by {}", job.coordinator) };
+            let role = match (&job.replica_of, job.head) {
+                (Some(_), _) => "replica, coordinated here".to_owned(),
+                (None, true) => "coordinated here".to_owned(),
+                (None, false) => format!("coordinated by {}", job.coordinator),
+            };
             let figures = match (job.context, job.sequences) {
                 (Some(context), Some(sequences)) => {
                     let room = format!("cache for {}", count(sequences as usize, "context"));

@@ -55,6 +55,10 @@ pub(super) struct ModelArgs {
     /// Whole contexts that the cache has room for; up to 64 requests share it [default: as served, else 8192 tokens in total]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     sequences: Option<u32>,
+    /// Most pipelines that serve the model, each on nodes of its own: further ones are placed where there is room, and each
+    /// request goes to the one with the least to do [default: as served, else 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16))]
+    replicas: Option<u32>,
     #[command(flatten)]
     pub(super) compute: ComputeArgs,
 }
@@ -76,7 +80,7 @@ impl ModelArgs {
         let Boundary::Lossless = self.boundary;
         json!({
             "int8": self.activations.map(|kind| kind == Activations::Int8), "context": self.context,
-            "sequences": self.sequences,
+            "sequences": self.sequences, "replicas": self.replicas,
         })
     }
 

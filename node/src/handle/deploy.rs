@@ -223,7 +223,7 @@ impl NodeHandle {
 
 /// Whether both run the same model with the same options.
 fn is_same(a: &ModelSpec, b: &ModelSpec) -> bool {
-    let run = |spec: &ModelSpec| (spec.content, spec.int8, spec.work.context, spec.work.sequences);
+    let run = |spec: &ModelSpec| (spec.content, spec.int8, spec.work.context, spec.work.sequences, spec.replicas);
     run(a) == run(b)
 }
 
@@ -242,6 +242,7 @@ mod tests {
         let mut more = running.clone();
         more.work.sequences += 1;
         assert!(!is_same(&running, &more), "more concurrent requests");
+        assert!(!is_same(&running, &ModelSpec { replicas: 2, ..running.clone() }), "more pipelines");
     }
 
     #[test]

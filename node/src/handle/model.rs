@@ -24,6 +24,8 @@ pub(crate) struct ModelOptions {
     pub context: Option<u32>,
     /// Concurrent requests; 4 by default.
     pub sequences: Option<u32>,
+    /// Most pipelines, each on nodes of its own; 1 by default.
+    pub replicas: Option<u32>,
 }
 
 impl ModelOptions {
@@ -37,12 +39,18 @@ impl ModelOptions {
             int8: self.int8.or(other.int8),
             context: self.context.or(other.context),
             sequences: self.sequences.or(other.sequences),
+            replicas: self.replicas.or(other.replicas),
         }
     }
 
     /// The options of a served model.
     pub(super) fn of(served: &ModelSpec) -> Self {
-        Self { int8: Some(served.int8), context: Some(served.work.context), sequences: Some(served.work.sequences) }
+        Self {
+            int8: Some(served.int8),
+            context: Some(served.work.context),
+            sequences: Some(served.work.sequences),
+            replicas: Some(served.replicas),
+        }
     }
 }
 

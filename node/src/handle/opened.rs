@@ -9,7 +9,7 @@ use kernels_models::tokenizer::TokenizerError;
 use kernels_models::weights::ModelFile;
 use node_core::id::JobId;
 use node_core::input::Input;
-use node_core::limits::{RING_BYTES_MAX, SEQUENCES_MAX};
+use node_core::limits::{REPLICAS_MAX, RING_BYTES_MAX, SEQUENCES_MAX};
 use node_core::work::serve::ModelSpec;
 use std::path::PathBuf;
 
@@ -77,6 +77,7 @@ impl Opened {
             width: self.held.file.config().width as u32,
             int8: options.is_int8(),
             eos: self.words.tokenizer.eos().to_vec(),
+            replicas: options.replicas.unwrap_or(1).clamp(1, REPLICAS_MAX),
         }
     }
 }

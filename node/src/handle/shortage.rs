@@ -77,7 +77,7 @@ impl NodeHandle {
             let error = partitioner::plan(&work, &fleet, &options).err()?;
             let at = |fit: Fit| {
                 let options =
-                    ModelOptions { int8: Some(int8), context: Some(fit.context), sequences: Some(fit.sequences) };
+                    ModelOptions { int8: Some(int8), context: Some(fit.context), sequences: Some(fit.sequences), replicas: None };
                 opened::work(&file, &options)
             };
             let fit = partitioner::largest_fit(requested, at, &fleet, &options).map(|fit| Fit {

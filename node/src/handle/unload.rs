@@ -31,10 +31,9 @@ impl NodeHandle {
         if served.is_empty() {
             return;
         }
-        let jobs = self.inner.driver.views().await.jobs;
+        let views = self.inner.driver.views().await;
         for (job, model) in served {
-            let name = name_of(job);
-            if jobs.iter().any(|view| view.job == name && view.running + view.queued > 0) {
+            if views.requests_of(&name_of(job)) > 0 {
                 model.uses.requested();
             }
             if !model.uses.is_over(Instant::now(), idle) {

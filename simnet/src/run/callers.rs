@@ -41,6 +41,7 @@ impl Callers {
 
     fn of_entry(case: &Case, entry: u32, head: HostId, layers: Option<u32>) -> Callers {
         let mut model = wide_model(layers.unwrap_or(case.mesh.layers), LAYER_BYTES, case.mesh.width);
+        model.replicas = case.mesh.replicas;
         if case.seed % 4 == 1 {
             // So little cache that requests wait for pages, and are preempted.
             model.work.sequences = 1;

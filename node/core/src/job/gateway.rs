@@ -120,9 +120,10 @@ impl Gateway {
                     moved.to = to;
                 }
             }
-            ToCaller::Successors(nodes) => {
+            ToCaller::RunsIn { job, successors } => {
                 let known = |node: &NodeId| *node != away.to;
-                away.others = nodes.into_iter().filter(known).take(CANDIDATES_MAX).collect();
+                away.others = successors.into_iter().filter(known).take(CANDIDATES_MAX).collect();
+                away.job = job;
             }
             ToCaller::Unknown => {
                 if !away.try_next_candidate(now) {
@@ -309,8 +310,9 @@ mod tests {
     fn successors_that_the_coordinator_named_are_asked_once_it_is_down() {
         let (mut gateway, mut out) = asked();
         let now = Instant(0) + TOKEN_RETRY;
-        gateway.handle_answer(now, OTHER, CALL, ToCaller::Successors(vec![OTHER, THIRD]), &mut out);
-        gateway.handle_answer(now, THIRD, CALL, ToCaller::Successors(vec![]), &mut out);
+        let runs_in = |successors| ToCaller::RunsIn { job: JobId(1), successors };
+        gateway.handle_answer(now, OTHER, CALL, runs_in(vec![OTHER, THIRD]), &mut out);
+        gateway.handle_answer(now, THIRD, CALL, runs_in(vec![]), &mut out);
         gateway.handle_answer(now, OTHER, CALL, token(3), &mut out);
         gateway.handle_gone(now, OTHER, &mut out);
         gateway.handle_wakeup(now + TURN, &mut out);

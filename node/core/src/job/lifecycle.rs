@@ -71,6 +71,8 @@ pub(super) struct Job {
     timeout: PrepareTimeout,
     /// Nodes that take no new work.
     pub(super) draining: BTreeSet<NodeId>,
+    /// Owners in the other pipelines of the same model. They own no part of this job.
+    pub(super) apart: BTreeSet<NodeId>,
     /// When to look for missing standbys. `None` while none is missing or no new node could help.
     pub(super) standbys_due: Option<Instant>,
     /// Nodes that could not be a standby under the present placement, and until when they are not asked again.
@@ -152,6 +154,7 @@ impl Job {
             outdated: false,
             timeout: PrepareTimeout::default(),
             draining: BTreeSet::new(),
+            apart: BTreeSet::new(),
             standbys_due: None,
             unfit: BTreeMap::new(),
             refusals: Refusals::default(),

@@ -43,7 +43,7 @@ impl Job {
     pub(super) fn announce_successors(&self, out: &mut Out) {
         let Workload::Serve(serve) = &self.workload else { return };
         for (to, call) in serve.requests.calls_of_others() {
-            let say = ToCaller::Successors(self.successors());
+            let say = ToCaller::RunsIn { job: self.id, successors: self.successors() };
             out.push_back(JobOutput::Tell { to, call, say });
         }
     }

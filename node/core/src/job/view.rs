@@ -30,6 +30,8 @@ pub struct JobView {
     pub job: JobId,
     /// Its name.
     pub name: String,
+    /// The first job of its model, if this one is a replica.
+    pub replica_of: Option<JobId>,
     /// The present epoch.
     pub epoch: Epoch,
     /// State.
@@ -139,6 +141,7 @@ impl Job {
         JobView {
             job: self.id,
             name: self.name.clone(),
+            replica_of: None,
             epoch: self.epoch,
             state: match self.phase {
                 Phase::Planning { .. } => JobState::Planning,

@@ -1,6 +1,6 @@
 //! Vocabulary of serving a model: the model, orders of stages, batches and their results, requests and how they end.
 use super::Payload;
-use crate::id::{ContentId, NodeId, PartId, RequestId, TensorId};
+use crate::id::{ContentId, JobId, NodeId, PartId, RequestId, TensorId};
 use crate::limits::{CONTEXT_MAX, DRAFTS_MAX, SEQUENCES_MAX};
 use alloc::{boxed::Box, format, string::String, vec::Vec};
 use core::ops::Range;
@@ -22,6 +22,8 @@ pub struct ModelSpec {
     pub int8: bool,
     /// Tokens that end an answer (EOS).
     pub eos: Vec<u32>,
+    /// Most pipelines that serve it, each on nodes of its own: 1 to [`REPLICAS_MAX`](crate::limits::REPLICAS_MAX).
+    pub replicas: u32,
 }
 
 /// One generation request.
@@ -115,8 +117,13 @@ pub enum ToCaller {
     Moved(NodeId),
     /// The node does not coordinate the job.
     Unknown,
-    /// Nodes that may coordinate the job after the sender, in order: the receiver asks them if it loses the sender.
-    Successors(Vec<NodeId>),
+    /// The request runs in this job.
+    RunsIn {
+        /// The job that was asked, or a replica of it. The receiver asks this one from now on.
+        job: JobId,
+        /// Nodes that may coordinate the job after the sender, in order: the receiver asks them if it loses the sender.
+        successors: Vec<NodeId>,
+    },
 }
 
 /// From the node that has a caller to the coordinator of the job.

@@ -59,6 +59,7 @@ fn coordinated(tile: TileFigures, standby: Option<NodeId>) -> JobView {
     JobView {
         job: JOB,
         name: "plate".into(),
+        replica_of: None,
         epoch: Epoch { counter: 1, issuer: ME },
         state: JobState::Running,
         reason: None,

@@ -17,7 +17,10 @@ use partitioner::tiles::GridError;
 
 impl Job {
     /// Asks the planner. The job must remember the number returned: an answer to any other question is ignored.
-    pub(in crate::job) fn ask(&mut self, without: BTreeSet<NodeId>, what: JobQuestion, out: &mut Out) -> u32 {
+    pub(in crate::job) fn ask(&mut self, mut without: BTreeSet<NodeId>, what: JobQuestion, out: &mut Out) -> u32 {
+        if matches!(what, JobQuestion::Model { .. }) {
+            without.extend(&self.apart);
+        }
         self.questions = self.questions.wrapping_add(1);
         let (job, question) = (self.id, self.questions);
         // Memory held for the job is passed as free: the planner itself subtracts what the parts and standbys of the

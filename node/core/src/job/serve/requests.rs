@@ -2,6 +2,7 @@
 //! last stage. Next: `prefixes.rs` (the cache that they share).
 mod cache;
 mod resends;
+mod routing;
 mod tokens;
 
 use super::drafts::StepTimes;

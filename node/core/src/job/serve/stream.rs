@@ -18,7 +18,7 @@ use alloc::vec::Vec;
 /// Invariants: `acked <= sent <= tokens.len()`; every token after the prompt was sent to the caller once, when it was
 /// pushed.
 #[derive(Debug)]
-pub(super) struct Stream {
+pub(in crate::job) struct Stream {
     pub(super) id: RequestId,
     pub(super) caller: Caller,
     pub(super) request: Request,
