@@ -37,6 +37,8 @@ pub struct UpOptions {
     pub device: String,
     /// Memory limit for weights, cache and scratch; `None` derives it from the free memory.
     pub memory: Option<u64>,
+    /// RAM for cached conversations that the device has no room for; `None` means a quarter of the free RAM beside a GPU.
+    pub spill: Option<u64>,
     /// Compute threads; `None` means one per core.
     pub threads: Option<usize>,
     /// How long a served model stays loaded without requests; `None`: until it is stopped.
@@ -68,6 +70,7 @@ impl UpOptions {
             advertise: Vec::new(),
             device: "auto".into(),
             memory: None,
+            spill: None,
             threads: None,
             idle_unload: None,
             mdns: false,
@@ -103,6 +106,8 @@ pub struct ConfigFile {
     pub device: Option<String>,
     /// See [`UpOptions::memory`]; as "4GiB".
     pub memory: Option<Size>,
+    /// See [`UpOptions::spill`]; as "8GiB".
+    pub spill: Option<Size>,
     /// See [`UpOptions::threads`].
     pub threads: Option<usize>,
     /// See [`UpOptions::idle_unload`]; as "30m".
@@ -448,14 +453,14 @@ mod tests {
         let path = dir.path().join("meshnode.toml");
         std::fs::write(
             &path,
-            "name = \"desk\"\nidle-unload = \"30m\"\nmemory = \"4G\"\napi = \"127.0.0.1:9000\"\nno-mdns = true\ncache-size = \"20G\"\n\
+            "name = \"desk\"\nidle-unload = \"30m\"\nmemory = \"4G\"\nspill = \"8G\"\napi = \"127.0.0.1:9000\"\nno-mdns = true\ncache-size = \"20G\"\n\
              advertise = [\"203.0.113.5:7000\"]\n",
         )
         .unwrap();
         let (file, read) = ConfigFile::load(Some(&path)).unwrap();
         assert_eq!(read.as_deref(), Some(path.as_path()));
         assert_eq!(file.name.as_deref(), Some("desk"));
-        assert_eq!(file.memory, Some(Size(4 << 30)));
+        assert_eq!((file.memory, file.spill), (Some(Size(4 << 30)), Some(Size(8 << 30))));
         assert_eq!(file.idle_unload, Some(Duration::from_secs(1800)));
         assert_eq!((file.no_mdns, file.cache_size), (Some(true), Some(Size(20 << 30))));
         assert_eq!(file.advertise, Some(vec!["203.0.113.5:7000".parse().unwrap()]));

@@ -8,6 +8,7 @@ use kernels_models::stage::{Stage, StageError, StageOptions};
 use kernels_models::weights::ModelFile;
 use node_core::config::{Capacity, Measured, Speed};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Memory of a stage besides weights and caches: activations of one prefill chunk of a wide model, and logits.
 pub(crate) const SCRATCH_BYTES: u64 = 16 << 20;
@@ -21,6 +22,20 @@ pub(crate) struct Compute {
     pub capacity: Capacity,
     /// GPUs of this machine that this node does not use.
     pub idle_gpus: Vec<Device>,
+    /// RAM that no stage uses yet for positions that leave the device, in bytes.
+    spill: Arc<AtomicU64>,
+}
+
+/// RAM of a stage for positions that leave its device.
+pub(crate) struct SpillShare {
+    pub(crate) bytes: u64,
+    left: Arc<AtomicU64>,
+}
+
+impl Drop for SpillShare {
+    fn drop(&mut self) {
+        self.left.fetch_add(self.bytes, Ordering::Relaxed);
+    }
 }
 
 impl Compute {
@@ -64,7 +79,20 @@ impl Compute {
             tracing::warn!("{warning}");
         }
         let idle_gpus = kernels::device::idle_gpus(&devices, &device).into_iter().cloned().collect();
-        Ok(Self { device, threads, capacity, idle_gpus })
+        let spill = match options.spill {
+            _ if !gpu => 0, // the cache is in RAM already
+            Some(bytes) => bytes,
+            None if !device.own_memory => 0,
+            None => devices.first().map_or(0, |cpu| cpu.memory_free) / SPILL_SHARE,
+        };
+        Ok(Self { device, threads, capacity, idle_gpus, spill: Arc::new(AtomicU64::new(spill)) })
+    }
+
+    /// Takes RAM for positions that leave the device, at most this number of bytes.
+    pub(crate) fn spill(&self, most: u64) -> SpillShare {
+        let take = |left: u64| Some(left.saturating_sub(most));
+        let before = self.spill.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take);
+        SpillShare { bytes: before.unwrap_or_default().min(most), left: self.spill.clone() }
     }
 
     /// Creates a tile on the device, all cells zero. Falls back to the CPU if the GPU cannot compute it or lacks the
@@ -94,6 +122,9 @@ impl Compute {
         }
     }
 }
+
+/// The default of `--spill` is this fraction of the free RAM: other programs need the rest.
+const SPILL_SHARE: u64 = 4;
 
 /// Bytes of `--memory`, capped at the device's total memory (0: unknown).
 fn within(asked: u64, device: &Device) -> u64 {

@@ -14,6 +14,7 @@ use kernels_grids::any_tile::Mark;
 use kernels_models::stage::RowsOut;
 use node_core::id::{Epoch, LoadId, WorkId};
 use node_core::input::Input;
+use node_core::limits::PAGE_POSITIONS;
 use node_core::work::serve::Item;
 use node_core::work::steps::TileStart;
 use node_core::work::{Loaded, Run, RunResult, Task};
@@ -81,6 +82,9 @@ enum Part {
     Stage(Box<stages::LoadedStage>),
     Tile(Box<tiles::LoadedTile>),
 }
+
+/// A stage takes at most this multiple of its cache on the device as RAM for it: other stages need some, too.
+const SPILL_OF_STAGE: u64 = 8;
 
 /// A model counts as in use for this long after a batch. Meanwhile tile runs let batches pass every
 /// [`node_core::limits::TILE_PIECE`].
@@ -193,11 +197,15 @@ impl DeviceThread {
         part: NewPart,
     ) -> Result<Option<Loaded>, String> {
         self.parts.remove(&key);
+        let mut ram_pages = 0;
         let (part, bytes, is_loading) = match part {
-            NewPart::Stage { stage, file } => {
+            NewPart::Stage { mut stage, file } => {
                 let now = stage.resident_bytes();
                 let constraints = Constraints::new(file);
-                let held = Box::new(stages::LoadedStage { epoch, stage, constraints });
+                let spill = self.shared.device.spill(SPILL_OF_STAGE.saturating_mul(now.working));
+                let pages = stage.use_ram(spill.bytes) / PAGE_POSITIONS as usize;
+                ram_pages = u32::try_from(pages).unwrap_or(u32::MAX);
+                let held = Box::new(stages::LoadedStage { epoch, stage, constraints, _spill: spill });
                 (Part::Stage(held), bytes_max.max(now.weights + now.working), false)
             }
             NewPart::Tile { order, standby, simulation, checkpoint } => {
@@ -221,7 +229,7 @@ impl DeviceThread {
         self.parts.insert(key, part);
         // Report the capacity before the answer: a plan computed once the job is ready must count this part's memory.
         self.shared.residency.loaded(key, load, bytes);
-        Ok((!is_loading).then_some(Loaded { bytes, step: None }))
+        Ok((!is_loading).then_some(Loaded { bytes, ram_pages, step: None }))
     }
 
     /// The initial state of a tile is complete, or failed.

@@ -7,7 +7,7 @@ use crate::host::HostId;
 use crate::options::Options;
 use crate::units;
 use crate::workload::WIDTH;
-use node_core::limits::REPLICAS_MAX;
+use node_core::limits::{RAM_PAGES_MAX, REPLICAS_MAX};
 use node_core::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -60,6 +60,9 @@ pub struct Mesh {
     pub mixed: bool,
     /// Elements per row of activations. A stage's replay ring is bounded in bytes, so it holds fewer wide rows.
     pub width: u32,
+    /// Pages that stages have in RAM beside those of their devices.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub ram_pages: u32,
     /// Most pipelines that serve each model.
     #[serde(skip_serializing_if = "is_one")]
     pub replicas: u32,
@@ -124,7 +127,16 @@ impl Default for Case {
 impl Default for Mesh {
     /// Each host holds at most five of twelve layers.
     fn default() -> Self {
-        Mesh { hosts: 8, memory_mib: 297, layers: 12, regions: Vec::new(), mixed: false, width: WIDTH, replicas: 1 }
+        Mesh {
+            hosts: 8,
+            memory_mib: 297,
+            layers: 12,
+            regions: Vec::new(),
+            mixed: false,
+            width: WIDTH,
+            ram_pages: 0,
+            replicas: 1,
+        }
     }
 }
 
@@ -202,6 +214,9 @@ impl Case {
         }
         if self.mesh.width == 0 || self.mesh.width > WIDTH_MAX {
             return Err(format!("expected rows of 1 to {WIDTH_MAX} elements, found {}", self.mesh.width));
+        }
+        if self.mesh.ram_pages > RAM_PAGES_MAX {
+            return Err(format!("expected at most {RAM_PAGES_MAX} pages in RAM, found {}", self.mesh.ram_pages));
         }
         if !(1..=REPLICAS_MAX).contains(&self.mesh.replicas) {
             return Err(format!("expected 1 to {REPLICAS_MAX} replicas, found {}", self.mesh.replicas));

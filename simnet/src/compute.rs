@@ -52,6 +52,7 @@ pub struct Executor {
     layer_ns: u64,
     cache_bytes_per_second: u64,
     cell_ns: u64,
+    ram_pages: u32,
     /// Memory for stages and tiles; the node's advert may claim another amount.
     pub memory: u64,
     stages: BTreeMap<(JobId, PartId), Stage>,
@@ -101,6 +102,7 @@ impl Executor {
             layer_ns: spec.capacity.layer_ns,
             cache_bytes_per_second: spec.capacity.cache_bytes_per_second,
             cell_ns: spec.cell_ns,
+            ram_pages: spec.ram_pages,
             memory: spec.capacity.memory_free,
             stages: BTreeMap::new(),
             tensors: BTreeMap::new(),
@@ -165,7 +167,8 @@ impl Executor {
         }
         let PartWork::Stage(stage) = order.work.clone() else { return reject("not a stage".into()) };
         let layers = stage.layers_of(part);
-        let pages = Pages::of(stage.sequences, stage.context);
+        let mut pages = Pages::of(stage.sequences, stage.context);
+        pages.set_ram(self.ram_pages);
         let resident = old.iter().any(|old| old.resident && old.layers == layers && old.order.content == stage.content);
         let stage = Stage { epoch, load, resident, bytes, layers, order: stage, caches: BTreeMap::new(), pages };
         self.stages.insert((job, part), stage);
@@ -181,7 +184,7 @@ impl Executor {
         let took = if stage.resident { Duration::from_millis(1) } else { reading + Duration::from_millis(20) };
         stage.resident = true;
         self.busy_until = self.busy_until.max(now) + took;
-        let result = Ok(Loaded { bytes, step: None });
+        let result = Ok(Loaded { bytes, ram_pages: self.ram_pages, step: None });
         (!self.dead).then_some((self.busy_until, Input::Loaded { job, part, load, result }))
     }
 

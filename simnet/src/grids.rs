@@ -276,7 +276,7 @@ impl GridDevice {
             made.fill(cells);
         }
         self.tiles.insert((job, part), made);
-        Ok(Loaded { bytes, step })
+        Ok(Loaded { bytes, ram_pages: 0, step })
     }
 
     /// `Output::Restore`.
@@ -285,7 +285,7 @@ impl GridDevice {
         let held = self.tiles.get_mut(&(job, part)).ok_or("the tile is gone")?;
         held.fill(cells);
         held.step = step;
-        Ok(Loaded { bytes: held.bytes, step: Some(step) })
+        Ok(Loaded { bytes: held.bytes, ram_pages: 0, step: Some(step) })
     }
 
     /// Advances a tile. Returns its reports and saved states, and the outgoing halos by tensor id.

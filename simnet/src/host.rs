@@ -32,6 +32,8 @@ pub struct HostSpec {
     pub skew_percent: u32,
     /// Nanoseconds per simulation cell and step.
     pub cell_ns: u64,
+    /// Pages that a stage has in RAM beside those of its device.
+    pub ram_pages: u32,
 }
 
 impl Default for HostSpec {
@@ -56,6 +58,7 @@ impl Default for HostSpec {
             },
             skew_percent: 100,
             cell_ns: CELL_NS,
+            ram_pages: 0,
         }
     }
 }

@@ -140,6 +140,7 @@ impl<'a> Run<'a> {
         let mut spec = HostSpec::default();
         spec.capacity.memory_total = case.mesh.memory_mib << 20;
         spec.capacity.memory_free = case.mesh.memory_mib << 20;
+        spec.ram_pages = case.mesh.ram_pages;
         if !case.simulations.is_empty() {
             // Slow enough that distributing a small grid pays off.
             (spec.capacity.copy_bytes_per_second, spec.cell_ns) = (COPY_BYTES_PER_SECOND, CASE_CELL_NS);

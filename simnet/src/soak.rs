@@ -77,6 +77,7 @@ pub fn draw(seed: u64, size: Size) -> Case {
             regions,
             mixed,
             width: if wide { WIDE } else { WIDTH },
+            ram_pages: if chance(seed, "ram").random_bool(0.3) { RAM_PAGES } else { 0 },
             replicas: if memory_mib >= TWICE_MIB && chance(seed, "replicas").random_bool(0.25) { 2 } else { 1 },
         },
         network,
@@ -145,6 +146,8 @@ fn draw_entries(seed: u64, size: Size, memory_mib: u64, requests: &mut [Ask]) ->
     vec![EntryNode { host: rng.random_range(1..size.hosts), layers }]
 }
 
+/// Less than one whole context, which has 32.
+const RAM_PAGES: u32 = 24;
 /// With this much memory on each of eight hosts, two models of twelve layers and their standbys fit.
 const TWICE_MIB: u64 = 576;
 /// Rows so wide that a stage's replay ring holds 256 of them.

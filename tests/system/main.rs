@@ -20,6 +20,7 @@ mod imports;
 mod joining;
 mod load;
 mod mesh;
+mod replicas;
 mod reshape;
 mod serving;
 mod standby;

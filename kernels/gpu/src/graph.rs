@@ -560,6 +560,13 @@ impl Graphs {
         cubecl::future::block_on(self.cuda.sync()).map_err(failed)
     }
 
+    /// Waits until everything that was queued here is complete.
+    pub(crate) fn settle(&self) -> Result<(), StageError> {
+        self.enter()?;
+        // SAFETY: the stream is ours.
+        unsafe { result::stream::synchronize(self.stream).map_err(failed) }
+    }
+
     /// Replays a graph and waits until it is complete.
     pub(crate) fn replay(&self, graph: &Graph) -> Result<(), StageError> {
         self.enter()?;

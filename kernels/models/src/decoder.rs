@@ -57,6 +57,12 @@ pub trait Engine: Send {
     /// Frees the cache of a sequence.
     fn release(&mut self, sequence: SequenceId);
 
+    /// Allows the engine to move cached positions that are not computed to this many bytes of RAM. Returns the number of positions
+    /// that fit there; 0 if this engine's cache is in RAM already.
+    fn use_ram(&mut self, _bytes: u64) -> usize {
+        0
+    }
+
     /// Computes rows whose positions are reserved; rows of one sequence are in position order. Returns the logits
     /// `[requested, vocabulary]` of the rows in `requested` (ascending) if the stage has the output head, else all hidden rows
     /// `[rows, width]`. `None`: the pass is queued, and [`Engine::collect_pass`] returns them.
@@ -537,6 +543,10 @@ impl<E: Engine> Stage for Decoder<E> {
         if self.held.remove(&sequence).is_some() {
             self.engine.release(sequence);
         }
+    }
+
+    fn use_ram(&mut self, bytes: u64) -> usize {
+        self.engine.use_ram(bytes)
     }
 
     fn resident_bytes(&self) -> ResidentBytes {

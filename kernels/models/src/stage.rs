@@ -210,6 +210,11 @@ pub trait Stage: Send {
     fn share(&mut self, from: SequenceId, to: SequenceId, positions: usize) -> Result<(), StageError>;
     /// Frees a sequence's cache; unknown sequences are ignored.
     fn release(&mut self, sequence: SequenceId);
+    /// Allows the stage to move cached positions that are not computed to this many bytes of RAM. Returns the number of
+    /// positions that fit there; 0 if its cache is in RAM already.
+    fn use_ram(&mut self, _bytes: u64) -> usize {
+        0
+    }
     /// Bytes resident in memory: weights, and caches and scratch.
     fn resident_bytes(&self) -> ResidentBytes;
     /// Elements of a hidden row.

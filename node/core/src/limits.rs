@@ -34,6 +34,8 @@ pub const SEQUENCES_MAX: u32 = 64;
 /// Positions in a page of the cache: the unit in which memory is charged and shared between requests. A multiple of the page
 /// of every engine (32 positions on a CPU, 128 on a GPU).
 pub const PAGE_POSITIONS: u32 = 128;
+/// Pages that a stage may have in RAM beside those of its device: as many as [`PREFIXES_MAX`] long conversations take.
+pub const RAM_PAGES_MAX: u32 = 1 << 16;
 /// Draft tokens in a frame. Products of at most eight rows share a pass over the weights on every engine, and
 /// [`SEQUENCES_MAX`] requests with drafts fill one chunk.
 pub const DRAFTS_MAX: u8 = 7;

@@ -84,6 +84,7 @@ struct LocalPart {
     epoch: Epoch,
     load: Load,
     bytes: u64,
+    ram_pages: u32,
     /// The coordinator waits for an answer, which has to wait for a load or a run.
     answer_due: bool,
     /// A stage that stays adopts its new route once no batch of the old one runs.
@@ -322,9 +323,9 @@ impl Parts {
         let Some(held) = known.parts.get_mut(&part).filter(|held| held.load == Load::Loading(load)) else { return };
         let answered = !held.answer_due;
         match result {
-            Ok(Loaded { bytes, step }) => {
-                (held.bytes, held.load) = (bytes, Load::Resident);
-                held.run.loaded(now, step, &mut self.out);
+            Ok(Loaded { bytes, ram_pages, step }) => {
+                (held.bytes, held.ram_pages, held.load) = (bytes, ram_pages, Load::Resident);
+                held.run.loaded(now, (ram_pages, step), &mut self.out);
             }
             Err(reason) => held.load = Load::Failed(reason),
         }

@@ -176,6 +176,8 @@ impl Order {
 pub struct Ready {
     /// Memory that it takes, in bytes.
     pub bytes: u64,
+    /// Pages that a stage has in RAM beside those of its device.
+    pub ram_pages: u32,
     /// State that it holds.
     pub has: PartState,
 }
@@ -237,6 +239,8 @@ pub enum Cursors {
 pub struct Loaded {
     /// Memory that it takes, in bytes: weights, caches and scratch, or cells.
     pub bytes: u64,
+    /// Pages that a stage has in RAM beside those of its device.
+    pub ram_pages: u32,
     /// The step of a tile's cells. `None` for a stage, and for a standby that waits for a snapshot.
     pub step: Option<u32>,
 }

@@ -96,6 +96,9 @@ struct NodeArgs {
     /// Give the mesh no memory: this node answers the API for every model that the mesh serves, and holds no parts
     #[arg(long, env = "MESHNODE_CLIENT", value_parser = FalseyValueParser::new(), conflicts_with_all = ["memory", "device"])]
     client: bool,
+    /// RAM for cached conversations that a GPU has no room for, as in 8GiB; 0: none [default: a quarter of the free RAM]
+    #[arg(long, value_name = "SIZE", env = "MESHNODE_SPILL")]
+    spill: Option<Size>,
     /// Unload a served model after this time without requests, as 30m; the next request loads it again [default: never]
     #[arg(long, value_name = "TIME", env = "MESHNODE_IDLE_UNLOAD", value_parser = crate::config::parse_duration)]
     idle_unload: Option<Duration>,
@@ -144,6 +147,7 @@ impl NodeArgs {
                 false => self.compute.device.clone().or_else(|| file.device.clone()).unwrap_or_else(|| "auto".into()),
             },
             memory: if self.client { Some(0) } else { self.compute.memory.or(file.memory).map(|s| s.0) },
+            spill: self.spill.or(file.spill).map(|size| size.0),
             threads: self.compute.threads.or(file.threads),
             idle_unload: self.idle_unload.or(file.idle_unload),
             mdns: !(self.no_mdns || file.no_mdns.unwrap_or(false)),

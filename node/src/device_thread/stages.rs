@@ -1,5 +1,6 @@
 //! The part of the device thread specific to model stages: batches in, results out, and numerics challenges.
 use super::constraints::Constraints;
+use crate::device::SpillShare;
 use crate::tensors::{Tensor, TensorStore, join};
 use kernels::threads::Threads;
 use kernels_models::sampler::{LogitChanges, SamplerSettings};
@@ -16,6 +17,8 @@ pub(super) struct LoadedStage {
     pub(super) epoch: Epoch,
     pub(super) stage: Box<dyn Stage>,
     pub(super) constraints: Constraints,
+    /// Returned when the stage is dropped.
+    pub(super) _spill: SpillShare,
 }
 
 /// What a batch reads while it is computed: one of each per item.

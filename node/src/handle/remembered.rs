@@ -163,12 +163,7 @@ mod tests {
     use super::*;
 
     fn entry(name: &str, context: u32) -> RememberedModel {
-        let options = ModelOptions {
-            int8: Some(true),
-            context: Some(context),
-            sequences: Some(8),
-            replicas: Some(2),
-        };
+        let options = ModelOptions { int8: Some(true), context: Some(context), sequences: Some(8), replicas: Some(2) };
         RememberedModel { name: name.into(), path: format!("/models/{name}.gguf").into(), options }
     }
 

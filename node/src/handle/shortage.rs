@@ -76,8 +76,12 @@ impl NodeHandle {
             let (fleet, options) = question;
             let error = partitioner::plan(&work, &fleet, &options).err()?;
             let at = |fit: Fit| {
-                let options =
-                    ModelOptions { int8: Some(int8), context: Some(fit.context), sequences: Some(fit.sequences), replicas: None };
+                let options = ModelOptions {
+                    int8: Some(int8),
+                    context: Some(fit.context),
+                    sequences: Some(fit.sequences),
+                    replicas: None,
+                };
                 opened::work(&file, &options)
             };
             let fit = partitioner::largest_fit(requested, at, &fleet, &options).map(|fit| Fit {

@@ -194,7 +194,8 @@ async fn the_link_to_a_peer_is_measured_and_reported() {
 fn a_plan_counts_the_memory_of_caches_and_retained_rows() {
     let file = TinyModel::default().open();
     let with = |sequences, int8| {
-        let options = ModelOptions { context: Some(64), sequences: Some(sequences), int8: Some(int8), ..ModelOptions::default() };
+        let options =
+            ModelOptions { context: Some(64), sequences: Some(sequences), int8: Some(int8), ..ModelOptions::default() };
         work(&file, &options)
     };
     let cache = |int8| with(1, int8).layers[0].kv_bytes_per_token;

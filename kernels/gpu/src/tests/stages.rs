@@ -100,6 +100,50 @@ fn a_stage_rejects_invalid_batches() {
     assert!(matches!(error, StageError::Input(_)), "{error}");
 }
 
+/// More conversations than the device has pages for, by turns: each continues with the bits of the CPU, whose cache has them all.
+#[test]
+fn conversations_move_to_ram_and_back() {
+    let Some(device) = device() else { return };
+    let file = TinyModel::default().open();
+    let mut threads = Threads::new(1).unwrap();
+    // Four pages and one for a challenge.
+    let mut stage = load_stage(file.clone(), options(&file, 256), device).unwrap();
+    let mut reference =
+        load_stage(file.clone(), StageOptions { sequences: 8, ..options(&file, 256) }, DeviceId::Cpu).unwrap();
+    let room = stage.use_ram(64 << 20);
+    assert!(room >= 8 * 128, "room for {room} positions");
+    let prompt = |sequence: u64| -> Vec<u32> { (0..140).map(|i| (i * 31 + 7 * sequence as u32) % 260).collect() };
+    let draw = |position| {
+        RequestedOutput::Token(Draw {
+            settings: SamplerSettings::greedy(),
+            position,
+            changes: LogitChanges::default(),
+            logprobs: None,
+        })
+    };
+    let mut position = 0;
+    for turn in 0..4 {
+        for sequence in 1..=5 {
+            let tokens = if turn == 0 { prompt(sequence) } else { vec![turn * 9 + sequence as u32] };
+            // Sampled steps are queued ahead of their requests, and run on a stream of their own.
+            let last = position + tokens.len() as u32;
+            let output = if turn % 2 == 0 { RequestedOutput::Logits } else { draw(last) };
+            let batch = [Rows { sequence, position: position as usize, input: RowsIn::Tokens(&tokens), output }];
+            let expected = reference.forward(&mut threads, &batch).unwrap();
+            assert_eq!(stage.forward(&mut threads, &batch).unwrap(), expected, "turn {turn} of {sequence}");
+        }
+        position = 140 + turn;
+    }
+    // One that continues another shares its pages, wherever they are.
+    for stage in [&mut stage, &mut reference] {
+        stage.share(1, 6, 128).unwrap();
+    }
+    let tokens = [3; 5];
+    let batch = [Rows { sequence: 6, position: 128, input: RowsIn::Tokens(&tokens), output: RequestedOutput::Logits }];
+    assert_eq!(stage.forward(&mut threads, &batch).unwrap(), reference.forward(&mut threads, &batch).unwrap());
+    (1..=6).for_each(|sequence| stage.release(sequence));
+}
+
 /// Prefill of two passes, then steps with and without sampling: the device holds queued batches of two stages, and a new batch
 /// discards an unfinished one.
 #[test]

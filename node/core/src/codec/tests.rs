@@ -127,10 +127,14 @@ fn to_coordinator() -> Vec<ToCoordinator> {
     let logprobs = Some(Box::new(Logprobs { sampled_e6: -12_345, top_e6 }));
     let sampled = Sampled { token: 49_151, logprobs, embedding: Some(vec![1.0f32.to_bits(), (-0.5f32).to_bits()]) };
     vec![
-        ToCoordinator::Prepared { part, result: Ok(Ready { bytes: 1 << 29, has }) },
+        ToCoordinator::Prepared { part, result: Ok(Ready { bytes: 1 << 29, ram_pages: 7, has }) },
         ToCoordinator::Prepared {
             part,
-            result: Ok(Ready { bytes: 1 << 20, has: PartState::Tile { step: 12, kept: vec![(PartId(0), 8)] } }),
+            result: Ok(Ready {
+                bytes: 1 << 20,
+                ram_pages: 0,
+                has: PartState::Tile { step: 12, kept: vec![(PartId(0), 8)] },
+            }),
         },
         ToCoordinator::Prepared { part, result: Err(String::from("no memory")) },
         ToCoordinator::Fetched { part, result: Ok(1 << 28) },

@@ -29,6 +29,8 @@ pub(super) struct Standby {
     pub(super) snapshot_ms: u32,
     /// Its answer under the present epoch; until then, the time of the last order.
     pub(super) prepared: Result<PartState, Instant>,
+    /// Pages that it has in RAM, as it answered.
+    pub(super) ram_pages: u32,
     /// Whether it has what it needs to take the part over: a stage in memory, or a tile's cells, under this placement
     /// or an earlier one of the same partition. This is a hint. A promotion orders the part with `Prepare`, and a node
     /// that no longer has it loads it or rejects the order.
@@ -62,6 +64,7 @@ impl Standby {
             step_ns,
             snapshot_ms: 0,
             prepared: Err(now),
+            ram_pages: 0,
             ready: false,
             cursors: Cursors::All(0),
             reported: false,

@@ -9,7 +9,7 @@ mod stream;
 use super::output::{JobOutput, JobQuestion, Measured, Out};
 use super::part::{Part, Standby};
 use crate::id::{Epoch, JobId, NodeId, PartId, RequestId};
-use crate::limits::{CONTEXT_MAX, PAGE_POSITIONS, SEQUENCES_MAX, STANDBY_LAG_MAX};
+use crate::limits::{CONTEXT_MAX, PAGE_POSITIONS, RAM_PAGES_MAX, SEQUENCES_MAX, STANDBY_LAG_MAX};
 use crate::message::{FromStage, ToParticipant};
 use crate::time::Instant;
 use crate::work::log::TokenLog;
@@ -186,6 +186,7 @@ impl Serve {
 
     /// The stages run, and requests continue.
     pub(super) fn begin(&mut self, now: Instant, parts: &[Part], out: &mut Out) {
+        self.count_ram(parts, out);
         let held: Vec<(NodeId, &[Position])> = parts.iter().map(|part| (part.owner, positions(part))).collect();
         self.requests.start(now, &held, out);
         // Standbys that have answered already may hold ended requests as well.
@@ -230,6 +231,14 @@ impl Serve {
     }
 
     // ---- standbys
+
+    /// Counts the pages that every stage has in RAM, and every standby, which will continue with them.
+    pub(super) fn count_ram(&mut self, parts: &[Part], out: &mut Out) {
+        let owners = parts.iter().map(|part| part.ready.as_ref().map_or(0, |ready| ready.ram_pages));
+        let standbys = parts.iter().filter_map(|part| part.standby.as_ref()).filter(|standby| standby.is_prepared());
+        let least = owners.chain(standbys.map(|standby| standby.ram_pages)).min();
+        self.requests.set_ram(least.unwrap_or(0).min(RAM_PAGES_MAX), out);
+    }
 
     /// Whether a standby is hot and behind its stage by at most [`STANDBY_LAG_MAX`] positions of each request.
     pub(super) fn is_current(&self, standby: &Standby) -> bool {

@@ -130,13 +130,14 @@ impl Job {
     pub(super) fn standby_prepared(&mut self, now: Instant, part: PartId, ready: &Ready, out: &mut Out) {
         let ready_now = self.workload.ready_when_prepared();
         let Some(standby) = self.parts.get_mut(part.index()).and_then(|part| part.standby.as_mut()) else { return };
-        standby.prepared = Ok(ready.has.clone());
+        (standby.prepared, standby.ram_pages) = (Ok(ready.has.clone()), ready.ram_pages);
         standby.ready |= ready_now;
         let node = standby.node;
         if self.phase != Phase::Running {
             return;
         }
         if let Workload::Serve(serve) = &mut self.workload {
+            serve.count_ram(&self.parts, out);
             serve.requests.handle_standby(now, out);
             serve.requests.close_ended(node, standby_positions(&ready.has), out);
         }

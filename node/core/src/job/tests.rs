@@ -193,7 +193,7 @@ fn standbys_are_announced_again_under_a_new_placement() {
         let mut say = |from, say| jobs.handle_message(now, from, JOB, epoch, say);
         let prepared = |part| {
             let has = PartState::Tile { step: 0, kept: Vec::new() };
-            ToCoordinator::Prepared { part: PartId(part), result: Ok(Ready { bytes: 1, has }) }
+            ToCoordinator::Prepared { part: PartId(part), result: Ok(Ready { bytes: 1, ram_pages: 0, has }) }
         };
         for (tile, from) in (0..).zip(owners) {
             say(from, prepared(tile));

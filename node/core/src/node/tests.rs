@@ -276,8 +276,11 @@ impl Mesh {
                 let part = order.part;
                 let bytes = stage(&order).layers_of(part).len() as u64 * LAYER_BYTES;
                 let host = self.nodes.get_mut(&me).unwrap();
-                let result =
-                    if bytes > host.memory { Err("too large".into()) } else { Ok(Loaded { bytes, step: None }) };
+                let result = if bytes > host.memory {
+                    Err("too large".into())
+                } else {
+                    Ok(Loaded { bytes, ram_pages: 0, step: None })
+                };
                 replaces.iter().for_each(|part| drop(host.stage.remove(&(job, *part))));
                 load(host, job, &order);
                 host.sources = sources;

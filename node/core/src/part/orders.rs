@@ -146,8 +146,16 @@ impl Parts {
         let load = self.names.load();
         let run = Program::new(now, job, epoch, &order);
         let state = Load::Loading(load);
-        let known =
-            LocalPart { order: order.clone(), epoch, load: state, bytes: 0, answer_due: true, reroute: false, run };
+        let known = LocalPart {
+            order: order.clone(),
+            epoch,
+            load: state,
+            bytes: 0,
+            ram_pages: 0,
+            answer_due: true,
+            reroute: false,
+            run,
+        };
         held.parts.insert(part, known);
         self.out.push_back(PartOutput::Load { job, epoch, load, order, replaces });
     }
@@ -155,7 +163,7 @@ impl Parts {
     /// Answers an order, if it can be answered now.
     pub(super) fn answer(&mut self, now: Instant, job: JobId, part: PartId) {
         let Some(held) = self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&part)) else { return };
-        let (epoch, bytes) = (held.epoch, held.bytes);
+        let (epoch, bytes, ram_pages) = (held.epoch, held.bytes, held.ram_pages);
         if matches!(held.load, Load::Loading(_)) || held.run.is_busy() || !core::mem::take(&mut held.answer_due) {
             return;
         }
@@ -164,7 +172,7 @@ impl Parts {
         let Some(has) = held.run.answer(now, epoch, &held.order, reroute, &mut self.out) else { return };
         let result = match &held.load {
             Load::Failed(reason) => Err(reason.clone()),
-            Load::Loading(_) | Load::Resident => Ok(Ready { bytes, has }),
+            Load::Loading(_) | Load::Resident => Ok(Ready { bytes, ram_pages, has }),
         };
         let failed = result.is_err();
         self.report(job, epoch, ToCoordinator::Prepared { part, result });

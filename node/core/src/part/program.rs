@@ -52,10 +52,10 @@ impl Program {
         }
     }
 
-    /// The part is loaded. `step` is the step of a tile's cells.
-    pub(super) fn loaded(&mut self, now: Instant, step: Option<u32>, out: &mut Out) {
+    /// The part is loaded. `ram_pages`: pages that a stage has in RAM. `step` is the step of a tile's cells.
+    pub(super) fn loaded(&mut self, now: Instant, (ram_pages, step): (u32, Option<u32>), out: &mut Out) {
         match (self, step) {
-            (Program::Stage(_), _) => {}
+            (Program::Stage(stage), _) => stage.set_ram_pages(ram_pages),
             (Program::Tile(run), Some(step)) => run.loaded(step, out),
             (Program::Tile(run), None) => run.wait_for_snapshot(now),
         }

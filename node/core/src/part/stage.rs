@@ -144,6 +144,11 @@ fn counted_end(header: &FrameHeader) -> u32 {
 }
 
 impl StageRun {
+    /// The stage is loaded, and has this number of pages in RAM.
+    pub(super) fn set_ram_pages(&mut self, pages: u32) {
+        self.pages.set_ram(pages);
+    }
+
     pub(super) fn new(job: JobId, epoch: Epoch, order: &Order, stage: &StageOrder) -> Self {
         let bounds = Bounds {
             bytes: RING_BYTES_MAX,

@@ -59,7 +59,7 @@ fn load(parts: &mut Parts) -> bool {
         _ => None,
     });
     let Some((load, part)) = loads.next() else { return false };
-    parts.handle_loaded(NOW, JOB, part, load, Ok(Loaded { bytes: 100, step: None }));
+    parts.handle_loaded(NOW, JOB, part, load, Ok(Loaded { bytes: 100, ram_pages: 0, step: None }));
     true
 }
 

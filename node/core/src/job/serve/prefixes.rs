@@ -78,6 +78,11 @@ impl Prefixes {
             self.touch(from);
             self.pages.share(from, id, shared);
         }
+        // What rests takes no room of those that run.
+        if self.pages.lacks(id, positions).saturating_add(spare) > self.pages.free_to_run() {
+            self.pages.release(id);
+            return false;
+        }
         loop {
             if self.pages.reserve(id, positions) {
                 if self.pages.free() >= spare {
@@ -96,6 +101,9 @@ impl Prefixes {
 
     /// Reserves pages for a running request, and evicts resting ones for them. Returns whether the pages are there.
     pub(super) fn grow(&mut self, id: RequestId, positions: u32, evicted: &mut Vec<RequestId>) -> bool {
+        if self.pages.lacks(id, positions) > self.pages.free_to_run() {
+            return false;
+        }
         loop {
             if self.pages.reserve(id, positions) {
                 return true;
@@ -120,9 +128,21 @@ impl Prefixes {
         evicted.extend(over);
         while self.resting.len() >= PREFIXES_MAX && self.evict(evicted) {}
         let _shrinks = self.pages.reserve(id, u32::try_from(tokens.len()).unwrap_or(u32::MAX));
+        self.pages.rest(id);
         self.resting.insert(id, Resting { tokens: tokens.to_vec(), used: 0, refreshed: false });
         self.touch(id);
         true
+    }
+
+    /// Sets the number of pages that every stage and standby has in RAM, and evicts what no longer fits.
+    pub(super) fn set_ram(&mut self, pages: u32, evicted: &mut Vec<RequestId>) {
+        self.pages.set_ram(pages);
+        while self.pages.is_over() && self.evict(evicted) {}
+    }
+
+    /// Pages in RAM.
+    pub(super) fn ram(&self) -> u32 {
+        self.pages.ram()
     }
 
     /// Every stage has only the first `positions` of a resting request. Returns whether it still rests. If more is missing
@@ -164,7 +184,7 @@ impl Prefixes {
     /// A text to compute again, if there are pages for it beside all others: the last one that stages lost, else the last
     /// used one that rests and that a standby lacks. What rests is computed again once, until `forget_refreshes`.
     pub(super) fn take_stale(&mut self, lacks: impl Fn(RequestId, u32) -> bool) -> Option<Vec<u32>> {
-        let room = self.pages.free().saturating_mul(PAGE_POSITIONS) as usize;
+        let room = self.pages.free().min(self.pages.free_to_run()).saturating_mul(PAGE_POSITIONS) as usize;
         if let Some(at) = self.lost.iter().rposition(|text| text.len() < room) {
             return self.lost.remove(at);
         }
@@ -330,6 +350,25 @@ mod tests {
         assert_eq!(prefixes.take_stale(none), None, "a request rests that has all of it");
         prefixes.lose(text);
         assert_eq!(prefixes.take_stale(none), None);
+    }
+
+    #[test]
+    fn what_rests_moves_to_ram() {
+        let mut prefixes = Prefixes::new(1, 4 * PAGE);
+        prefixes.set_ram(4, &mut Vec::new());
+        let other = |n: u32| -> Vec<u32> { tokens(3, 0).into_iter().map(|token| token + n).collect() };
+        assert_eq!(run(&mut prefixes, A, &other(1)), []);
+        assert_eq!(run(&mut prefixes, B, &other(2)), [], "nothing is evicted");
+        assert_eq!(prefixes.free_of(), (2, 8));
+        let mut evicted = Vec::new();
+        assert!(prefixes.admit(C, 4 * PAGE, 0, None, &mut evicted));
+        assert_eq!(evicted, [A], "the last one that was used stays");
+        assert!(!prefixes.admit(A, PAGE, 0, None, &mut evicted), "the device is full");
+        assert_eq!(evicted, [A], "nothing is evicted in vain");
+        assert!(!prefixes.grow(C, 5 * PAGE, &mut evicted));
+        prefixes.set_ram(2, &mut evicted);
+        assert_eq!((evicted, prefixes.free_of()), (Vec::from([A, B]), (2, 6)));
+        prefixes.assert_invariants(|id| id == C);
     }
 
     #[test]

@@ -58,7 +58,7 @@ fn running() -> Parts {
         PartOutput::Load { load, .. } => Some(load),
         _ => None,
     });
-    parts.handle_loaded(NOW, JOB, PartId(0), load.unwrap(), Ok(Loaded { bytes: 1, step: Some(0) }));
+    parts.handle_loaded(NOW, JOB, PartId(0), load.unwrap(), Ok(Loaded { bytes: 1, ram_pages: 0, step: Some(0) }));
     parts
 }
 

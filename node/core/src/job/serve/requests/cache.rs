@@ -144,14 +144,33 @@ impl Requests {
     /// The cache is full, so a running request waits for pages.
     fn make_wait(&mut self, now: Instant, id: RequestId, out: &mut Out) {
         out.push_back(JobOutput::Notify(Event::Preempted { job: self.job, request: id }));
+        // What every stage has may stay in RAM until it runs again.
+        if self.cache.ram() > 0
+            && let Some(stream) = self.running.get(&id)
+            && let Some((tokens, drafts)) = stream.cached_tokens()
+        {
+            let mut evicted = Vec::new();
+            if self.cache.rest(id, tokens, &mut evicted) {
+                self.to_all_holders(|request| ToStage::Rest { request, drafts }, id, out);
+                self.close_evicted(evicted, out);
+                return self.wait_again(now, id, out);
+            }
+        }
         self.preempt(now, id, out);
     }
 
     /// A running request gives up its pages, and waits to be computed again.
     pub(super) fn preempt(&mut self, now: Instant, id: RequestId, out: &mut Out) {
+        if self.running.contains_key(&id) {
+            self.cache.forget(id);
+            self.close(id, out);
+            self.wait_again(now, id, out);
+        }
+    }
+
+    /// A running request waits under a new id.
+    fn wait_again(&mut self, now: Instant, id: RequestId, out: &mut Out) {
         let Some(mut stream) = self.running.remove(&id) else { return };
-        self.cache.forget(id);
-        self.close(id, out);
         if stream.closes_base {
             self.close_evicted(stream.awaited_base().into_iter().collect(), out);
         }
@@ -226,6 +245,15 @@ impl Requests {
     /// Resting requests.
     pub(in crate::job) fn resting(&self) -> impl Iterator<Item = RequestId> + '_ {
         self.cache.resting()
+    }
+
+    /// Sets the number of pages that stages and standbys have in RAM.
+    pub(in crate::job) fn set_ram(&mut self, pages: u32, out: &mut Out) {
+        if self.cache.ram() != pages {
+            let mut evicted = Vec::new();
+            self.cache.set_ram(pages, &mut evicted);
+            self.close_evicted(evicted, out);
+        }
     }
 
     /// Free pages of the cache, and all of them.
