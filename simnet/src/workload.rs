@@ -42,6 +42,7 @@ pub fn wide_model(layers: u32, layer_bytes: u64, width: u32) -> ModelSpec {
         width,
         int8: true,
         eos: vec![crate::compute::VOCABULARY],
+        draft: None,
     }
 }
 

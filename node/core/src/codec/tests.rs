@@ -238,7 +238,7 @@ fn serve_record() -> ProgramRecord {
         scratch_bytes: 1,
     };
     let (content, name) = (ContentId([3; 32]), String::from("model"));
-    let model = ModelSpec { content, name, work, width: 576, int8: true, eos: vec![2] };
+    let model = ModelSpec { content, name, work, width: 576, int8: true, eos: vec![2], draft: Some(ContentId([4; 32])) };
     ProgramRecord::Serve(Box::new(ServeRecord { model, plan: None }))
 }
 
@@ -298,7 +298,7 @@ fn every_message_survives_a_round_trip() {
 
 /// The bytes when the protocol got its number. If this fails, either the change is a mistake or `PROTOCOL` must increase.
 #[test]
-fn golden_bytes_of_protocol_16() {
+fn golden_bytes_of_protocol_17() {
     let say = ToCoordinator::Stage(FromStage::Token { request: REQUEST, position: 41, sampled: 49_151.into() });
     let token = Message::ToCoordinator { job: JOB, epoch: EPOCH, say };
     let bytes = encode_advert(&advert()).unwrap();
@@ -312,11 +312,11 @@ fn golden_bytes_of_protocol_16() {
             hex(&blake3::hash(&bytes).as_bytes()[..8]),
         ],
         [
-            "1004fd08070605040302010710090909090909090909090909090909090600fb2c0129fbffbf0000",
-            "1001",
-            "1003fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
-            "100105fb2c01",
-            "101001010101010101010101010101010101fc00d2496b032608080808080808",
+            "1104fd08070605040302010710090909090909090909090909090909090600fb2c0129fbffbf0000",
+            "1101",
+            "1103fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
+            "110105fb2c01",
+            "111001010101010101010101010101010101fc00d2496b032608080808080808",
             "bf4f7d713894d215",
         ]
     );

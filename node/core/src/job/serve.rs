@@ -1,5 +1,6 @@
 //! Serving a model: what the coordinator does for model jobs only. Next: `serve/requests.rs`.
 mod calibration;
+mod drafter;
 mod drafts;
 mod occupancy;
 mod prefixes;
@@ -19,6 +20,7 @@ use alloc::boxed::Box;
 use alloc::collections::BTreeMap;
 use alloc::{string::String, vec::Vec};
 use calibration::{Calibration, MeasuredSpeed};
+pub use drafter::Steering;
 use partitioner::{DeviceId, ModelAnswer, Plan, Stage, Tier};
 use requests::Route;
 pub(in crate::job) use requests::{Requests, Submitted};
@@ -46,7 +48,7 @@ impl Serve {
         let context = model.work.context.clamp(1, CONTEXT_MAX);
         Serve {
             job,
-            requests: Requests::new(job, sequences, context, model.eos.clone()),
+            requests: Requests::new(job, sequences, context, model.eos.clone(), model.draft),
             model,
             plan: None,
             last_ready: None,

@@ -486,6 +486,7 @@ fn model() -> ModelSpec {
         width: 1,
         int8: false,
         eos: vec![100_000],
+        draft: None,
     }
 }
 

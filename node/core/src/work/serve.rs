@@ -22,6 +22,8 @@ pub struct ModelSpec {
     pub int8: bool,
     /// Tokens that end an answer (EOS).
     pub eos: Vec<u32>,
+    /// Content id of a smaller model with the same tokens. If the coordinator serves it too, it makes drafts for this one.
+    pub draft: Option<ContentId>,
 }
 
 /// One generation request.
