@@ -594,9 +594,10 @@ impl Jobs {
         };
         match drafting {
             Drafting::Steer { job: of, request, content, steering } => {
-                let mut jobs = self.jobs.iter_mut().filter_map(|(id, job)| {
-                    serves(id, of, job, content).then(|| job.serve()).flatten()
-                });
+                let mut jobs = self
+                    .jobs
+                    .iter_mut()
+                    .filter_map(|(id, job)| serves(id, of, job, content).then(|| job.serve()).flatten());
                 match jobs.find(|serve| serve.requests.is_placed()) {
                     Some(serve) => serve.requests.steer(now, (of, request), steering, &mut self.out),
                     None => {

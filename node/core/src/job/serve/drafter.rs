@@ -92,13 +92,7 @@ impl Pauses {
 
 impl Drafter {
     pub(super) fn new(content: ContentId) -> Self {
-        Drafter {
-            content,
-            token_ns: 0,
-            accuracy: Accuracy::OF_MODELS,
-            pauses: Pauses::default(),
-            counts: (0, 0),
-        }
+        Drafter { content, token_ns: 0, accuracy: Accuracy::OF_MODELS, pauses: Pauses::default(), counts: (0, 0) }
     }
 
     /// The number of drafts to ask for before a decode step, at most `most`, and whether they are expected to pay. `instead`:

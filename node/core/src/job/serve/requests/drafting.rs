@@ -30,9 +30,9 @@ impl Requests {
         let end = steering.from.saturating_add(tokens).saturating_add(steering.more);
         let fits = end < self.context && tokens > 0;
         let known = self.steered().find(|stream| stream.caller == caller).map(|stream| stream.id);
-        let follows = known.and_then(|id| self.running.get_mut(&id)).is_some_and(|stream| {
-            fits && stream.steer(now, steering.from, &steering.tokens, steering.more)
-        });
+        let follows = known
+            .and_then(|id| self.running.get_mut(&id))
+            .is_some_and(|stream| fits && stream.steer(now, steering.from, &steering.tokens, steering.more));
         match known {
             Some(id) if follows => {
                 self.grow(now, id, out);
@@ -53,13 +53,7 @@ impl Requests {
     }
 
     /// Begins a request that makes drafts, if no other request waits and there are pages for it. It never waits.
-    fn begin_steered(
-        &mut self,
-        now: Instant,
-        for_whom: (JobId, RequestId),
-        steering: Steering,
-        out: &mut Out,
-    ) -> bool {
+    fn begin_steered(&mut self, now: Instant, for_whom: (JobId, RequestId), steering: Steering, out: &mut Out) -> bool {
         let room = self.waiting.is_empty() && self.running.len() < SEQUENCES_MAX as usize;
         if !room || self.track.is_none() {
             return false;

@@ -19,12 +19,16 @@ impl Stream {
     // ---- the request that makes drafts
 
     /// A request that continues these tokens. It runs in the pages that no caller needs.
-    pub(in crate::job::serve) fn steered(now: Instant, id: RequestId, for_whom: (JobId, RequestId), say: Steering) -> Self {
+    pub(in crate::job::serve) fn steered(
+        now: Instant,
+        id: RequestId,
+        for_whom: (JobId, RequestId),
+        say: Steering,
+    ) -> Self {
         let Steering { from: _, tokens, more, sampling } = say;
         let (max_tokens, key) = (u32::MAX, RequestKey([0; 16]));
         let sampling = Sampling { drafts: 0, ..sampling };
-        let request =
-            Request { prompt: tokens, max_tokens, sampling, ignore_eos: true, priority: Priority::Idle, key };
+        let request = Request { prompt: tokens, max_tokens, sampling, ignore_eos: true, priority: Priority::Idle, key };
         let mut stream = Stream::new(now, id, Caller::Draft(for_whom.0, for_whom.1), request);
         stream.steered = Some(Steered { from: stream.len(), until: stream.len().saturating_add(more) });
         stream
