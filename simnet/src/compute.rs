@@ -527,10 +527,15 @@ fn choose(content: &ContentId, row: u64, sample: &SampleSpec) -> u32 {
     let chance =
         if sample.sampling.temperature_e6 == 0 { 0 } else { mix(sample.sampling.seed, u64::from(sample.position)) };
     let mixed = mix(row, chance);
-    if sample.sampling.seed.is_multiple_of(2) && !mixed.is_multiple_of(4) {
+    if sample.sampling.seed.is_multiple_of(2) {
         let agree = *content == DRAFTED || *content == DRAFTING;
-        let position = u64::from(sample.position);
-        return if agree { (mix(position, 1) % u64::from(VOCABULARY)) as u32 } else { sample.position % 5 };
+        match agree {
+            true if !mixed.is_multiple_of(8) => {
+                return (mix(u64::from(sample.position), 1) % u64::from(VOCABULARY)) as u32;
+            }
+            false if !mixed.is_multiple_of(4) => return sample.position % 5,
+            true | false => {}
+        }
     }
     (mixed % u64::from(VOCABULARY)) as u32
 }
@@ -543,9 +548,10 @@ pub(crate) fn mix(a: u64, b: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// The model with a draft model, and the draft model.
-pub(crate) const DRAFTED: ContentId = ContentId([0xD0; 32]);
-pub(crate) const DRAFTING: ContentId = ContentId([0xD1; 32]);
+/// The model that has a draft model.
+pub const DRAFTED: ContentId = ContentId([0xD0; 32]);
+/// The draft model.
+pub const DRAFTING: ContentId = ContentId([0xD1; 32]);
 /// Vocabulary size of symbolic models.
 pub const VOCABULARY: u32 = 50_000;
 /// Bytes of keys and values per position and symbolic layer.
