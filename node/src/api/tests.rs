@@ -606,7 +606,7 @@ fn missing_options_get_the_nodes_defaults() {
     let options = |text: Value| serde_json::from_value::<ModelOptions>(text).unwrap();
     assert_eq!(options(json!({})), ModelOptions::default());
     assert_eq!(options(json!({"int8": null, "context": null, "sequences": null})), ModelOptions::default());
-    let some = ModelOptions { int8: Some(false), context: Some(9), sequences: None };
+    let some = ModelOptions { int8: Some(false), context: Some(9), sequences: None, draft: None };
     assert_eq!(options(json!({"int8": false, "context": 9})), some);
 }
 

@@ -105,7 +105,7 @@ mod tests {
 
     #[test]
     fn reduced_options_halve_the_context() {
-        let usual = ModelOptions { int8: Some(false), context: None, sequences: None };
+        let usual = ModelOptions { int8: Some(false), context: None, sequences: None, draft: None };
         assert_eq!(usual.clone().smaller(0, 8192), usual);
         let sizes = |steps| {
             let less = usual.clone().smaller(steps, 8192);
@@ -128,7 +128,7 @@ mod tests {
 
     #[test]
     fn a_set_context_is_reduced_instead_of_the_default() {
-        let usual = ModelOptions { context: Some(1000), sequences: Some(8), int8: None };
+        let usual = ModelOptions { context: Some(1000), sequences: Some(8), int8: None, draft: None };
         let less = usual.smaller(2, 2048);
         assert_eq!((less.context, less.sequences), (Some(250), Some(1)));
     }

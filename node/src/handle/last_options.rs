@@ -27,6 +27,7 @@ impl LastOptions {
             int8: Some(stage.int8),
             context: last.context.max(Some(stage.context)),
             sequences: last.sequences.max(Some(stage.sequences)),
+            draft: last.draft,
         };
         self.put(stage.content, Memory { options, stopped: false });
     }
@@ -89,7 +90,7 @@ mod tests {
         assert_eq!(last_options.options(tiny).unwrap(), ModelOptions::default());
         last_options.note(&stage(1, 64));
         last_options.note(&stage(1, 128));
-        let last = ModelOptions { int8: Some(false), context: Some(128), sequences: Some(3) };
+        let last = ModelOptions { int8: Some(false), context: Some(128), sequences: Some(3), draft: None };
         assert_eq!(last_options.options(tiny).unwrap(), last);
         last_options.stop(tiny);
         assert!(matches!(last_options.options(tiny), Err(NodeError::NotFound(_))));

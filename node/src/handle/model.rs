@@ -24,6 +24,8 @@ pub(crate) struct ModelOptions {
     pub context: Option<u32>,
     /// Concurrent requests; 4 by default.
     pub sequences: Option<u32>,
+    /// A smaller model with the same vocabulary that makes drafts, as a [`ModelRef`]; empty for none, the default.
+    pub draft: Option<String>,
 }
 
 impl ModelOptions {
@@ -37,12 +39,8 @@ impl ModelOptions {
             int8: self.int8.or(other.int8),
             context: self.context.or(other.context),
             sequences: self.sequences.or(other.sequences),
+            draft: self.draft.clone().or_else(|| other.draft.clone()),
         }
-    }
-
-    /// The options of a served model.
-    pub(super) fn of(served: &ModelSpec) -> Self {
-        Self { int8: Some(served.int8), context: Some(served.work.context), sequences: Some(served.work.sequences) }
     }
 }
 
@@ -59,6 +57,8 @@ pub(crate) struct ModelHandle {
     pub context: u32,
     /// Unix seconds when it became ready.
     pub created: u64,
+    /// The draft model that was asked for. Unknown if this node inherited the job.
+    pub(super) draft: Option<String>,
     pub(crate) spec: Arc<ModelSpec>,
     pub(crate) uses: Arc<Usage>,
 }
@@ -72,8 +72,19 @@ impl ModelHandle {
             words,
             context: spec.work.context,
             created: unix_seconds(),
+            draft: None,
             spec: Arc::new(spec),
             uses: Usage::new(temporary),
+        }
+    }
+
+    /// The options with which it is served.
+    pub(super) fn options(&self) -> ModelOptions {
+        ModelOptions {
+            int8: Some(self.spec.int8),
+            context: Some(self.spec.work.context),
+            sequences: Some(self.spec.work.sequences),
+            draft: self.draft.clone(),
         }
     }
 }

@@ -23,5 +23,6 @@ pub(super) fn spec(content: u8, context: u32) -> ModelSpec {
         sequences: 4,
         scratch_bytes: 0,
     };
-    ModelSpec { content: ContentId([content; 32]), name: "tiny".into(), work, width: 8, int8: true, eos: Vec::new() }
+    let (content, name) = (ContentId([content; 32]), "tiny".into());
+    ModelSpec { content, name, work, width: 8, int8: true, eos: Vec::new(), draft: None }
 }

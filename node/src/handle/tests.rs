@@ -119,7 +119,7 @@ async fn a_stopped_model_frees_its_memory_and_its_name() {
 async fn a_replacement_that_does_not_fit_leaves_the_model_served_as_before() {
     let bench = bench().await;
     bench.serve(options(64)).await.unwrap();
-    let huge = ModelOptions { context: Some(512), sequences: Some(64), int8: None };
+    let huge = ModelOptions { context: Some(512), sequences: Some(64), int8: None, draft: None };
     let error = bench.serve(huge).await.err().expect("does not fit").to_string();
     assert!(error.contains("missing") && error.contains("still served"), "{error}");
     let served = bench.node.served("tiny").expect("still served");
@@ -194,7 +194,7 @@ async fn the_link_to_a_peer_is_measured_and_reported() {
 fn a_plan_counts_the_memory_of_caches_and_retained_rows() {
     let file = TinyModel::default().open();
     let with = |sequences, int8| {
-        let options = ModelOptions { context: Some(64), sequences: Some(sequences), int8: Some(int8) };
+        let options = ModelOptions { context: Some(64), sequences: Some(sequences), int8: Some(int8), draft: None };
         work(&file, &options)
     };
     let cache = |int8| with(1, int8).layers[0].kv_bytes_per_token;
@@ -212,13 +212,13 @@ fn a_plan_counts_the_memory_of_caches_and_retained_rows() {
         "attention is charged up to the layer's window"
     );
     assert_eq!(windows(Architecture::Llama), [None; 3]);
-    let long = ModelOptions { context: Some(u32::MAX), sequences: Some(u32::MAX), int8: None };
+    let long = ModelOptions { context: Some(u32::MAX), sequences: Some(u32::MAX), int8: None, draft: None };
     assert!(work(&file, &long).scratch_bytes <= crate::device::SCRATCH_BYTES + node_core::limits::RING_BYTES_MAX);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_model_on_two_nodes_is_replaced_on_both() {
-    let wide = |context| ModelOptions { context: Some(context), sequences: Some(16), int8: None };
+    let wide = |context| ModelOptions { context: Some(context), sequences: Some(16), int8: None, draft: None };
     let work = work(&TinyModel::default().open(), &wide(500));
     let caches = u64::from(work.context) * u64::from(work.sequences);
     let layers: u64 = work.layers.iter().map(|l| l.weight_bytes + l.kv_bytes_per_token * caches).sum();

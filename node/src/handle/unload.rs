@@ -31,10 +31,13 @@ impl NodeHandle {
         if served.is_empty() {
             return;
         }
+        // A draft model is in use as long as a model that asks it is served.
+        let all = self.inner.serving.all();
+        let makes_drafts = |model: &ModelHandle| all.iter().any(|other| other.spec.draft == Some(model.spec.content));
         let jobs = self.inner.driver.views().await.jobs;
         for (job, model) in served {
             let name = name_of(job);
-            if jobs.iter().any(|view| view.job == name && view.running + view.queued > 0) {
+            if makes_drafts(&model) || jobs.iter().any(|view| view.job == name && view.running + view.queued > 0) {
                 model.uses.requested();
             }
             if !model.uses.is_over(Instant::now(), idle) {

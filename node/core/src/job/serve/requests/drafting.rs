@@ -148,3 +148,6 @@ impl Requests {
         self.running = running;
     }
 }
+
+#[cfg(test)]
+mod tests;

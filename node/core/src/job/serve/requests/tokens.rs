@@ -61,12 +61,16 @@ impl Requests {
         taken: Taken,
         out: &mut Out,
     ) -> bool {
-        let Some(caller) = self.running.get(&id).map(|stream| stream.caller) else { return false };
+        let Some((caller, logged)) = self.running.get(&id).map(|stream| (stream.caller, stream.is_logged())) else {
+            return false;
+        };
         let token = sampled.token;
         match taken {
             Taken::Next => {
                 tell(caller, position, sampled, out);
-                self.log_soon(now);
+                if logged {
+                    self.log_soon(now);
+                }
                 return true;
             }
             Taken::Last(reason) => {

@@ -114,3 +114,6 @@ impl Stream {
         self.model.leave()
     }
 }
+
+#[cfg(test)]
+mod tests;
