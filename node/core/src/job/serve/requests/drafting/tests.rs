@@ -50,28 +50,28 @@ fn steer(requests: &mut Requests, steering: Steering) -> Out {
 }
 
 fn answers(out: &Out) -> Vec<Option<Vec<u32>>> {
-    let answer = |output: &JobOutput| match output {
-        JobOutput::Drafting(Drafting::Answer { job, request, drafts }) => {
-            assert_eq!((*job, *request), FOR);
-            Some(drafts.clone())
-        }
-        _ => None,
+    let answer = |output: &JobOutput| {
+        let JobOutput::Drafting(Drafting::Answer { job, request, drafts }) = output else { return None };
+        assert_eq!((*job, *request), FOR);
+        Some(drafts.clone())
     };
     out.iter().filter_map(answer).collect()
 }
 
 fn frames(out: &Out) -> Vec<(u32, u32)> {
-    let frame = |output: &JobOutput| match output {
-        JobOutput::Frame { header, .. } => Some((header.cursor, header.count)),
-        _ => None,
+    let frame = |output: &JobOutput| {
+        let JobOutput::Frame { header, .. } = output else { return None };
+        Some((header.cursor, header.count))
     };
     out.iter().filter_map(frame).collect()
 }
 
 fn closes(out: &Out) -> Vec<RequestId> {
-    let close = |output: &JobOutput| match output {
-        JobOutput::Message { say: ToParticipant::Stage(ToStage::Close { request }), .. } => Some(*request),
-        _ => None,
+    let close = |output: &JobOutput| {
+        let JobOutput::Message { say: ToParticipant::Stage(ToStage::Close { request }), .. } = output else {
+            return None;
+        };
+        Some(*request)
     };
     out.iter().filter_map(close).collect()
 }
@@ -88,7 +88,7 @@ fn the_answer_follows_the_last_draft() {
     let mut out = Out::new();
     requests.handle_tokens(NOW, id, 11, 77.into(), (0, &[]), &mut out);
     assert_eq!((frames(&out), answers(&out)), (vec![], vec![Some(vec![10, 77])]));
-    assert_eq!((requests.counts(), requests.next_wakeup()), ((0, 0), None), "it waits for nothing");
+    assert_eq!((requests.counts(), requests.resend_at()), ((0, 0), None), "it waits for nothing");
     // The second draft was wrong.
     let out = steer(&mut requests, steering(10, 2, 1));
     assert_eq!((frames(&out), answers(&out)), (vec![(11, 1)], vec![]));
@@ -155,10 +155,7 @@ fn a_request_that_ends_leaves_its_draft_model() {
     submit(&mut requests, 10, Priority::Interactive, &mut out);
     let id = RequestId(0);
     let drafting = |out: &mut Out| {
-        let drafting = |output| match output {
-            JobOutput::Drafting(drafting) => Some(drafting),
-            _ => None,
-        };
+        let drafting = |output| if let JobOutput::Drafting(drafting) = output { Some(drafting) } else { None };
         out.drain(..).filter_map(drafting).collect::<Vec<Drafting>>()
     };
     requests.handle_tokens(Instant(0), id, 10, 1.into(), (0, &[]), &mut out);
