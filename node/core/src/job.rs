@@ -114,7 +114,7 @@ impl Jobs {
     }
 
     fn start_serving(&mut self, call: CallId, model: ModelSpec) {
-        let same = |job: &&mut Job| matches!(&job.workload, Workload::Serve(serve) if serve.model == model);
+        let same = |job: &&mut Job| matches!(&job.workload, Workload::Serve(serve) if *serve.model == model);
         if let Some(job) = self.jobs.values_mut().find(same) {
             return job.add_caller(call, &mut self.out);
         }

@@ -30,7 +30,7 @@ pub(in crate::job) use stream::Caller;
 #[derive(Debug)]
 pub(super) struct Serve {
     job: JobId,
-    pub(super) model: ModelSpec,
+    pub(super) model: Box<ModelSpec>,
     /// The present placement, if there is one.
     plan: Option<Box<Plan>>,
     /// The last placement that was ready. The planner repairs it for the next one.
@@ -49,7 +49,7 @@ impl Serve {
         Serve {
             job,
             requests: Requests::new(job, sequences, context, model.eos.clone(), model.draft),
-            model,
+            model: Box::new(model),
             plan: None,
             last_ready: None,
             calibration: Calibration::default(),
@@ -172,7 +172,7 @@ impl Serve {
     }
 
     pub(super) fn record(&self) -> ProgramRecord {
-        ProgramRecord::Serve(Box::new(ServeRecord { model: self.model.clone(), plan: self.plan.clone() }))
+        ProgramRecord::Serve(Box::new(ServeRecord { model: (*self.model).clone(), plan: self.plan.clone() }))
     }
 
     // ---- running
