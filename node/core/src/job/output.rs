@@ -1,11 +1,10 @@
 //! Outputs of the coordinator: for the shell as they are, or for the router to pass on.
-use super::serve::Steering;
 use crate::id::{CallId, ContentId, Epoch, JobId, NodeId, RequestId};
 use crate::message::{FrameHeader, ToParticipant};
 use crate::output::{Event, Output};
 use crate::time::Duration;
 use crate::work::QuestionOrigin;
-use crate::work::serve::{FromCaller, ToCaller};
+use crate::work::serve::{FromCaller, Sampling, ToCaller};
 use alloc::boxed::Box;
 use alloc::collections::{BTreeSet, VecDeque};
 use alloc::vec::Vec;
@@ -57,6 +56,19 @@ pub enum Drafting {
     Leave { job: JobId, request: RequestId, content: ContentId },
     /// To the request: the drafts. `None`: that job does not know the request, or has no room for it.
     Answer { job: JobId, request: RequestId, drafts: Option<Vec<u32>> },
+}
+
+/// A question to the draft model: continue these tokens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Steering {
+    /// Position of the first of them. The model has had the tokens before it, from the same request.
+    pub from: u32,
+    /// The tokens.
+    pub tokens: Vec<u32>,
+    /// Number of tokens to add.
+    pub more: u32,
+    /// How to sample them.
+    pub sampling: Sampling,
 }
 
 /// Queue of outputs.

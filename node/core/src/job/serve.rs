@@ -20,7 +20,6 @@ use alloc::boxed::Box;
 use alloc::collections::BTreeMap;
 use alloc::{string::String, vec::Vec};
 use calibration::{Calibration, MeasuredSpeed};
-pub use drafter::Steering;
 use partitioner::{DeviceId, ModelAnswer, Plan, Stage, Tier};
 use requests::Route;
 pub(in crate::job) use requests::{Requests, Submitted};

@@ -6,7 +6,6 @@
 use super::drafts::{Accuracy, Choice, StepTimes};
 use crate::id::ContentId;
 use crate::time::{Duration, Instant};
-use crate::work::serve::Sampling;
 use alloc::vec::Vec;
 
 /// The draft model of a job, as far as the job knows it.
@@ -20,19 +19,6 @@ pub(super) struct Drafter {
     pauses: Pauses,
     /// Drafts whose step was answered, and those of them that were right.
     pub(super) counts: (u64, u64),
-}
-
-/// A question to the draft model: continue these tokens.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Steering {
-    /// Position of the first of them. The model has had the tokens before it, from the same request.
-    pub from: u32,
-    /// The tokens.
-    pub tokens: Vec<u32>,
-    /// Number of tokens to add.
-    pub more: u32,
-    /// How to sample them.
-    pub sampling: Sampling,
 }
 
 /// What a request has of the draft model.

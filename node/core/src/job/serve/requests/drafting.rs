@@ -1,9 +1,8 @@
 //! Drafts between two jobs: requests that make them for another job, and requests that receive them.
-use super::super::drafter::Steering;
 use super::super::stream::{Caller, Stream};
 use super::{Requests, done};
 use crate::id::{JobId, RequestId};
-use crate::job::output::{Drafting, JobOutput, Out};
+use crate::job::output::{Drafting, JobOutput, Out, Steering};
 use crate::limits::SEQUENCES_MAX;
 use crate::time::Instant;
 use crate::work::serve::DoneReason;

@@ -1,7 +1,7 @@
 //! Requests that make drafts for those of another job, and what these have of it.
 use super::{Caller, DraftLimits, Drafter, Stream, guess};
 use crate::id::{JobId, RequestId};
-use crate::job::serve::drafter::Steering;
+use crate::job::output::Steering;
 use crate::time::Instant;
 use crate::work::serve::{Priority, Request, RequestKey, Sampling};
 use alloc::vec::Vec;
