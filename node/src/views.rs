@@ -261,6 +261,10 @@ pub(crate) struct JobView {
     pub draft_tokens: u64,
     /// Those of them that were right.
     pub draft_tokens_right: u64,
+    /// Draft tokens that came from the draft model.
+    pub model_draft_tokens: u64,
+    /// Those of them that were right.
+    pub model_draft_tokens_right: u64,
     /// Share of the last second in which the stages did not compute, on average. Present while requests run.
     pub bubble: Option<f64>,
     /// The share that the plan predicts for this number of requests, if their steps take the predicted times.
@@ -358,8 +362,18 @@ fn job_views(node: &Node) -> Vec<JobView> {
 
 /// A job that this node coordinates, if it serves a model.
 fn served_view(job: job::JobView, own_name: &str, names: &Names) -> Option<JobView> {
-    let ProgramView::Serve { moved, context, sequences, pages, ref resting, drafts, running, waiting, .. } =
-        job.program
+    let ProgramView::Serve {
+        moved,
+        context,
+        sequences,
+        pages,
+        ref resting,
+        drafts,
+        model_drafts,
+        running,
+        waiting,
+        content: _,
+    } = job.program
     else {
         return None;
     };
@@ -398,6 +412,8 @@ fn served_view(job: job::JobView, own_name: &str, names: &Names) -> Option<JobVi
         cached_requests: resting.len() as u32,
         draft_tokens: drafts.0,
         draft_tokens_right: drafts.1,
+        model_draft_tokens: model_drafts.0,
+        model_draft_tokens_right: model_drafts.1,
         bubble,
         bubble_predicted,
         running: running as u32,

@@ -66,6 +66,10 @@ pub struct Mesh {
     /// Most pipelines that serve each model.
     #[serde(skip_serializing_if = "is_one")]
     pub replicas: u32,
+    /// Layers of a draft model that host 0 also serves. With as many as the model has it is the same model under another name,
+    /// which agrees with it always.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub draft: Option<u32>,
 }
 
 /// A further entry node, which coordinates its own job.
@@ -136,6 +140,7 @@ impl Default for Mesh {
             width: WIDTH,
             ram_pages: 0,
             replicas: 1,
+            draft: None,
         }
     }
 }
@@ -203,7 +208,8 @@ impl Case {
             return Err(format!("expected 1 to {HOSTS_MAX} hosts, found {hosts}"));
         }
         let other = self.entries.iter().filter_map(|entry| entry.layers);
-        if let Some(layers) = other.chain([self.mesh.layers.max(1)]).find(|layers| !(1..=LAYERS_MAX).contains(layers)) {
+        let all = other.chain([self.mesh.layers.max(1)]).chain(self.mesh.draft);
+        if let Some(layers) = all.into_iter().find(|layers| !(1..=LAYERS_MAX).contains(layers)) {
             return Err(format!("expected 1 to {LAYERS_MAX} layers, found {layers}"));
         }
         if self.mesh.layers == 0 && !(self.requests.is_empty() && self.entries.is_empty()) {

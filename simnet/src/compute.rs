@@ -461,13 +461,15 @@ impl Executor {
             return Ok(ItemResult::Hidden);
         }
         let sampled = rows.len().saturating_sub(1 + item.drafts as usize);
+        let content = stage.order.content;
         match (item.sample, &rows[sampled..]) {
             (None, _) => Ok(ItemResult::Nothing),
             (Some(_), []) => Err("nothing to sample from".into()),
-            (Some(sample), [row]) => Ok(ItemResult::Token(choose(*row, &sample).into())),
+            (Some(sample), [row]) => Ok(ItemResult::Token(choose(&content, *row, &sample).into())),
             (Some(sample), rows) => {
                 let spec = |position| SampleSpec { position, ..sample.clone() };
-                let tokens = rows.iter().zip(sample.position..).map(|(row, position)| choose(*row, &spec(position)));
+                let rows = rows.iter().zip(sample.position..);
+                let tokens = rows.map(|(row, position)| choose(&content, *row, &spec(position)));
                 Ok(ItemResult::Tokens(tokens.collect()))
             }
         }
@@ -509,7 +511,7 @@ pub fn solo(content: &ContentId, layers: u32, prompt: &[u32], max_tokens: u32, s
         }
         position += input.len() as u32;
         let sample = SampleSpec { sampling: sampling.clone(), position, history: Vec::new(), prompt: 0 };
-        let token = choose(rows.last().copied().unwrap_or(0), &sample);
+        let token = choose(content, rows.last().copied().unwrap_or(0), &sample);
         answer.push(token);
         input = vec![token];
     }
@@ -522,13 +524,21 @@ fn embed(content: &ContentId, token: u32) -> u64 {
     mix(u64::from_le_bytes(model), u64::from(token))
 }
 
-/// The token after a row. Requests with an even seed mostly repeat themselves, so that some of their drafts are right.
-fn choose(row: u64, sample: &SampleSpec) -> u32 {
+/// The token after a row. Requests with an even seed mostly repeat themselves, so that some of their drafts are right. Those of
+/// a model with a draft model do not; there the two models mostly agree.
+fn choose(content: &ContentId, row: u64, sample: &SampleSpec) -> u32 {
     let chance =
         if sample.sampling.temperature_e6 == 0 { 0 } else { mix(sample.sampling.seed, u64::from(sample.position)) };
     let mixed = mix(row, chance);
-    if sample.sampling.seed.is_multiple_of(2) && !mixed.is_multiple_of(4) {
-        return sample.position % 5;
+    if sample.sampling.seed.is_multiple_of(2) {
+        let agree = *content == DRAFTED || *content == DRAFTING;
+        match agree {
+            true if !mixed.is_multiple_of(8) => {
+                return (mix(u64::from(sample.position), 1) % u64::from(VOCABULARY)) as u32;
+            }
+            false if !mixed.is_multiple_of(4) => return sample.position % 5,
+            true | false => {}
+        }
     }
     (mixed % u64::from(VOCABULARY)) as u32
 }
@@ -541,6 +551,10 @@ pub(crate) fn mix(a: u64, b: u64) -> u64 {
     x ^ (x >> 31)
 }
 
+/// The model that has a draft model.
+pub const DRAFTED: ContentId = ContentId([0xD0; 32]);
+/// The draft model.
+pub const DRAFTING: ContentId = ContentId([0xD1; 32]);
 /// Vocabulary size of symbolic models.
 pub const VOCABULARY: u32 = 50_000;
 /// Bytes of keys and values per position and symbolic layer.

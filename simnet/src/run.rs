@@ -21,6 +21,7 @@ use crate::workload::{Call, WIDTH};
 use crate::world::{Notification, World};
 use callers::{Callers, is_usable};
 use node_core::id::{CallId, NodeId};
+use node_core::job::ProgramView;
 use node_core::output::Event;
 use node_core::time::{Duration, Instant};
 use node_core::work::serve::DoneReason;
@@ -55,6 +56,8 @@ pub struct Outcome {
     pub stall_ms_max: u64,
     /// From healing all faults to the end of the run.
     pub settled_ms: u64,
+    /// Drafts of draft models that were right, of the jobs that are served at the end.
+    pub model_drafts: u64,
     /// The highest epoch of any coordinator.
     pub epochs: u32,
     /// The human-readable log.
@@ -179,9 +182,7 @@ impl<'a> Run<'a> {
         self.world.run_for(Duration::from_millis(500)); // connections are established
         self.world.observe(Box::new(self.timeline.clone()));
         for callers in &mut self.callers {
-            let head = callers.work.entry;
-            callers.work.turn_to(&mut self.world, head);
-            let ready = callers.work.run_until_ready(&mut self.world, SETUP_MAX);
+            let ready = callers.serve(&mut self.world, SETUP_MAX);
             if !ready {
                 self.violations.push(format!("the model is not served: {:?}", callers.work.notes.last()));
                 return false;
@@ -402,12 +403,17 @@ impl<'a> Run<'a> {
         let now = self.world.now();
         let nodes = || self.world.hosts().filter_map(|host| host.node.as_ref());
         let models = nodes().flat_map(|node| node.jobs()).map(|view| view.epoch.counter);
+        let drafted = nodes().flat_map(|node| node.jobs()).map(|view| match view.program {
+            ProgramView::Serve { model_drafts: (_, right), .. } => right,
+            ProgramView::Steps { .. } => 0,
+        });
         let works: Vec<_> = self.callers.iter().map(|callers| &callers.work).collect();
         Outcome {
             seed: self.case.seed,
             trace: self.world.trace().hash(),
             events: self.world.trace().events(),
             virtual_ms: now.0 / 1_000_000,
+            model_drafts: drafted.sum(),
             epochs: models.max().unwrap_or(0),
             ends,
             simulations,

@@ -65,6 +65,7 @@ pub fn draw(seed: u64, size: Size) -> Case {
     requests.sort_by_key(|ask| ask.at);
     let simulations = draw_simulations(seed, size, span_us);
     let alone = !simulations.is_empty() && chance(seed, "no model").random_bool(0.15);
+    let draft = draw_draft(seed, memory_mib).filter(|_| !alone);
     let entries = if alone { Vec::new() } else { draw_entries(seed, size, memory_mib, &mut requests) };
     Case {
         about: format!("seed {seed}"),
@@ -73,12 +74,13 @@ pub fn draw(seed: u64, size: Size) -> Case {
         mesh: Mesh {
             hosts: size.hosts,
             memory_mib,
-            layers: if alone { 0 } else { 12 },
+            layers: if alone { 0 } else { LAYERS },
             regions,
             mixed,
             width: if wide { WIDE } else { WIDTH },
             ram_pages: if chance(seed, "ram").random_bool(0.3) { RAM_PAGES } else { 0 },
             replicas: if memory_mib >= TWICE_MIB && chance(seed, "replicas").random_bool(0.25) { 2 } else { 1 },
+            draft,
         },
         network,
         entries,
@@ -95,6 +97,15 @@ pub fn draw(seed: u64, size: Size) -> Case {
             all
         },
     }
+}
+
+/// A draft model in an eighth of the cases: a smaller one, or the model itself where hosts have memory for it twice. A hash of
+/// the seed, so that seeds keep their other draws.
+fn draw_draft(seed: u64, memory_mib: u64) -> Option<u32> {
+    let mut rng = chance(seed, "draft model");
+    let drawn = rng.random_bool(0.125);
+    let same = memory_mib >= TWICE_MIB && rng.random_bool(0.3);
+    drawn.then(|| if same { LAYERS } else { rng.random_range(1..=4) })
 }
 
 /// A simulation in a third of the cases, two in some. A stream of its own, so that seeds keep their earlier draws.
@@ -148,6 +159,8 @@ fn draw_entries(seed: u64, size: Size, memory_mib: u64, requests: &mut [Ask]) ->
 
 /// Less than one whole context, which has 32.
 const RAM_PAGES: u32 = 24;
+/// Layers of the model.
+const LAYERS: u32 = 12;
 /// With this much memory on each of eight hosts, two models of twelve layers and their standbys fit.
 const TWICE_MIB: u64 = 576;
 /// Rows so wide that a stage's replay ring holds 256 of them.

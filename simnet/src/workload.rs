@@ -43,6 +43,7 @@ pub fn wide_model(layers: u32, layer_bytes: u64, width: u32) -> ModelSpec {
         int8: true,
         eos: vec![crate::compute::VOCABULARY],
         replicas: 1,
+        draft: None,
     }
 }
 

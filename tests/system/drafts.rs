@@ -85,3 +85,98 @@ fn answers_are_the_same_with_drafts_also_after_a_loss() {
     });
     assert_eq!(after, references[0], "after the loss of a stage");
 }
+
+/// A copy of a GGUF file with only its first layers: a smaller model with the same vocabulary. The data of the other layers stay
+/// in the file, unused.
+fn first_layers(model: &Path, layers: u32, copy: &Path) {
+    let bytes = std::fs::read(model).expect("the model");
+    let number = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
+    let kind_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("4 bytes"));
+    let text_end = |at: usize| at + 8 + number(at) as usize;
+    // Bytes of a value of a scalar kind.
+    let size = |kind: u32| [1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8][kind as usize];
+    let (tensors, keys) = (number(8), number(16));
+    let mut file = bytes.clone();
+    let (mut at, mut alignment) = (24, 32);
+    for _ in 0..keys {
+        let (key, kind) = (&bytes[at + 8..text_end(at)], kind_at(text_end(at)));
+        let value = text_end(at) + 4;
+        if key.ends_with(b".block_count") {
+            file[value..value + 4].copy_from_slice(&layers.to_le_bytes());
+        }
+        if key == b"general.alignment" {
+            alignment = kind_at(value) as usize;
+        }
+        at = match kind {
+            8 => text_end(value),
+            9 => {
+                let (of, count) = (kind_at(value), number(value + 4));
+                (0..count).fold(value + 12, |at, _| if of == 8 { text_end(at) } else { at + size(of) })
+            }
+            scalar => value + size(scalar),
+        };
+    }
+    let (mut kept, mut infos) = (0_u64, Vec::new());
+    let end_of_keys = at;
+    for _ in 0..tensors {
+        let name = std::str::from_utf8(&bytes[at + 8..text_end(at)]).expect("a name");
+        let layer = name.strip_prefix("blk.").and_then(|rest| rest.split('.').next()?.parse::<u32>().ok());
+        let dims = text_end(at);
+        let end = dims + 4 + 8 * kind_at(dims) as usize + 4 + 8;
+        if layer.is_none_or(|layer| layer < layers) {
+            infos.extend_from_slice(&bytes[at..end]);
+            kept += 1;
+        }
+        at = end;
+    }
+    let data = at.next_multiple_of(alignment);
+    file.truncate(end_of_keys);
+    file[8..16].copy_from_slice(&kept.to_le_bytes());
+    file.extend(infos);
+    file.resize(file.len().next_multiple_of(alignment), 0);
+    file.extend_from_slice(&bytes[data..]);
+    std::fs::write(copy, file).expect("the smaller model");
+}
+
+#[test]
+fn answers_are_the_same_with_a_draft_model() {
+    let Some(model) = require(model()) else { return };
+    let folder = tempfile::tempdir().expect("a folder");
+    let draft = folder.path().join("first-layer.gguf");
+    first_layers(&model, 1, &draft);
+    let mut mesh = Mesh::new();
+    for name in ["a", "b"] {
+        mesh.start(name, None);
+    }
+    mesh.wait_members(2);
+    let options = json!({"int8": true, "context": 2048, "sequences": 2, "draft": draft});
+    let served = mesh.nodes[0].post("/api/v1/deploy", &json!({"model": model, "options": options})).expect("served");
+    let own = json!({"int8": true, "context": 2048, "sequences": 2, "draft": model});
+    let error = mesh.nodes[0].post("/api/v1/deploy", &json!({"model": model, "options": own})).err().expect("itself");
+    assert!(error.to_string().contains("expected a smaller model"), "{error}");
+    let of_model = |mesh: &Mesh| {
+        let job = |state: &Value| {
+            let jobs = state["jobs"].as_array()?;
+            jobs.iter().find(|job| job["model"] == served["model"])?["model_draft_tokens"].as_u64()
+        };
+        let state = mesh.nodes[0].wait_state(Duration::from_secs(10), |state| job(state).is_some());
+        job(&state.expect("a job")).expect("a number")
+    };
+    let references = [0.0, 1.0].map(|temperature| {
+        let reference = answer(&mut mesh, &request(&model, temperature, 0), |_, _| {});
+        (temperature, reference)
+    });
+    assert_eq!(of_model(&mesh), 0, "none were asked for");
+    // Whether the draft model is asked depends on measured times. It is always tried, and on a busy machine may be late.
+    for round in 0..20 {
+        for (temperature, reference) in &references {
+            let with = answer(&mut mesh, &request(&model, *temperature, 7), |_, _| {});
+            assert_eq!(&with, reference, "at {temperature}");
+        }
+        let sent = of_model(&mesh);
+        if sent > 0 {
+            return;
+        }
+        assert!(round < 19, "no draft of the draft model was sent");
+    }
+}

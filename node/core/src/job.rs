@@ -20,7 +20,7 @@ mod timeout;
 mod view;
 mod workload;
 
-use crate::id::{CallId, Epoch, Generation, JobId, NodeId, PartId};
+use crate::id::{CallId, ContentId, Epoch, Generation, JobId, NodeId, PartId};
 use crate::limits::{EPOCHS_FORGOTTEN_MAX, EXCLUDED, JOBS_MAX};
 use crate::message::ToCoordinator;
 use crate::output::Event;
@@ -36,7 +36,7 @@ pub use domains::{Domains, SharedDomain};
 use gateway::Gateway;
 use lifecycle::{Job, Role};
 use output::Out;
-pub use output::{JobOutput, JobQuestion, Measured, PlannerQuestion, ResidentBytes};
+pub use output::{Drafting, JobOutput, JobQuestion, Measured, PlannerQuestion, ResidentBytes, Steering};
 use partitioner::tiles::{GridPlan, RuleRates};
 use partitioner::{Answer, ModelAnswer, Plan};
 pub use rebalance::Moved;
@@ -117,7 +117,7 @@ impl Jobs {
     }
 
     fn start_serving(&mut self, call: CallId, model: ModelSpec) {
-        let same = |job: &&mut Job| matches!(&job.workload, Workload::Serve(serve) if serve.model == model);
+        let same = |job: &&mut Job| matches!(&job.workload, Workload::Serve(serve) if *serve.model == model);
         let mut firsts = self.jobs.values_mut().filter(|job| self.replicas.first(job.id).is_none());
         if let Some(job) = firsts.find(same) {
             return job.add_caller(call, &mut self.out);
@@ -350,7 +350,7 @@ impl Jobs {
         if !self.leaving {
             return;
         }
-        let idle = |job: &Job| matches!(&job.workload, Workload::Serve(serve) if serve.requests.is_empty());
+        let idle = |job: &Job| matches!(&job.workload, Workload::Serve(serve) if serve.requests.counts() == (0, 0));
         let ids: Vec<JobId> = self.jobs.iter().filter(|(_, job)| idle(job)).map(|(&id, _)| id).collect();
         ids.into_iter().for_each(|id| self.handle_end(id));
     }
@@ -578,13 +578,54 @@ impl Jobs {
     }
 
     /// The next output.
-    pub fn poll_output(&mut self) -> Option<JobOutput> {
-        let output = self.out.pop_front()?;
+    pub fn poll_output(&mut self, now: Instant) -> Option<JobOutput> {
+        let mut output = self.out.pop_front()?;
+        while let JobOutput::Drafting(drafting) = output {
+            self.route_drafting(now, drafting);
+            output = self.out.pop_front()?;
+        }
         if let JobOutput::Notify(Event::Done { call, .. }) = &output {
             self.calls.remove(call);
             self.end_idle_when_leaving();
         }
         Some(output)
+    }
+
+    /// Requests of one job and the job of their draft model do not know each other.
+    fn route_drafting(&mut self, now: Instant, drafting: Drafting) {
+        let serves = |id: &JobId, of: JobId, job: &mut Job, content: ContentId| {
+            *id != of && job.serve().is_some_and(|serve| serve.model.content == content)
+        };
+        match drafting {
+            Drafting::Steer { job: of, request, content, steering } => {
+                let mut jobs = self
+                    .jobs
+                    .iter_mut()
+                    .filter_map(|(id, job)| serves(id, of, job, content).then(|| job.serve()).flatten());
+                match jobs.find(|serve| serve.requests.is_placed()) {
+                    Some(serve) => serve.requests.steer(now, (of, request), steering, &mut self.out),
+                    None => {
+                        let answer = Drafting::Answer { job: of, request, drafts: None };
+                        self.out.push_back(JobOutput::Drafting(answer));
+                    }
+                }
+            }
+            // It may have been steered at several jobs in turn.
+            Drafting::Leave { job: of, request, content } => {
+                for (id, job) in &mut self.jobs {
+                    if serves(id, of, job, content)
+                        && let Some(serve) = job.serve()
+                    {
+                        serve.requests.leave(now, (of, request), &mut self.out);
+                    }
+                }
+            }
+            Drafting::Answer { job, request, drafts } => {
+                if let Some(serve) = self.jobs.get_mut(&job).and_then(Job::serve) {
+                    serve.requests.handle_drafts(now, request, drafts, &mut self.out);
+                }
+            }
+        }
     }
 
     /// Removes ended jobs. Callers of a job that another node coordinates now are served from there.
@@ -596,7 +637,7 @@ impl Jobs {
             {
                 self.gateway.note_moved(now, id, to, job.may_go_on());
                 let Some(serve) = job.serve() else { continue };
-                for (call, request, next) in serve.requests.hand_over() {
+                for (call, request, next) in serve.requests.hand_over(&mut self.out) {
                     self.calls.remove(&call);
                     self.gateway.ask(now, call, (to, id), (request, next), &mut self.out);
                 }

@@ -390,7 +390,7 @@ impl Node {
                 self.route_liveness(output);
             } else if let Some(output) = self.failover.poll_output() {
                 self.route_failover(output);
-            } else if let Some(output) = self.jobs.poll_output() {
+            } else if let Some(output) = self.jobs.poll_output(self.now) {
                 self.route_job(output);
             } else if let Some(output) = self.parts.poll_output() {
                 self.route_part(output);
@@ -513,6 +513,7 @@ impl Node {
             JobOutput::Measured { job, node, work, layers, measured } => {
                 self.measured(job, node, &work, &layers, measured);
             }
+            JobOutput::Drafting(_) => {} // between jobs, which have routed it
             JobOutput::Notify(event) => self.notify(event),
         }
     }

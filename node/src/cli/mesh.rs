@@ -308,6 +308,10 @@ fn jobs_text(jobs: &[JobView]) -> String {
                         Some(share) => format!(", {share} % of {} draft tokens right", job.draft_tokens),
                         None => String::new(),
                     };
+                    let of_model = match job.model_draft_tokens {
+                        0 => String::new(),
+                        tokens => format!(" ({tokens} of the draft model)"),
+                    };
                     let percent = |share: f64| (100.0 * share).round();
                     let bubble = match (job.bubble, job.bubble_predicted) {
                         (Some(measured), Some(predicted)) => {
@@ -315,7 +319,7 @@ fn jobs_text(jobs: &[JobView]) -> String {
                         }
                         _ => String::new(),
                     };
-                    format!(", context {context}, {room}, {used} of {} pages used{drafts}{bubble}", job.pages)
+                    format!(", context {context}, {room}, {used} of {} pages used{drafts}{of_model}{bubble}", job.pages)
                 }
                 _ => String::new(),
             };

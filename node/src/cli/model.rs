@@ -59,6 +59,10 @@ pub(super) struct ModelArgs {
     /// request goes to the one with the least to do [default: as served, else 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16))]
     replicas: Option<u32>,
+    /// A smaller model with the same vocabulary, served too, whose guesses the model verifies: the same answers, faster; `none`
+    /// for no such model [default: as served, else none]
+    #[arg(long, value_name = "MODEL")]
+    draft: Option<String>,
     #[command(flatten)]
     pub(super) compute: ComputeArgs,
 }
@@ -75,12 +79,13 @@ enum Boundary {
 }
 
 impl ModelArgs {
-    /// The options for the node. A missing option leaves the setting of a served model unchanged.
-    fn options(&self) -> Value {
+    /// The options for the node. A missing option leaves the setting of a served model unchanged. `draft`: the draft model as
+    /// the node finds it.
+    fn options(&self, draft: Option<&str>) -> Value {
         let Boundary::Lossless = self.boundary;
         json!({
             "int8": self.activations.map(|kind| kind == Activations::Int8), "context": self.context,
-            "sequences": self.sequences, "replicas": self.replicas,
+            "sequences": self.sequences, "replicas": self.replicas, "draft": draft,
         })
     }
 
@@ -94,11 +99,17 @@ impl ModelArgs {
         path: &str,
         temporary: bool,
     ) -> Result<T, Failure> {
-        let by_path = self.model.contains('/') && !self.model.starts_with("hf:") || self.model.ends_with(".gguf");
-        let body = |model: &str| json!({"model": model, "options": self.options(), "temporary": temporary});
+        let by_path = is_path(&self.model);
+        // The node may run in another folder.
+        let draft = self.draft.as_deref().map(|draft| match draft {
+            "none" => String::new(),
+            path if is_path(path) => absolute(path),
+            name => name.to_owned(),
+        });
+        let body = |model: &str, draft: Option<&str>| json!({"model": model, "options": self.options(draft), "temporary": temporary});
         let post = |model: &str| {
             let _spinner = Spinner::new(format!("{} {}", path.rsplit('/').next().unwrap_or(path), self.model));
-            match client.post_as::<T>(path, &body(model)) {
+            match client.post_as::<T>(path, &body(model, draft.as_deref())) {
                 Err(ClientError::Refused { status: 404, .. }) => Ok(None),
                 other => other.map(Some),
             }
@@ -106,13 +117,25 @@ impl ModelArgs {
         if !by_path && let Some(answer) = post(&self.model)? {
             return Ok(answer);
         }
-        let file = fetch(global, &self.model)?;
-        let file = std::path::absolute(&file).unwrap_or(file);
+        let file = absolute(&fetch(global, &self.model)?.to_string_lossy());
+        let draft_file = match draft.as_deref() {
+            None | Some("") => draft.clone(),
+            Some(draft) => Some(absolute(&fetch(global, draft)?.to_string_lossy())),
+        };
         if !by_path && let Some(answer) = post(&self.model)? {
             return Ok(answer);
         }
-        Ok(client.post_as(path, &body(&file.to_string_lossy()))?)
+        Ok(client.post_as(path, &body(&file, draft_file.as_deref()))?)
     }
+}
+
+/// Whether a model is given by its path, not by a name.
+fn is_path(model: &str) -> bool {
+    model.contains('/') && !model.starts_with("hf:") || model.ends_with(".gguf")
+}
+
+fn absolute(path: &str) -> String {
+    std::path::absolute(path).map_or_else(|_| path.to_owned(), |absolute| absolute.to_string_lossy().into_owned())
 }
 
 /// The display name of a model: its path without directories.

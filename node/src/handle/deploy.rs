@@ -8,6 +8,7 @@ use super::{Inner, NodeHandle, PLAN_MAX};
 use crate::error::NodeError;
 use crate::hub::CallEvent;
 use crate::views::{PlanReport, plan_report};
+use node_core::id::ContentId;
 use node_core::input::Input;
 use node_core::output::Event;
 use node_core::work::PlanSpec;
@@ -79,14 +80,17 @@ impl NodeHandle {
         let before = serving.find(&opened.name, opened.held.content);
         let options = self.options(&mode, entry.as_ref(), &opened)?;
         let options = match &before {
-            Some(before) => options.or(&ModelOptions::of(&before.spec)),
+            Some(before) => options.or(&before.options()),
             None => self.with_context(options, &opened).await,
         };
         let mut spec = opened.spec(&options);
+        let known = before.as_ref().and_then(|before| before.spec.draft);
+        spec.draft = self.draft_of(&opened, &spec, options.draft.as_deref(), known, &mode).await?;
         if let Some(before) = before.as_ref().filter(|before| is_same(&before.spec, &spec)) {
             spec.clone_from(&before.spec); // the running job's spec, so that `serve` reuses the job
         }
-        let handle = opened.handle(spec, mode.is_temporary());
+        let draft = options.draft.filter(|draft| !draft.is_empty());
+        let handle = ModelHandle { draft, ..opened.handle(spec, mode.is_temporary()) };
         let spec = handle.spec.clone();
         match serving.serve(handle, before).await {
             Ok(served) => {
@@ -98,6 +102,66 @@ impl NodeHandle {
                 let why = if mode.is_last() { self.explain(&opened, &spec, now).await } else { None };
                 Err(why.unwrap_or(error).and_then(then))
             }
+        }
+    }
+
+    /// The content of a model's draft model, which is served first. `known`: that of the running job, if no other one is
+    /// asked for.
+    ///
+    /// # Errors
+    /// A user asked for it, and it cannot be served, or has another vocabulary.
+    async fn draft_of(
+        &self,
+        opened: &Opened,
+        spec: &ModelSpec,
+        draft: Option<&str>,
+        known: Option<ContentId>,
+        mode: &DeployMode,
+    ) -> Result<Option<ContentId>, NodeError> {
+        let Some(draft) = draft else { return Ok(known) };
+        if draft.is_empty() {
+            return Ok(None);
+        }
+        match (self.serve_draft(opened, spec, draft, mode.is_temporary()).await, mode) {
+            (Ok(content), _) => Ok(Some(content)),
+            (Err(error), DeployMode::Requested { .. }) => Err(error),
+            // Without it answers are slower, and the same.
+            (Err(error), DeployMode::OnDemand { .. } | DeployMode::AfterRestart) => {
+                tracing::warn!("{} is served without its draft model {draft}: {error}", opened.name);
+                Ok(None)
+            }
+        }
+    }
+
+    /// Serves the draft model of a model, unless it is served already. It has as much room as the model.
+    async fn serve_draft(
+        &self,
+        opened: &Opened,
+        spec: &ModelSpec,
+        draft: &str,
+        temporary: bool,
+    ) -> Result<ContentId, NodeError> {
+        let small = self.open(&ModelRef(draft.to_owned())).await?;
+        opened.check_draft(&small)?;
+        let (serving, content) = (&self.inner.serving, small.held.content);
+        match serving.find(&small.name, content) {
+            Some(served) if served.spec.content == content => {
+                served.uses.claim(temporary);
+                return Ok(content);
+            }
+            Some(other) => {
+                return Err(NodeError::Invalid(format!(
+                    "expected a name for the draft model that is not in use, found that `{}` serves other weights: rename                      the file of the draft model",
+                    other.name
+                )));
+            }
+            None => {}
+        }
+        let (context, sequences) = (Some(spec.work.context), Some(spec.work.sequences));
+        let small_spec = small.spec(&ModelOptions { context, sequences, ..ModelOptions::default() });
+        match serving.serve(small.handle(small_spec.clone(), temporary), None).await {
+            Ok(_) => Ok(content),
+            Err(Unserved { error, .. }) => Err(self.explain(&small, &small_spec, None).await.unwrap_or(error)),
         }
     }
 
@@ -133,10 +197,10 @@ impl NodeHandle {
         let Inner { serving, remembered, .. } = &*self.inner;
         remembered.set_started(&served.name);
         if matches!(mode, DeployMode::Requested { .. }) {
-            self.inner.last_options.set(opened.held.content, ModelOptions::of(&served.spec));
+            self.inner.last_options.set(opened.held.content, served.options());
         }
         if matches!(mode, DeployMode::Requested { temporary: false, .. }) {
-            let options = ModelOptions::of(&served.spec);
+            let options = served.options();
             // The other names of the job now have these options too.
             let others = remembered.all().into_iter().filter(|entry| {
                 entry.name != served.name && serving.by_name(&entry.name).is_some_and(|other| other.job == served.job)
@@ -174,7 +238,7 @@ impl NodeHandle {
         let opened = self.open(&model).await?;
         let served = self.inner.serving.find(&opened.name, opened.held.content);
         let options = match &served {
-            Some(served) => options.or(&ModelOptions::of(&served.spec)),
+            Some(served) => options.or(&served.options()),
             None => self.with_context(options, &opened).await,
         };
         let spec = opened.spec(&options);
@@ -223,7 +287,8 @@ impl NodeHandle {
 
 /// Whether both run the same model with the same options.
 fn is_same(a: &ModelSpec, b: &ModelSpec) -> bool {
-    let run = |spec: &ModelSpec| (spec.content, spec.int8, spec.work.context, spec.work.sequences, spec.replicas);
+    let options = |spec: &ModelSpec| (spec.int8, spec.work.context, spec.work.sequences, spec.replicas, spec.draft);
+    let run = |spec: &ModelSpec| (spec.content, options(spec));
     run(a) == run(b)
 }
 
@@ -239,6 +304,8 @@ mod tests {
         assert!(!is_same(&running, &spec(2, 64)), "other weights");
         assert!(!is_same(&running, &spec(1, 65)), "another context");
         assert!(!is_same(&running, &ModelSpec { int8: !running.int8, ..running.clone() }), "other arithmetic");
+        let drafted = ModelSpec { draft: Some(ContentId([2; 32])), ..running.clone() };
+        assert!(!is_same(&running, &drafted), "another draft model");
         let mut more = running.clone();
         more.work.sequences += 1;
         assert!(!is_same(&running, &more), "more concurrent requests");

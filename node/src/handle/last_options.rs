@@ -28,6 +28,7 @@ impl LastOptions {
             context: last.context.max(Some(stage.context)),
             sequences: last.sequences.max(Some(stage.sequences)),
             replicas: last.replicas,
+            draft: last.draft,
         };
         self.put(stage.content, Memory { options, stopped: false });
     }

@@ -26,6 +26,8 @@ pub(crate) struct ModelOptions {
     pub sequences: Option<u32>,
     /// Most pipelines, each on nodes of its own; 1 by default.
     pub replicas: Option<u32>,
+    /// A smaller model with the same vocabulary that makes drafts, as a [`ModelRef`]; empty for none, the default.
+    pub draft: Option<String>,
 }
 
 impl ModelOptions {
@@ -40,18 +42,10 @@ impl ModelOptions {
             context: self.context.or(other.context),
             sequences: self.sequences.or(other.sequences),
             replicas: self.replicas.or(other.replicas),
+            draft: self.draft.clone().or_else(|| other.draft.clone()),
         }
     }
-
-    /// The options of a served model.
-    pub(super) fn of(served: &ModelSpec) -> Self {
-        Self {
-            int8: Some(served.int8),
-            context: Some(served.work.context),
-            sequences: Some(served.work.sequences),
-            replicas: Some(served.replicas),
-        }
-    }
+}
 }
 
 /// A model that is being served.
@@ -67,6 +61,8 @@ pub(crate) struct ModelHandle {
     pub context: u32,
     /// Unix seconds when it became ready.
     pub created: u64,
+    /// The draft model that was asked for. Unknown if this node inherited the job.
+    pub(super) draft: Option<String>,
     pub(crate) spec: Arc<ModelSpec>,
     pub(crate) uses: Arc<Usage>,
 }
@@ -80,8 +76,20 @@ impl ModelHandle {
             words,
             context: spec.work.context,
             created: unix_seconds(),
+            draft: None,
             spec: Arc::new(spec),
             uses: Usage::new(temporary),
+        }
+    }
+
+    /// The options with which it is served.
+    pub(super) fn options(&self) -> ModelOptions {
+        ModelOptions {
+            int8: Some(self.spec.int8),
+            context: Some(self.spec.work.context),
+            sequences: Some(self.spec.work.sequences),
+            replicas: Some(self.spec.replicas),
+            draft: self.draft.clone(),
         }
     }
 }

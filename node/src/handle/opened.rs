@@ -78,6 +78,41 @@ impl Opened {
             int8: options.is_int8(),
             eos: self.words.tokenizer.eos().to_vec(),
             replicas: options.replicas.unwrap_or(1).clamp(1, REPLICAS_MAX),
+            draft: None,
+        }
+    }
+
+    /// Checks that another model can make drafts for this one.
+    ///
+    /// # Errors
+    /// It is the same model, or has another vocabulary.
+    pub(super) fn check_draft(&self, draft: &Opened) -> Result<(), NodeError> {
+        let (name, small) = (&self.name, &draft.name);
+        let wrong = |what: String| {
+            let next = "choose a smaller model of the same family";
+            Err(NodeError::Invalid(format!("{small} cannot make drafts for {name}: {what}; {next}")))
+        };
+        if draft.held.content == self.held.content {
+            return wrong(format!("expected a smaller model, found the weights of {name}"));
+        }
+        if small == name {
+            return Err(NodeError::Invalid(format!(
+                "expected a draft model of another name, found `{small}` for both: rename one of the two files"
+            )));
+        }
+        let (words, theirs) = (&self.words.tokenizer, &draft.words.tokenizer);
+        if words.len() != theirs.len() {
+            let (expected, found) = (words.len(), theirs.len());
+            return wrong(format!("expected a vocabulary of {expected} tokens, found {found} tokens"));
+        }
+        let mut ids = 0..u32::try_from(words.len()).unwrap_or(u32::MAX);
+        match ids.find(|&id| words.token_bytes(id) != theirs.token_bytes(id)) {
+            Some(id) => {
+                let text = |bytes: Option<&[u8]>| String::from_utf8_lossy(bytes.unwrap_or_default()).into_owned();
+                let (expected, found) = (text(words.token_bytes(id)), text(theirs.token_bytes(id)));
+                wrong(format!("expected the same vocabulary, found {found:?} instead of {expected:?} as token {id}"))
+            }
+            None => Ok(()),
         }
     }
 }

@@ -17,7 +17,7 @@ pub(crate) struct RememberedModel {
     pub(crate) name: String,
     /// Its file, or a folder's weights, as an absolute path.
     pub(crate) path: PathBuf,
-    /// Its options; every field is set.
+    /// Its options; every field but the draft model is set.
     pub(crate) options: ModelOptions,
 }
 
@@ -163,7 +163,13 @@ mod tests {
     use super::*;
 
     fn entry(name: &str, context: u32) -> RememberedModel {
-        let options = ModelOptions { int8: Some(true), context: Some(context), sequences: Some(8), replicas: Some(2) };
+        let options = ModelOptions {
+            int8: Some(true),
+            context: Some(context),
+            sequences: Some(8),
+            replicas: Some(2),
+            draft: Some("small".into()),
+        };
         RememberedModel { name: name.into(), path: format!("/models/{name}.gguf").into(), options }
     }
 

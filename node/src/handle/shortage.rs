@@ -76,12 +76,8 @@ impl NodeHandle {
             let (fleet, options) = question;
             let error = partitioner::plan(&work, &fleet, &options).err()?;
             let at = |fit: Fit| {
-                let options = ModelOptions {
-                    int8: Some(int8),
-                    context: Some(fit.context),
-                    sequences: Some(fit.sequences),
-                    replicas: None,
-                };
+                let (context, sequences) = (Some(fit.context), Some(fit.sequences));
+                let options = ModelOptions { int8: Some(int8), context, sequences, ..ModelOptions::default() };
                 opened::work(&file, &options)
             };
             let fit = partitioner::largest_fit(requested, at, &fleet, &options).map(|fit| Fit {

@@ -24,5 +24,5 @@ pub(super) fn spec(content: u8, context: u32) -> ModelSpec {
         scratch_bytes: 0,
     };
     let (content, name) = (ContentId([content; 32]), "tiny".into());
-    ModelSpec { content, name, work, width: 8, int8: true, eos: Vec::new(), replicas: 1 }
+    ModelSpec { content, name, work, width: 8, int8: true, eos: Vec::new(), replicas: 1, draft: None }
 }

@@ -31,9 +31,12 @@ impl NodeHandle {
         if served.is_empty() {
             return;
         }
+        // A draft model is in use as long as a model that asks it is served.
+        let all = self.inner.serving.all();
+        let makes_drafts = |model: &ModelHandle| all.iter().any(|other| other.spec.draft == Some(model.spec.content));
         let views = self.inner.driver.views().await;
         for (job, model) in served {
-            if views.requests_of(&name_of(job)) > 0 {
+            if makes_drafts(&model) || views.requests_of(&name_of(job)) > 0 {
                 model.uses.requested();
             }
             if !model.uses.is_over(Instant::now(), idle) {

@@ -1,6 +1,7 @@
 //! The callers of one entry node: they send requests, cancel them, and fail over to another host if theirs is lost.
 use crate::case::{Ask, Case};
 use crate::checker::survival::Survival;
+use crate::compute::{DRAFTED, DRAFTING};
 use crate::host::{Host, HostId};
 use crate::timeline::{Timeline, name};
 use crate::workload::{Call, ENTRY_DIED, Workload, request, wide_model};
@@ -13,6 +14,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 pub(super) struct Callers {
     pub(super) work: Workload,
+    /// The draft model, which no caller asks.
+    draft: Option<Workload>,
     /// The entry node's number in the case: 0 is the first.
     entry: u32,
     asks: VecDeque<Ask>,
@@ -49,10 +52,19 @@ impl Callers {
         if layers.is_some() {
             model.content = ContentId([0x5A + entry as u8; 32]);
         }
+        let draft = case.mesh.draft.filter(|_| entry == 0).map(|layers| {
+            let same = layers as usize == model.work.layers.len();
+            let mut draft = wide_model(layers, LAYER_BYTES, case.mesh.width);
+            draft.name = "draft".into();
+            draft.content = if same { DRAFTED } else { DRAFTING };
+            (model.content, model.draft) = (DRAFTED, Some(draft.content));
+            Workload::of_entry(DRAFT_CALLS, head, draft)
+        });
         let mut asks: Vec<Ask> = case.requests.iter().filter(|ask| ask.entry == entry).cloned().collect();
         asks.sort_by_key(|ask| ask.at);
         Callers {
             work: Workload::of_entry(entry, head, model),
+            draft,
             entry,
             asks: asks.into(),
             cancels: Vec::new(),
@@ -69,6 +81,28 @@ impl Callers {
     pub(super) fn hear(&mut self, told: &[Notification]) {
         let head = self.work.entry;
         self.work.hear(told.iter().filter(|told| told.host == head).cloned());
+        if let Some(draft) = &mut self.draft {
+            draft.hear(told.iter().filter(|told| told.host == head).cloned());
+        }
+    }
+
+    /// Has the models served for the first time, the draft model first. Returns whether that succeeds.
+    pub(super) fn serve(&mut self, world: &mut World, limit: Duration) -> bool {
+        let head = self.work.entry;
+        let ready = self.draft.as_mut().is_none_or(|draft| {
+            draft.turn_to(world, head);
+            draft.run_until_ready(world, limit)
+        });
+        self.work.turn_to(world, head);
+        ready && self.work.run_until_ready(world, limit)
+    }
+
+    /// Has a host serve the draft model.
+    fn serve_draft(&mut self, world: &mut World, host: HostId) {
+        if let Some(draft) = &mut self.draft {
+            draft.entry_died(world.now());
+            draft.turn_to(world, host);
+        }
     }
 
     /// Whether every request has been sent and has ended.
@@ -199,6 +233,7 @@ impl Callers {
                     (self.turn_at, self.before) = (None, None);
                     self.life = world.host(host).life;
                     self.work.follow(host, job, epoch);
+                    self.serve_draft(world, host);
                     return timeline
                         .note(now, format!("callers fail over to host {}, which took over the job", host.0));
                 }
@@ -216,6 +251,7 @@ impl Callers {
             let Some(next) = free.or(usable.first()).copied() else { return };
             self.turn_at = None;
             self.life = world.host(next).life;
+            self.serve_draft(world, next);
             self.work.turn_to(world, next);
             timeline.note(now, format!("callers fail over to host {}", next.0));
         }
@@ -223,19 +259,23 @@ impl Callers {
 
     /// The owner of the model restores its file if no disk has all of its pieces any more.
     pub(super) fn restore_model(&self, world: &mut World) {
-        let (content, layers) = (self.work.model.content, self.work.model.work.layers.len() as u32);
-        if !world.has_all_of(content, layers) {
-            world.give_model(self.work.entry, content, layers);
+        for work in [&self.work].into_iter().chain(&self.draft) {
+            let (content, layers) = (work.model.content, work.model.work.layers.len() as u32);
+            if !world.has_all_of(content, layers) {
+                world.give_model(work.entry, content, layers);
+            }
         }
     }
 
-    /// Memory for the model's weights and caches.
+    /// Memory for the weights and caches of the model and its draft model.
     pub(super) fn model_bytes(&self) -> u64 {
-        let work = &self.work.model.work;
-        let positions = u64::from(work.context) * u64::from(work.sequences);
-        let layers: u64 =
-            work.layers.iter().map(|layer| layer.weight_bytes + layer.kv_bytes_per_token * positions).sum();
-        layers + work.embed_bytes + work.head_bytes
+        let bytes = |of: &Workload| {
+            let work = &of.model.work;
+            let positions = u64::from(work.context) * u64::from(work.sequences);
+            let layers = work.layers.iter().map(|layer| layer.weight_bytes + layer.kv_bytes_per_token * positions);
+            layers.sum::<u64>() + work.embed_bytes + work.head_bytes
+        };
+        bytes(&self.work) + self.draft.as_ref().map_or(0, bytes)
     }
 }
 
@@ -261,6 +301,8 @@ pub(super) fn is_usable(world: &World, host: HostId) -> bool {
     host.runs() && host.paused_until.is_none() && !host.leaves
 }
 
+/// The entry node in whose name the draft model is asked for: none has this number.
+const DRAFT_CALLS: u32 = 100;
 /// Weights of one layer, as in `compute.rs`.
 const LAYER_BYTES: u64 = 20 << 20;
 /// Tokens of the longest conversation: less than a context.

@@ -19,6 +19,7 @@ use simnet::{Fault, HostId, HostSpec, Options, Workload, World, faults};
 mod bubble;
 mod cache;
 mod coordinator;
+mod drafting;
 
 /// A mesh that serves a model of which each host holds at most five of twelve layers.
 struct Room {

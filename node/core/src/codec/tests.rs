@@ -242,7 +242,16 @@ fn serve_record() -> ProgramRecord {
         scratch_bytes: 1,
     };
     let (content, name) = (ContentId([3; 32]), String::from("model"));
-    let model = ModelSpec { content, name, work, width: 576, int8: true, eos: vec![2], replicas: 1 };
+    let model = ModelSpec {
+        content,
+        name,
+        work,
+        width: 576,
+        int8: true,
+        eos: vec![2],
+        replicas: 1,
+        draft: Some(ContentId([4; 32])),
+    };
     ProgramRecord::Serve(Box::new(ServeRecord { model, plan: None }))
 }
 

@@ -1,10 +1,10 @@
 //! Outputs of the coordinator: for the shell as they are, or for the router to pass on.
-use crate::id::{CallId, Epoch, JobId, NodeId};
+use crate::id::{CallId, ContentId, Epoch, JobId, NodeId, RequestId};
 use crate::message::{FrameHeader, ToParticipant};
 use crate::output::{Event, Output};
 use crate::time::Duration;
 use crate::work::QuestionOrigin;
-use crate::work::serve::{FromCaller, ToCaller};
+use crate::work::serve::{FromCaller, Sampling, ToCaller};
 use alloc::boxed::Box;
 use alloc::collections::{BTreeSet, VecDeque};
 use alloc::vec::Vec;
@@ -40,8 +40,35 @@ pub enum JobOutput {
     Call { to: NodeId, job: JobId, call: CallId, say: FromCaller },
     /// A node answered challenges.
     Measured { job: JobId, node: NodeId, work: Box<Work>, layers: Range<u32>, measured: Measured },
+    /// Between two jobs of this node. [`Jobs`](super::Jobs) routes it itself.
+    Drafting(Drafting),
     /// For callers and logs.
     Notify(Event),
+}
+
+/// Between a request and the job of its draft model, which this node coordinates both. `job` and `request` are the request's.
+#[expect(missing_docs, reason = "fields of variants are named after what they are")]
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Drafting {
+    /// To the job that serves this content: continue the request.
+    Steer { job: JobId, request: RequestId, content: ContentId, steering: Steering },
+    /// To the same job: the request needs no more drafts.
+    Leave { job: JobId, request: RequestId, content: ContentId },
+    /// To the request: the drafts. `None`: that job does not know the request, or has no room for it.
+    Answer { job: JobId, request: RequestId, drafts: Option<Vec<u32>> },
+}
+
+/// A question to the draft model: continue these tokens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Steering {
+    /// Position of the first of them. The model has had the tokens before it, from the same request.
+    pub from: u32,
+    /// The tokens.
+    pub tokens: Vec<u32>,
+    /// Number of tokens to add.
+    pub more: u32,
+    /// How to sample them.
+    pub sampling: Sampling,
 }
 
 /// Queue of outputs.

@@ -285,7 +285,7 @@ impl Job {
                 {
                     self.rebalance.last = Some(Moved { change, fetched_bytes: came });
                     self.rebalance.rest(now);
-                    self.workload.stop();
+                    self.workload.stop(out);
                     self.adopt(now, NewPlan::Model(*plan), out);
                 }
             }

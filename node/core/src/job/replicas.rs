@@ -286,7 +286,7 @@ impl Jobs {
         if rate(&found.plan).saturating_mul(100) < present.saturating_mul(REPLICA_GAIN_PERCENT) {
             return None;
         }
-        let model = ModelSpec { replicas: 1, ..serve.model.clone() };
+        let model = ModelSpec { replicas: 1, ..(*serve.model).clone() };
         let (name, workload) = (model.name.clone(), Workload::Serve(Serve::new(job, model)));
         let mut replica = Job::new(job, self.me, name, workload, None);
         if let Some(first) = self.jobs.get(&first) {

@@ -1,5 +1,6 @@
 //! Serving a model: what the coordinator does for model jobs only. Next: `serve/requests.rs`.
 mod calibration;
+mod drafter;
 mod drafts;
 mod occupancy;
 mod prefixes;
@@ -28,7 +29,7 @@ pub(in crate::job) use stream::Caller;
 #[derive(Debug)]
 pub(super) struct Serve {
     job: JobId,
-    pub(super) model: ModelSpec,
+    pub(super) model: Box<ModelSpec>,
     /// The present placement, if there is one.
     plan: Option<Box<Plan>>,
     /// The last placement that was ready. The planner repairs it for the next one.
@@ -46,8 +47,8 @@ impl Serve {
         let context = model.work.context.clamp(1, CONTEXT_MAX);
         Serve {
             job,
-            requests: Requests::new(job, sequences, context, model.eos.clone()),
-            model,
+            requests: Requests::new(job, sequences, context, model.eos.clone(), model.draft),
+            model: Box::new(model),
             plan: None,
             last_ready: None,
             calibration: Calibration::default(),
@@ -170,7 +171,7 @@ impl Serve {
     }
 
     pub(super) fn record(&self) -> ProgramRecord {
-        ProgramRecord::Serve(Box::new(ServeRecord { model: self.model.clone(), plan: self.plan.clone() }))
+        ProgramRecord::Serve(Box::new(ServeRecord { model: (*self.model).clone(), plan: self.plan.clone() }))
     }
 
     // ---- running

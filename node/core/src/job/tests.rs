@@ -97,7 +97,7 @@ fn saved(jobs: &mut Jobs, epoch: Epoch, tile: u16, kind: SaveKind, bytes: u64) -
 /// Tiles whose states are now fetched.
 fn fetched(jobs: &mut Jobs) -> Vec<u16> {
     let mut tiles = Vec::new();
-    while let Some(output) = jobs.poll_output() {
+    while let Some(output) = jobs.poll_output(Instant::default()) {
         if let JobOutput::Shell(Output::Collect { part, .. }) = output {
             tiles.push(part.0);
         }
@@ -144,7 +144,7 @@ fn an_owner_that_announces_more_than_its_tile_has_is_not_believed() {
 /// The owners that are now ordered to hold tiles, and where the cells come from.
 fn ordered(jobs: &mut Jobs) -> Vec<(NodeId, TileStart)> {
     let mut ordered = Vec::new();
-    while let Some(output) = jobs.poll_output() {
+    while let Some(output) = jobs.poll_output(Instant::default()) {
         if let JobOutput::Message { to, say: ToParticipant::Prepare(order), .. } = output
             && order.standby.is_none()
             && let PartWork::Tile(tile) = &order.work
@@ -161,7 +161,7 @@ fn a_standby_that_failed_is_released() {
     let standby = NodeId([20; 16]);
     let (mut jobs, _) = inherited([Some(standby), None, None, None]);
     jobs.handle_standby_lost(Instant::default(), JOB, standby);
-    let released = core::iter::from_fn(|| jobs.poll_output()).any(|output| {
+    let released = core::iter::from_fn(|| jobs.poll_output(Instant::default())).any(|output| {
         matches!(output, JobOutput::Message { to, say: ToParticipant::Release { part: PartId(0) }, .. } if to == standby)
     });
     assert!(released);
@@ -204,7 +204,7 @@ fn standbys_are_announced_again_under_a_new_placement() {
             say(from, ToCoordinator::Tile(FromTile::Progress { part: PartId(tile), step: 1, figures }));
         }
         let (mut announced, mut known) = (false, false);
-        while let Some(output) = jobs.poll_output() {
+        while let Some(output) = jobs.poll_output(Instant::default()) {
             if let JobOutput::Message { say: ToParticipant::Record(record), .. } = output {
                 known = record.parts[0].standby.is_some_and(|known| known.node == standby && known.ready);
             } else if let JobOutput::Notify(Event::Standby { current: true, .. }) = output {
@@ -224,7 +224,7 @@ fn standbys_are_announced_again_under_a_new_placement() {
 fn a_successor_that_places_the_tiles_again_counts_what_participants_hold_as_free() {
     let (mut jobs, _) = running();
     jobs.handle_replan(Instant::default(), JOB, &[owner(1)].into());
-    let asked = core::iter::from_fn(|| jobs.poll_output()).find_map(|output| match output {
+    let asked = core::iter::from_fn(|| jobs.poll_output(Instant::default())).find_map(|output| match output {
         JobOutput::Ask { ask, .. } => Some(ask.resident),
         JobOutput::Message { .. }
         | JobOutput::Frame { .. }
@@ -232,6 +232,7 @@ fn a_successor_that_places_the_tiles_again_counts_what_participants_hold_as_free
         | JobOutput::Tell { .. }
         | JobOutput::Call { .. }
         | JobOutput::Measured { .. }
+        | JobOutput::Drafting(_)
         | JobOutput::Shell(_)
         | JobOutput::Notify(_)
         | JobOutput::Watch { .. }

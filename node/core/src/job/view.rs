@@ -65,6 +65,8 @@ pub enum ProgramView {
         resting: Vec<RequestId>,
         /// Draft tokens so far, and those of them that were right.
         drafts: (u64, u64),
+        /// Those of a draft model among them.
+        model_drafts: (u64, u64),
         /// Running requests.
         running: usize,
         /// Queued requests.

@@ -92,9 +92,9 @@ impl Workload {
     }
 
     /// Nothing is sent until the job runs again.
-    pub(super) fn stop(&mut self) {
+    pub(super) fn stop(&mut self, out: &mut Out) {
         match self {
-            Workload::Serve(serve) => serve.requests.stop(),
+            Workload::Serve(serve) => serve.requests.stop(out),
             Workload::Steps(_) => {}
         }
     }
@@ -338,8 +338,19 @@ impl Workload {
                 let content = serve.model.content;
                 let (context, sequences) = (serve.model.work.context, serve.model.work.sequences);
                 let (pages, resting) = (serve.requests.pages(), serve.requests.resting().collect());
-                let drafts = serve.requests.drafts();
-                ProgramView::Serve { content, moved, context, sequences, pages, resting, drafts, running, waiting }
+                let (drafts, model_drafts) = (serve.requests.drafts(), serve.requests.model_drafts());
+                ProgramView::Serve {
+                    content,
+                    moved,
+                    context,
+                    sequences,
+                    pages,
+                    resting,
+                    drafts,
+                    model_drafts,
+                    running,
+                    waiting,
+                }
             }
             Workload::Steps(steps) => ProgramView::Steps {
                 step: steps.step(),

@@ -490,6 +490,7 @@ fn model() -> ModelSpec {
         int8: false,
         eos: vec![100_000],
         replicas: 1,
+        draft: None,
     }
 }
 

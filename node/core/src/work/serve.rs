@@ -24,6 +24,8 @@ pub struct ModelSpec {
     pub eos: Vec<u32>,
     /// Most pipelines that serve it, each on nodes of its own: 1 to [`REPLICAS_MAX`](crate::limits::REPLICAS_MAX).
     pub replicas: u32,
+    /// Content id of a smaller model with the same tokens. If the coordinator serves it too, it makes drafts for this one.
+    pub draft: Option<ContentId>,
 }
 
 /// One generation request.

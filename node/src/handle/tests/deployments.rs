@@ -124,3 +124,23 @@ async fn an_idle_model_is_unloaded_and_loaded_by_the_next_request() {
     bench.node.undeploy("tiny").await.unwrap();
     assert_eq!(bench.node.unloaded_models(), [], "a stopped model is forgotten");
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_draft_model_is_served_first_and_stays_when_the_model_ends() {
+    let bench = bench().await;
+    let small = bench._dir.path().join("small.gguf");
+    std::fs::write(&small, TinyModel { layers: 1, seed: 2, ..TinyModel::default() }.writer().write()).unwrap();
+    let with = |draft: &str| ModelOptions { sequences: Some(2), draft: Some(draft.to_owned()), ..options(64) };
+    let served = bench.serve(with(&small.to_string_lossy())).await.unwrap();
+    let draft = bench.node.served("small").expect("it is served");
+    assert_eq!((served.spec.draft, draft.context), (Some(draft.spec.content), 64));
+    assert_eq!(bench.remembered(), ["tiny"], "the draft model is remembered with the model");
+    let again = bench.serve(ModelOptions::default()).await.unwrap();
+    assert_eq!(again.job, served.job, "it keeps its draft model");
+    assert_eq!(end(bench.ask(&again, 20).await).await, (20, DoneReason::Length));
+    let error = bench.serve(with(&bench.model.0)).await.err().expect("it is the model itself").to_string();
+    assert!(error.contains("expected a smaller model"), "{error}");
+    assert_eq!(bench.serve(with("")).await.unwrap().spec.draft, None);
+    bench.node.undeploy("tiny").await.unwrap();
+    assert!(bench.node.served("small").is_some(), "another model may use it");
+}

@@ -40,7 +40,7 @@ impl Job {
 
     /// Parts are lost. Standbys take over, or all parts are placed from scratch.
     pub(in crate::job) fn replan(&mut self, now: Instant, lost: &BTreeSet<NodeId>, out: &mut Out) {
-        self.workload.stop();
+        self.workload.stop(out);
         self.forget_move(now, out);
         self.note_lost(now, lost);
         self.workload.lost(lost, out);
@@ -131,7 +131,7 @@ impl Job {
         self.timeout.end();
         match found(answer) {
             Ok(found) if fallback => {
-                self.workload.stop();
+                self.workload.stop(out);
                 self.forget_move(now, out);
                 self.workload.roll_back();
                 self.adopt(now, found, out);
@@ -274,7 +274,7 @@ impl Job {
 
     /// There is no plan. Callers of `Start` receive the reason, and requests wait for a while.
     pub(in crate::job) fn degrade(&mut self, now: Instant, reason: String, out: &mut Out) {
-        self.workload.stop();
+        self.workload.stop(out);
         self.phase = Phase::Degraded { retry_at: now + DEGRADED_RETRY };
         let (since, news) = match &self.degraded {
             Some(known) => (known.since, known.reason != reason),

@@ -1,16 +1,18 @@
 //! Requests of one served model at its coordinator: a bounded queue, those that run, and the traffic to the first and the
 //! last stage. Next: `prefixes.rs` (the cache that they share).
 mod cache;
+mod drafting;
 mod resends;
 mod routing;
 mod tokens;
 
+use super::drafter::Drafter;
 use super::drafts::StepTimes;
 use super::occupancy::Occupancy;
 use super::prefixes::Prefixes;
 use super::stream::{Caller, DraftLimits, Stream};
-use crate::id::{CallId, Epoch, JobId, NodeId, PartId, RequestId};
-use crate::job::output::{JobOutput, Out};
+use crate::id::{CallId, ContentId, Epoch, JobId, NodeId, PartId, RequestId};
+use crate::job::output::{Drafting, JobOutput, Out};
 use crate::limits::{DETACHED_MAX, LOG_EVERY, LOG_TOKENS_MAX, QUEUE_MAX, REQUEST_STRIKES_MAX, SEQUENCES_MAX};
 use crate::message::{Drafts, ToParticipant, ToStage};
 use crate::output::Event;
@@ -60,6 +62,8 @@ pub(in crate::job) struct Requests {
     cache: Prefixes,
     eos: Vec<u32>,
     times: StepTimes,
+    /// The draft model, if this one has one.
+    drafter: Option<Drafter>,
     occupancy: Occupancy,
     next: u64,
     waiting: VecDeque<Stream>,
@@ -81,13 +85,21 @@ pub(in crate::job) struct Requests {
 }
 
 impl Requests {
-    pub(in crate::job) fn new(job: JobId, sequences: u32, context: u32, eos: Vec<u32>) -> Self {
+    /// No requests. `draft`: the draft model.
+    pub(in crate::job) fn new(
+        job: JobId,
+        sequences: u32,
+        context: u32,
+        eos: Vec<u32>,
+        draft: Option<ContentId>,
+    ) -> Self {
         Requests {
             job,
             context,
             cache: Prefixes::new(sequences, context),
             eos,
             times: StepTimes::default(),
+            drafter: draft.map(Drafter::new),
             occupancy: Occupancy::default(),
             next: 0,
             waiting: VecDeque::new(),
@@ -103,13 +115,18 @@ impl Requests {
     }
 
     pub(in crate::job) fn counts(&self) -> (usize, usize) {
-        let running = self.running.values().filter(|stream| stream.caller != Caller::Refresh);
+        let running = self.running.values().filter(|stream| stream.is_logged());
         (running.count(), self.waiting.len())
     }
 
     /// Draft tokens so far, and those of them that were right.
     pub(in crate::job) fn drafts(&self) -> (u64, u64) {
         self.times.counts()
+    }
+
+    /// Those of a draft model among them.
+    pub(in crate::job) fn model_drafts(&self) -> (u64, u64) {
+        self.drafter.as_ref().map_or((0, 0), |drafter| drafter.counts)
     }
 
     /// Share of the time that a stage computed of late while requests ran, of 1000.
@@ -217,7 +234,7 @@ impl Requests {
         from: u32,
         out: &mut Out,
     ) -> Option<Request> {
-        let known = |stream: &Stream| stream.request == request && stream.caller != Caller::Refresh;
+        let known = |stream: &Stream| stream.request == request && stream.is_logged();
         if let Some(stream) = self.running.values_mut().chain(&mut self.waiting).find(|stream| known(stream)) {
             let before = core::mem::replace(&mut stream.caller, caller);
             if before != caller {
@@ -258,34 +275,36 @@ impl Requests {
         }
     }
 
-    /// Whether any running or waiting request has a caller.
+    /// Whether any running or waiting request has a caller, or makes drafts for one that has.
     pub(in crate::job) fn has_callers(&self) -> bool {
         let mut all = self.running.values().chain(&self.waiting);
-        all.any(|stream| matches!(stream.caller, Caller::Here(_) | Caller::Away(..)))
+        all.any(|stream| matches!(stream.caller, Caller::Here(_) | Caller::Away(..) | Caller::Draft(..)))
     }
 
     /// Calls of other nodes' callers.
     pub(in crate::job) fn calls_of_others(&self) -> impl Iterator<Item = (NodeId, CallId)> + '_ {
         self.running.values().chain(&self.waiting).filter_map(|stream| match stream.caller {
             Caller::Away(node, call) => Some((node, call)),
-            Caller::Here(_) | Caller::Gone(_) | Caller::Refresh => None,
+            Caller::Here(_) | Caller::Gone(_) | Caller::Refresh | Caller::Draft(..) => None,
         })
     }
 
     /// Another node coordinates the job. Returns the calls of this node's callers, each with its request and the
     /// position of its next token.
-    pub(in crate::job) fn hand_over(&mut self) -> Vec<(CallId, Request, u32)> {
+    pub(in crate::job) fn hand_over(&mut self, out: &mut Out) -> Vec<(CallId, Request, u32)> {
+        self.end_drafting(out);
         let all = core::mem::take(&mut self.running).into_values().chain(core::mem::take(&mut self.waiting));
         let here = |stream: Stream| match stream.caller {
             Caller::Here(call) => Some((call, stream.next_position(), stream.request)),
-            Caller::Away(..) | Caller::Gone(_) | Caller::Refresh => None,
+            Caller::Away(..) | Caller::Gone(_) | Caller::Refresh | Caller::Draft(..) => None,
         };
         all.filter_map(here).map(|(call, next, request)| (call, request, next)).collect()
     }
 
     /// Ends a running request. Its caches rest or are freed, and the next requests in the queue begin.
     fn finish(&mut self, now: Instant, id: RequestId, reason: DoneReason, out: &mut Out) {
-        let Some(stream) = self.running.remove(&id) else { return };
+        let Some(mut stream) = self.running.remove(&id) else { return };
+        self.leave_drafts(&mut stream, out);
         self.rest_or_close(&stream, &reason, out);
         self.log_over(&stream);
         self.log_soon(now);
@@ -315,7 +334,7 @@ impl Requests {
 
     /// A request ended. While the job is being placed this is not logged: successors begin a new log with each epoch.
     fn log_over(&mut self, stream: &Stream) {
-        if self.track.is_some() && stream.caller != Caller::Refresh {
+        if self.track.is_some() && stream.is_logged() {
             self.over.push(stream.id);
         }
     }
@@ -433,7 +452,8 @@ impl Requests {
     }
 
     /// The job is placed again. Nothing is sent until `start`.
-    pub(in crate::job) fn stop(&mut self) {
+    pub(in crate::job) fn stop(&mut self, out: &mut Out) {
+        self.drop_steered(out);
         self.over.clear();
         self.reconnected = None;
         self.track = None;
@@ -457,6 +477,7 @@ impl Requests {
 
     /// Ends all requests with this reason.
     pub(in crate::job) fn fail_all(&mut self, reason: &DoneReason, out: &mut Out) {
+        self.end_drafting(out);
         for id in self.cache.clear() {
             self.close(id, out);
         }
@@ -489,6 +510,12 @@ impl Requests {
         let (Some(track), Some(stream)) = (&self.track, self.running.get_mut(&id)) else { return };
         let positions = self.cache.positions_max(id).min(self.context);
         let drafts = DraftLimits { times: &self.times, positions, sharers };
+        if let Some(drafter) = &mut self.drafter
+            && let Some(steering) = stream.ask(now, drafts, drafter)
+        {
+            let (job, content) = (self.job, drafter.content);
+            out.push_back(JobOutput::Drafting(Drafting::Steer { job, request: id, content, steering }));
+        }
         while let Some((header, tokens)) = stream.next_frame(now, (self.job, track.epoch), track.depth(), drafts) {
             let copy =
                 track.first_standby().map(|to| JobOutput::Frame { to, header, tokens: tokens.clone(), copy: true });
@@ -518,6 +545,7 @@ impl Requests {
     pub(in crate::job) fn handle_wakeup(&mut self, now: Instant, out: &mut Out) -> Option<String> {
         self.give_up_detached(now, out);
         self.track.as_ref()?;
+        self.stop_waiting(now, out);
         self.resend_lost(now, out);
         self.resend_unanswered(now, out)
     }
@@ -541,9 +569,10 @@ impl Requests {
         self.track.as_ref()?;
         let detached = self.running.values().chain(&self.waiting).filter_map(|stream| match stream.caller {
             Caller::Gone(at) => Some(at + DETACHED_MAX),
-            Caller::Here(_) | Caller::Away(..) | Caller::Refresh => None,
+            Caller::Here(_) | Caller::Away(..) | Caller::Refresh | Caller::Draft(..) => None,
         });
-        [self.resend_at(), detached.min(), self.log_at, self.refresh_at].into_iter().flatten().min()
+        let drafts = self.running.values().filter_map(Stream::waits_until);
+        [self.resend_at(), detached.min(), drafts.min(), self.log_at, self.refresh_at].into_iter().flatten().min()
     }
 
     /// Asserts what holds between two inputs.
@@ -566,6 +595,7 @@ impl Requests {
         assert!(self.ended.len() <= SEQUENCES_MAX as usize, "{} ended requests", self.ended.len());
         assert!(self.closed.len() <= SEQUENCES_MAX as usize, "{} closed requests", self.closed.len());
         assert!(self.running.iter().all(|(id, stream)| *id == stream.id), "a request under the id of another one");
+        assert!(self.track.is_some() || self.steered().next().is_none(), "drafts are made while the job is placed");
         for stream in self.running.values().chain(&self.waiting) {
             assert!(stream.id.0 < self.next, "{:?} was not issued: the next one is {}", stream.id, self.next);
             stream.assert_invariants();
@@ -602,6 +632,8 @@ fn tell(caller: Caller, position: u32, sampled: Sampled, out: &mut Out) {
         Caller::Away(to, call) => {
             out.push_back(JobOutput::Tell { to, call, say: ToCaller::Token { position, sampled } });
         }
+        // It receives all drafts together.
+        Caller::Draft(..) => {}
         Caller::Gone(_) | Caller::Refresh => {}
     }
 }
@@ -611,7 +643,7 @@ fn begun(caller: Caller, cached: u32, out: &mut Out) {
     match caller {
         Caller::Here(call) => out.push_back(JobOutput::Notify(Event::Begun { call, cached })),
         Caller::Away(to, call) => out.push_back(JobOutput::Tell { to, call, say: ToCaller::Begun { cached } }),
-        Caller::Gone(_) | Caller::Refresh => {}
+        Caller::Gone(_) | Caller::Refresh | Caller::Draft(..) => {}
     }
 }
 
@@ -620,6 +652,9 @@ fn done(caller: Caller, reason: DoneReason, end: u32, out: &mut Out) {
     match caller {
         Caller::Here(call) => out.push_back(JobOutput::Notify(Event::Done { call, reason })),
         Caller::Away(to, call) => out.push_back(JobOutput::Tell { to, call, say: ToCaller::Done { reason, end } }),
+        Caller::Draft(job, request) => {
+            out.push_back(JobOutput::Drafting(Drafting::Answer { job, request, drafts: None }));
+        }
         Caller::Gone(_) | Caller::Refresh => {}
     }
 }

@@ -1,4 +1,7 @@
-//! One request at the coordinator: its token log, what is in flight, and when to resend.
+//! One request at the coordinator: its token log, what is in flight, and when to resend. Next: `stream/steered.rs`.
+mod steered;
+
+use super::drafter::{Drafter, ModelDrafts};
 use super::drafts::{Accuracy, StepTimes, guess};
 use super::prefixes::Base;
 use crate::id::{CallId, Epoch, JobId, NodeId, PartId, RequestId};
@@ -12,6 +15,7 @@ use crate::time::{Duration, Instant};
 use crate::work::serve::{DoneReason, Logged, Priority, Request};
 use alloc::collections::VecDeque;
 use alloc::vec::Vec;
+use steered::Steered;
 
 /// A request, queued or in a slot.
 ///
@@ -37,6 +41,12 @@ pub(in crate::job) struct Stream {
     /// The guessed next token.
     guessed: Option<u32>,
     accuracy: Accuracy,
+    /// What it has of the draft model.
+    model: ModelDrafts,
+    /// The drafts that were sent last are those of the draft model.
+    of_model: bool,
+    /// It runs for a request of another job, which steers it.
+    steered: Option<Steered>,
     /// When the last decode step was sent.
     step_at: Option<Instant>,
     /// Ends of unsampled chunks that were sent and not acknowledged.
@@ -95,6 +105,8 @@ pub(in crate::job) enum Caller {
     Gone(Instant),
     /// This coordinator: it computes a resting request again for a new standby.
     Refresh,
+    /// A request of another job of this coordinator, whose draft model this is.
+    Draft(JobId, RequestId),
 }
 
 /// Meaning of a token from the last stage.
@@ -126,6 +138,9 @@ impl Stream {
             round: 0,
             guessed: None,
             accuracy: Accuracy::default(),
+            model: ModelDrafts::default(),
+            of_model: false,
+            steered: None,
             step_at: None,
             chunks: VecDeque::new(),
             gap: None,
@@ -212,10 +227,12 @@ impl Stream {
         (in_flight <= 1 && self.awaited_base().is_none()).then_some((tokens, drafts))
     }
 
-    /// Tokens of the positions that every stage has for certain.
+    /// Tokens of the positions that every stage has for certain, and keeps.
     pub(super) fn acked_tokens(&self) -> &[u32] {
-        let sure = if self.awaited_base().is_some() { 0 } else { self.acked as usize };
-        &self.tokens[..sure.min(self.tokens.len())]
+        let sure = if self.awaited_base().is_some() { 0 } else { self.acked };
+        // A steered request may be led away from what it added.
+        let kept = if self.steered.is_some() { self.prompt_len() } else { self.len() };
+        &self.tokens[..sure.min(kept) as usize]
     }
 
     /// Tokens with their positions, for a caller: from `from` on, without the prompt.
@@ -235,7 +252,10 @@ impl Stream {
 
     /// Whether successors hear of it.
     pub(super) fn is_logged(&self) -> bool {
-        self.caller != Caller::Refresh
+        match self.caller {
+            Caller::Here(_) | Caller::Away(..) | Caller::Gone(_) => true,
+            Caller::Refresh | Caller::Draft(..) => false,
+        }
     }
 
     /// Whether successors lack any of it.
@@ -264,8 +284,13 @@ impl Stream {
     }
 
     /// Order in which requests give up their pages, and the reverse of that in which they get them.
-    pub(super) fn order(&self) -> (Priority, u64) {
-        (self.request.priority, self.rank)
+    pub(super) fn order(&self) -> ((Priority, bool), u64) {
+        (self.class(), self.rank)
+    }
+
+    /// The first part of the order: its priority, and whether it only makes drafts.
+    pub(super) fn class(&self) -> (Priority, bool) {
+        (self.request.priority, self.steered.is_some())
     }
 
     /// Whether its caller has received nothing yet.
@@ -300,6 +325,7 @@ impl Stream {
         self.ahead = 0;
         self.drafts.clear();
         (self.guessed, self.step_at) = (None, None);
+        self.model.stop_waiting();
     }
 
     /// The acknowledgements of chunks may be lost.
@@ -384,7 +410,8 @@ impl Stream {
         let (position, len) = (self.sent, self.len());
         // A caller's request waits for at most one chunk of what rests, and so does a slow standby.
         let in_flight = if self.caller == Caller::Refresh { 1 } else { chunks_in_flight(stages) };
-        if position >= len || self.chunks.len() >= in_flight as usize {
+        let waits = self.is_paused() || self.step_is_due() && self.model.waits_until().is_some();
+        if position >= len || self.chunks.len() >= in_flight as usize || waits {
             return None;
         }
         let count = (len - position).min(chunk_positions(stages));
@@ -408,42 +435,67 @@ impl Stream {
         Some((header, tokens))
     }
 
-    /// Chooses the drafts of a decode step.
+    /// Whether the next frame is a decode step.
+    fn step_is_due(&self) -> bool {
+        self.sent.saturating_add(1) == self.len()
+    }
+
+    /// The most drafts of a decode step.
+    fn drafts_max(&self, limits: DraftLimits<'_>) -> u32 {
+        // Each draft that is right is a token of the answer, and one more follows the last of them.
+        let end = self.prompt_len().saturating_add(self.request.max_tokens);
+        let left = end.saturating_sub(self.len().saturating_add(1));
+        let most = self.request.sampling.drafts.min(DRAFTS_MAX);
+        let most = left.min(limits.positions.saturating_sub(self.len())).min(most.into());
+        if self.request.sampling.allows_drafts() { most } else { 0 }
+    }
+
+    /// Chooses the drafts of a decode step: those of the draft model if it was asked and has answered.
     fn draft(&mut self, now: Instant, limits: DraftLimits<'_>) {
         self.drafts.clear();
         (self.guessed, self.step_at) = (None, Some(now));
-        if !self.request.sampling.allows_drafts() {
-            return;
-        }
-        // Each draft that is right is a token of the answer, and one more follows the last of them.
-        let left = (self.prompt_len() + self.request.max_tokens).saturating_sub(self.len() + 1);
-        let most = self.request.sampling.drafts.min(DRAFTS_MAX);
-        let most = left.min(limits.positions.saturating_sub(self.len())).min(most.into());
-        let mut drafts = guess(&self.tokens, most as usize);
+        let most = self.drafts_max(limits) as usize;
+        let mut drafts = guess(&self.tokens, most);
         self.guessed = drafts.first().copied();
-        drafts.truncate(limits.times.best(self.accuracy, drafts.len(), limits.sharers));
-        self.drafts = drafts;
+        let mut of_model = core::mem::take(&mut self.model.ready);
+        self.of_model = !of_model.is_empty() && most > 0;
+        if self.of_model {
+            of_model.truncate(most);
+            self.drafts = of_model;
+        } else {
+            drafts.truncate(limits.times.best(self.accuracy, drafts.len(), limits.sharers, 0).drafts);
+            self.drafts = drafts;
+        }
     }
 
     /// The first token after a decode step has arrived: learns what it says about guesses and times.
-    pub(super) fn learn(&mut self, now: Instant, token: u32, times: &mut StepTimes) {
-        if let Some(guessed) = self.guessed.take_if(|_| self.drafts.is_empty()) {
+    pub(super) fn learn(&mut self, now: Instant, token: u32, times: &mut StepTimes, drafter: Option<&mut Drafter>) {
+        if let Some(guessed) = self.guessed.take_if(|_| self.drafts.is_empty() || self.of_model) {
             self.accuracy.learn(guessed == token);
         }
         if let Some(at) = self.step_at.take() {
             times.learn(self.drafts.len() as u32, now.since(at));
+            if let Some(drafter) = drafter.filter(|_| self.of_model) {
+                drafter.counts.0 += self.drafts.len() as u64;
+            }
         }
     }
 
     /// Whether the draft at `index` of a round was right: the token that was taken last. Then all stages have the position of
     /// that token.
-    pub(super) fn keeps(&mut self, round: u32, index: usize) -> bool {
+    pub(super) fn keeps(&mut self, round: u32, index: usize, drafter: Option<&mut Drafter>) -> bool {
         if self.round != round.saturating_add(1) || self.sent + 1 != self.len() {
             return false;
         }
         let Some(draft) = self.drafts.get(index) else { return false };
         let right = self.tokens.last() == Some(draft);
-        self.accuracy.learn(right);
+        match drafter.filter(|_| self.of_model) {
+            Some(drafter) => {
+                self.model.learn(right, drafter);
+                drafter.counts.1 += u64::from(right);
+            }
+            None => self.accuracy.learn(right),
+        }
         if right {
             self.sent += 1;
             self.ahead += 1;
@@ -513,6 +565,7 @@ impl Stream {
         let (id, acked, sent, len) = (self.id, self.acked, self.sent, self.len());
         assert!(acked <= sent && sent <= len, "{id:?}: {acked} positions acknowledged, {sent} sent, {len} known");
         assert!(len >= self.prompt_len(), "{id:?} has lost a part of its prompt");
+        assert!(!self.is_paused() || sent < len, "{id:?} is paused, and a token is awaited");
         assert!(self.logged.is_none_or(|logged| logged <= len), "{id:?}: successors know more tokens than there are");
         let (chunks, count) = (&self.chunks, self.chunks.len());
         assert!(count <= CHUNKS_IN_FLIGHT_MAX as usize, "{id:?}: {count} chunks in flight");
@@ -521,17 +574,18 @@ impl Stream {
         assert!(within, "{id:?}: chunks {chunks:?} are in flight, of positions {acked} to {sent}");
     }
 
-    /// When to resend if nothing comes back. `token_ns` is the predicted time of one decode step, `sharers` the number
+    /// When to resend if nothing comes back; `None` if nothing is awaited. `token_ns` is the predicted time of one decode step, `sharers` the number
     /// of requests that share the stages. Doubles with each attempt, so that resends do not slow a slow mesh down
     /// further.
-    pub(super) fn resend_at(&self, token_ns: u64, sharers: u32) -> Instant {
+    pub(super) fn resend_at(&self, token_ns: u64, sharers: u32) -> Option<Instant> {
         // Progress is reported per chunk. Its rows share a pass over the weights, so each costs far less than a decode
         // step.
         let rows = u64::from((self.sent - self.acked).clamp(1, CHUNK_POSITIONS_MAX));
         let steps = if rows == 1 { 8 } else { 8 + rows / 2 };
         let predicted = token_ns.saturating_mul(steps).saturating_mul(u64::from(sharers.max(1)));
         let patience = WATCHDOG_MIN.max(Duration::from_nanos(predicted));
-        self.progress_at + patience.saturating_mul(1 << self.resends.min(8))
+        let at = self.progress_at + patience.saturating_mul(1 << self.resends.min(8));
+        (!self.is_paused()).then_some(at)
     }
 }
 

@@ -9,6 +9,7 @@ use crate::output::Event;
 use crate::planted::{self, Planted};
 use crate::time::Instant;
 use crate::work::serve::{DoneReason, Position, Priority, Request, RequestKey, Sampling};
+use alloc::boxed::Box;
 use alloc::vec::Vec;
 
 impl Requests {
@@ -40,7 +41,7 @@ impl Requests {
                 continue;
             }
             let lowest = self.running.values().max_by_key(|stream| stream.order());
-            let Some(lowest) = lowest.filter(|stream| stream.request.priority > priority).map(|stream| stream.id)
+            let Some(lowest) = lowest.filter(|stream| stream.class() > (priority, false)).map(|stream| stream.id)
             else {
                 return;
             };
@@ -50,24 +51,38 @@ impl Requests {
 
     /// Begins the first request in the queue. Returns whether there were pages for it.
     fn begin_next(&mut self, now: Instant, out: &mut Out) -> bool {
-        let Some(stream) = self.waiting.front() else { return false };
+        let next = self.waiting.pop_front().map(|stream| self.begin(now, stream, out));
+        match next {
+            Some(Err(stream)) => {
+                self.waiting.push_front(*stream);
+                false
+            }
+            Some(Ok(())) => true,
+            None => false,
+        }
+    }
+
+    /// Begins a request.
+    ///
+    /// # Errors
+    /// There are no pages for it, which is returned.
+    pub(super) fn begin(&mut self, now: Instant, mut stream: Stream, out: &mut Out) -> Result<(), Box<Stream>> {
         let (id, positions) = (stream.id, stream.len().saturating_add(1));
         let running = self.running.values().map(|stream| (stream.id, stream.acked_tokens()));
         let base = self.cache.longest(stream.tokens(), running);
         let (spare, mut evicted) = (self.sharers(), Vec::new());
         let admitted = self.cache.admit(id, positions, spare, base, &mut evicted);
-        let first = self.waiting.pop_front_if(|_| admitted);
-        if let Some(mut stream) = first {
-            stream.begin(now, base);
-            begun(stream.caller, base.map_or(0, |(_, shared)| shared).min(stream.prompt_len()), out);
-            self.run(now, stream);
+        if !admitted {
+            self.close_evicted(evicted, out);
+            return Err(Box::new(stream));
         }
+        stream.begin(now, base);
+        begun(stream.caller, base.map_or(0, |(_, shared)| shared).min(stream.prompt_len()), out);
+        self.run(now, stream);
         self.close_evicted(evicted, out);
-        if admitted {
-            self.open(id, out);
-            self.pump(now, id, out);
-        }
-        admitted
+        self.open(id, out);
+        self.pump(now, id, out);
+        Ok(())
     }
 
     /// Keeps the caches of an ended request for later ones, if every stage has them and they are worth it.
@@ -143,6 +158,9 @@ impl Requests {
 
     /// The cache is full, so a running request waits for pages.
     fn make_wait(&mut self, now: Instant, id: RequestId, out: &mut Out) {
+        if self.is_steered(id) {
+            return self.end_steered(id, out);
+        }
         out.push_back(JobOutput::Notify(Event::Preempted { job: self.job, request: id }));
         // What every stage has may stay in RAM until it runs again.
         if self.cache.ram() > 0
@@ -161,6 +179,9 @@ impl Requests {
 
     /// A running request gives up its pages, and waits to be computed again.
     pub(super) fn preempt(&mut self, now: Instant, id: RequestId, out: &mut Out) {
+        if self.is_steered(id) {
+            return self.end_steered(id, out);
+        }
         if self.running.contains_key(&id) {
             self.cache.forget(id);
             self.close(id, out);
@@ -171,6 +192,7 @@ impl Requests {
     /// A running request waits under a new id.
     fn wait_again(&mut self, now: Instant, id: RequestId, out: &mut Out) {
         let Some(mut stream) = self.running.remove(&id) else { return };
+        self.leave_drafts(&mut stream, out);
         if stream.closes_base {
             self.close_evicted(stream.awaited_base().into_iter().collect(), out);
         }

@@ -75,6 +75,10 @@ impl Requests {
         let (job, epoch) = (self.job, track.epoch);
         out.extend(self.closed.iter().map(|&request| message(node, job, epoch, ToStage::Close { request })));
         out.extend(self.cache.resting().map(|request| rest(node, job, epoch, request)));
+        if owns {
+            // A stage that has positions beyond those of a lost frame would not miss it.
+            self.drop_steered(out);
+        }
         if owns && !self.running.is_empty() {
             let resend_at = now + RECONNECT_SETTLES;
             self.reconnected.get_or_insert(Reconnected { resend_at, reports: BTreeMap::new() });
@@ -123,7 +127,8 @@ impl Requests {
         let token_ns = self.track.as_ref()?.token_ns;
         let sharers = self.sharers();
         let mut again = Vec::new();
-        for stream in self.running.values_mut().filter(|stream| stream.resend_at(token_ns, sharers) <= now) {
+        let due = |stream: &Stream| stream.resend_at(token_ns, sharers).is_some_and(|at| at <= now);
+        for stream in self.running.values_mut().filter(|stream| due(stream)) {
             if stream.resends >= RESENDS_MAX {
                 return Some(format!("request {} was sent {RESENDS_MAX} times without an answer", stream.id.0));
             }
@@ -140,7 +145,7 @@ impl Requests {
     pub(super) fn resend_at(&self) -> Option<Instant> {
         let token_ns = self.track.as_ref()?.token_ns;
         let sharers = self.sharers();
-        let unanswered = self.running.values().map(|stream| stream.resend_at(token_ns, sharers)).min();
+        let unanswered = self.running.values().filter_map(|stream| stream.resend_at(token_ns, sharers)).min();
         let lost = self.reconnected.as_ref().map(|reconnected| reconnected.resend_at);
         [unanswered, lost].into_iter().flatten().min()
     }

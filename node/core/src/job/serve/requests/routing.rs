@@ -21,7 +21,8 @@ impl Requests {
         let running = self.running.values().map(|stream| (stream.id, stream.acked_tokens()));
         let shared = self.cache.longest(prompt, running).map_or(0, |(_, shared)| u64::from(shared));
         let cached = CACHED_REQUESTS * REQUEST * shared / (prompt.len() as u64).max(1);
-        let requests = (self.running.len() + self.waiting.len()) as u64 + 1;
+        let (running, waiting) = self.counts();
+        let requests = (running + waiting) as u64 + 1;
         // At least 1, so that of two idle replicas the faster one is used.
         ((CACHED_REQUESTS + requests) * REQUEST).saturating_sub(cached).max(1)
     }
@@ -29,6 +30,7 @@ impl Requests {
     /// Gives up all requests for another replica. Their caches are freed here.
     pub(in crate::job) fn give_away(&mut self, out: &mut Out) -> Vec<Stream> {
         self.stop_refresh(out);
+        self.end_drafting(out);
         let mut streams = Vec::new();
         for (id, stream) in core::mem::take(&mut self.running) {
             self.cache.forget(id);

@@ -29,14 +29,14 @@ impl Requests {
         let awaited = stream.awaited_base();
         let taken = stream.handle_token(now, position, token, &self.eos, self.context);
         if taken == Taken::Next {
-            stream.learn(now, token, &mut self.times);
+            stream.learn(now, token, &mut self.times, self.drafter.as_mut());
         }
         if !self.handle_taken(now, id, position, Sampled { token, logprobs, embedding }, taken, out) {
             return;
         }
         for ((index, &token), position) in after_drafts.iter().enumerate().zip(position.saturating_add(1)..) {
             let Some(stream) = self.running.get_mut(&id) else { return };
-            if !stream.keeps(round, index) {
+            if !stream.keeps(round, index, self.drafter.as_mut()) {
                 break;
             }
             self.times.count_right();
@@ -47,6 +47,7 @@ impl Requests {
         }
         self.settle_base(id, awaited, out);
         self.grow(now, id, out);
+        self.answer_steered(id, out);
         self.pump(now, id, out);
     }
 
@@ -60,12 +61,16 @@ impl Requests {
         taken: Taken,
         out: &mut Out,
     ) -> bool {
-        let Some(caller) = self.running.get(&id).map(|stream| stream.caller) else { return false };
+        let Some((caller, logged)) = self.running.get(&id).map(|stream| (stream.caller, stream.is_logged())) else {
+            return false;
+        };
         let token = sampled.token;
         match taken {
             Taken::Next => {
                 tell(caller, position, sampled, out);
-                self.log_soon(now);
+                if logged {
+                    self.log_soon(now);
+                }
                 return true;
             }
             Taken::Last(reason) => {
@@ -73,6 +78,8 @@ impl Requests {
                 self.finish(now, id, reason, out);
             }
             Taken::Known | Taken::Unasked => {}
+            // A late answer to what the request has been led away from.
+            Taken::Differs { .. } if self.is_steered(id) => {}
             Taken::Differs { sent } => {
                 let what = format!(
                     "job {:x} request {} position {position}: the caller has token {sent}, a replay sampled {token}; the \

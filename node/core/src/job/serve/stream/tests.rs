@@ -165,10 +165,10 @@ fn right_drafts_are_kept_and_the_next_step_follows_them() {
     // Two drafts are right, then comes another token.
     assert_eq!(stream.handle_token(Instant(10), 9, 1, &[], 100), Taken::Next);
     for (index, token) in [2, 9].into_iter().enumerate() {
-        assert!(stream.keeps(0, index));
+        assert!(stream.keeps(0, index, None));
         assert_eq!(stream.take(token, &[], 100), Taken::Next);
     }
-    assert!(!stream.keeps(0, 2));
+    assert!(!stream.keeps(0, 2, None));
     stream.assert_invariants();
     assert_eq!(stream.acked(), 9, "stages count drafts once the next frame says that they are kept");
     let cached = |stream: &Stream| stream.cached_tokens().map(|(tokens, drafts)| (tokens.len(), drafts.kept));
@@ -185,7 +185,7 @@ fn a_gap_after_drafts_is_sent_without_them() {
     let (mut stream, times) = repeating(50);
     decode(&mut stream, &times, 100);
     stream.handle_token(Instant(10), 9, 1, &[], 100);
-    assert!(stream.keeps(0, 0));
+    assert!(stream.keeps(0, 0, None));
     stream.take(2, &[], 100);
     decode(&mut stream, &times, 100);
     assert!(stream.takes_gap(Instant(11), 9), "the frame that keeps the draft was lost");
@@ -195,7 +195,7 @@ fn a_gap_after_drafts_is_sent_without_them() {
         (header.cursor, header.count, header.drafts.rows, header.drafts.kept, &tokens[..]),
         (9, 2, 0, 0, &[1, 2][..])
     );
-    assert!(!stream.keeps(0, 1), "drafts of a round that is over");
+    assert!(!stream.keeps(0, 1, None), "drafts of a round that is over");
 }
 
 #[test]
