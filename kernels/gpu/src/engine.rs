@@ -501,7 +501,8 @@ impl<R: Platform> GpuEngine<R> {
             self.pool.put(page, read.iter().flat_map(|layer| layer.iter().copied()).collect());
         }
         for &(page, place) in &moves.back {
-            let contents = self.upload(&self.pool.take(page, place));
+            let contents = self.pool.take(page, place);
+            let contents = self.upload(&contents);
             for (index, layer) in self.layers.iter().enumerate() {
                 let start = index * bytes;
                 let behind = contents.size() - (start + bytes) as u64;

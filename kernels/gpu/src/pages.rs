@@ -234,7 +234,7 @@ impl Pool {
     /// Places of a sequence's pages on the device, in the order of positions. They are there after a reservation that names the
     /// sequence.
     pub(crate) fn of(&self, sequence: SequenceId) -> impl Iterator<Item = u32> + '_ {
-        self.held(sequence).iter().map(|page| match self.pages[*page as usize].at {
+        self.held(sequence).iter().map(move |page| match self.pages[*page as usize].at {
             Place::Device(place) => place,
             Place::Ram(_) | Place::Nowhere => unreachable!("page {page} of sequence {sequence} is not on the device"),
         })

@@ -5,6 +5,7 @@
 //! log or a checkpoint. It may or may not hold a part itself.
 //! Next: `job/lifecycle.rs`, then `job/workload.rs`.
 mod domains;
+mod drafting;
 mod gateway;
 mod lifecycle;
 mod output;
@@ -20,7 +21,7 @@ mod timeout;
 mod view;
 mod workload;
 
-use crate::id::{CallId, ContentId, Epoch, Generation, JobId, NodeId, PartId};
+use crate::id::{CallId, Epoch, Generation, JobId, NodeId, PartId};
 use crate::limits::{EPOCHS_FORGOTTEN_MAX, EXCLUDED, JOBS_MAX};
 use crate::message::ToCoordinator;
 use crate::output::Event;
@@ -60,6 +61,9 @@ pub struct Jobs {
     leaving: bool,
     gateway: Gateway,
     replicas: Replicas,
+    /// The highest epoch counters of jobs that this node gave to another coordinator: it may take one over again from a
+    /// coordinator with a lower one. At most [`JOBS_MAX`].
+    given_away: BTreeMap<JobId, u32>,
     out: Out,
 }
 
@@ -102,6 +106,7 @@ impl Jobs {
             leaving: false,
             gateway: Gateway::default(),
             replicas: Replicas::default(),
+            given_away: BTreeMap::new(),
             out: VecDeque::new(),
         }
     }
@@ -471,11 +476,13 @@ impl Jobs {
     }
 
     /// This node takes a job over. Returns false if it cannot, or coordinates the job already.
-    pub fn handle_inherited(&mut self, inheritance: Takeover) -> bool {
+    pub fn handle_inherited(&mut self, mut inheritance: Takeover) -> bool {
         let id = inheritance.job;
         if self.leaving || self.jobs.contains_key(&id) {
             return false;
         }
+        let issued = self.given_away.remove(&id).unwrap_or(0);
+        inheritance.epoch.counter = inheritance.epoch.counter.max(issued);
         let Some(job) = Job::inherited(self.me, inheritance, &mut self.out) else { return false };
         self.jobs.insert(id, job);
         true
@@ -591,47 +598,16 @@ impl Jobs {
         Some(output)
     }
 
-    /// Requests of one job and the job of their draft model do not know each other.
-    fn route_drafting(&mut self, now: Instant, drafting: Drafting) {
-        let serves = |id: &JobId, of: JobId, job: &mut Job, content: ContentId| {
-            *id != of && job.serve().is_some_and(|serve| serve.model.content == content)
-        };
-        match drafting {
-            Drafting::Steer { job: of, request, content, steering } => {
-                let mut jobs = self
-                    .jobs
-                    .iter_mut()
-                    .filter_map(|(id, job)| serves(id, of, job, content).then(|| job.serve()).flatten());
-                match jobs.find(|serve| serve.requests.is_placed()) {
-                    Some(serve) => serve.requests.steer(now, (of, request), steering, &mut self.out),
-                    None => {
-                        let answer = Drafting::Answer { job: of, request, drafts: None };
-                        self.out.push_back(JobOutput::Drafting(answer));
-                    }
-                }
-            }
-            // It may have been steered at several jobs in turn.
-            Drafting::Leave { job: of, request, content } => {
-                for (id, job) in &mut self.jobs {
-                    if serves(id, of, job, content)
-                        && let Some(serve) = job.serve()
-                    {
-                        serve.requests.leave(now, (of, request), &mut self.out);
-                    }
-                }
-            }
-            Drafting::Answer { job, request, drafts } => {
-                if let Some(serve) = self.jobs.get_mut(&job).and_then(Job::serve) {
-                    serve.requests.handle_drafts(now, request, drafts, &mut self.out);
-                }
-            }
-        }
-    }
-
     /// Removes ended jobs. Callers of a job that another node coordinates now are served from there.
     fn sweep(&mut self, now: Instant) {
         self.tend_replicas(now);
         for (id, mut job) in self.jobs.extract_if(.., |_, job| job.ending.is_some()) {
+            if job.successor.is_some() {
+                self.given_away.insert(id, job.epoch.counter);
+                if self.given_away.len() > JOBS_MAX {
+                    self.given_away.pop_first();
+                }
+            }
             if let Some(to) = job.successor
                 && job.serve().is_some()
             {

@@ -151,7 +151,8 @@ impl NodeHandle {
             }
             Some(other) => {
                 return Err(NodeError::Invalid(format!(
-                    "expected a name for the draft model that is not in use, found that `{}` serves other weights: rename                      the file of the draft model",
+                    "expected a name for the draft model that is not in use, found that `{}` serves other weights: rename \
+                     the file of the draft model",
                     other.name
                 )));
             }

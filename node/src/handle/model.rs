@@ -46,7 +46,6 @@ impl ModelOptions {
         }
     }
 }
-}
 
 /// A model that is being served.
 #[derive(Clone)]
