@@ -11,7 +11,7 @@ use cubecl::server::Handle;
 use kernels::order::POSITIONS;
 use kernels::threads::Threads;
 use kernels::tile::Layout;
-use kernels_gpu_grids::{PendingRead, copy, submit_read};
+use kernels_gpu_grids::{PendingRead, submit_read};
 use kernels_models::decoder::{self, Decoder, PassInput, RowAt};
 use kernels_models::recipe::{LayerRecipe, Recipe};
 use kernels_models::rotary::{RotaryTable, RotaryTables};
@@ -23,7 +23,7 @@ use crate::arithmetic::Features;
 use crate::attention::{Heads, LayerHeads, Pages, Places, attend, place};
 use crate::error::{failed, guarded, input};
 use crate::load::{LoadPhases, Loader, Part, Weights, fill, timed};
-use crate::pages::{Moves, Pool};
+use crate::pages::Pool;
 use crate::platform::Platform;
 use crate::product::operands::{Activations, Target};
 use crate::product::{gate_product, gates, product};
@@ -31,6 +31,7 @@ use crate::rows::{RowFormats, cap, embed, gated, norm, norm_add};
 
 pub(crate) mod memory;
 pub(crate) mod profile;
+mod spill;
 mod steps;
 mod times;
 
@@ -55,7 +56,7 @@ pub struct GpuEngine<R: Platform> {
     steps: Option<Steps>,
     /// Passes queued on the device, the oldest first.
     queued: VecDeque<Queued>,
-    /// CubeCL has launched kernels since the last replay.
+    /// CubeCL has launched kernels since the last replay or move of pages.
     launched: bool,
     phases: LoadPhases,
     /// Declared after every buffer, because fields are dropped in order.
@@ -484,36 +485,6 @@ impl<R: Platform> GpuEngine<R> {
         Ok(())
     }
 
-    /// Moves pages to RAM, then others back from it. Waits for everything that the device computes: it may write to these pages.
-    fn move_pages(&mut self, moves: &Moves) -> Result<(), StageError> {
-        if let Some(steps) = &self.steps {
-            steps.graphs.settle()?;
-        }
-        let bytes = self.heads.page_bytes();
-        let slice = |pages: &Pages, place: u32| {
-            let start = place as usize * bytes;
-            let behind = pages.pages.size() - (start + bytes) as u64;
-            pages.pages.clone().offset_start(start as u64).offset_end(behind)
-        };
-        for &(page, place) in &moves.out {
-            let slices = self.layers.iter().map(|layer| slice(&layer.pages, place)).collect();
-            let read = cubecl::future::block_on(self.client.read_async(slices)).map_err(failed)?;
-            self.pool.put(page, read.iter().flat_map(|layer| layer.iter().copied()).collect());
-        }
-        for &(page, place) in &moves.back {
-            let contents = self.pool.take(page, place);
-            let contents = self.upload(&contents);
-            for (index, layer) in self.layers.iter().enumerate() {
-                let start = index * bytes;
-                let behind = contents.size() - (start + bytes) as u64;
-                let from = contents.clone().offset_start(start as u64).offset_end(behind);
-                copy(&self.client, &from, &slice(&layer.pages, place), bytes / 4);
-            }
-        }
-        self.launched = true;
-        self.client.flush().map_err(failed)
-    }
-
     /// Waits for the oldest queued pass.
     fn arrive(&mut self) -> Result<Vec<f32>, StageError> {
         match self.queued.pop_front().ok_or_else(|| failed("no pass is queued"))? {
@@ -545,7 +516,13 @@ impl<R: Platform> decoder::Engine for GpuEngine<R> {
 
     fn use_ram(&mut self, bytes: u64) -> usize {
         let page = (self.heads.page_bytes() * self.layers.len()).max(1) as u64;
-        let pages = usize::try_from(bytes / page).unwrap_or(usize::MAX);
+        let mut pages = usize::try_from(bytes / page).unwrap_or(usize::MAX);
+        if pages > 0
+            && let Err(error) = guarded(|| self.prepare_moves())
+        {
+            tracing::warn!("the cache stays on the device: {error}");
+            pages = 0;
+        }
         self.pool.set_ram(pages);
         pages.saturating_mul(POSITIONS)
     }

@@ -397,6 +397,17 @@ pub(crate) struct Buffer {
     address: u64,
 }
 
+impl Buffer {
+    /// Device address of `words` words from byte `offset` on.
+    fn part(&self, offset: usize, words: usize) -> Result<u64, StageError> {
+        let (end, size) = ((offset + 4 * words) as u64, self.handle.size_in_used());
+        if end > size {
+            return Err(failed(format!("a copy up to byte {end} of a buffer of {size}")));
+        }
+        Ok(self.address + offset as u64)
+    }
+}
+
 /// An event on the stream: marks the end of the work queued before it.
 pub(crate) struct Mark(sys::CUevent);
 
@@ -595,6 +606,24 @@ impl Graphs {
             result::memcpy_dtoh_async(got, from.address, self.stream).map_err(failed)?;
             result::event::record(mark.0, self.stream).map_err(failed)
         }
+    }
+
+    /// Queues a copy from buffer `from`, from byte `offset` on, to `to`, which is pinned. The caller must [`settle`](Self::settle)
+    /// before it uses `to`.
+    pub(crate) fn queue_read(&self, from: &Buffer, offset: usize, to: &mut [u32]) -> Result<(), StageError> {
+        let address = from.part(offset, to.len())?;
+        self.enter()?;
+        // SAFETY: the words are within the buffer; `to` is pinned, and stays untouched until the caller has settled.
+        unsafe { result::memcpy_dtoh_async(to, address, self.stream) }.map_err(failed)
+    }
+
+    /// Queues a copy of `from`, which is pinned, to buffer `to` from byte `offset` on. The caller must [`settle`](Self::settle)
+    /// before it changes `from`.
+    pub(crate) fn queue_write(&self, from: &[u32], to: &Buffer, offset: usize) -> Result<(), StageError> {
+        let address = to.part(offset, from.len())?;
+        self.enter()?;
+        // SAFETY: the words are within the buffer; `from` is pinned, and stays unchanged until the caller has settled.
+        unsafe { result::memcpy_htod_async(address, from, self.stream) }.map_err(failed)
     }
 
     /// Creates a mark that is not queued yet.

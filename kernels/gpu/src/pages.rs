@@ -64,7 +64,7 @@ impl Moves {
 }
 
 /// Pages that leave the device at once, if as many may: each move waits for the device.
-const OUT_AT_ONCE: usize = 8;
+pub(crate) const OUT_AT_ONCE: usize = 8;
 
 impl Pool {
     pub(crate) fn new(places: usize) -> Self {

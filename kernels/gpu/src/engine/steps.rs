@@ -14,6 +14,7 @@ use kernels_models::weights::ModelConfig;
 
 use super::GpuEngine;
 use super::memory::Memory;
+use super::spill::Mover;
 use crate::attention::Places;
 use crate::draw::{DECIDED, DRAWN_MAX, DRAWN_WORDS, DrawScratch, PARAMETERS, draw, draws, parameters};
 use crate::error::failed;
@@ -28,6 +29,7 @@ const GRAPHS_MAX: usize = 128;
 
 /// Recorded steps with their input and output buffers.
 pub(super) struct Steps {
+    /// First, so dropped first: it waits for queued copies, which use the memory below.
     pub(super) graphs: Graphs,
     recorded: BTreeMap<Shape, RecordedStep>,
     /// Number of steps so far.
@@ -42,6 +44,8 @@ pub(super) struct Steps {
     got: Pinned,
     done: Mark,
     draws: Option<Draws>,
+    /// Set if pages may move to RAM.
+    pub(super) mover: Option<Mover>,
     /// Time that the host waited for steps.
     pub(super) waited: Duration,
 }
@@ -161,6 +165,7 @@ impl Steps {
             got,
             done,
             draws,
+            mover: None,
             waited: Duration::ZERO,
         })
     }
