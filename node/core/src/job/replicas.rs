@@ -38,8 +38,9 @@ struct Search {
     due: Option<Instant>,
 }
 
-/// How long after a placement room for a replica is searched: standbys come first, and adverts then show what is left.
-const SEARCH_AFTER: Duration = STANDBY_RETRY.saturating_mul(2);
+/// How long after a placement, or a change of the mesh, room for a replica is searched: standbys come first, and models that
+/// lost a stage.
+const SEARCH_AFTER: Duration = STANDBY_RETRY.saturating_mul(8);
 
 /// What became of a request that was submitted to a group of replicas.
 pub(super) enum Routed {
@@ -286,7 +287,7 @@ impl Jobs {
         if rate(&found.plan).saturating_mul(100) < present.saturating_mul(REPLICA_GAIN_PERCENT) {
             return None;
         }
-        let model = ModelSpec { replicas: 1, ..(*serve.model).clone() };
+        let model = ModelSpec { replicas: 0, ..(*serve.model).clone() };
         let (name, workload) = (model.name.clone(), Workload::Serve(Serve::new(job, model)));
         let mut replica = Job::new(job, self.me, name, workload, None);
         if let Some(first) = self.jobs.get(&first) {

@@ -100,6 +100,9 @@ impl Job {
         let Workload::Serve(serve) = &self.workload else { return };
         if self.previous.is_empty() || serve.requests.has_callers() {
             self.unused_since = None;
+        } else if serve.model.replicas == 0 && serve.requests.is_empty() {
+            // Entry nodes ask the successor of the first job, and a node may need the memory for that.
+            self.ending = Some(Ending::Completed);
         } else if now.since(*self.unused_since.get_or_insert(now)) >= UNUSED_MAX {
             self.ending = Some(Ending::Completed);
         }

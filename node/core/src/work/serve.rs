@@ -22,7 +22,8 @@ pub struct ModelSpec {
     pub int8: bool,
     /// Tokens that end an answer (EOS).
     pub eos: Vec<u32>,
-    /// Most pipelines that serve it, each on nodes of its own: 1 to [`REPLICAS_MAX`](crate::limits::REPLICAS_MAX).
+    /// Most pipelines that serve it, each on nodes of its own: 1 to [`REPLICAS_MAX`](crate::limits::REPLICAS_MAX). 0: this is
+    /// one of several, and ends when it is unused after the loss of its coordinator.
     pub replicas: u32,
     /// Content id of a smaller model with the same tokens. If the coordinator serves it too, it makes drafts for this one.
     pub draft: Option<ContentId>,

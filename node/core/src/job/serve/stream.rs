@@ -574,9 +574,9 @@ impl Stream {
         assert!(within, "{id:?}: chunks {chunks:?} are in flight, of positions {acked} to {sent}");
     }
 
-    /// When to resend if nothing comes back; `None` if nothing is awaited. `token_ns` is the predicted time of one decode step, `sharers` the number
-    /// of requests that share the stages. Doubles with each attempt, so that resends do not slow a slow mesh down
-    /// further.
+    /// When to resend if nothing comes back; `None` if nothing is awaited. `token_ns` is the predicted time of one decode step,
+    /// `sharers` the number of requests that share the stages. Doubles with each attempt, so that resends do not slow a slow mesh
+    /// down further.
     pub(super) fn resend_at(&self, token_ns: u64, sharers: u32) -> Option<Instant> {
         // Progress is reported per chunk. Its rows share a pass over the weights, so each costs far less than a decode
         // step.
