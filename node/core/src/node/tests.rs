@@ -34,6 +34,8 @@ struct Mesh {
     /// Nothing arrives from the first node at the second.
     cut: BTreeSet<(NodeId, NodeId)>,
     tensors_next: u64,
+    /// Pages that each stage has in RAM.
+    ram_pages: u32,
 }
 
 struct Host {
@@ -139,6 +141,7 @@ impl Mesh {
             events: Vec::new(),
             cut: BTreeSet::new(),
             tensors_next: 0,
+            ram_pages: 0,
         };
         for (i, &memory) in memories.iter().enumerate() {
             mesh.add(i as u8 + 1, memory);
@@ -279,7 +282,7 @@ impl Mesh {
                 let result = if bytes > host.memory {
                     Err("too large".into())
                 } else {
-                    Ok(Loaded { bytes, ram_pages: 0, step: None })
+                    Ok(Loaded { bytes, ram_pages: self.ram_pages, step: None })
                 };
                 replaces.iter().for_each(|part| drop(host.stage.remove(&(job, *part))));
                 load(host, job, &order);

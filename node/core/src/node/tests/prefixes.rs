@@ -90,9 +90,47 @@ fn converse_without_bound(mesh: &mut Mesh, between: impl FnOnce(&mut Mesh)) {
     mesh.assert_clean();
 }
 
-/// A mesh that serves the model with one context of cache.
-fn tight() -> (Mesh, JobId) {
-    let mut mesh = Mesh::new(&[225, 225, 225]);
+/// A conversation between whose turns another request needs all pages of the devices. Returns the rows computed for its last turn.
+fn interrupted(ram_pages: u32) -> u64 {
+    let (mut mesh, job) = tight(ram_pages);
+    let mut conversation: Vec<u32> = (0..1000).collect();
+    conversation.extend(mesh.ask(CallId(101), job, &conversation, 30).0);
+    let other: Vec<u32> = (5000..5000 + CONTEXT - 20).collect();
+    mesh.ask(CallId(102), job, &other, 10);
+    conversation.extend(9000..9100);
+    let (_, computed) = mesh.ask(CallId(103), job, &conversation, 30);
+    mesh.assert_clean();
+    computed.into_iter().max().expect("a stage")
+}
+
+#[test]
+fn a_conversation_stays_in_ram_while_another_request_has_the_devices() {
+    assert_eq!(interrupted(0), 1000 + 30 + 100 + 29, "all of it again");
+    assert!(interrupted(16) <= 100 + u64::from(PAGE_POSITIONS) + 30, "what is new and a page");
+}
+
+#[test]
+fn requests_that_give_up_their_pages_rest_in_ram() {
+    let computed = |ram_pages| {
+        let (mut mesh, job) = tight(ram_pages);
+        let prompt = |n: u32| -> Vec<u32> { (5000 * n..5000 * n + 100).collect() };
+        let tokens = CONTEXT / 3;
+        (0..6).for_each(|n| mesh.submit(CallId(10 + u64::from(n)), job, prompt(n), tokens));
+        for n in 0..6 {
+            let call = CallId(10 + u64::from(n));
+            assert_eq!(mesh.finish(call, Duration::from_secs(300)), DoneReason::Length);
+            assert_eq!(mesh.told(call), solo(&prompt(n), tokens as usize));
+        }
+        mesh.assert_clean();
+        mesh.nodes.values().flat_map(|host| host.stage.values()).map(|stage| stage.computed).max().expect("a stage")
+    };
+    let (without, with) = (computed(0), computed(64));
+    assert!(with < without, "{with} rows with RAM, {without} without");
+}
+
+/// A mesh that serves the model with one context of cache on its devices.
+fn tight(ram_pages: u32) -> (Mesh, JobId) {
+    let mut mesh = Mesh { ram_pages, ..Mesh::new(&[225, 225, 225]) };
     let mut model = model();
     model.work.sequences = 1;
     mesh.give(id(1), Input::Start { call: CallId(0), job: Box::new(JobSpec::Serve(model)) });
@@ -104,7 +142,7 @@ fn tight() -> (Mesh, JobId) {
 
 #[test]
 fn requests_that_outgrow_the_cache_are_preempted_and_answered() {
-    let (mut mesh, job) = tight();
+    let (mut mesh, job) = tight(0);
     // Each begins with a page of its own, and needs a quarter of the cache and more in the end.
     let prompt = |n: u32| -> Vec<u32> { (5000 * n..5000 * n + 100).collect() };
     let tokens = CONTEXT / 3;
@@ -124,7 +162,7 @@ fn requests_that_outgrow_the_cache_are_preempted_and_answered() {
 
 #[test]
 fn requests_wait_for_pages_and_rested_ones_make_room() {
-    let (mut mesh, job) = tight();
+    let (mut mesh, job) = tight(0);
     let prompt = |n: u32| -> Vec<u32> { (5000 * n..5000 * n + CONTEXT / 2).collect() };
     for n in 0..5 {
         mesh.submit(CallId(10 + u64::from(n)), job, prompt(n), 5);
@@ -148,7 +186,7 @@ fn submit_as(mesh: &mut Mesh, priority: Priority, call: CallId, job: JobId, prom
 
 #[test]
 fn requests_take_the_pages_of_those_of_a_lower_priority() {
-    let (mut mesh, job) = tight();
+    let (mut mesh, job) = tight(0);
     let prompt = |n: u32| -> Vec<u32> { (5000 * n..5000 * n + CONTEXT / 4).collect() };
     for n in 0..3 {
         submit_as(&mut mesh, Priority::Idle, CallId(10 + u64::from(n)), job, prompt(n));
