@@ -22,7 +22,7 @@ const BUGS: [(Planted, u64, &str); 22] = [
     (Planted::PrefixUnchecked, 0, "the solo chain has"),
     (Planted::CloseNotToStandby, 0, "caches"),
     (Planted::LostNotExcluded, 1, "reported lost and not heard since"),
-    (Planted::RejoinIgnored, 14, "though a host has room"),
+    (Planted::RejoinIgnored, 16, "though a host has room"),
     (Planted::BanIgnored, 25, "banned"),
     (Planted::OrphansStay, 6, "its coordinator does not"),
     (Planted::LossFailsRequests, 3, "though its coordinator lives"),
