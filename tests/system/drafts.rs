@@ -152,7 +152,7 @@ fn answers_are_the_same_with_a_draft_model() {
     let options = json!({"int8": true, "context": 2048, "sequences": 2, "draft": draft});
     let served = mesh.nodes[0].post("/api/v1/deploy", &json!({"model": model, "options": options})).expect("served");
     let own = json!({"int8": true, "context": 2048, "sequences": 2, "draft": model});
-    let error = mesh.nodes[0].post("/api/v1/deploy", &json!({"model": model, "options": own})).err().expect("itself");
+    let error = mesh.nodes[0].post("/api/v1/deploy", &json!({"model": model, "options": own})).expect_err("itself");
     assert!(error.to_string().contains("expected a smaller model"), "{error}");
     let of_model = |mesh: &Mesh| {
         let job = |state: &Value| {

@@ -281,7 +281,7 @@ impl Jobs {
             return Some(answer);
         }
         let first = self.replicas.firsts.remove(&job)?;
-        let Some(serve) = self.wants_replica(first) else { return None };
+        let serve = self.wants_replica(first)?;
         let Answer::Model(Ok(found)) = &answer else { return None };
         let present: u64 = self.group(first).iter().filter_map(|id| self.jobs.get(id)).map(rate_of).sum();
         if rate(&found.plan).saturating_mul(100) < present.saturating_mul(REPLICA_GAIN_PERCENT) {
