@@ -19,6 +19,12 @@ fn options(file: &ModelFile, context: usize) -> StageOptions {
     StageOptions { layers, sequences: 2, context, activations: Activations::Int8, threads: 2 }
 }
 
+/// The most likely token of a position.
+fn draw(position: u32) -> RequestedOutput<'static> {
+    let (settings, changes) = (SamplerSettings::greedy(), LogitChanges::default());
+    RequestedOutput::Token(Draw { settings, position, changes, logprobs: None })
+}
+
 #[test]
 fn a_device_gives_the_bits_of_the_reference() {
     let Some(device) = device() else { return };
@@ -113,14 +119,6 @@ fn conversations_move_to_ram_and_back() {
     let room = stage.use_ram(64 << 20);
     assert!(room >= 8 * 128, "room for {room} positions");
     let prompt = |sequence: u64| -> Vec<u32> { (0..140).map(|i| (i * 31 + 7 * sequence as u32) % 260).collect() };
-    let draw = |position| {
-        RequestedOutput::Token(Draw {
-            settings: SamplerSettings::greedy(),
-            position,
-            changes: LogitChanges::default(),
-            logprobs: None,
-        })
-    };
     let mut position = 0;
     for turn in 0..4 {
         for sequence in 1..=5 {
@@ -154,14 +152,6 @@ fn batches_of_two_stages_are_queued_at_the_same_time() {
     let mut stages = [0, 1].map(|_| load_stage(file.clone(), options(&file, 600), device).unwrap());
     let mut reference = load_stage(file.clone(), options(&file, 600), DeviceId::Cpu).unwrap();
     let prompt: Vec<u32> = (0..514).map(|i| i * 31 % 260).collect();
-    let draw = |position| {
-        RequestedOutput::Token(Draw {
-            settings: SamplerSettings::greedy(),
-            position,
-            changes: LogitChanges::default(),
-            logprobs: None,
-        })
-    };
     let mut next = vec![7];
     for (position, want) in
         [(0, RequestedOutput::Logits), (514, draw(515)), (515, draw(516)), (516, RequestedOutput::Logits)]
