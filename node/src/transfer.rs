@@ -11,14 +11,13 @@ use cache::Cache;
 use error::{TransferError, interrupted};
 use fetch::Swarm;
 use holding::Holding;
-use kernels_models::weights::{ModelFile, ShardIndex};
+use kernels_models::weights::{ModelFile, ShardIndex, parts};
 use ledger::Ledger;
 use node_core::id::{ContentId, NodeId};
 use parking_lot::{Mutex, MutexGuard};
 use request::{Ask, WeightsRequest, encode_bitmap};
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -83,7 +82,7 @@ impl Library {
     /// next time.
     pub(crate) fn add(&self, path: &Path) -> Result<LocalModel, TransferError> {
         let file = ModelFile::open(path).map_err(|e| TransferError::Model(e.to_string()))?;
-        let path = file.path().unwrap_or(path); // for a folder, the weights file in it
+        let path = file.path().unwrap_or(path); // the first of several files
         let index = Arc::new(self.index_of(path, &file)?);
         let content = ContentId(index.content_id());
         let mut held = self.lock();
@@ -100,9 +99,8 @@ impl Library {
     fn add_known(&self) {
         for entry in std::fs::read_dir(&self.models_dir).into_iter().flatten().flatten() {
             let path = entry.path();
-            let weights = path.join(crate::pull::FOLDER_WEIGHTS);
-            let path = if weights.is_file() { weights } else { path };
-            if path.extension().is_some_and(|e| e == "gguf" || e == "safetensors")
+            let path = parts::weights_in(&path).unwrap_or(path);
+            if path.extension().is_some_and(|e| e == "gguf" || e == "safetensors" || e == "json")
                 && self.side_file(&path).exists()
                 && let Err(e) = self.add(&path)
             {
@@ -299,22 +297,16 @@ impl Library {
     }
 
     fn index_of(&self, path: &Path, file: &Arc<ModelFile>) -> Result<ShardIndex, TransferError> {
-        let disk = |cause| TransferError::Disk { path: path.to_owned(), cause };
-        let stat = std::fs::metadata(path).map_err(disk)?;
-        let mut stamp =
-            [stat.len().to_le_bytes(), stat.mtime().to_le_bytes(), stat.mtime_nsec().to_le_bytes()].concat();
-        if let Some(header) = file.served_header() {
-            stamp.extend(blake3::hash(header).as_bytes());
-        }
+        let stamp = file.stamp();
         let side = self.side_file(path);
         if let Ok(bytes) = std::fs::read(&side)
-            && let Some(encoded) = bytes.strip_prefix(stamp.as_slice())
+            && let Some(encoded) = bytes.strip_prefix(&stamp)
             && let Ok(index) = ShardIndex::decode(encoded)
         {
             return Ok(index);
         }
         let index = ShardIndex::build(file, |_bytes| {}).map_err(|e| TransferError::Model(e.to_string()))?;
-        if let Err(e) = write(&side, &[stamp, index.encode()].concat()) {
+        if let Err(e) = write(&side, &[&stamp[..], &index.encode()].concat()) {
             tracing::warn!("the index of {} could not be stored: {e}", path.display());
         }
         Ok(index)

@@ -74,7 +74,9 @@ impl From<ConfigError> for Failure {
 impl From<PullError> for Failure {
     fn from(error: PullError) -> Self {
         let code = match &error {
-            PullError::Reference(_) | PullError::Folder(_) | PullError::NoFile { .. } => Self::USAGE,
+            PullError::Reference(_) | PullError::Folder(_) | PullError::NoFile { .. } | PullError::NoFolder { .. } => {
+                Self::USAGE
+            }
             PullError::NoSource { .. } => Self::UNREACHABLE,
             PullError::DiskFull { .. }
             | PullError::Storage { .. }

@@ -14,16 +14,18 @@ use std::path::{Path, PathBuf};
 Examples:
   meshnode pull smollm2-135m
   meshnode pull hf:QuantFactory/SmolLM2-360M-Instruct-GGUF/SmolLM2-360M-Instruct.Q4_1.gguf
+  meshnode pull hf:Qwen/Qwen3-4B
 
+Of a split .gguf file name any part: all are fetched, several at once. Of a repository with safetensors, the model's folder is fetched.
 An interrupted download resumes where it stopped. Set HF_TOKEN for private files, and HF_ENDPOINT for a mirror.")]
 pub(super) struct PullArgs {
-    /// smollm2-135m, hf:OWNER/REPO/FILE, or the path of a .gguf file or of a folder that contains model.safetensors
+    /// smollm2-135m, hf:OWNER/REPO/FILE, hf:OWNER/REPO, or the path of a .gguf file or of a folder with safetensors
     model: String,
 }
 
 pub(super) fn pull(global: &Global, args: &PullArgs) -> Result<(), Failure> {
     let path = fetch(global, &args.model)?;
-    let bytes = std::fs::metadata(&path).map_or(0, |m| m.len());
+    let bytes = pull::bytes(&path);
     answer(global, &json!({"model": args.model, "path": path, "bytes": bytes}), |_| path.display().to_string());
     Ok(())
 }
@@ -40,7 +42,7 @@ pub(super) fn fetch(global: &Global, model: &str) -> Result<PathBuf, Failure> {
 /// A model and its options.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct ModelArgs {
-    /// smollm2-135m, hf:OWNER/REPO/FILE, or the path of a .gguf file or of a folder that contains model.safetensors
+    /// smollm2-135m, hf:OWNER/REPO/FILE, hf:OWNER/REPO, or the path of a .gguf file or of a folder with safetensors
     pub(super) model: String,
     /// Type of the activations in matrix products on CPUs: int8 is faster, f32 more accurate [default: as served, else
     /// int8]

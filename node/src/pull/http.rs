@@ -26,6 +26,15 @@ const READ_MAX: Duration = Duration::from_secs(30);
 /// Largest model file: 4 TiB is above any realistic model, and keeps sums from overflowing.
 const FILE_BYTES_MAX: u64 = 4 << 40;
 
+/// A file on a server, with the length and hash that the server announced.
+pub(super) struct Remote {
+    url: String,
+    bytes: Option<u64>,
+    sha256: Option<String>,
+    /// Identifies the content, so that only the same one is resumed; empty if the server does not say.
+    tag: String,
+}
+
 /// Downloads `url` to `target`. Checks the length and hash of `expected`, or, without it, the hash in the hub's
 /// `X-Linked-ETag`, if there is one.
 pub(super) fn download(
@@ -35,47 +44,84 @@ pub(super) fn download(
     expected: Option<&Expected>,
     progress: &dyn Progress,
 ) -> Result<(), PullError> {
-    let part = beside(target, "part");
-    let tag_path = beside(target, "part.etag");
-    let head = head(url, token)?;
-    let sha256 = expected.map(|e| e.sha256.clone()).or(head.sha256);
-    let total = expected.map(|e| e.bytes).or(head.bytes);
-    let dir = target.parent().unwrap_or(Path::new("."));
-    // A partial file of another version is useless.
-    let tag = sha256.clone().or(head.etag).unwrap_or_default();
-    let kept = std::fs::read_to_string(&tag_path).ok();
-    if tag.is_empty() || kept.as_ref().is_some_and(|kept| *kept != tag) {
-        remove(&part)?;
+    let remote = Remote::ask(url, token, expected)?.ok_or_else(|| not_found(url))?;
+    if let Some(left) = remote.left(target) {
+        require_space(target.parent().unwrap_or(Path::new(".")), left)?;
     }
-    // Write only if it changed: rewriting on a full disk would truncate it, and the partial file would become useless.
-    if kept.as_ref() != Some(&tag) {
-        std::fs::write(&tag_path, &tag).map_err(|e| PullError::storage(&tag_path, e))?;
-    }
-    let mut have = std::fs::metadata(&part).map_or(0, |m| m.len());
-    if let Some(total) = total {
-        require_space(dir, total.saturating_sub(have))?;
+    remote.download(token, target, progress)
+}
+
+/// The error for a file that the server does not have.
+pub(super) fn not_found(url: &str) -> PullError {
+    failed(url, "HTTP 404: file not found; check owner, repository and file name".into())
+}
+
+impl Remote {
+    /// Asks the server for a file's length and hash; `None` if it has no such file. `expected` takes precedence.
+    pub(super) fn ask(url: &str, token: Option<&str>, expected: Option<&Expected>) -> Result<Option<Self>, PullError> {
+        let Some(head) = head(url, token)? else { return Ok(None) };
+        let sha256 = expected.map(|e| e.sha256.clone()).or(head.sha256);
+        let bytes = expected.map(|e| e.bytes).or(head.bytes);
+        let tag = sha256.clone().or(head.etag).unwrap_or_default();
+        Ok(Some(Self { url: url.to_owned(), bytes, sha256, tag }))
     }
 
-    let name = target.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    progress.start(&name, have, total);
-    let mut stalls = 0;
-    while total.is_none_or(|total| have < total) {
-        let before = have;
-        match transfer(url, token, &part, &mut have, total, progress) {
-            Ok(Transfer::Complete) => break,
-            Ok(Transfer::Broken(what)) => {
-                stalls = if have > before { 0 } else { stalls + 1 };
-                if stalls > STALLS_MAX {
-                    return Err(failed(url, format!("{what}; run the command again to resume from byte {have}")));
-                }
-                progress.note(&format!("{what}; resuming from byte {have}"));
-                std::thread::sleep(Duration::from_millis(250 << stalls));
-            }
-            Err(error) => return Err(error),
-        }
+    /// Length, if known.
+    pub(super) fn bytes(&self) -> Option<u64> {
+        self.bytes
     }
-    finish(url, &part, target, total, sha256.as_deref())?;
-    remove(&tag_path)
+
+    /// Bytes of a partial file with this content.
+    pub(super) fn kept(&self, target: &Path) -> u64 {
+        let same = std::fs::read_to_string(beside(target, "part.etag")).is_ok_and(|kept| kept == self.tag);
+        let part = beside(target, "part");
+        if same && !self.tag.is_empty() { std::fs::metadata(part).map_or(0, |m| m.len()) } else { 0 }
+    }
+
+    /// Bytes left to download, if known.
+    pub(super) fn left(&self, target: &Path) -> Option<u64> {
+        self.bytes.map(|bytes| bytes.saturating_sub(self.kept(target)))
+    }
+
+    /// Downloads the file to `target`, resuming a partial file with this content.
+    pub(super) fn download(
+        &self,
+        token: Option<&str>,
+        target: &Path,
+        progress: &dyn Progress,
+    ) -> Result<(), PullError> {
+        let Self { url, bytes: total, sha256, tag } = self;
+        let (part, tag_path) = (beside(target, "part"), beside(target, "part.etag"));
+        // A partial file of another version is useless.
+        let mut have = self.kept(target);
+        if have == 0 {
+            remove(&part)?;
+        }
+        // Write only if it changed: rewriting on a full disk would truncate it, and the partial file would become useless.
+        if std::fs::read_to_string(&tag_path).ok().as_ref() != Some(tag) {
+            std::fs::write(&tag_path, tag).map_err(|e| PullError::storage(&tag_path, e))?;
+        }
+        let name = target.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        progress.start(&name, have, *total);
+        let mut stalls = 0;
+        while total.is_none_or(|total| have < total) {
+            let before = have;
+            match transfer(url, token, &part, &mut have, *total, progress) {
+                Ok(Transfer::Complete) => break,
+                Ok(Transfer::Broken(what)) => {
+                    stalls = if have > before { 0 } else { stalls + 1 };
+                    if stalls > STALLS_MAX {
+                        return Err(failed(url, format!("{what}; run the command again to resume from byte {have}")));
+                    }
+                    progress.note(&format!("{what}; resuming from byte {have}"));
+                    std::thread::sleep(Duration::from_millis(250 << stalls));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        finish(url, &part, target, *total, sha256.as_deref())?;
+        remove(&tag_path)
+    }
 }
 
 /// Checks the partial file and renames it to `target`.
@@ -128,8 +174,8 @@ struct Head {
     etag: Option<String>,
 }
 
-/// Metadata of the file, from the server's response before any redirect.
-fn head(url: &str, token: Option<&str>) -> Result<Head, PullError> {
+/// Metadata of the file, from the server's response before any redirect; `None` if there is no such file.
+fn head(url: &str, token: Option<&str>) -> Result<Option<Head>, PullError> {
     let request = authorised(agent().head(url), token);
     let response = request
         .config()
@@ -149,9 +195,7 @@ fn head(url: &str, token: Option<&str>) -> Result<Head, PullError> {
                 format!("HTTP {status}: the file requires authorisation; set HF_TOKEN to your access token"),
             ));
         }
-        404 => {
-            return Err(failed(url, "HTTP 404: file not found; check owner, repository and file name".into()));
-        }
+        404 => return Ok(None),
         _ => return Err(failed(url, format!("HTTP {status}; try again later, or set HF_ENDPOINT to a mirror"))),
     }
     let length = if status < 300 { header("content-length") } else { None };
@@ -161,7 +205,7 @@ fn head(url: &str, token: Option<&str>) -> Result<Head, PullError> {
     }
     let linked = header("x-linked-etag").map(unquoted);
     let sha256 = linked.clone().filter(|tag| tag.len() == 64 && tag.bytes().all(|b| b.is_ascii_hexdigit()));
-    Ok(Head { bytes, sha256, etag: linked.or(header("etag").map(unquoted)) })
+    Ok(Some(Head { bytes, sha256, etag: linked.or(header("etag").map(unquoted)) }))
 }
 
 enum Transfer {

@@ -2,6 +2,7 @@
 use super::*;
 use parking_lot::Mutex;
 use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
@@ -25,22 +26,25 @@ struct Behaviour {
     /// Closes after this number of body bytes.
     breaks_after: Option<usize>,
     no_ranges: bool,
+    /// The only files that exist, by their path in the repository; without any, every path has `body`.
+    files: BTreeMap<String, Vec<u8>>,
 }
 
-struct Hub {
+struct Server {
     url: String,
     gets: Arc<AtomicUsize>,
     ranges: Arc<Mutex<Vec<Option<u64>>>>,
 }
 
-fn serve(behaviour: Behaviour) -> Hub {
+fn serve(behaviour: Behaviour) -> Server {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     let (gets, ranges) = (Arc::new(AtomicUsize::new(0)), Arc::new(Mutex::new(Vec::new())));
-    let hub = Hub { url, gets: gets.clone(), ranges: ranges.clone() };
+    let hub = Server { url, gets: gets.clone(), ranges: ranges.clone() };
     std::thread::spawn(move || {
         for stream in listener.incoming() {
-            let _ = answer(stream.unwrap(), &behaviour, &gets, &ranges);
+            let (stream, behaviour, gets, ranges) = (stream.unwrap(), behaviour.clone(), gets.clone(), ranges.clone());
+            std::thread::spawn(move || answer(stream, &behaviour, &gets, &ranges));
         }
     });
     hub
@@ -60,16 +64,22 @@ fn answer(
             range = value.trim_end_matches('-').parse::<u64>().ok();
         }
     }
+    let path = first.split(' ').nth(1).and_then(|path| path.split_once("/resolve/main/")).map_or("", |(_, path)| path);
+    let body = match behaviour.files.get(path) {
+        Some(body) => body,
+        None if behaviour.files.is_empty() => &behaviour.body,
+        None => return write!(stream, "HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"),
+    };
     let tag = behaviour.tag.as_ref().map(|t| format!("X-Linked-ETag: \"{t}\"\r\n")).unwrap_or_default();
     if first.starts_with("HEAD") {
-        let length = behaviour.reported.unwrap_or(behaviour.body.len() as u64);
+        let length = behaviour.reported.unwrap_or(body.len() as u64);
         return write!(stream, "HTTP/1.1 200 OK\r\n{tag}Content-Length: {length}\r\nConnection: close\r\n\r\n");
     }
     gets.fetch_add(1, Ordering::SeqCst);
     ranges.lock().push(range);
     let start = if behaviour.no_ranges { 0 } else { range.unwrap_or(0) as usize };
-    let rest = &behaviour.body[start..];
-    let end = behaviour.body.len();
+    let rest = &body[start..];
+    let end = body.len();
     let head = match range {
         Some(_) if !behaviour.no_ranges => {
             format!("206 Partial Content\r\nContent-Range: bytes {start}-{}/{end}", end - 1)
@@ -90,7 +100,7 @@ fn sha256(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
 }
 
-fn sources(hub: &Hub) -> Sources {
+fn sources(hub: &Server) -> Sources {
     Sources { hub: hub.url.clone(), hub_token: None, python: "/nonexistent/python3".into() }
 }
 
@@ -214,8 +224,16 @@ fn without_a_source_the_error_includes_instructions() {
 
 #[test]
 fn references_that_leave_the_cache_are_rejected() {
-    for bad in ["hf:", "hf:a/b", "hf:../../etc/passwd", "hf:a/b/../../../x", "hf:a//x", "hf:a/b//etc/passwd", "hf:a/b/"]
-    {
+    for bad in [
+        "hf:",
+        "hf:a",
+        "hf:../../etc/passwd",
+        "hf:a/b/../../../x",
+        "hf:a//x",
+        "hf:a/..",
+        "hf:a/b//etc/passwd",
+        "hf:a/b/",
+    ] {
         let error = fetch(bad, Path::new("/nonexistent"), &Sources::from_env(), &Silent).unwrap_err();
         assert!(matches!(error, PullError::Reference(_)), "{bad}: {error}");
         assert!(locate(bad, Path::new("/")).is_none());
@@ -231,6 +249,102 @@ fn an_empty_folder_is_not_reported_as_a_missing_file() {
     let error = fetch(&named, Path::new("/nonexistent"), &Sources::from_env(), &Silent).unwrap_err();
     assert!(matches!(error, PullError::Folder(_)), "{error}");
     assert!(error.to_string().starts_with(&format!("the folder `{named}` has no model.safetensors: ")), "{error}");
+}
+
+fn files(names: &[&str], body: &[u8]) -> BTreeMap<String, Vec<u8>> {
+    names.iter().map(|name| ((*name).to_owned(), body.to_vec())).collect()
+}
+
+/// The largest position that was reported, and the total.
+#[derive(Default)]
+struct Counted(Mutex<(u64, Option<u64>)>);
+impl Progress for Counted {
+    fn start(&self, _: &str, _: u64, total: Option<u64>) {
+        self.0.lock().1 = total;
+    }
+    fn at(&self, bytes: u64) {
+        let mut most = self.0.lock();
+        most.0 = most.0.max(bytes);
+    }
+    fn note(&self, _: &str) {}
+}
+
+#[test]
+fn all_parts_of_a_split_file_are_downloaded_and_resumed() {
+    let body = model_bytes();
+    let names: Vec<String> = (1..=6).map(|number| format!("q/big-{number:05}-of-00006.gguf")).collect();
+    let hub = serve(Behaviour {
+        tag: Some(sha256(&body)),
+        files: names.iter().map(|name| (name.clone(), body.clone())).collect(),
+        ..Behaviour::default()
+    });
+    let dir = tempfile::tempdir().unwrap();
+    let reference = "hf:owner/repo/q/big-00003-of-00006.gguf";
+    let folder = dir.path().join("owner/repo/q");
+    // Two parts are there from before, one of them in part.
+    std::fs::create_dir_all(&folder).unwrap();
+    std::fs::write(folder.join("big-00002-of-00006.gguf"), &body).unwrap();
+    std::fs::write(folder.join("big-00004-of-00006.gguf.part"), &body[..700_000]).unwrap();
+    std::fs::write(folder.join("big-00004-of-00006.gguf.part.etag"), sha256(&body)).unwrap();
+    assert!(locate(reference, dir.path()).is_none(), "some parts are missing");
+    let progress = Counted::default();
+    let path = fetch(reference, dir.path(), &sources(&hub), &progress).unwrap();
+    assert_eq!(path, folder.join("big-00001-of-00006.gguf"));
+    let total = 5 * body.len() as u64;
+    assert_eq!(*progress.0.lock(), (total, Some(total)));
+    assert_eq!(bytes(&path), 6 * body.len() as u64);
+    for name in &names {
+        assert_eq!(std::fs::read(dir.path().join("owner/repo").join(name)).unwrap(), body);
+    }
+    let mut ranges = hub.ranges.lock().clone();
+    ranges.sort_unstable();
+    assert_eq!(ranges, [None, None, None, None, Some(700_000)]);
+    assert_eq!(locate(reference, dir.path()), Some(path));
+    // The cache itself has names without numbers.
+    std::fs::copy(folder.join("big-00001-of-00006.gguf"), dir.path().join("one-00001-of-00002.gguf")).unwrap();
+    assert!(locate("one", dir.path()).is_none());
+    std::fs::copy(folder.join("big-00001-of-00006.gguf"), dir.path().join("one-00002-of-00002.gguf")).unwrap();
+    assert_eq!(locate("one", dir.path()), Some(dir.path().join("one-00001-of-00002.gguf")));
+}
+
+#[test]
+fn a_missing_part_is_reported_before_any_download() {
+    let hub = serve(Behaviour { files: files(&["x-00001-of-00002.gguf"], &model_bytes()), ..Behaviour::default() });
+    let dir = tempfile::tempdir().unwrap();
+    let error = fetch("hf:o/r/x-00001-of-00002.gguf", dir.path(), &sources(&hub), &Silent).unwrap_err().to_string();
+    assert!(error.contains("x-00002-of-00002.gguf: HTTP 404"), "{error}");
+    assert_eq!(hub.gets.load(Ordering::SeqCst), 0);
+}
+
+#[test]
+fn a_folder_is_downloaded_with_its_parts() {
+    let index = r#"{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}"#;
+    let weights = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
+    let mut parts = files(&[&weights[..], &["config.json", "tokenizer.json"]].concat(), b"some bytes");
+    parts.insert("model.safetensors.index.json".to_owned(), index.into());
+    let one = files(&["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"], b"some bytes");
+    for (files, expected) in [(parts, "model.safetensors.index.json"), (one, "model.safetensors")] {
+        let hub = serve(Behaviour { files: files.clone(), ..Behaviour::default() });
+        let dir = tempfile::tempdir().unwrap();
+        let path = fetch("hf:owner/repo", dir.path(), &sources(&hub), &Silent).unwrap();
+        assert_eq!(path, dir.path().join("owner/repo").join(expected));
+        for (name, body) in &files {
+            assert_eq!(&std::fs::read(path.with_file_name(name)).unwrap(), body, "{name}");
+        }
+        assert_eq!(hub.gets.load(Ordering::SeqCst), files.len());
+        assert_eq!(fetch("hf:owner/repo", dir.path(), &sources(&hub), &Silent).unwrap(), path);
+        assert_eq!(hub.gets.load(Ordering::SeqCst), files.len(), "the second fetch asked the server again");
+    }
+    // A repository with other files, and an index that names a file elsewhere.
+    let hub = serve(Behaviour { files: files(&["x.gguf"], &model_bytes()), ..Behaviour::default() });
+    let dir = tempfile::tempdir().unwrap();
+    let error = fetch("hf:owner/repo", dir.path(), &sources(&hub), &Silent).unwrap_err().to_string();
+    assert!(error.contains("has no config.json") && error.contains("hf:OWNER/REPO/FILE"), "{error}");
+    let mut bad = files(&["config.json", "tokenizer.json"], b"{}");
+    bad.insert(FOLDER_INDEX.to_owned(), br#"{"weight_map": {"a": "../../x.safetensors"}}"#.to_vec());
+    let hub = serve(Behaviour { files: bad, ..Behaviour::default() });
+    let error = fetch("hf:owner/repo", dir.path(), &sources(&hub), &Silent).unwrap_err().to_string();
+    assert!(error.contains("expected the names of .safetensors files beside it"), "{error}");
 }
 
 #[test]

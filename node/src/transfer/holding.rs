@@ -3,7 +3,7 @@
 //! Chunks that an earlier run or another process left in a sparse file are verified before they are used or served.
 use super::error::TransferError;
 use super::request::CHUNK_BYTES_MAX;
-use kernels_models::weights::{ModelFile, ServedBytes, ShardIndex};
+use kernels_models::weights::{ModelFile, ShardIndex};
 use node_core::id::ContentId;
 use parking_lot::{Mutex, MutexGuard};
 use std::fs::File;
@@ -105,16 +105,13 @@ impl Holding {
     pub(super) fn read(&self, chunk: usize) -> Option<Vec<u8>> {
         let range = &self.index.chunks().get(chunk)?.range;
         match &self.kind {
-            Kind::Whole(model) => match model.locate_served(range) {
-                ServedBytes::Header(bytes) => Some(bytes.to_vec()),
-                ServedBytes::File(range) => {
-                    let bytes = model.read(&range).and_then(|bytes| model.check_unchanged().map(|()| bytes));
-                    bytes
-                        .inspect_err(|e| tracing::warn!("chunk {chunk} cannot be served to a peer: {e}"))
-                        .ok()
-                        .map(Vec::from)
-                }
-            },
+            Kind::Whole(model) => {
+                let bytes = model.read(range).and_then(|bytes| model.check_unchanged().map(|()| bytes));
+                bytes
+                    .inspect_err(|e| tracing::warn!("chunk {chunk} cannot be served to a peer: {e}"))
+                    .ok()
+                    .map(Vec::from)
+            }
             Kind::Sparse { file, chunks, .. } => match *lock(chunks).get(chunk)? {
                 Presence::Missing => None,
                 Presence::Intact => read(file, range),

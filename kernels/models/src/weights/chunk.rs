@@ -22,13 +22,13 @@ pub struct Chunk {
 pub enum Content {
     /// Part of the header.
     Header,
-    /// Rows of one tensor, and the padding after its last row.
+    /// Rows of one tensor.
     Rows {
         /// Index into [`crate::weights::ModelFile::tensors`].
         tensor: u32,
         /// Row range.
         rows: Range<u64>,
     },
-    /// Bytes outside all tensors.
+    /// Bytes outside all tensors, which nobody needs.
     Padding,
 }

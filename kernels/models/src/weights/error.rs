@@ -14,6 +14,16 @@ pub enum WeightsError {
         /// Cause.
         source: std::io::Error,
     },
+    /// A part of a model in several files is not there.
+    #[error("part {number} of {count} of the model is missing: expected {path}; fetch all parts (`meshnode pull`)")]
+    MissingPart {
+        /// Expected path of the part.
+        path: PathBuf,
+        /// Number of the part, from 1.
+        number: usize,
+        /// Parts of the model.
+        count: usize,
+    },
     /// Another program has an exclusive lock on the file.
     #[error("{path} is locked by a program that is writing it; try again when that program is done")]
     Locked {

@@ -12,6 +12,8 @@ use super::error::WeightsError;
 use super::metadata::{Array, Element, Metadata, Value};
 use super::tensor::TensorInfo;
 
+pub(super) mod split;
+
 /// Maximum alignment of tensor data: a huge page; with larger ones padding would dominate. GGUF's default is 32.
 pub(super) const ALIGNMENT_MAX: u64 = 2 << 20;
 /// Maximum length of a key or tensor name; the specification's limit for keys.
@@ -32,8 +34,6 @@ pub(super) struct Header {
     pub tensors: Vec<TensorInfo>,
     /// Row order of the query and key matrices.
     pub layout: QueryKeyOrder,
-    /// Header sent to peers instead of the file's own, if the latter does not contain all metadata.
-    pub served: Option<Bytes>,
 }
 
 /// Parses and validates the header. `bytes`: the file of `file_len` bytes, or a prefix of it; if the header does not end within
@@ -60,7 +60,7 @@ pub(super) fn parse(bytes: &Bytes, file_len: u64) -> Result<Header, WeightsError
         .ok_or_else(|| malformed(reader.at, "an aligned start of data", "an overflow"))?;
     let tensors = place(table, header_len, alignment, file_len)?;
     // If the data would begin past the end of the file, there is no data.
-    Ok(Header { header_len: header_len.min(file_len), metadata, tensors, layout: QueryKeyOrder::Gguf, served: None })
+    Ok(Header { header_len: header_len.min(file_len), metadata, tensors, layout: QueryKeyOrder::Gguf })
 }
 
 fn read_magic(reader: &mut Reader<'_>) -> Result<u32, WeightsError> {

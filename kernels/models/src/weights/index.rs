@@ -5,21 +5,19 @@
 //! chunk holds.
 use std::ops::Range;
 
-use bytes::Bytes;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use serde::{Deserialize, Serialize};
 
+use super::ModelFile;
 use super::chunk::{Chunk, Content};
 use super::error::WeightsError;
-use super::tensor::TensorInfo;
-use super::{ModelFile, ServedBytes};
 
 pub use super::chunk::CHUNK_BYTES_MAX;
 
 /// Maximum bytes of an encoded index: a million chunks, that is a terabyte of weights.
 pub const INDEX_BYTES_MAX: usize = 64 << 20;
 const MAGIC: [u8; 4] = *b"MNIX";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 const HEAD_BYTES: usize = 4 + 4 + 8 + 8 + 4;
 /// Length, tag, tensor, first row, number of rows, hash.
 const CHUNK_RECORD_BYTES: usize = 4 + 1 + 4 + 8 + 8 + 32;
@@ -43,10 +41,7 @@ impl ShardIndex {
             return Err(IndexError::Partial);
         }
         let hashed = |(range, content): (Range<u64>, Content)| {
-            let bytes = match file.locate_served(&range) {
-                ServedBytes::Header(bytes) => Bytes::copy_from_slice(bytes),
-                ServedBytes::File(range) => file.read(&range)?,
-            };
+            let bytes = file.read(&range)?;
             let hash = blake3::hash(&bytes).into();
             progress(bytes.len() as u64);
             Ok(Chunk { range, content, hash })
@@ -54,7 +49,7 @@ impl ShardIndex {
         let chunks = layout(file).into_par_iter().map(hashed).collect::<Result<Vec<Chunk>, WeightsError>>();
         let unreadable = |e: WeightsError| IndexError::Unreadable(e.to_string());
         let chunks = chunks.and_then(|chunks| file.check_unchanged().map(|()| chunks)).map_err(unreadable)?;
-        Ok(Self { file_len: served_at(file, file.file_len()), header_len: served_header_len(file), chunks })
+        Ok(Self { file_len: file.file_len(), header_len: file.header_range().end, chunks })
     }
 
     /// Length of the file.
@@ -81,14 +76,33 @@ impl ShardIndex {
         blake3::hash(&self.encode()).into()
     }
 
-    /// Indices of the chunks that overlap any of the ranges, ascending. The header's chunks are those of `0..header_len`.
+    /// Content id of each tensor, in the order of [`ModelFile::tensors`]: the blake3 hash of the hashes of its chunks. Equal tensors
+    /// have equal ids in every file.
+    #[must_use]
+    pub fn tensor_ids(&self) -> Vec<[u8; 32]> {
+        let rows = |chunk: &Chunk| match &chunk.content {
+            Content::Rows { tensor, .. } => Some((*tensor, chunk.hash)),
+            Content::Header | Content::Padding => None,
+        };
+        let hashes: Vec<(u32, [u8; 32])> = self.chunks.iter().filter_map(rows).collect();
+        let of_tensor = hashes.chunk_by(|a, b| a.0 == b.0);
+        let id = |chunks: &[(u32, [u8; 32])]| {
+            let mut hasher = blake3::Hasher::new();
+            chunks.iter().for_each(|(_, hash)| _ = hasher.update(hash));
+            hasher.finalize().into()
+        };
+        of_tensor.map(id).collect()
+    }
+
+    /// Indices of the chunks that overlap any of the ranges, ascending, without padding. The header's chunks are those of
+    /// `0..header_len`.
     #[must_use]
     pub fn chunks_for(&self, ranges: &[Range<u64>]) -> Vec<usize> {
         let mut selected = std::collections::BTreeSet::new();
         for range in ranges.iter().filter(|r| r.start < r.end) {
             let first = self.chunks.partition_point(|c| c.range.end <= range.start);
             let end = self.chunks.partition_point(|c| c.range.start < range.end);
-            selected.extend(first..end);
+            selected.extend((first..end).filter(|&chunk| self.chunks[chunk].content != Content::Padding));
         }
         selected.into_iter().collect()
     }
@@ -137,7 +151,7 @@ impl ShardIndex {
         }
         let (head, records) = bytes.split_at_checked(HEAD_BYTES).ok_or_else(|| wrong("shorter than its header"))?;
         if head[..4] != MAGIC || u32_at(head, 4) != VERSION {
-            return Err(wrong("expected the magic bytes and version 1"));
+            return Err(wrong(&format!("expected the magic bytes and version {VERSION}")));
         }
         let (file_len, header_len, count) = (u64_at(head, 8), u64_at(head, 16), u32_at(head, 24) as usize);
         if count.checked_mul(CHUNK_RECORD_BYTES) != Some(records.len()) {
@@ -178,8 +192,8 @@ impl ShardIndex {
     /// Whether this index describes the layout of `file`: lengths, and the row range of every chunk.
     #[must_use]
     pub fn matches(&self, file: &ModelFile) -> bool {
-        self.file_len == served_at(file, file.file_len())
-            && self.header_len == served_header_len(file)
+        self.file_len == file.file_len()
+            && self.header_len == file.header_range().end
             && layout(file).into_iter().eq(self.chunks.iter().map(|c| (c.range.clone(), c.content.clone())))
     }
 }
@@ -197,37 +211,24 @@ impl<'de> Deserialize<'de> for ShardIndex {
     }
 }
 
-fn served_header_len(file: &ModelFile) -> u64 {
-    file.served_header().map_or(file.header_range().end, |header| header.len() as u64)
-}
-
-/// Maps a position after the file's header to the position in the file that peers receive.
-fn served_at(file: &ModelFile, at: u64) -> u64 {
-    at - file.header_range().end + served_header_len(file)
-}
-
 /// The chunks of a file, derived from its header alone.
 fn layout(file: &ModelFile) -> Vec<(Range<u64>, Content)> {
     let mut chunks = Vec::new();
-    let (header, end) = (served_header_len(file), served_at(file, file.file_len()));
+    let (header, end) = (file.header_range().end, file.file_len());
     split(&mut chunks, 0..header, &Content::Header);
-    let start = |tensor: &TensorInfo| served_at(file, tensor.range.start);
-    let data = file.tensors().first().map_or(end, start);
+    let data = file.tensors().first().map_or(end, |tensor| tensor.range.start);
     split(&mut chunks, header..data, &Content::Padding);
-    let starts = file.tensors().iter().skip(1).map(start).chain([end]);
+    let starts = file.tensors().iter().skip(1).map(|tensor| tensor.range.start).chain([end]);
     for ((number, tensor), next) in file.tensors().iter().enumerate().zip(starts) {
         let (row_bytes, rows) = (tensor.row_bytes(), tensor.rows as u64);
         // Each row fits into a chunk; checked when the file was opened.
         let step = (CHUNK_BYTES_MAX / row_bytes).max(1);
         for first in (0..rows).step_by(step as usize) {
             let last = rows.min(first + step);
-            let range = start(tensor) + first * row_bytes..start(tensor) + last * row_bytes;
+            let range = tensor.range.start + first * row_bytes..tensor.range.start + last * row_bytes;
             chunks.push((range, Content::Rows { tensor: number as u32, rows: first..last }));
         }
-        match chunks.last_mut() {
-            Some((range, _)) if next - range.start <= CHUNK_BYTES_MAX => range.end = next,
-            Some(_) | None => split(&mut chunks, served_at(file, tensor.range.end)..next, &Content::Padding),
-        }
+        split(&mut chunks, tensor.range.end..next, &Content::Padding);
     }
     chunks
 }

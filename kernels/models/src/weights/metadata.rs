@@ -108,6 +108,11 @@ impl Metadata {
         Ok(super::gguf::parse(bytes, bytes.len() as u64)?.metadata)
     }
 
+    /// The bytes up to the end of the last entry.
+    pub(super) fn bytes(&self) -> &Bytes {
+        &self.bytes
+    }
+
     /// The value of a key.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<&Value> {

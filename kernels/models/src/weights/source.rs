@@ -8,25 +8,42 @@ use std::io::{self, ErrorKind};
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use bytes::Bytes;
 
 use super::error::WeightsError;
 
-/// The bytes of a model.
-#[derive(Debug)]
-pub(super) enum Source {
-    /// In memory.
+/// The bytes of a model: of one file, or of several pieces that follow each other, such as the parts of a split model.
+#[derive(Clone, Debug)]
+pub(super) struct Source {
+    /// Without gaps, from byte 0; only a sole piece may be empty.
+    pieces: Vec<Piece>,
+}
+
+/// A range of the model's bytes.
+#[derive(Clone, Debug)]
+struct Piece {
+    start: u64,
+    len: u64,
+    place: Place,
+}
+
+#[derive(Clone, Debug)]
+enum Place {
     Memory(Bytes),
-    /// In a file.
-    File(OpenFile),
+    /// In a file, from byte `at`.
+    File {
+        file: Arc<OpenFile>,
+        at: u64,
+    },
 }
 
 /// An open file with a shared advisory lock.
 ///
 /// It refers to the open file, not to its name: a rename of another file onto the path has no effect.
 #[derive(Debug)]
-pub(super) struct OpenFile {
+struct OpenFile {
     file: File,
     path: PathBuf,
     /// Chunks from peers are being written into the file: its modification time changes, its length does not.
@@ -43,7 +60,12 @@ struct Stamp {
 }
 
 impl Source {
-    /// Opens a file.
+    /// Bytes in memory.
+    pub(super) fn memory(bytes: Bytes) -> Self {
+        Self { pieces: vec![Piece { start: 0, len: bytes.len() as u64, place: Place::Memory(bytes) }] }
+    }
+
+    /// Opens a file. `filling`: chunks from peers are being written into it.
     ///
     /// # Errors
     /// It cannot be opened, or another program holds an exclusive lock.
@@ -56,57 +78,122 @@ impl Source {
             Ok(()) | Err(TryLockError::Error(_)) => {}
         }
         let opened = Stamp::of(&file.metadata().map_err(failed)?, filling);
-        Ok(Self::File(OpenFile { file, path: path.to_owned(), filling, opened }))
+        let (len, path) = (opened.bytes, path.to_owned());
+        let place = Place::File { file: Arc::new(OpenFile { file, path, filling, opened }), at: 0 };
+        Ok(Self { pieces: vec![Piece { start: 0, len, place }] })
     }
 
-    /// Path of the file; `None` if in memory.
-    pub(super) fn path(&self) -> Option<&Path> {
-        match self {
-            Self::Memory(_) => None,
-            Self::File(open) => Some(&open.path),
+    /// Joins sources, in order. Each begins at a multiple of `alignment`, after zeros where necessary.
+    pub(super) fn join(sources: impl IntoIterator<Item = Self>, alignment: u64) -> Self {
+        let mut joined = Self { pieces: Vec::new() };
+        for source in sources {
+            let padding = joined.len().next_multiple_of(alignment) - joined.len();
+            let zeros = Self::memory(vec![0; padding as usize].into());
+            for piece in zeros.pieces.into_iter().chain(source.pieces).filter(|piece| piece.len > 0) {
+                let start = joined.len();
+                joined.pieces.push(Piece { start, ..piece });
+            }
         }
+        joined
     }
 
-    /// Whether the file may have holes.
+    /// The bytes from position `start` to the end.
+    pub(super) fn after(&self, start: u64) -> Self {
+        self.part(&(start..self.len()))
+    }
+
+    /// The bytes of a range, as far as they exist.
+    pub(super) fn part(&self, range: &Range<u64>) -> Self {
+        let inside = |piece: &Piece| {
+            let skip = range.start.saturating_sub(piece.start).min(piece.len);
+            let len = range.end.saturating_sub(piece.start).min(piece.len).saturating_sub(skip);
+            let place = match &piece.place {
+                Place::Memory(bytes) => Place::Memory(bytes.slice(skip as usize..(skip + len) as usize)),
+                Place::File { file, at } => Place::File { file: file.clone(), at: at + skip },
+            };
+            Self { pieces: vec![Piece { start: 0, len, place }] }
+        };
+        Self::join(self.pieces.iter().map(inside), 1)
+    }
+
+    fn files(&self) -> impl Iterator<Item = &OpenFile> {
+        self.pieces.iter().filter_map(|piece| match &piece.place {
+            Place::Memory(_) => None,
+            Place::File { file, .. } => Some(&**file),
+        })
+    }
+
+    /// Whether all bytes are in memory.
+    pub(super) fn is_memory(&self) -> bool {
+        self.files().next().is_none()
+    }
+
+    /// Whether a file may have holes.
     pub(super) fn is_filling(&self) -> bool {
-        match self {
-            Self::Memory(_) => false,
-            Self::File(open) => open.filling,
-        }
+        self.files().any(|file| file.filling)
     }
 
     /// Length when opened.
     pub(super) fn len(&self) -> u64 {
-        match self {
-            Self::Memory(bytes) => bytes.len() as u64,
-            Self::File(open) => open.opened.bytes,
+        self.pieces.last().map_or(0, |piece| piece.start + piece.len)
+    }
+
+    /// Hash of the bytes in memory and of each file's length and modification time.
+    pub(super) fn stamp(&self) -> [u8; 32] {
+        let mut hasher = blake3::Hasher::new();
+        for piece in &self.pieces {
+            match &piece.place {
+                Place::Memory(bytes) => _ = hasher.update(bytes),
+                Place::File { file, at } => {
+                    let (seconds, nanoseconds) = file.opened.written.unwrap_or_default();
+                    let [seconds, nanoseconds] = [seconds.to_le_bytes(), nanoseconds.to_le_bytes()];
+                    let parts = [at.to_le_bytes(), file.opened.bytes.to_le_bytes(), seconds, nanoseconds];
+                    parts.iter().for_each(|part| _ = hasher.update(part));
+                }
+            }
         }
+        hasher.finalize().into()
     }
 
     /// Reads a byte range. Holes read as zeros.
     ///
     /// # Errors
-    /// The range is out of bounds, or the file cannot be read.
+    /// The range is out of bounds, or a file cannot be read.
     pub(super) fn read(&self, range: &Range<u64>) -> Result<Bytes, WeightsError> {
         let beyond = || {
             let what = format!("the range {}..{}", range.start, range.end);
             WeightsError::Truncated { what, need: range.end, have: self.len() }
         };
         let range = Some(range).filter(|r| r.start <= r.end && r.end <= self.len()).ok_or_else(beyond)?;
-        let (Ok(start), Ok(end)) = (usize::try_from(range.start), usize::try_from(range.end)) else {
-            return Err(beyond());
-        };
-        match self {
-            Self::Memory(bytes) => Ok(bytes.slice(start..end)),
-            Self::File(open) => open.read(range.start, end - start),
+        let count = usize::try_from(range.end - range.start).map_err(|_| beyond())?;
+        let first = self.pieces.partition_point(|piece| piece.start + piece.len <= range.start);
+        match self.pieces.get(first) {
+            None => Ok(Bytes::new()),
+            Some(piece) if range.end <= piece.start + piece.len => piece.read(range.start - piece.start, count),
+            Some(_) => {
+                let mut bytes = Vec::with_capacity(count);
+                for piece in self.pieces[first..].iter().take_while(|piece| piece.start < range.end) {
+                    let skip = range.start.saturating_sub(piece.start);
+                    let end = piece.len.min(range.end - piece.start);
+                    bytes.extend(piece.read(skip, (end - skip) as usize)?);
+                }
+                Ok(bytes.into())
+            }
         }
     }
 
     /// See [`super::ModelFile::check_unchanged`].
     pub(super) fn check_unchanged(&self) -> Result<(), WeightsError> {
-        match self {
-            Self::Memory(_) => Ok(()),
-            Self::File(open) => open.check_unchanged(),
+        self.files().try_for_each(OpenFile::check_unchanged)
+    }
+}
+
+impl Piece {
+    /// Reads `count` bytes from byte `skip` of the piece.
+    fn read(&self, skip: u64, count: usize) -> Result<Bytes, WeightsError> {
+        match &self.place {
+            Place::Memory(bytes) => Ok(bytes.slice(skip as usize..skip as usize + count)),
+            Place::File { file, at } => file.read(at + skip, count),
         }
     }
 }

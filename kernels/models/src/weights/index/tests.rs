@@ -95,7 +95,8 @@ fn chunks_for_a_stage_hold_its_tensors_only() {
     assert!(header.iter().all(|&c| index.chunks()[c].content == Content::Header));
     let backwards = std::ops::Range { start: 9, end: 5 };
     let everything = index.chunks_for(&[0..u64::MAX, 5..9, backwards]);
-    assert_eq!(everything.len(), index.chunks().len());
+    let padding = index.chunks().iter().filter(|chunk| chunk.content == Content::Padding).count();
+    assert_eq!(everything.len() + padding, index.chunks().len());
     assert!(index.chunks_for(&[]).is_empty() && index.chunks_for(&[7..7, 9..9]).is_empty());
 }
 
