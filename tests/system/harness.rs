@@ -131,6 +131,8 @@ pub(crate) struct Mesh {
     options: Vec<(LocalNodeOptions, u16)>,
     /// The relay between the nodes, with the same indices.
     pub(crate) relay: Option<Relay>,
+    /// Compute threads of each node that [`Self::start`] starts.
+    pub(crate) threads: usize,
     dir: tempfile::TempDir,
     /// Last field: dropped when the nodes have ended.
     _turn: Turn,
@@ -139,7 +141,7 @@ pub(crate) struct Mesh {
 impl Mesh {
     pub(crate) fn new() -> Self {
         let (nodes, options, turn) = (Vec::new(), Vec::new(), Turn::take());
-        Self { nodes, options, relay: None, dir: tempfile::tempdir().expect("a folder"), _turn: turn }
+        Self { nodes, options, relay: None, threads: 1, dir: tempfile::tempdir().expect("a folder"), _turn: turn }
     }
 
     /// A mesh whose nodes reach each other only through a relay; `seed` determines which datagrams are lost.
@@ -159,7 +161,7 @@ impl Mesh {
         self.spawn(LocalNodeOptions {
             name: name.to_owned(),
             memory,
-            threads: Some(1),
+            threads: Some(self.threads),
             join,
             cache_dir: cache,
             flags: Vec::new(),

@@ -1,6 +1,7 @@
 //! Many requests of mixed lengths that arrive at random, well below what the mesh can do: no request fails, the nodes' memory
 //! stays flat, and the waiting times are printed. For the full length:
 //! `MESHNODE_REQUESTS=1000 cargo test --release --workspace requests_that_arrive -- --ignored --nocapture`
+//! `MESHNODE_THREADS=4` gives each node 4 threads instead of one: an hour of requests takes a few minutes.
 use crate::client::seed;
 use crate::harness::{Mesh, generate, model, require, tokens_of};
 use meshnode::cluster::LocalNode;
@@ -109,6 +110,7 @@ fn share(times: &mut [Duration], share: f64) -> f64 {
 fn requests_that_arrive_at_random_are_answered_in_flat_memory() {
     let Some(model) = require(model()) else { return };
     let mut mesh = Mesh::new();
+    mesh.threads = std::env::var("MESHNODE_THREADS").map_or(1, |text| text.parse().expect("a number of threads"));
     let bytes = mesh.model_bytes(&model);
     for i in 0..NODES {
         // Two nodes fit the model and its cache, one does not; the third has room for a standby.
