@@ -19,6 +19,8 @@
 //! Next: `tile.rs`.
 use std::ops::Range;
 
+pub mod experts;
+
 /// Columns per exact integer sum; one activation scale each.
 pub const BLOCK: usize = 32;
 /// Columns of a weight tile. Chunks consist of whole groups.

@@ -391,6 +391,18 @@ impl<'a> Tiles<'a> {
         (Layout::of(kind).matrix_bytes(rows, cols) == bytes.len()).then_some(Self { kind, rows, cols, bytes })
     }
 
+    /// A range of whole rows of tiles.
+    ///
+    /// # Panics
+    /// If the rows do not exist, or do not begin and end at tile boundaries.
+    #[must_use]
+    pub fn part(&self, rows: Range<usize>) -> Self {
+        let whole = |row: usize| row.is_multiple_of(ROWS) || row == self.rows;
+        assert!(whole(rows.start) && whole(rows.end) && rows.end <= self.rows, "{rows:?} of {} rows", self.rows);
+        let at = |row: usize| Layout::of(self.kind).matrix_bytes(row, self.cols);
+        Self { rows: rows.len(), bytes: &self.bytes[at(rows.start)..at(rows.end)], ..*self }
+    }
+
     /// Storage format before conversion.
     #[must_use]
     pub fn kind(&self) -> QuantType {

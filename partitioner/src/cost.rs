@@ -99,7 +99,7 @@ pub fn stage_ns_at(work: &Work, device: &Device, layers: &Range<u32>, tokens: u3
 /// are read once and every row is computed; the slower of the two counts), and attention.
 pub fn layer_ns(device: &Device, layer: &Layer, tokens: u32, positions: u32) -> Option<u64> {
     let fixed_ns = device.layer_ns.min(NS_MAX);
-    let products_ns = matrix_ns(device, layer.weight_bytes, layer.flops_per_token, tokens)?;
+    let products_ns = matrix_ns(device, layer.bytes_read(tokens), layer.flops_per_token, tokens)?;
     Some((fixed_ns + products_ns + attention_ns(device, layer, tokens, positions)).min(NS_MAX))
 }
 
@@ -198,10 +198,12 @@ fn blocks<'a>(work: &'a Work, layers: &Range<u32>) -> &'a [Layer] {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::work::Experts;
     use alloc::{collections::BTreeMap, string::String, vec};
 
     fn work(tied: bool) -> Work {
-        let layer = Layer { flops_per_token: 200, weight_bytes: 100, kv_bytes_per_token: 3, window: None };
+        let layer =
+            Layer { flops_per_token: 200, weight_bytes: 100, kv_bytes_per_token: 3, window: None, experts: None };
         Work {
             layers: vec![layer; 4],
             embed_bytes: 1_000,
@@ -232,6 +234,24 @@ mod tests {
             pass_steps: 1,
             excluded: false,
         }
+    }
+
+    #[test]
+    fn a_step_reads_the_experts_that_its_rows_choose() {
+        let plain =
+            Layer { flops_per_token: 1, weight_bytes: 1000, kv_bytes_per_token: 1, window: None, experts: None };
+        let mixture = |count, used| Layer { experts: Some(Experts { bytes: 800, count, used }), ..plain };
+        assert_eq!((plain.bytes_read(1), plain.bytes_read(9)), (1000, 1000));
+        // 2 of 8: a quarter of 800; then 7/16 and so on.
+        assert_eq!([1, 2, 3].map(|tokens| mixture(8, 2).bytes_read(tokens)), [400, 550, 663]);
+        assert_eq!(mixture(8, 2).bytes_read(1000), 1000);
+        assert_eq!(
+            (mixture(8, 8).bytes_read(1), mixture(8, 9).bytes_read(1), mixture(0, 0).bytes_read(1)),
+            (1000, 1000, 1000)
+        );
+        assert_eq!(mixture(8, 2).bytes_read(0), 200);
+        let hostile = Layer { experts: Some(Experts { bytes: u64::MAX, count: u32::MAX, used: 0 }), ..plain };
+        assert_eq!(hostile.bytes_read(u32::MAX), 0);
     }
 
     #[test]
@@ -303,7 +323,8 @@ mod tests {
     #[test]
     fn extreme_figures_saturate() {
         let most = u64::MAX;
-        let huge = Layer { flops_per_token: most, weight_bytes: most, kv_bytes_per_token: most, window: None };
+        let huge =
+            Layer { flops_per_token: most, weight_bytes: most, kv_bytes_per_token: most, window: None, experts: None };
         let work = Work { layers: vec![huge; 4], context: u32::MAX, sequences: u32::MAX, ..work(false) };
         assert_eq!(stage_bytes(&work, &(0..4)), u64::MAX);
         let slow = Device { layer_ns: u64::MAX, cache_bytes_per_second: 1, ..device(1, 1, 1) };

@@ -51,7 +51,16 @@ mod tests {
 
     fn work(fit: Fit) -> Work {
         Work {
-            layers: vec![Layer { flops_per_token: 200, weight_bytes: 1000, kv_bytes_per_token: 1, window: None }; 4],
+            layers: vec![
+                Layer {
+                    flops_per_token: 200,
+                    weight_bytes: 1000,
+                    kv_bytes_per_token: 1,
+                    window: None,
+                    experts: None
+                };
+                4
+            ],
             embed_bytes: 0,
             head_bytes: 0,
             tied: false,

@@ -40,4 +40,4 @@ pub use plan::{Goal, InvalidPlan, LossPlan, Options, Plan, PlanError, Stage};
 pub use question::{Answer, GridStandbysQuestion, ModelAnswer, ModelQuestion, ModelStandbysQuestion, Question};
 pub use repair::{moved_bytes, repair};
 pub use standby::{Standby, Tier, standbys};
-pub use work::{Layer, Work};
+pub use work::{Experts, Layer, Work};

@@ -246,7 +246,8 @@ pub(crate) mod tests {
                     flops_per_token: 200,
                     weight_bytes: 1 << 20,
                     kv_bytes_per_token: 1 << 10,
-                    window: None
+                    window: None,
+                    experts: None
                 };
                 8
             ],

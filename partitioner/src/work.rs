@@ -7,13 +7,49 @@ use serde::{Deserialize, Serialize};
 pub struct Layer {
     /// Multiply-adds times two for one token at batch 1, attention over an empty cache.
     pub flops_per_token: u64,
-    /// Bytes of weights as stored (quantised); also what decode reads per token.
+    /// Bytes of weights as stored (quantised); also what decode reads per token, except for experts that it does not use.
     pub weight_bytes: u64,
     /// Bytes of key and value cache per token of one sequence.
     pub kv_bytes_per_token: u64,
     /// Maximum number of positions that a row attends to, its own included; `None`: all up to its own. The cache holds all
     /// positions in either case.
     pub window: Option<u32>,
+    /// Weights of which each row reads a part.
+    pub experts: Option<Experts>,
+}
+
+/// A mixture of experts: a row reads those that it chooses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Experts {
+    /// Bytes of all experts, part of the layer's weights.
+    pub bytes: u64,
+    /// Number of experts.
+    pub count: u32,
+    /// Experts of a row.
+    pub used: u32,
+}
+
+impl Layer {
+    /// Bytes of weights that a step over `tokens` rows reads, if the rows choose their experts independently.
+    #[must_use]
+    pub fn bytes_read(&self, tokens: u32) -> u64 {
+        let Some(Experts { bytes, count, used }) = self.experts.filter(|experts| experts.count > 0) else {
+            return self.weight_bytes;
+        };
+        // Shares in units of 2^-32: of the experts that one row does not use, then of those that no row uses.
+        const ONE: u128 = 1 << 32;
+        let mut square = ONE * u128::from(count.saturating_sub(used)) / u128::from(count);
+        let (mut unused, mut left) = (ONE, tokens);
+        while left > 0 {
+            if left & 1 == 1 {
+                unused = (unused * square) >> 32;
+            }
+            square = (square * square) >> 32;
+            left >>= 1;
+        }
+        let unread = (u128::from(bytes) * unused) >> 32;
+        self.weight_bytes.saturating_sub(u64::try_from(unread).unwrap_or(u64::MAX))
+    }
 }
 
 /// A language model, to be split by layers.

@@ -168,7 +168,8 @@ mod tests {
     }
 
     fn work() -> Work {
-        let layer = Layer { flops_per_token: 0, weight_bytes: 1 << 20, kv_bytes_per_token: 1, window: None };
+        let layer =
+            Layer { flops_per_token: 0, weight_bytes: 1 << 20, kv_bytes_per_token: 1, window: None, experts: None };
         Work {
             layers: vec![layer; 8],
             embed_bytes: 1 << 20,

@@ -139,8 +139,13 @@ fn among_equal_token_times_the_least_bottleneck_is_planned() {
         pass_steps: 1,
         excluded: false,
     };
-    let layer =
-        Layer { flops_per_token: 1_711_000_000, weight_bytes: 513_500_000, kv_bytes_per_token: 8192, window: None };
+    let layer = Layer {
+        flops_per_token: 1_711_000_000,
+        weight_bytes: 513_500_000,
+        kv_bytes_per_token: 8192,
+        window: None,
+        experts: None,
+    };
     let work = Work {
         layers: vec![layer; 80],
         embed_bytes: 600_000_000,
@@ -165,7 +170,8 @@ fn among_equal_token_times_the_least_bottleneck_is_planned() {
 /// Two devices, neither with memory for all layers: one reads weights faster, the other keys and values.
 #[test]
 fn a_long_context_moves_layers_to_the_device_with_the_faster_cache() {
-    let layer = Layer { flops_per_token: 0, weight_bytes: 500_000_000, kv_bytes_per_token: 4096, window: None };
+    let layer =
+        Layer { flops_per_token: 0, weight_bytes: 500_000_000, kv_bytes_per_token: 4096, window: None, experts: None };
     let work = |context: u32, window: Option<u32>| Work {
         layers: vec![Layer { window, ..layer }; 80],
         embed_bytes: 0,

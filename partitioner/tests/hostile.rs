@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 /// Three equal devices that each hold two of four layers, all linked.
 fn even() -> (Work, Fleet, Options) {
     let mut random = Random::new(1);
-    let layer = Layer { flops_per_token: 0, weight_bytes: 100, kv_bytes_per_token: 0, window: None };
+    let layer = Layer { flops_per_token: 0, weight_bytes: 100, kv_bytes_per_token: 0, window: None, experts: None };
     let work = Work {
         layers: vec![layer; 4],
         embed_bytes: 0,
@@ -88,7 +88,13 @@ fn invalid_questions_are_rejected() {
     assert!(rejection(&none, &fleet, &options).contains("no layers"));
     let many = Work { layers: vec![work.layers[0]; 1_025], ..work.clone() };
     assert!(rejection(&many, &fleet, &options).contains("1025 layers"));
-    let huge = Layer { weight_bytes: u64::MAX, flops_per_token: u64::MAX, kv_bytes_per_token: u64::MAX, window: None };
+    let huge = Layer {
+        weight_bytes: u64::MAX,
+        flops_per_token: u64::MAX,
+        kv_bytes_per_token: u64::MAX,
+        window: None,
+        experts: None,
+    };
     let heavy = Work { layers: vec![huge; 4], context: u32::MAX, sequences: u32::MAX, ..work.clone() };
     assert!(rejection(&heavy, &fleet, &options).contains("1 EiB"));
     let scratch = Work { scratch_bytes: u64::MAX, ..work.clone() };
@@ -157,8 +163,13 @@ fn the_shortlist_keeps_near_nodes() {
     let near = Link { rtt_ns: 300_000, bytes_per_second: 112_000_000 };
     let far = Link { rtt_ns: 150_000_000, bytes_per_second: 12_000_000 };
     let (mut work, mut fleet, options) = even();
-    let layer =
-        Layer { flops_per_token: 1_711_000_000, weight_bytes: 513_500_000, kv_bytes_per_token: 8192, window: None };
+    let layer = Layer {
+        flops_per_token: 1_711_000_000,
+        weight_bytes: 513_500_000,
+        kv_bytes_per_token: 8192,
+        window: None,
+        experts: None,
+    };
     (work.layers, work.activation_bytes, work.context) = (vec![layer; 80], 32_768, 2048);
     let node = |n: usize| Device {
         id: id(n),

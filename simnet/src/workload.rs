@@ -24,6 +24,7 @@ pub fn wide_model(layers: u32, layer_bytes: u64, width: u32) -> ModelSpec {
         weight_bytes: layer_bytes,
         kv_bytes_per_token: crate::compute::POSITION_BYTES,
         window: None,
+        experts: None,
     };
     ModelSpec {
         content: ContentId([0x5A; 32]),

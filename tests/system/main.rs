@@ -12,6 +12,7 @@ mod docs;
 mod drafts;
 mod drivers;
 mod embeddings;
+mod experts;
 mod faults;
 mod grids;
 mod harness;

@@ -5,7 +5,8 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
 use kernels::order::Activation;
 use kernels_models::recipe::{LayerRecipe, Recipe};
-use kernels_models::weights::{ModelConfig, ModelFile, Rope, RopeKind};
+use kernels_models::weights::{Experts, ModelConfig, ModelFile, Rope, RopeKind};
+use std::ops::Range;
 
 // burn broadcasts axes of length 1, so a wrong shape may give numbers instead of an error.
 define_shape_contract!(HIDDEN, ["tokens", "width"]);
@@ -110,8 +111,30 @@ impl<B: Backend> Model<'_, B> {
         }
         let hidden = hidden + after(given, "post_attention_norm");
         let x = self.norm(hidden.clone(), &name("ffn_norm.weight"));
-        let gate = self.product(x.clone(), &name("ffn_gate.weight"));
-        let up = self.product(x, &name("ffn_up.weight"));
+        let given = match recipe.experts {
+            None => self.gated(x, recipe, index, "", 0..1, 1),
+            Some(experts) => self.mixture(x, recipe, index, experts),
+        };
+        hidden + after(given, "post_ffw_norm")
+    }
+
+    /// Gated feed-forward block `expert` of `count`, which are stacked in the rows of its tensors.
+    fn gated(
+        &self,
+        x: Tensor<B, 2>,
+        recipe: &LayerRecipe,
+        index: usize,
+        kind: &str,
+        expert: Range<usize>,
+        count: usize,
+    ) -> Tensor<B, 2> {
+        let part = |part: &str| {
+            let all = self.tensor(&format!("blk.{index}.{part}{kind}.weight"));
+            let [rows, cols] = all.dims();
+            all.slice([expert.start * rows / count..expert.end * rows / count, 0..cols]).transpose()
+        };
+        let gate = x.clone().matmul(part("ffn_gate"));
+        let up = x.matmul(part("ffn_up"));
         let gate = match recipe.activation {
             Activation::Silu => gate.clone() * sigmoid(gate),
             Activation::Gelu => {
@@ -120,7 +143,31 @@ impl<B: Backend> Model<'_, B> {
                 gate * (inner.tanh() + 1.0) * 0.5
             }
         };
-        hidden + after(self.product(gate * up, &name("ffn_down.weight")), "post_ffw_norm")
+        (gate * up).matmul(part("ffn_down"))
+    }
+
+    /// Every expert computes every row; the factors of those that were not chosen are zero.
+    fn mixture(&self, x: Tensor<B, 2>, recipe: &LayerRecipe, index: usize, experts: Experts) -> Tensor<B, 2> {
+        let Experts { count, used, shared, normalised } = experts;
+        let name = |part: &str| format!("blk.{index}.{part}.weight");
+        let [tokens, _] = x.dims();
+        let shares = softmax(self.product(x.clone(), &name("ffn_gate_inp")), 1);
+        let lowest = shares.clone().sort_descending(1).slice([0..tokens, used - 1..used]);
+        let chosen = shares.clone().greater_equal(lowest).float();
+        let mut factors = shares * chosen;
+        if normalised {
+            factors = factors.clone() / factors.sum_dim(1);
+        }
+        let output = |expert: usize| {
+            let factor = factors.clone().slice([0..tokens, expert..expert + 1]);
+            self.gated(x.clone(), recipe, index, "_exps", expert..expert + 1, count) * factor
+        };
+        let mut sum = (1..count).fold(output(0), |sum, expert| sum + output(expert));
+        if shared.is_some() {
+            let gate = sigmoid(self.product(x.clone(), &name("ffn_gate_inp_shexp")));
+            sum = sum + self.gated(x, recipe, index, "_shexp", 0..1, 1) * gate;
+        }
+        sum
     }
 
     fn attend(&self, x: Tensor<B, 2>, recipe: &LayerRecipe, index: usize, turns: &[Tensor<B, 3>; 2]) -> Tensor<B, 2> {

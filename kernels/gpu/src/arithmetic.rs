@@ -158,7 +158,7 @@ pub(crate) fn exp(x: f32, #[comptime] able: Features) -> f32 {
 
 /// See [`kernels::order::sigmoid`].
 #[cube]
-fn sigmoid(x: f32, #[comptime] able: Features) -> f32 {
+pub(crate) fn sigmoid(x: f32, #[comptime] able: Features) -> f32 {
     reciprocal(1.0f32 + exp(-x, able), able)
 }
 

@@ -8,7 +8,7 @@ use std::time::Instant;
 use cubecl::bytes::Bytes;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use kernels::order::POSITIONS;
+use kernels::order::{Activation, POSITIONS};
 use kernels::threads::Threads;
 use kernels::tile::Layout;
 use kernels_gpu_grids::{PendingRead, submit_read};
@@ -25,11 +25,12 @@ use crate::error::{failed, guarded, input};
 use crate::load::{LoadPhases, Loader, Part, Weights, fill, timed};
 use crate::pages::Pool;
 use crate::platform::Platform;
-use crate::product::operands::{Activations, Target};
+use crate::product::operands::{Activations, Matrix, Target};
 use crate::product::{gate_product, gates, product};
 use crate::rows::{RowFormats, cap, embed, gated, norm, norm_add};
 
 pub(crate) mod memory;
+mod mixture;
 pub(crate) mod profile;
 mod spill;
 mod steps;
@@ -118,12 +119,25 @@ struct Layer {
     /// Norms of the outputs of attention and feed-forward.
     norms_after: Option<[Handle; 2]>,
     ffn_norm: Handle,
-    /// Gate, up.
-    gated: Vec<Part>,
-    down: Vec<Part>,
+    feed_forward: FeedForward,
     pages: Pages,
     /// `[context, 2 · pairs]`: cosines, then sines.
     rotary: Handle,
+}
+
+/// What follows attention.
+enum FeedForward {
+    Dense(Gated),
+    Experts(mixture::Experts),
+}
+
+/// A gated feed-forward block.
+struct Gated {
+    /// Gate, up.
+    inputs: Vec<Part>,
+    down: Vec<Part>,
+    /// Rows of the gate.
+    width: usize,
 }
 
 /// Final norm and output matrix.
@@ -371,38 +385,83 @@ impl<R: Platform> GpuEngine<R> {
                 self.add_products(client, &layer.output, &scratch.attended, count, bias, after(0), hidden);
             }
             Step::FeedForwardNorm => {
-                self.norm(client, hidden, &layer.ffn_norm, None, count, self.wanted(&layer.gated), &scratch.x);
+                let wanted = self.wanted_by(layer.feed_forward.inputs());
+                self.norm(client, hidden, &layer.ffn_norm, None, count, wanted, &scratch.x);
             }
-            Step::GateUp if self.gates(layer, count) => {
-                let (matrix, x) = (&layer.gated[0].matrix, &scratch.x);
-                gate_product(client, able, matrix, x, count, recipe.activation, &scratch.gated);
-            }
-            Step::Gated if self.gates(layer, count) => {}
-            Step::GateUp => {
-                self.products(client, &layer.gated, &scratch.x, count, &scratch.both, 2 * self.config.ffn, None, false);
-            }
-            Step::Gated => {
-                gated(client, able, &scratch.both, recipe.activation, count, self.wanted(&layer.down), &scratch.gated);
-            }
-            Step::Down => self.add_products(client, &layer.down, &scratch.gated, count, None, after(1), hidden),
+            Step::GateUp => match &layer.feed_forward {
+                FeedForward::Dense(gated) => self.gate_up(client, gated, count, recipe.activation, &scratch.gated),
+                FeedForward::Experts(experts) => self.expert_gate_up(client, experts, count),
+            },
+            Step::Gated => match &layer.feed_forward {
+                FeedForward::Dense(gated) => self.gate(client, gated, count, recipe.activation, &scratch.gated),
+                FeedForward::Experts(experts) => self.gate_experts(client, experts, count, recipe.activation),
+            },
+            Step::Down => match &layer.feed_forward {
+                FeedForward::Dense(Gated { down, .. }) => {
+                    self.add_products(client, down, &scratch.gated, count, None, after(1), hidden);
+                }
+                FeedForward::Experts(experts) => {
+                    self.expert_down(client, experts, count, recipe.activation, hidden);
+                }
+            },
+        }
+    }
+
+    /// Gate and up of a block; with the activation if [`Self::gates`].
+    fn gate_up<L: Platform>(
+        &self,
+        client: &ComputeClient<L>,
+        weights: &Gated,
+        count: usize,
+        activation: Activation,
+        out: &Activations,
+    ) {
+        let (able, x, both) = (self.able, &self.scratch.x, &self.scratch.both);
+        if self.gates(weights, count) {
+            gate_product(client, able, &weights.inputs[0].matrix, x, count, activation, out);
+        } else {
+            self.products(client, &weights.inputs, x, count, both, 2 * weights.width, None, false);
+        }
+    }
+
+    /// activation(gate) · up of a block, unless [`Self::gates`].
+    fn gate<L: Platform>(
+        &self,
+        client: &ComputeClient<L>,
+        weights: &Gated,
+        count: usize,
+        activation: Activation,
+        out: &Activations,
+    ) {
+        if !self.gates(weights, count) {
+            gated(client, self.able, &self.scratch.both, activation, count, self.wanted(&weights.down), out);
         }
     }
 
     /// Whether gate and up are one matrix and the product kernel applies the activation ([`gate_product`]).
-    fn gates(&self, layer: &Layer, count: usize) -> bool {
+    fn gates(&self, weights: &Gated, count: usize) -> bool {
         let integers = RowFormats { floats: false, integers: true };
-        let [part] = &layer.gated[..] else { return false };
-        self.wanted(&layer.gated) == integers
-            && self.wanted(&layer.down) == integers
-            && part.width == 2 * self.config.ffn
+        let [part] = &weights.inputs[..] else { return false };
+        self.wanted(&weights.inputs) == integers
+            && self.wanted(&weights.down) == integers
+            && part.width == 2 * weights.width
             && gates(&part.matrix, count, self.able)
     }
 
     /// The formats of activations that these matrices read.
     fn wanted(&self, parts: &[Part]) -> RowFormats {
-        let codes = |part: &Part| Layout::of(part.matrix.kind).bits > 0;
+        self.wanted_by(parts.iter().map(|part| &part.matrix))
+    }
+
+    fn wanted_by<'m>(&self, matrices: impl Iterator<Item = &'m Matrix>) -> RowFormats {
         let integers = self.options.activations == stage::Activations::Int8;
-        RowFormats { floats: !integers || !parts.iter().all(codes), integers: integers && parts.iter().any(codes) }
+        let mut wanted = RowFormats { floats: !integers, integers: false };
+        for matrix in matrices {
+            let codes = Layout::of(matrix.kind).bits > 0;
+            wanted.floats |= !codes;
+            wanted.integers |= integers && codes;
+        }
+        wanted
     }
 
     fn norm<L: Platform>(
@@ -600,8 +659,7 @@ fn layer<R: Platform>(
         output_bias: recipe.output_bias.then(|| loader.vector(&bias("attn_output"))).transpose()?,
         norms_after: recipe.norms_after.then(|| two(loader, ["post_attention_norm", "post_ffw_norm"])).transpose()?,
         ffn_norm: loader.vector(&weight("ffn_norm"))?,
-        gated: loader.matrices(&["ffn_gate", "ffn_up"].map(weight))?,
-        down: loader.matrices(&[weight("ffn_down")])?,
+        feed_forward: FeedForward::load(loader, recipe, index)?,
         pages,
         rotary,
     })

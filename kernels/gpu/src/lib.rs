@@ -13,6 +13,7 @@ mod device;
 mod draw;
 mod engine;
 mod error;
+mod experts;
 mod graph;
 mod inline;
 mod load;

@@ -10,6 +10,7 @@ use crate::arithmetic::Features;
 use crate::platform::{Platform, array};
 use crate::tiles::NIBBLES;
 
+mod experts;
 mod few;
 mod gates;
 mod matrices;
@@ -17,6 +18,7 @@ pub(crate) mod operands;
 mod panel;
 mod plain;
 
+pub(crate) use experts::{ExpertMatrix, Pairs, expert_product};
 use few::{FEW, Shape, few_kernel};
 pub(crate) use gates::{gate_product, gates};
 use operands::{Activations, Finish, Matrix, Target};

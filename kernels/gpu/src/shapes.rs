@@ -11,7 +11,7 @@ use kernels_models::stage::StageError;
 use kernels_models::weights::testing::{GgufWriter, TensorSource};
 use kernels_models::weights::{Architecture, ModelFile};
 
-/// Shape of a dense model.
+/// Shape of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     /// Name on the command line.
@@ -28,8 +28,10 @@ pub struct Shape {
     pub kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
-    /// Hidden elements of the feed-forward network.
+    /// Hidden elements of the feed-forward network, or of each expert.
     pub ffn: usize,
+    /// Experts of a layer, and of a row.
+    pub experts: Option<[usize; 2]>,
     /// Tokens of the vocabulary.
     pub vocab: usize,
     /// The output head shares the embedding's weights.
@@ -38,11 +40,15 @@ pub struct Shape {
 
 const fn shape(name: &'static str, family: Architecture, dims: [usize; 7], tied: bool) -> Shape {
     let [layers, width, heads, kv_heads, head_dim, ffn, vocab] = dims;
-    Shape { name, family, layers, width, heads, kv_heads, head_dim, ffn, vocab, tied }
+    Shape { name, family, layers, width, heads, kv_heads, head_dim, ffn, experts: None, vocab, tied }
+}
+
+const fn mixture(name: &'static str, family: Architecture, dims: [usize; 7], experts: [usize; 2]) -> Shape {
+    Shape { experts: Some(experts), ..shape(name, family, dims, false) }
 }
 
 /// Shapes of popular models, from their `config.json` files.
-pub const SHAPES: [Shape; 10] = [
+pub const SHAPES: [Shape; 12] = [
     shape("qwen2.5-0.5b", Architecture::Qwen2, [24, 896, 14, 2, 64, 4864, 151_936], true),
     shape("qwen2.5-1.5b", Architecture::Qwen2, [28, 1536, 12, 2, 128, 8960, 151_936], true),
     shape("qwen2.5-3b", Architecture::Qwen2, [36, 2048, 16, 2, 128, 11_008, 151_936], true),
@@ -53,6 +59,8 @@ pub const SHAPES: [Shape; 10] = [
     shape("llama-3.2-1b", Architecture::Llama, [16, 2048, 32, 8, 64, 8192, 128_256], true),
     shape("llama-3.1-8b", Architecture::Llama, [32, 4096, 32, 8, 128, 14_336, 128_256], false),
     shape("llama-3.1-70b", Architecture::Llama, [80, 8192, 64, 8, 128, 28_672, 128_256], false),
+    mixture("qwen3-30b-a3b", Architecture::Qwen3Moe, [48, 2048, 32, 4, 128, 768, 151_936], [128, 8]),
+    mixture("mixtral-8x7b", Architecture::Llama, [32, 4096, 32, 8, 128, 14_336, 32_000], [8, 2]),
 ];
 
 /// Bytes of random blocks that a matrix repeats: the values do not affect timings.
@@ -153,13 +161,17 @@ impl Shape {
         ] {
             w.u32(&format!("{family}.{key}"), value as u32);
         }
+        if let Some([count, used]) = self.experts {
+            w.u32(&format!("{family}.expert_count"), count as u32);
+            w.u32(&format!("{family}.expert_used_count"), used as u32);
+        }
         w.f32(&format!("{family}.attention.layer_norm_rms_epsilon"), 1e-6);
         w.f32(&format!("{family}.rope.freq_base"), 1e6);
         self.vocabulary(&mut w);
         let mut tensors = Vec::new();
         let mut at = 0u64;
         for (name, [rows, cols]) in self.tensors()? {
-            let kind = if rows == 1 { QuantType::F32 } else { quant };
+            let kind = if rows == 1 || name.contains("_gate_inp") { QuantType::F32 } else { quant };
             let row = kind.row_bytes(cols).ok_or_else(|| {
                 let columns = format!("rows of {cols} are not whole blocks of {}", kind.name());
                 io::Error::other(format!("{}: {columns}; use another format or shape", self.name))
@@ -185,12 +197,12 @@ impl Shape {
         let of_family: &[(&str, [usize; 2])] = match self.family {
             Architecture::Llama => &[],
             Architecture::Qwen2 => &[("attn_q.bias", [1, q]), ("attn_k.bias", [1, kv]), ("attn_v.bias", [1, kv])],
-            Architecture::Qwen3 => {
+            Architecture::Qwen3 | Architecture::Qwen3Moe => {
                 &[("attn_q_norm.weight", [1, self.head_dim]), ("attn_k_norm.weight", [1, self.head_dim])]
             }
-            Architecture::Gemma3 => {
-                let families = "expected a family of llama, qwen2 or qwen3";
-                return Err(io::Error::other(format!("{}: {families}, found gemma3", self.name)));
+            Architecture::Qwen2Moe | Architecture::Gemma3 => {
+                let families = "expected a family of llama, qwen2, qwen3 or qwen3moe";
+                return Err(io::Error::other(format!("{}: {families}, found {}", self.name, self.family.name())));
             }
         };
         let mut all = vec![("token_embd.weight".to_owned(), [self.vocab, self.width])];
@@ -202,11 +214,27 @@ impl Shape {
                 ("attn_v.weight", [kv, self.width]),
                 ("attn_output.weight", [self.width, q]),
                 ("ffn_norm.weight", [1, self.width]),
-                ("ffn_gate.weight", [self.ffn, self.width]),
-                ("ffn_up.weight", [self.ffn, self.width]),
-                ("ffn_down.weight", [self.width, self.ffn]),
             ];
-            all.extend(parts.iter().chain(of_family).map(|(part, shape)| (format!("blk.{layer}.{part}"), *shape)));
+            let feed_forward = match self.experts {
+                None => vec![
+                    ("ffn_gate.weight", [self.ffn, self.width]),
+                    ("ffn_up.weight", [self.ffn, self.width]),
+                    ("ffn_down.weight", [self.width, self.ffn]),
+                ],
+                Some([count, _]) => vec![
+                    ("ffn_gate_inp.weight", [count, self.width]),
+                    ("ffn_gate_exps.weight", [count * self.ffn, self.width]),
+                    ("ffn_up_exps.weight", [count * self.ffn, self.width]),
+                    ("ffn_down_exps.weight", [count * self.width, self.ffn]),
+                ],
+            };
+            all.extend(
+                parts
+                    .iter()
+                    .chain(&feed_forward)
+                    .chain(of_family)
+                    .map(|(part, shape)| (format!("blk.{layer}.{part}"), *shape)),
+            );
         }
         all.push(("output_norm.weight".to_owned(), [1, self.width]));
         if !self.tied {

@@ -15,10 +15,14 @@ use kernels::tile::{ROWS, Tiles};
 use crate::attention::{Attend, scores_len};
 use crate::decoder::RowAt;
 use crate::kv_cache::{KvCache, StoreRow, Writer};
-use crate::model::load::LayerWeights;
+use crate::model::load::{FeedForward, Gated, LayerWeights};
 use crate::recipe::LayerRecipe;
 use crate::rotary::RotaryTables;
 use crate::stage::{Activations, SequenceId};
+
+mod experts;
+
+use experts::Mixture;
 
 /// Scratch, KV caches and the current rows. The caller provides the threads.
 pub(crate) struct Engine {
@@ -36,9 +40,8 @@ pub(crate) struct Engine {
     k: Vec<f32>,
     v: Vec<f32>,
     attended: Rows,
-    gate: Vec<f32>,
-    up: Vec<f32>,
-    gated: Rows,
+    block: BlockScratch,
+    mixture: Mixture,
     /// Attention scratch per thread.
     scores: Vec<Vec<f32>>,
 }
@@ -81,9 +84,8 @@ impl Engine {
             k: Vec::new(),
             v: Vec::new(),
             attended: Rows::default(),
-            gate: Vec::new(),
-            up: Vec::new(),
-            gated: Rows::default(),
+            block: BlockScratch::default(),
+            mixture: Mixture::default(),
             scores: Vec::new(),
         }
     }
@@ -114,7 +116,7 @@ impl Engine {
         let [after_attention, after_ffn] = weights.norms_after.as_ref().map_or([None; 2], |[a, b]| [Some(a), Some(b)]);
         self.norm_delta(pool, after_attention);
         self.norm(pool, &weights.ffn_norm);
-        self.feed_forward(pool, recipe.activation, weights);
+        self.feed_forward(pool, recipe.activation, &weights.feed_forward);
         self.norm_delta(pool, after_ffn);
     }
 
@@ -268,24 +270,14 @@ impl Engine {
         });
     }
 
-    /// delta = down · (activation(gate · x) ∘ (up · x)).
-    fn feed_forward(&mut self, pool: &mut Pool, activation: Activation, weights: &LayerWeights) {
-        let Self { isa, shape, x, delta, gate, up, gated, .. } = self;
-        let matrices = weights.gated.each_ref().map(|matrix| matrix.tiles());
-        products(*isa, pool, x, shape.integers(), &matrices, [&mut *gate, &mut *up]);
-        let (count, ffn) = (x.count(), matrices[0].rows());
-        gated.shape(count, ffn);
-        let out = gated.rows_mut();
-        each_row(pool, count, 24 * ffn, &|i| {
-            // SAFETY: each row is visited once; the instruction set was detected.
-            unsafe {
-                let (floats, blocks) = out.row(i);
-                let blocks = if shape.integers() { blocks } else { &mut [] };
-                let (gate, up) = (&gate[i * ffn..][..ffn], &up[i * ffn..][..ffn]);
-                isa.run(GateRow { activation, gate, up, x: floats, blocks });
-            }
-        });
-        products(*isa, pool, gated, shape.integers(), &[weights.down.tiles()], [delta]);
+    /// delta = the feed-forward block or the experts of x.
+    fn feed_forward(&mut self, pool: &mut Pool, activation: Activation, weights: &FeedForward) {
+        let Self { isa, shape, x, delta, block, mixture, .. } = self;
+        let run = Run { isa: *isa, integers: shape.integers(), activation };
+        match weights {
+            FeedForward::Dense(gated) => block.compute(pool, run, x, gated, delta),
+            FeedForward::Experts(experts) => mixture.compute(pool, run, x, experts, block, delta),
+        }
     }
 
     /// Adds the last step's output to `hidden`: the end of a stage's last layer.
@@ -319,11 +311,58 @@ impl Engine {
 
     /// Allocated bytes of caches and scratch.
     pub(crate) fn bytes(&self) -> usize {
-        let floats = [&self.hidden, &self.delta, &self.q, &self.k, &self.v, &self.gate, &self.up];
+        let floats = [&self.hidden, &self.delta, &self.q, &self.k, &self.v];
         let scratch: usize = floats.into_iter().chain(&self.scores).map(|v| v.capacity() * size_of::<f32>()).sum();
-        let rows: usize = [&self.x, &self.attended, &self.gated].into_iter().map(Rows::bytes).sum();
-        self.cache.bytes() + self.rotary.bytes() + scratch + rows
+        let rows: usize = [&self.x, &self.attended].into_iter().map(Rows::bytes).sum();
+        self.cache.bytes() + self.rotary.bytes() + scratch + rows + self.block.bytes() + self.mixture.bytes()
     }
+}
+
+/// How the steps of a feed-forward block run.
+#[derive(Clone, Copy)]
+struct Run {
+    isa: Isa,
+    integers: bool,
+    activation: Activation,
+}
+
+/// Scratch of a gated feed-forward block.
+#[derive(Default)]
+struct BlockScratch {
+    gate: Vec<f32>,
+    up: Vec<f32>,
+    gated: Rows,
+}
+
+impl BlockScratch {
+    /// out = down · (activation(gate · x) ∘ (up · x)).
+    fn compute(&mut self, pool: &mut Pool, run: Run, x: &Rows, weights: &Gated, out: &mut Vec<f32>) {
+        let Self { gate, up, gated } = self;
+        let matrices = weights.inputs.each_ref().map(|matrix| matrix.tiles());
+        products(run.isa, pool, x, run.integers, &matrices, [&mut *gate, &mut *up]);
+        gated.shape(x.count(), matrices[0].rows());
+        gate_rows(pool, run, gate, up, gated);
+        products(run.isa, pool, gated, run.integers, &[weights.down.tiles()], [out]);
+    }
+
+    fn bytes(&self) -> usize {
+        (self.gate.capacity() + self.up.capacity()) * size_of::<f32>() + self.gated.bytes()
+    }
+}
+
+/// out = activation(gate) ∘ up, for all rows of `out`.
+fn gate_rows(pool: &mut Pool, run: Run, gate: &[f32], up: &[f32], out: &mut Rows) {
+    let (count, ffn) = (out.count(), out.cols());
+    let out = out.rows_mut();
+    each_row(pool, count, 24 * ffn, &|i| {
+        // SAFETY: each row is visited once; the instruction set was detected.
+        unsafe {
+            let (floats, blocks) = out.row(i);
+            let blocks = if run.integers { blocks } else { &mut [] };
+            let (gate, up) = (&gate[i * ffn..][..ffn], &up[i * ffn..][..ffn]);
+            run.isa.run(GateRow { activation: run.activation, gate, up, x: floats, blocks });
+        }
+    });
 }
 
 /// Adds a bias to each row.

@@ -17,7 +17,7 @@ use crate::weights::{ModelFile, RopeKind};
 
 pub(crate) mod load;
 
-use load::{LayerWeights, Loader, Matrix, OutputHead};
+use load::{FeedForward, LayerWeights, Loader, Matrix, OutputHead};
 
 /// Loads layers of a model for this machine's CPU. All weights are copied into memory as tiles and vectors; the file is not
 /// read afterwards.
@@ -80,7 +80,12 @@ impl CpuEngine {
 
     /// Bytes of weights read to decode one token, not counting its embedding row.
     pub(crate) fn bytes_per_token(&self) -> u64 {
-        self.weight_bytes - self.embedding.as_ref().map_or(0, |matrix| matrix.tiles().bytes().len() as u64)
+        let unused = |layer: &LayerWeights| match &layer.feed_forward {
+            FeedForward::Dense(_) => 0,
+            FeedForward::Experts(experts) => experts.unused_bytes(),
+        };
+        let embedding = self.embedding.as_ref().map_or(0, |matrix| matrix.tiles().bytes().len() as u64);
+        self.weight_bytes - embedding - self.layers.iter().map(unused).sum::<u64>()
     }
 }
 

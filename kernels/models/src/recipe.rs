@@ -1,10 +1,10 @@
 //! What a decoder computes, as data: one recipe per layer, which every engine reads.
 //!
-//! A layer is a pre-norm attention block and a pre-norm gated feed-forward block, each added to the residual stream. All
-//! differences between model families are expressed here. Next: `model.rs` for the CPU engine.
+//! A layer is a pre-norm attention block and a pre-norm gated feed-forward block or mixture of such, each added to the residual
+//! stream. All differences between model families are expressed here. Next: `model.rs` for the CPU engine.
 use kernels::order::Activation;
 
-use crate::weights::{Architecture, ModelConfig, Rope};
+use crate::weights::{Architecture, Experts, ModelConfig, Rope};
 
 /// A whole model.
 #[derive(Clone, Debug, PartialEq)]
@@ -39,6 +39,8 @@ pub struct LayerRecipe {
     pub score_cap: Option<f32>,
     /// Activation of the feed-forward gate.
     pub activation: Activation,
+    /// Experts in place of the feed-forward block.
+    pub experts: Option<Experts>,
 }
 
 impl Recipe {
@@ -57,6 +59,7 @@ impl Recipe {
                 rope: local.map_or(&config.rope, |local| &local.rope).clone(),
                 scale: config.attention_scale,
                 score_cap: None,
+                experts: config.experts,
                 activation: if gemma { Activation::Gelu } else { Activation::Silu },
             }
         };

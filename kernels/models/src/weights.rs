@@ -5,7 +5,7 @@
 //! Next: `weights/source.rs` (reading bytes), `weights/gguf.rs` (the file format), `weights/config.rs` (its meaning).
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -18,8 +18,10 @@ mod chunk;
 pub mod config;
 pub(crate) mod error;
 mod gguf;
+mod header;
 pub mod index;
 pub mod metadata;
+pub mod parts;
 mod safetensors;
 mod source;
 mod tensor;
@@ -27,25 +29,34 @@ mod tensor;
 pub mod testing;
 
 pub use chunk::{Chunk, Content};
-pub use config::{Architecture, LayerCosts, ModelConfig, ModelCosts, Rope, RopeKind, RopeScaling, RotaryFrequencies};
+pub use config::{
+    Architecture, Experts, LayerCosts, ModelConfig, ModelCosts, Rope, RopeKind, RopeScaling, RotaryFrequencies,
+};
 pub use error::WeightsError;
 pub use index::{IndexError, ShardIndex};
 pub use metadata::Metadata;
 pub use tensor::{TensorInfo, TensorView};
 
+use gguf::split;
+use parts::Files;
 use source::Source;
 
-/// An opened weights file; `Sync`. Its header is in memory, tensors are read on demand.
+/// An opened model; `Sync`. Its header is in memory, tensors are read on demand.
+///
+/// A model may be in several files: the parts of a split GGUF file, or the files of a Hugging Face folder. Here, and for peers, it
+/// is one file: a header of its own, then the data of all parts. All positions are in that file.
 ///
 /// Replace model files with a rename: the open file then keeps its content. A file that is overwritten or truncated in place is
 /// detected ([`Self::check_unchanged`]), and reads past its end are errors.
 #[derive(Debug)]
 pub struct ModelFile {
     source: Source,
+    /// Path that the model was opened from: a file, the first part of several, or the index of a folder. `None` if in memory.
+    path: Option<PathBuf>,
+    /// Whether the model is a Hugging Face folder.
+    folder: bool,
     /// Length of the header and padding before the first tensor's data.
     header_len: u64,
-    /// Header sent to peers instead of the file's own.
-    served_header: Option<Bytes>,
     metadata: Metadata,
     /// In file order; ranges are inside the file and do not overlap.
     tensors: Vec<TensorInfo>,
@@ -53,28 +64,40 @@ pub struct ModelFile {
     config: ModelConfig,
 }
 
-/// Location of bytes requested by peers.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ServedBytes<'a> {
-    /// In memory: part of the served header.
-    Header(&'a [u8]),
-    /// At this range of the file.
-    File(Range<u64>),
-}
-
-/// Bytes of the first read of a header; most headers fit.
-const HEADER_BYTES_FIRST: u64 = 4 << 20;
-/// Maximum header length: the largest vocabularies with scores and merges need about 30 MiB.
-const HEADER_BYTES_MAX: u64 = 256 << 20;
-
 impl ModelFile {
-    /// Opens a complete file (GGUF, or safetensors in a model folder). Checks every count, offset, string and shape in its
-    /// header, and that all tensors of the architecture are present with the right shapes.
+    /// Opens a complete model: a GGUF file, any part of a split one, or a folder with safetensors. Checks every count, offset,
+    /// string and shape in its header, and that all tensors of the architecture are present with the right shapes.
     ///
     /// # Errors
     /// [`WeightsError`]: unreadable, locked, truncated, malformed, or an unsupported model.
     pub fn open(path: &Path) -> Result<Arc<Self>, WeightsError> {
-        Self::open_file(path, false)
+        match Files::of(path)? {
+            Files::One(path) => {
+                let source = Source::open(&path, false)?;
+                let start = source.read(&(0..source.len().min(16)))?;
+                if !safetensors::recognise(&start) {
+                    return Self::parse(source, Some(path), false);
+                }
+                let part = safetensors::Part::open(&path)?;
+                if part.has_config() {
+                    return Self::parse(source, Some(path), false);
+                }
+                Self::parse(safetensors::join(&[part], None)?, Some(path), true)
+            }
+            Files::Gguf(paths) => {
+                let parts = paths.iter().enumerate().map(|(number, path)| open_part(path, number, paths.len()));
+                let source = split::join(parts.collect::<Result<_, _>>()?)?;
+                Self::parse(source, paths.into_iter().next(), false)
+            }
+            Files::Folder { index, parts, tensors } => {
+                let count = parts.len();
+                let open = |(number, path): (usize, &PathBuf)| {
+                    safetensors::Part::open(path).map_err(|error| missing_part(error, path, number, count))
+                };
+                let parts: Vec<_> = parts.iter().enumerate().map(open).collect::<Result<_, _>>()?;
+                Self::parse(safetensors::join(&parts, Some(&tensors))?, Some(index), true)
+            }
+        }
     }
 
     /// As [`Self::open`] for a sparse file of full length: the header is present, some tensors may be holes.
@@ -82,7 +105,7 @@ impl ModelFile {
     /// # Errors
     /// As [`Self::open`].
     pub fn open_partial(path: &Path) -> Result<Arc<Self>, WeightsError> {
-        Self::open_file(path, true)
+        Self::parse(Source::open(path, true)?, Some(path.to_owned()), false)
     }
 
     /// As [`Self::open`] for bytes in memory.
@@ -90,32 +113,30 @@ impl ModelFile {
     /// # Errors
     /// As [`Self::open`], except for file system errors.
     pub fn from_bytes(bytes: Bytes) -> Result<Arc<Self>, WeightsError> {
-        Self::parse(Source::Memory(bytes))
+        Self::parse(Source::memory(bytes), None, false)
     }
 
-    fn open_file(path: &Path, partial: bool) -> Result<Arc<Self>, WeightsError> {
-        let metadata = std::fs::metadata(path);
-        if metadata.map_err(|source| WeightsError::Io { path: path.to_owned(), source })?.is_dir() {
-            let inner = path.join("model.safetensors");
-            if inner.is_file() {
-                return Self::open_file(&inner, partial);
-            }
-            let what = "is a folder without model.safetensors: expected that file, in one part, beside config.json and \
-                        tokenizer.json, or the path of a .gguf file";
-            return Err(WeightsError::Unsupported(format!("{} {what}", path.display())));
+    /// `folder`: the model is a Hugging Face folder, whose tokenizer is beside `path`.
+    fn parse(source: Source, path: Option<PathBuf>, folder: bool) -> Result<Arc<Self>, WeightsError> {
+        let beside = path.as_deref().filter(|_| folder).and_then(Path::parent);
+        let header = header::read(&source, |bytes, len| {
+            if safetensors::recognise(bytes) { safetensors::parse(bytes, len, beside) } else { gguf::parse(bytes, len) }
+        })?;
+        if let Some(split) = split::Split::of(&header.metadata)? {
+            return Err(WeightsError::Unsupported(format!(
+                "this is part {number} of {count} of a split model, but its name does not end in -{number:05}-of-{count:05}.gguf: give \
+                 all parts the names of their source, in one folder",
+                number = split.number + 1,
+                count = split.count
+            )));
         }
-        Self::parse(Source::open(path, partial)?)
-    }
-
-    fn parse(source: Source) -> Result<Arc<Self>, WeightsError> {
-        let header = header(&source)?;
         let by_name: BTreeMap<String, usize> =
             header.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
         let config =
             ModelConfig::read(&header.metadata, header.layout, |name| by_name.get(name).map(|&i| &header.tensors[i]))?;
         config.check_tensors(&header.tensors, &by_name)?;
-        let gguf::Header { header_len, metadata, tensors, layout: _, served: served_header } = header;
-        Ok(Arc::new(Self { source, header_len, served_header, metadata, tensors, by_name, config }))
+        let gguf::Header { header_len, metadata, tensors, layout: _ } = header;
+        Ok(Arc::new(Self { source, path, folder, header_len, metadata, tensors, by_name, config }))
     }
 
     /// Checks that the file is unchanged since it was opened: its length, and its modification time unless it is being filled
@@ -164,10 +185,16 @@ impl ModelFile {
         self.source.read(range)
     }
 
-    /// Path that the file was opened from; `None` if in memory.
+    /// Path that the model was opened from: a file, the first part of several, or the index of a folder. `None` if in memory.
     #[must_use]
     pub fn path(&self) -> Option<&Path> {
-        self.source.path()
+        self.path.as_deref()
+    }
+
+    /// Changes when a file of the model changes: a hash of each file's length and modification time.
+    #[must_use]
+    pub fn stamp(&self) -> [u8; 32] {
+        self.source.stamp()
     }
 
     /// Length of the file when it was opened.
@@ -186,25 +213,6 @@ impl ModelFile {
     #[must_use]
     pub fn header_range(&self) -> Range<u64> {
         0..self.header_len
-    }
-
-    /// The header sent to peers, if it differs from the file's own: peers receive a single file, but part of this model's
-    /// metadata is in other files of its folder. The tensor data follows it as it follows the file's own header.
-    #[must_use]
-    pub fn served_header(&self) -> Option<&Bytes> {
-        self.served_header.as_ref()
-    }
-
-    /// Locates a byte range of the file as peers see it. The range must lie entirely in the header or entirely after it.
-    #[must_use]
-    pub fn locate_served(&self, range: &Range<u64>) -> ServedBytes<'_> {
-        let Some(header) = &self.served_header else { return ServedBytes::File(range.clone()) };
-        let len = header.len() as u64;
-        if range.end <= len {
-            return ServedBytes::Header(&header[range.start as usize..range.end as usize]);
-        }
-        let at_home = |at: u64| at.saturating_sub(len) + self.header_len;
-        ServedBytes::File(at_home(range.start)..at_home(range.end))
     }
 
     /// The byte ranges that a stage of these layers needs besides the header: sorted, with adjacent tensors merged.
@@ -246,8 +254,7 @@ impl ModelFile {
     /// # Errors
     /// [`TokenizerError`]: no vocabulary, an inconsistent one, or an unsupported kind.
     pub fn tokenizer(&self) -> Result<Tokenizer, TokenizerError> {
-        // Only a model folder on this disk has a separate header for peers.
-        let folder = self.path().filter(|_| self.served_header.is_some()).and_then(Path::parent);
+        let folder = self.path().filter(|_| self.folder).and_then(Path::parent);
         if let Some(folder) = folder
             && self.metadata.text("tokenizer.ggml.model")?.is_none()
         {
@@ -265,34 +272,19 @@ impl ModelFile {
     }
 }
 
-/// Reads and parses the header. Its length is only known from parsing, so the read grows until the header is complete.
-fn header(source: &Source) -> Result<gguf::Header, WeightsError> {
-    let (len, first) = match source {
-        Source::Memory(bytes) => (source.len(), bytes.len() as u64),
-        Source::File(_) => (source.len(), HEADER_BYTES_FIRST),
-    };
-    let mut part = source.read(&(0..len.min(first)))?;
-    loop {
-        let parsed = if safetensors::recognise(&part) {
-            safetensors::parse(&part, len, source.path())
-        } else {
-            gguf::parse(&part, len)
-        };
-        let here = part.len() as u64;
-        match parsed {
-            Err(WeightsError::Truncated { what, need, .. }) if here < len => {
-                if need > len {
-                    return Err(WeightsError::Truncated { what, need, have: len });
-                }
-                if need > HEADER_BYTES_MAX {
-                    return Err(WeightsError::Malformed(format!(
-                        "expected a header of at most {HEADER_BYTES_MAX} bytes, found that {what} reaches byte {need}"
-                    )));
-                }
-                part = source.read(&(0..need.max(2 * here).min(HEADER_BYTES_MAX).min(len)))?;
-            }
-            other => return other,
+fn open_part(path: &Path, number: usize, count: usize) -> Result<split::Part, WeightsError> {
+    let source = Source::open(path, false).map_err(|error| missing_part(error, path, number, count))?;
+    let header = header::read(&source, gguf::parse)?;
+    Ok(split::Part { name: path.display().to_string(), source, header })
+}
+
+/// Says which part of a model is missing.
+fn missing_part(error: WeightsError, path: &Path, number: usize, count: usize) -> WeightsError {
+    match error {
+        WeightsError::Io { source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
+            WeightsError::MissingPart { path: path.to_owned(), number: number + 1, count }
         }
+        other => other,
     }
 }
 

@@ -8,7 +8,7 @@ use kernels::quant::{QUANT_TYPES, QuantType};
 use kernels::threads::Threads;
 use kernels_models::stage::{Activations, RequestedOutput, Rows, RowsIn, RowsOut, StageOptions};
 use kernels_models::weights::testing::TinyModel;
-use kernels_models::weights::{Architecture, ModelFile, RopeKind};
+use kernels_models::weights::{Architecture, Experts, ModelFile, RopeKind};
 
 /// Logits of the last token, or its embedding, all in f64, without a KV cache.
 fn naive(file: &ModelFile, tokens: &[u32]) -> Vec<f64> {
@@ -68,13 +68,42 @@ fn naive(file: &ModelFile, tokens: &[u32]) -> Vec<f64> {
             }
             hidden[position].iter_mut().zip(out).for_each(|(h, o)| *h += o);
             let x = norm(&hidden[position], &rows(file, &name("ffn_norm.weight"))[0], c.norm_eps);
-            let gate = product(&rows(file, &name("ffn_gate.weight")), &x);
-            let up = product(&rows(file, &name("ffn_up.weight")), &x);
             let gelu = |g: f64| 0.5 * g * (1.0 + ((2.0 / PI).sqrt() * (g + 0.044_715 * g.powi(3))).tanh());
             let silu = |g: f64| g / (1.0 + (-g).exp());
-            let gated: Vec<f64> =
-                gate.iter().zip(up).map(|(g, u)| if gemma { gelu(*g) } else { silu(*g) } * u).collect();
-            let mut out = product(&rows(file, &name("ffn_down.weight")), &gated);
+            // Expert `index` of `count`: the matrices of all experts are stacked.
+            let block = |kind: &str, index: usize, count: usize| -> Vec<f64> {
+                let part = |part: &str| {
+                    let all = rows(file, &name(&format!("{part}{kind}.weight")));
+                    let each = all.len() / count;
+                    all[index * each..(index + 1) * each].to_vec()
+                };
+                let (gate, up) = (product(&part("ffn_gate"), &x), product(&part("ffn_up"), &x));
+                let gated: Vec<f64> =
+                    gate.iter().zip(up).map(|(g, u)| if gemma { gelu(*g) } else { silu(*g) } * u).collect();
+                product(&part("ffn_down"), &gated)
+            };
+            let mut out = match c.experts {
+                None => block("", 0, 1),
+                Some(Experts { count, used, shared, normalised }) => {
+                    let scores = product(&rows(file, &name("ffn_gate_inp.weight")), &x);
+                    let mut order: Vec<usize> = (0..count).collect();
+                    order.sort_by(|a, b| scores[*b].total_cmp(&scores[*a]));
+                    let sum_of = |experts: &[usize]| experts.iter().map(|e| scores[*e].exp()).sum::<f64>();
+                    let sum = if normalised { sum_of(&order[..used]) } else { sum_of(&order) };
+                    let mut out = vec![0.0; c.width];
+                    let mut add = |factor: f64, part: Vec<f64>| {
+                        out.iter_mut().zip(part).for_each(|(out, part)| *out += factor * part);
+                    };
+                    for &expert in &order[..used] {
+                        add(scores[expert].exp() / sum, block("_exps", expert, count));
+                    }
+                    if shared.is_some() {
+                        let gate = dot(&rows(file, &name("ffn_gate_inp_shexp.weight"))[0], &x);
+                        add(1.0 / (1.0 + (-gate).exp()), block("_shexp", 0, 1));
+                    }
+                    out
+                }
+            };
             if gemma {
                 out = norm(&out, &rows(file, &name("post_ffw_norm.weight"))[0], c.norm_eps);
             }
@@ -188,7 +217,27 @@ fn any_width_agrees_with_f64() {
             let (width, ffn) = if quant.block_len() == 1 { (250, 333) } else { (288, 352) };
             let tiny =
                 TinyModel { architecture, quant, width, ffn, layers: 2, heads: 3, kv_heads: 1, ..TinyModel::default() };
+            if quant.block_len() == 1 && has_experts(architecture) {
+                continue; // experts are whole rows of tiles
+            }
             agrees(tiny, &tokens);
+        }
+    }
+}
+
+fn has_experts(architecture: Architecture) -> bool {
+    TinyModel { architecture, ..TinyModel::default() }.open().config().experts.is_some()
+}
+
+/// Mixtral is Llama with experts; a router that chooses one or all of them.
+#[test]
+fn any_number_of_experts_agrees_with_f64() {
+    let tokens: Vec<u32> = (0..21).map(|i| (i * 23 + 5) % 250).collect();
+    for architecture in [Architecture::Llama, Architecture::Qwen2Moe, Architecture::Qwen3Moe] {
+        for experts in [[4, 1], [8, 2], [5, 5], [40, 8]] {
+            let (width, ffn) = (160, 96);
+            let sizes = TinyModel { width, ffn, heads: 2, kv_heads: 1, layers: 2, ..TinyModel::default() };
+            agrees(TinyModel { architecture, quant: QuantType::Q8_0, experts: Some(experts), ..sizes }, &tokens);
         }
     }
 }

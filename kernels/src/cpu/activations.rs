@@ -119,6 +119,20 @@ impl RowsMut<'_> {
         }
     }
 
+    /// Copies row `from` of other rows of the same width to row `index`, in both forms.
+    ///
+    /// # Safety
+    /// No live borrow of row `index`.
+    pub unsafe fn copy(&self, index: usize, other: &Rows, from: usize) {
+        assert!(self.rows.cols == other.cols && from < other.count, "row {from} of {}", other.count);
+        // SAFETY: by contract; a row of `other` has as many floats and blocks, because it is as wide.
+        unsafe {
+            let (floats, blocks) = self.row(index);
+            floats.copy_from_slice(std::slice::from_raw_parts(other.floats_at(from), floats.len()));
+            blocks.copy_from_slice(std::slice::from_raw_parts(other.blocks_at(from), blocks.len()));
+        }
+    }
+
     /// A range of the floats of a row.
     ///
     /// # Safety

@@ -189,6 +189,56 @@ impl Kernel for GateRow<'_> {
     }
 }
 
+/// Turns scores into e^(score - largest score); the result is their sum, in the order of [`crate::order::experts::route`].
+pub struct Shares<'a> {
+    /// Scores of the experts.
+    pub scores: &'a mut [f32],
+}
+
+impl Kernel for Shares<'_> {
+    type Output = f32;
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) -> f32 {
+        let largest = self.scores.iter().fold(f32::NEG_INFINITY, |largest, score| largest.max(*score));
+        let mut lanes = [[0.0f32; 16]; LANES / 16];
+        for (index, scores) in self.scores.chunks_mut(16).enumerate() {
+            let mut shares = [0.0f32; 16];
+            // SAFETY: the machine has `S`; lanes beyond the scores are not read.
+            unsafe {
+                let x = S::load_first(scores.as_ptr(), scores.len());
+                S::store(exp::<S>(S::sub(x, S::splat(largest))), shares.as_mut_ptr());
+            }
+            for ((lane, score), share) in lanes[index % (LANES / 16)].iter_mut().zip(scores).zip(shares) {
+                *lane += share;
+                *score = share;
+            }
+        }
+        // SAFETY: the machine has `S`; each load reads 16 numbers.
+        unsafe { tree::<S>(lanes.map(|lanes| S::load_first(lanes.as_ptr(), 16))) }
+    }
+}
+
+/// The sum of rows times their factors ([`crate::order::experts::combine`]).
+pub struct Combine<'a> {
+    /// Factors and rows, each as long as `out`.
+    pub parts: &'a [(f32, &'a [f32])],
+    /// The sum.
+    pub out: &'a mut [f32],
+}
+
+impl Kernel for Combine<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        self.out.fill(0.0);
+        for (factor, row) in self.parts {
+            self.out.iter_mut().zip(*row).for_each(|(sum, x)| *sum = factor.mul_add(*x, *sum));
+        }
+    }
+}
+
 /// Rotary embedding: rotates the first `2 · cos.len()` elements of each head by the angles of a position.
 pub struct RotateHeads<'a> {
     /// Whole heads.

@@ -6,7 +6,7 @@ use crate::transfer::{Library, LocalModel};
 use kernels_models::recipe::Recipe;
 use kernels_models::stage::Activations;
 use kernels_models::tokenizer::TokenizerError;
-use kernels_models::weights::ModelFile;
+use kernels_models::weights::{ModelFile, parts};
 use node_core::id::JobId;
 use node_core::input::Input;
 use node_core::limits::{REPLICAS_MAX, RING_BYTES_MAX, SEQUENCES_MAX};
@@ -25,10 +25,8 @@ impl NodeHandle {
                 return NodeError::NotFound(crate::pull::PullError::Folder(model.0.clone()).to_string());
             }
             NodeError::NotFound(format!(
-                "no model `{}` here: give the path of a .gguf file or of a folder with {}, or fetch it with `meshnode pull {}`",
-                model.0,
-                crate::pull::FOLDER_WEIGHTS,
-                model.0
+                "no model `{}` here: give the path of a .gguf file or of a folder with safetensors, or fetch it with `meshnode pull {}`",
+                model.0, model.0
             ))
         })?;
         self.open_file(path, model_name(&model.0)).await
@@ -167,6 +165,11 @@ pub(super) fn work(file: &ModelFile, options: &ModelOptions) -> partitioner::Wor
                 weight_bytes: l.weight_bytes,
                 kv_bytes_per_token: l.kv_bytes_per_token,
                 window: recipe.window.map(|window| u32::try_from(window).unwrap_or(u32::MAX)),
+                experts: recipe.experts.map(|experts| partitioner::Experts {
+                    bytes: l.expert_bytes,
+                    count: u32::try_from(experts.count).unwrap_or(u32::MAX),
+                    used: u32::try_from(experts.used).unwrap_or(u32::MAX),
+                }),
             })
             .collect(),
         embed_bytes: costs.embed_bytes,
@@ -181,24 +184,43 @@ pub(super) fn work(file: &ModelFile, options: &ModelOptions) -> partitioner::Wor
 }
 
 /// The name under which a model is served: `dir/SmolLM2-135M-Instruct.Q4_1.gguf` becomes `SmolLM2-135M-Instruct.Q4_1`,
-/// a folder of weights its folder name, and a cached name stays as it is.
+/// `dir/X-00001-of-00003.gguf` becomes `X`, a folder of weights its folder name, and a cached name stays as it is.
 fn model_name(reference: &str) -> String {
     let path = std::path::Path::new(reference);
-    let folder = if path.ends_with(crate::pull::FOLDER_WEIGHTS) { path.parent() } else { Some(path) };
-    if let Some(folder) = folder.filter(|folder| folder.join(crate::pull::FOLDER_WEIGHTS).is_file())
+    let is_inside = [parts::FOLDER_WEIGHTS, parts::FOLDER_INDEX].iter().any(|name| path.ends_with(name));
+    let folder = if is_inside { path.parent() } else { Some(path) };
+    if let Some(folder) = folder.filter(|folder| parts::weights_in(folder).is_some())
         && let Some(name) = folder.file_name()
     {
         return name.to_string_lossy().into_owned();
     }
     match path.extension() {
-        Some(extension) if extension == "gguf" => path.file_stem().unwrap_or_default().to_string_lossy().into_owned(),
-        _ => reference.to_owned(),
+        Some(extension) if extension == "gguf" => parts::split_stem(path)
+            .map_or_else(|| path.file_stem().unwrap_or_default().to_string_lossy().into_owned(), str::to_owned),
+        // Of the hub, the repository or a directory of it.
+        _ => match reference.strip_prefix("hf:") {
+            Some(folder) => folder.rsplit('/').next().unwrap_or(folder).to_owned(),
+            None => reference.to_owned(),
+        },
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn names_of_models() {
+        for (reference, name) in [
+            ("dir/SmolLM2.Q4_1.gguf", "SmolLM2.Q4_1"),
+            ("/x/Big-00002-of-00003.gguf", "Big"),
+            ("hf:owner/repo/dir/Big-00001-of-00003.gguf", "Big"),
+            ("hf:Qwen/Qwen3-4B", "Qwen3-4B"),
+            ("smollm2-135m", "smollm2-135m"),
+        ] {
+            assert_eq!(model_name(reference), name);
+        }
+    }
 
     #[test]
     fn the_default_context_follows_the_memory() {

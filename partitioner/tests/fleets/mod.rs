@@ -40,6 +40,7 @@ pub(crate) fn work(random: &mut Random, layers: usize) -> Work {
         weight_bytes: 60 + random.below(80),
         kv_bytes_per_token: 1 + random.below(3),
         window: (windows.below(3) == 0).then(|| 1 + windows.below(3) as u32),
+        experts: None,
     };
     let embed_bytes = random.below(150);
     Work {

@@ -132,8 +132,27 @@ pub(super) struct Scratch {
     pub(super) attended: Activations,
     pub(super) both: Handle,
     pub(super) gated: Activations,
+    pub(super) mixture: MixtureScratch,
     /// Chunk sums of products that several cubes share.
     pub(super) parts: Handle,
+}
+
+/// Scratch of mixtures of experts; of one number each for a model without.
+pub(super) struct MixtureScratch {
+    /// `[rows, experts]`
+    pub(super) scores: Handle,
+    /// Experts and their factors, `[rows, used]`.
+    pub(super) choices: [Handle; 2],
+    /// `[rows, used, width]`
+    pub(super) outputs: Handle,
+    /// Gates and outputs of the shared expert.
+    pub(super) shared: [Handle; 2],
+    pub(super) shared_gated: Activations,
+}
+
+/// Numbers per row of the scratch of a mixture: experts, experts of a row, and the width of the shared one.
+fn mixture_of(config: &ModelConfig) -> [usize; 3] {
+    config.experts.map_or([0; 3], |experts| [experts.count, experts.used, experts.shared.unwrap_or(0)])
 }
 
 impl Scratch {
@@ -148,6 +167,9 @@ impl Scratch {
         let client = memory.client;
         let floats = |numbers: usize| client.empty(numbers * 4);
         let room = partial_room(heads, options.context);
+        let [experts, used, shared] = mixture_of(config);
+        // Rows of feed-forward blocks.
+        let pairs = ROWS * used.max(1);
         let scratch = memory.exact(|| Self {
             hidden: floats(ROWS * config.width),
             delta: floats(ROWS * config.width),
@@ -156,13 +178,24 @@ impl Scratch {
             queries: floats(ROWS * heads.queries()),
             partials: Partials { values: floats(room * heads.queries()), sums: floats(room * heads.heads * 2), room },
             attended: Activations::new(client, ROWS, heads.queries()),
-            both: floats(ROWS * 2 * config.ffn),
-            gated: Activations::new(client, ROWS, config.ffn),
+            both: floats((pairs * 2 * config.ffn).max(ROWS * 2 * shared)),
+            gated: Activations::new(client, pairs, config.ffn),
+            mixture: MixtureScratch {
+                scores: floats((ROWS * experts).max(1)),
+                choices: [floats(pairs), floats(pairs)],
+                outputs: floats((ROWS * used * config.width).max(1)),
+                shared: [floats(ROWS), floats(if shared > 0 { ROWS * config.width } else { 1 })],
+                shared_gated: Activations::new(client, if shared > 0 { ROWS } else { 1 }, shared.max(1)),
+            },
             parts: floats(PARTS_WORDS),
         })?;
-        let Self { hidden, delta, x, qkv, queries, partials, attended, both, gated, parts } = &scratch;
-        let activations = [x, attended, gated].map(|a| [&a.floats, &a.codes, &a.scales]);
+        let Self { hidden, delta, x, qkv, queries, partials, attended, both, gated, mixture, parts } = &scratch;
+        let activations = [x, attended, gated, &mixture.shared_gated].map(|a| [&a.floats, &a.codes, &a.scales]);
+        let [experts, weights] = &mixture.choices;
+        let [gates, outputs] = &mixture.shared;
         let others = [hidden, delta, qkv, queries, &partials.values, &partials.sums, both, parts];
+        let mixture = [&mixture.scores, experts, weights, &mixture.outputs, gates, outputs];
+        let others: Vec<&Handle> = others.into_iter().chain(mixture).collect();
         activations.as_flattened().iter().chain(&others).try_for_each(|handle| memory.check(handle, "scratch"))?;
         Ok(scratch)
     }
@@ -178,8 +211,11 @@ fn partial_room(heads: &Heads, context: usize) -> usize {
 /// Bytes of scratch, rotary tables, and, for a stage with the output head, the logits and scratch of recorded steps.
 pub(super) fn scratch_bytes(config: &ModelConfig, heads: &Heads, options: &StageOptions) -> u64 {
     let rotary = options.context * 2 * heads.pairs;
-    let per_row = 2 * config.width + heads.row() + heads.queries() + 2 * config.ffn;
-    let activations = 2 * (config.width + heads.queries() + config.ffn); // floats, codes, scales
+    let [experts, used, shared] = mixture_of(config);
+    let ffn = used.max(1) * config.ffn;
+    let mixture = experts + 2 * used.max(1) + 1 + (used + 1) * config.width + 2 * shared;
+    let per_row = 2 * config.width + heads.row() + heads.queries() + (2 * ffn).max(2 * shared) + mixture;
+    let activations = 2 * (config.width + heads.queries() + ffn); // floats, codes, scales
     let last = config.has_head(&options.layers);
     let drawn = if last { 4 * DRAWN_MAX * config.vocab + DrawScratch::bytes(config.vocab) } else { 0 };
     ((ROWS * (per_row + activations) + rotary + PARTS_WORDS) * 4 + PARTIAL_BYTES + drawn) as u64

@@ -66,9 +66,10 @@ impl<R: Platform> GpuEngine<R> {
     }
 
     fn bytes_per_token(&self) -> u64 {
-        let layers = self.layers.iter().flat_map(|l| [&l.inputs, &l.output, &l.gated, &l.down]);
+        let layers = self.layers.iter().flat_map(|layer| [&layer.inputs, &layer.output]);
         let parts = layers.chain(self.head.iter().map(|head| &head.matrix)).flatten();
-        parts.map(|Part { matrix, .. }| 4 * matrix.words() as u64).sum()
+        let parts: u64 = parts.map(|Part { matrix, .. }| 4 * matrix.words() as u64).sum();
+        parts + self.layers.iter().map(|layer| layer.feed_forward.bytes_per_row()).sum::<u64>()
     }
 }
 

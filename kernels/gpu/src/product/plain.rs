@@ -27,7 +27,31 @@ pub(super) fn plain_kernel(
 ) {
     let (row, chunk) = (UNIT_POS_X as usize, UNIT_POS_Y as usize);
     let (strip, token) = (CUBE_POS_X as usize, CUBE_POS_Y as usize);
-    let cols = cols as usize;
+    let sum = chunk_sum(tiles, floats, codes, scales, strip, token, row, chunk, cols as usize, kind, integers, able);
+    let total = total_of(sum, row, chunk);
+    let element = strip * comptime!(ROWS) + row;
+    if chunk == 0 && element < width as usize {
+        let at = token * stride as usize + offset as usize + element;
+        finish_element(y, at, total, bias, element, finish);
+    }
+}
+
+/// The sum of one chunk of the product of a matrix row, row `row` of tile row `strip`, with an activation row.
+#[cube]
+pub(super) fn chunk_sum(
+    tiles: &Array<u32>,
+    floats: &Array<f32>,
+    codes: &Array<u32>,
+    scales: &Array<f32>,
+    strip: usize,
+    token: usize,
+    row: usize,
+    chunk: usize,
+    cols: usize,
+    #[comptime] kind: QuantType,
+    #[comptime] integers: bool,
+    #[comptime] able: Features,
+) -> f32 {
     let groups = cols.div_ceil(comptime!(GROUP));
     let (from, to) = chunk_range(groups, chunk);
     let mut sum = 0.0f32;
@@ -46,19 +70,23 @@ pub(super) fn plain_kernel(
             }
         }
     }
+    sum
+}
+
+/// The sum of all chunks of a row, for the units of chunk 0. All units of the cube must call it.
+#[cube]
+pub(super) fn total_of(sum: f32, row: usize, chunk: usize) -> f32 {
     let mut sums = SharedMemory::<f32>::new(comptime!(ROWS * CHUNKS));
     sums[chunk * comptime!(ROWS) + row] = sum;
     sync_cube();
-    let element = strip * comptime!(ROWS) + row;
-    if chunk == 0 && element < width as usize {
-        let mut total = 0.0f32;
+    let mut total = 0.0f32;
+    if chunk == 0 {
         #[unroll]
         for c in 0..CHUNKS {
             total += sums[comptime!(c * ROWS) + row];
         }
-        let at = token * stride as usize + offset as usize + element;
-        finish_element(y, at, total, bias, element, finish);
     }
+    total
 }
 
 /// Adds one quantised block of a matrix row to `sum`: see `kernels::order::block_dot`.

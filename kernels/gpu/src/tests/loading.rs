@@ -27,6 +27,7 @@ const SHAPE: Shape = Shape {
     kv_heads: 2,
     head_dim: 64,
     ffn: 512,
+    experts: None,
     vocab: 272,
     tied: false,
 };
@@ -93,6 +94,7 @@ fn random_weights_compute_like_the_same_weights_from_a_file() {
         (Shape { family: Architecture::Llama, tied: true, ..SHAPE }, QuantType::Q8_0),
         (SHAPE, QuantType::Q4_0),
         (Shape { family: Architecture::Qwen3, vocab: 281, ..SHAPE }, QuantType::Q6K),
+        (Shape { family: Architecture::Qwen3Moe, experts: Some([6, 2]), ..SHAPE }, QuantType::Q4_0),
     ];
     for (shape, quant) in models {
         let mut made = load_random(&shape, quant, options(3), device).unwrap();

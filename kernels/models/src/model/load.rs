@@ -93,9 +93,32 @@ pub(crate) struct LayerWeights {
     /// RMSNorm weights after attention and feed-forward.
     pub(crate) norms_after: Option<[Vec<f32>; 2]>,
     pub(crate) ffn_norm: Vec<f32>,
+    pub(crate) feed_forward: FeedForward,
+}
+
+/// What follows attention.
+pub(crate) enum FeedForward {
+    Dense(Gated),
+    Experts(Experts),
+}
+
+/// A gated feed-forward block, or those of all experts, one after another in the rows.
+pub(crate) struct Gated {
     /// Gate and up.
-    pub(crate) gated: [Matrix; 2],
+    pub(crate) inputs: [Matrix; 2],
     pub(crate) down: Matrix,
+}
+
+/// A mixture of experts.
+pub(crate) struct Experts {
+    pub(crate) count: usize,
+    pub(crate) used: usize,
+    pub(crate) normalised: bool,
+    /// One row per expert.
+    pub(crate) router: Matrix,
+    pub(crate) experts: Gated,
+    /// The expert of every row, and its gate of one row.
+    pub(crate) shared: Option<(Matrix, Gated)>,
 }
 
 /// Final norm and output matrix.
@@ -109,6 +132,15 @@ pub(crate) struct Loader<'a> {
     pub(crate) file: &'a ModelFile,
     pub(crate) pool: &'a mut Pool,
     pub(crate) bytes: u64,
+}
+
+impl Experts {
+    /// Bytes of the experts that a row does not use.
+    pub(crate) fn unused_bytes(&self) -> u64 {
+        let Gated { inputs: [gate, up], down } = &self.experts;
+        let bytes: u64 = [gate, up, down].iter().map(|matrix| matrix.tiles().bytes().len() as u64).sum();
+        bytes / self.count as u64 * (self.count - self.used) as u64
+    }
 }
 
 impl Loader<'_> {
@@ -135,9 +167,24 @@ impl Loader<'_> {
             output_bias: recipe.output_bias.then(|| bias(self, "attn_output")).transpose()?,
             norms_after: norms(self, recipe.norms_after, ["post_attention_norm", "post_ffw_norm"])?,
             ffn_norm: self.vector(&name("ffn_norm.weight"))?,
-            gated: [matrix(self, "ffn_gate")?, matrix(self, "ffn_up")?],
-            down: matrix(self, "ffn_down")?,
+            feed_forward: self.feed_forward(recipe, index)?,
         })
+    }
+
+    fn feed_forward(&mut self, recipe: &LayerRecipe, index: usize) -> Result<FeedForward, StageError> {
+        let mut matrix = |part: &str| self.matrix(&format!("blk.{index}.{part}.weight"));
+        let mut gated = |kind: &str| -> Result<Gated, StageError> {
+            let mut part = |name: &str| matrix(&format!("{name}{kind}"));
+            Ok(Gated { inputs: [part("ffn_gate")?, part("ffn_up")?], down: part("ffn_down")? })
+        };
+        let Some(crate::weights::Experts { count, used, shared, normalised }) = recipe.experts else {
+            return Ok(FeedForward::Dense(gated("")?));
+        };
+        let experts = gated("_exps")?;
+        let shared = shared.map(|_| gated("_shexp")).transpose()?;
+        let shared = shared.map(|gated| Ok::<_, StageError>((matrix("ffn_gate_inp_shexp")?, gated))).transpose()?;
+        let router = matrix("ffn_gate_inp")?;
+        Ok(FeedForward::Experts(Experts { count, used, normalised, router, experts, shared }))
     }
 
     pub(crate) fn head(&mut self, config: &ModelConfig) -> Result<OutputHead, StageError> {

@@ -11,8 +11,11 @@ use crate::kv_cache::position_bytes;
 use crate::stage::Activations;
 
 mod frequencies;
+mod keys;
 
 pub use frequencies::RotaryFrequencies;
+
+use keys::Keys;
 
 /// Per-dimension RoPE factors for long contexts in Llama 3 files.
 pub(super) const ROPE_FACTORS: &str = "rope_freqs.weight";
@@ -26,17 +29,23 @@ const CONTEXT_MAX: usize = 1 << 24;
 const ROPE_BASES: Range<f64> = 1.000_001..1e12;
 /// Bytes per element of a hidden row sent between stages.
 const ACTIVATION_ELEMENT_BYTES: u64 = 4;
+/// The gate of a shared expert: one row, but a matrix.
+const SHARED_GATE: &str = "ffn_gate_inp_shexp.weight";
 
 /// Supported model families. All are pre-norm decoders with RMSNorm, grouped-query attention, rotary embedding and a gated
 /// feed-forward block; the differences are in [`ModelConfig`] and [`crate::recipe::Recipe`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Architecture {
-    /// SmolLM2, Llama 1 to 3, Mistral: rotary embedding on adjacent pairs; a few have attention biases.
+    /// SmolLM2, Llama 1 to 3, Mistral, Mixtral (with experts): rotary embedding on adjacent pairs; a few have attention biases.
     Llama,
     /// Biases on query, key and value; rotary embedding on halves.
     Qwen2,
+    /// As `Qwen2` with experts: each row also uses a shared one, scaled by a gate of its own.
+    Qwen2Moe,
     /// RMSNorm on each query and key head; rotary embedding on halves.
     Qwen3,
+    /// As `Qwen3` with experts.
+    Qwen3Moe,
     /// RMSNorm on each query and key head and after each block, GeGLU, a scaled embedding. Five of six layers use a sliding
     /// window and their own RoPE base.
     Gemma3,
@@ -44,7 +53,7 @@ pub enum Architecture {
 
 impl Architecture {
     /// All supported families.
-    pub const ALL: [Self; 4] = [Self::Llama, Self::Qwen2, Self::Qwen3, Self::Gemma3];
+    pub const ALL: [Self; 6] = [Self::Llama, Self::Qwen2, Self::Qwen2Moe, Self::Qwen3, Self::Qwen3Moe, Self::Gemma3];
 
     /// The name in `general.architecture`.
     #[must_use]
@@ -52,9 +61,21 @@ impl Architecture {
         match self {
             Self::Llama => "llama",
             Self::Qwen2 => "qwen2",
+            Self::Qwen2Moe => "qwen2moe",
             Self::Qwen3 => "qwen3",
+            Self::Qwen3Moe => "qwen3moe",
             Self::Gemma3 => "gemma3",
         }
+    }
+
+    /// Whether query and key heads are normalised.
+    fn has_head_norms(self) -> bool {
+        matches!(self, Self::Qwen3 | Self::Qwen3Moe | Self::Gemma3)
+    }
+
+    /// Qwen2's reference implementation has biases on query, key and value only.
+    fn has_output_bias(self) -> bool {
+        !matches!(self, Self::Qwen2 | Self::Qwen2Moe)
     }
 
     fn parse(name: &str) -> Result<Self, WeightsError> {
@@ -85,8 +106,10 @@ pub struct ModelConfig {
     pub kv_heads: usize,
     /// Elements per head (for query, key and value).
     pub head_dim: usize,
-    /// Width of the feed-forward block.
+    /// Width of the feed-forward block, or of each expert.
     pub ffn: usize,
+    /// The experts that take the place of the feed-forward block.
+    pub experts: Option<Experts>,
     /// Vocabulary size: rows of the embedding, length of the logits.
     pub vocab: usize,
     /// Context length that the model was trained for.
@@ -113,6 +136,19 @@ pub struct ModelConfig {
     pub tied: bool,
     /// The model is made for embeddings: the result is the normalised row of the last token, and there is no output head.
     pub pooled: bool,
+}
+
+/// A mixture of experts: each row is computed by a few feed-forward blocks, which a router chooses by its scores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Experts {
+    /// Experts of a layer.
+    pub count: usize,
+    /// Experts that compute a row.
+    pub used: usize,
+    /// Width of an expert that computes every row, scaled by a gate of its own; `None`: there is none.
+    pub shared: Option<usize>,
+    /// The factors of the chosen experts are divided by their sum.
+    pub normalised: bool,
 }
 
 /// Sliding-window (local) layers: all but every `period`-th.
@@ -216,6 +252,8 @@ pub struct LayerCosts {
     pub flops_per_token: u64,
     /// Bytes in memory, on the device that needs most.
     pub weight_bytes: u64,
+    /// Part of these bytes that belongs to experts of which a token uses only some.
+    pub expert_bytes: u64,
     /// Bytes of KV cache per position, on the device that needs most.
     pub kv_bytes_per_token: u64,
 }
@@ -237,6 +275,15 @@ impl ModelConfig {
         let kv_heads = keys.size("attention.head_count_kv", Some(heads), WIDTH_MAX)?;
         let head_dim = keys.size("attention.key_length", width.checked_div(heads), WIDTH_MAX)?;
         let value_dim = keys.size("attention.value_length", Some(head_dim), WIDTH_MAX)?;
+        let experts = keys.experts(architecture)?;
+        let ffn = match experts {
+            None => keys.size("feed_forward_length", None, WIDTH_MAX)?,
+            // Mixtral's files have the width under the usual name.
+            Some(_) => match keys.optional("expert_feed_forward_length", WIDTH_MAX)? {
+                Some(width) => width,
+                None => keys.size("feed_forward_length", None, WIDTH_MAX)?,
+            },
+        };
         let config = Self {
             architecture,
             name: metadata.text("general.name")?.unwrap_or(name).to_owned(),
@@ -245,15 +292,15 @@ impl ModelConfig {
             heads,
             kv_heads,
             head_dim,
-            ffn: keys.size("feed_forward_length", None, WIDTH_MAX)?,
+            ffn,
+            experts,
             vocab: embedding.rows,
             context: keys.context(architecture)?,
             norm_eps: keys.norm_eps()?,
             rope: keys.rope(architecture, layout, head_dim)?,
             attention_bias: tensor("blk.0.attn_q.bias").is_some(),
-            // Qwen2's reference implementation has none; other architectures have one if `attention_bias` is set.
-            attention_output_bias: architecture != Architecture::Qwen2 && tensor("blk.0.attn_output.bias").is_some(),
-            qk_norm: matches!(architecture, Architecture::Qwen3 | Architecture::Gemma3),
+            attention_output_bias: architecture.has_output_bias() && tensor("blk.0.attn_output.bias").is_some(),
+            qk_norm: architecture.has_head_norms(),
             norms_after: architecture == Architecture::Gemma3,
             local: keys.local(architecture, layout, head_dim)?,
             attention_scale: keys.attention_scale(architecture, width / heads, head_dim)?,
@@ -269,6 +316,10 @@ impl ModelConfig {
         }
         if head_dim.checked_mul(heads).is_none_or(|q| q > WIDTH_MAX) {
             return Err(inconsistent("heads that fit the largest width", &[heads, head_dim]));
+        }
+        if experts.is_some() && !(width.is_multiple_of(tile::ROWS) && ffn.is_multiple_of(tile::ROWS)) {
+            let what = format!("widths of the model and its experts in multiples of {}", tile::ROWS);
+            return Err(inconsistent(&what, &[width, ffn]));
         }
         if let Some(tokens) = metadata.texts("tokenizer.ggml.tokens")?.map(|t| t.size_hint().1)
             && tokens != Some(config.vocab)
@@ -317,10 +368,31 @@ impl ModelConfig {
             ("attn_v.weight", [kv, width]),
             ("attn_output.weight", [width, q]),
             ("ffn_norm.weight", [1, width]),
-            ("ffn_gate.weight", [ffn, width]),
-            ("ffn_up.weight", [ffn, width]),
-            ("ffn_down.weight", [width, ffn]),
         ];
+        match self.experts {
+            None => tensors.extend([
+                ("ffn_gate.weight", [ffn, width]),
+                ("ffn_up.weight", [ffn, width]),
+                ("ffn_down.weight", [width, ffn]),
+            ]),
+            // One expert after another in the rows.
+            Some(Experts { count, shared, .. }) => {
+                tensors.extend([
+                    ("ffn_gate_inp.weight", [count, width]),
+                    ("ffn_gate_exps.weight", [count * ffn, width]),
+                    ("ffn_up_exps.weight", [count * ffn, width]),
+                    ("ffn_down_exps.weight", [count * width, ffn]),
+                ]);
+                tensors.extend(shared.into_iter().flat_map(|shared| {
+                    [
+                        (SHARED_GATE, [1, width]),
+                        ("ffn_gate_shexp.weight", [shared, width]),
+                        ("ffn_up_shexp.weight", [shared, width]),
+                        ("ffn_down_shexp.weight", [width, shared]),
+                    ]
+                }));
+            }
+        }
         if self.attention_bias {
             tensors.extend([("attn_q.bias", [1, q]), ("attn_k.bias", [1, kv]), ("attn_v.bias", [1, kv])]);
         }
@@ -398,10 +470,16 @@ impl ModelConfig {
 
     pub(super) fn costs(&self, tensors: &[TensorInfo], activations: Activations) -> ModelCosts {
         let (q, kv) = (self.q_width() as u64, self.kv_width() as u64);
-        let (width, ffn, vocab) = (self.width as u64, self.ffn as u64, self.vocab as u64);
+        let (width, vocab) = (self.width as u64, self.vocab as u64);
+        // Rows of the feed-forward matrices that compute a token.
+        let ffn = match self.experts {
+            None => 3 * self.ffn,
+            Some(experts) => 3 * (experts.used * self.ffn + experts.shared.unwrap_or(0)) + experts.count,
+        };
         let layer = LayerCosts {
-            flops_per_token: 2 * width * (2 * q + 2 * kv + 3 * ffn),
+            flops_per_token: 2 * width * (2 * q + 2 * kv + ffn as u64),
             weight_bytes: 0,
+            expert_bytes: 0,
             kv_bytes_per_token: position_bytes(self.kv_heads, self.head_dim, activations) as u64,
         };
         let mut costs = ModelCosts {
@@ -421,6 +499,7 @@ impl ModelConfig {
                 name => {
                     if let Some(layer) = layer_of(name).and_then(|l| costs.layers.get_mut(l)) {
                         layer.weight_bytes += bytes;
+                        layer.expert_bytes += if name.ends_with("_exps.weight") { bytes } else { 0 };
                     }
                 }
             }
@@ -434,7 +513,7 @@ impl ModelConfig {
 
 /// Bytes of a tensor in memory: a matrix as tiles, a vector as f32.
 fn resident_bytes(tensor: &TensorInfo) -> u64 {
-    if tensor.rows == 1 {
+    if tensor.rows == 1 && !tensor.name.ends_with(SHARED_GATE) {
         return (tensor.cols * size_of::<f32>()) as u64;
     }
     tile::Layout::of(tensor.quant).matrix_bytes(tensor.rows, tensor.cols) as u64
@@ -445,175 +524,6 @@ fn layer_of(name: &str) -> Option<usize> {
     let (number, _) = name.strip_prefix("blk.")?.split_once('.')?;
     // Only the canonical spelling counts: "07" is not layer 7.
     number.parse().ok().filter(|n: &usize| n.to_string() == number)
-}
-
-/// Metadata under an architecture's prefix.
-struct Keys<'a> {
-    metadata: &'a Metadata,
-    prefix: &'static str,
-}
-
-impl Keys<'_> {
-    fn key(&self, name: &str) -> String {
-        format!("{}.{name}", self.prefix)
-    }
-
-    fn size(&self, name: &str, default: Option<usize>, max: usize) -> Result<usize, WeightsError> {
-        let key = self.key(name);
-        let value = match self.metadata.unsigned(&key)? {
-            Some(value) => usize::try_from(value).unwrap_or(usize::MAX),
-            None => default.ok_or_else(|| missing(&key))?,
-        };
-        if value == 0 || value > max {
-            return Err(WeightsError::Malformed(format!("{key}: expected 1 to {max}, found {value}")));
-        }
-        Ok(value)
-    }
-
-    fn float(&self, name: &str, default: Option<f64>, range: Range<f64>) -> Result<f64, WeightsError> {
-        let key = self.key(name);
-        let value = self.metadata.float(&key)?.or(default).ok_or_else(|| missing(&key))?;
-        if !range.contains(&value) {
-            return Err(WeightsError::Malformed(format!("{key}: expected a number in {range:?}, found {value}")));
-        }
-        Ok(value)
-    }
-
-    /// Rejects options that change the arithmetic in unsupported ways.
-    fn reject_unsupported(&self) -> Result<(), WeightsError> {
-        let reject = |key: &str, what: &str| {
-            Err(WeightsError::Unsupported(format!("{}: {what} is not supported", self.key(key))))
-        };
-        if self.metadata.unsigned(&self.key("expert_count"))?.unwrap_or(0) > 0 {
-            return reject("expert_count", "a mixture of experts");
-        }
-        if self.metadata.bool(&self.key("attention.causal"))? == Some(false) {
-            return reject("attention.causal", "attention to later positions");
-        }
-        for key in ["attention.clamp_kqv", "attention.max_alibi_bias", "attn_logit_softcapping", "logit_scale"] {
-            if self.metadata.float(&self.key(key))?.unwrap_or(0.0) != 0.0 {
-                return reject(key, "this option");
-            }
-        }
-        Ok(())
-    }
-
-    /// `pooling_type` is `llama_pooling_type` of llama.cpp's `llama.h`: 0 none, 1 mean, 2 first token, 3 last token, 4 rank.
-    fn pooled(&self) -> Result<bool, WeightsError> {
-        match self.metadata.unsigned(&self.key("pooling_type"))?.unwrap_or(0) {
-            0 => Ok(false),
-            3 => Ok(true),
-            other => Err(WeightsError::Unsupported(format!(
-                "{}: expected 0 (none) or 3 (the last token), found {other}",
-                self.key("pooling_type")
-            ))),
-        }
-    }
-
-    /// A sliding window on all layers limits the context: within one window it equals full attention.
-    fn context(&self, architecture: Architecture) -> Result<usize, WeightsError> {
-        let context = self.size("context_length", None, CONTEXT_MAX)?;
-        let window = self.metadata.unsigned(&self.key("attention.sliding_window"))?.unwrap_or(0);
-        let all_layers = window > 0 && architecture != Architecture::Gemma3;
-        Ok(if all_layers { context.min(usize::try_from(window).unwrap_or(context)) } else { context })
-    }
-
-    /// Gemma 3 (technical report, section 2.1): five local layers per global one; local layers use the RoPE base of the
-    /// family's earlier models. Files specify only the window.
-    fn local(
-        &self,
-        architecture: Architecture,
-        layout: QueryKeyOrder,
-        head_dim: usize,
-    ) -> Result<Option<LocalLayers>, WeightsError> {
-        if architecture != Architecture::Gemma3 {
-            return Ok(None);
-        }
-        let window = self.size("attention.sliding_window", None, CONTEXT_MAX)?;
-        let period = self.size("attention.sliding_window_pattern", Some(6), LAYERS_MAX)?;
-        let base = self.float("rope.freq_base_swa", Some(10_000.0), ROPE_BASES)? as f32;
-        let rope = Rope { base, scaling: RopeScaling::None, ..self.rope(architecture, layout, head_dim)? };
-        Ok(Some(LocalLayers { window, period, rope }))
-    }
-
-    /// 1 / √(elements per head). Gemma 3's largest model uses width / heads instead; its file does not record that, so it is
-    /// recognised by its 62 layers.
-    fn attention_scale(
-        &self,
-        architecture: Architecture,
-        width_per_head: usize,
-        head_dim: usize,
-    ) -> Result<f32, WeightsError> {
-        const LARGEST: usize = 62;
-        let largest = architecture == Architecture::Gemma3 && self.size("block_count", None, LAYERS_MAX)? == LARGEST;
-        let usual = 1.0 / (if largest { width_per_head } else { head_dim } as f32).sqrt();
-        // A zero means that the scale is not specified.
-        let given = self.float("attention.scale", Some(0.0), 0.0..1e3)? as f32;
-        Ok(if given == 0.0 { usual } else { given })
-    }
-
-    fn logit_cap(&self, architecture: Architecture) -> Result<Option<f32>, WeightsError> {
-        let key = "final_logit_softcapping";
-        if architecture != Architecture::Gemma3 || self.metadata.float(&self.key(key))?.unwrap_or(0.0) == 0.0 {
-            return Ok(None);
-        }
-        Ok(Some(self.float(key, None, 1e-3..1e6)? as f32))
-    }
-
-    fn norm_eps(&self) -> Result<f32, WeightsError> {
-        Ok(self.float("attention.layer_norm_rms_epsilon", None, 0.0..1.0)? as f32)
-    }
-
-    fn rope(&self, architecture: Architecture, layout: QueryKeyOrder, head_dim: usize) -> Result<Rope, WeightsError> {
-        let usual = if architecture == Architecture::Gemma3 { 1e6 } else { 10_000.0 };
-        let base = self.float("rope.freq_base", Some(usual), ROPE_BASES)? as f32;
-        let dims = self.size("rope.dimension_count", Some(head_dim), head_dim)?;
-        if dims % 2 == 1 {
-            return Err(inconsistent("an even number of rotary dimensions", &[dims]));
-        }
-        let kind = match (architecture, layout) {
-            (Architecture::Llama, QueryKeyOrder::Gguf) => RopeKind::Interleaved,
-            (Architecture::Llama | Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Gemma3, _) => {
-                RopeKind::Halves
-            }
-        };
-        Ok(Rope { kind, base, dims, scaling: self.rope_scaling()? })
-    }
-
-    fn rope_scaling(&self) -> Result<RopeScaling, WeightsError> {
-        let factors = 1e-3..1e6;
-        let legacy = self.float("rope.scale_linear", Some(1.0), factors.clone())?;
-        let factor = self.float("rope.scaling.factor", Some(legacy), factors.clone())?;
-        let default = if factor == 1.0 { "none" } else { "linear" };
-        match self.metadata.text(&self.key("rope.scaling.type"))?.unwrap_or(default) {
-            "none" => Ok(RopeScaling::None),
-            "linear" if factor == 1.0 => Ok(RopeScaling::None),
-            "linear" => Ok(RopeScaling::Linear { factor }),
-            "yarn" => {
-                let context = self.size("context_length", None, CONTEXT_MAX)?;
-                Ok(RopeScaling::Yarn {
-                    factor,
-                    original_context: self.size("rope.scaling.original_context_length", Some(context), CONTEXT_MAX)?,
-                    attention_factor: self.float("rope.scaling.attn_factor", Some(1.0), factors)?,
-                    beta_fast: self.float("rope.scaling.yarn_beta_fast", Some(32.0), 1e-3..1e6)?,
-                    beta_slow: self.float("rope.scaling.yarn_beta_slow", Some(1.0), 1e-3..1e6)?,
-                })
-            }
-            "llama3" => {
-                let low = self.float("rope.scaling.low_freq_factor", Some(1.0), 1e-3..1e6)?;
-                Ok(RopeScaling::Llama3 {
-                    factor,
-                    original_context: self.size("rope.scaling.original_context_length", Some(8192), CONTEXT_MAX)?,
-                    low,
-                    high: self.float("rope.scaling.high_freq_factor", Some(4.0), low + 1e-6..1e7)?,
-                })
-            }
-            other => Err(WeightsError::Unsupported(format!(
-                "{}: {other:?} is not supported; supported: none, linear, llama3, yarn, and factors in {ROPE_FACTORS}",
-                self.key("rope.scaling.type")
-            ))),
-        }
-    }
 }
 
 fn missing(key: &str) -> WeightsError {

@@ -1,31 +1,39 @@
-//! Hugging Face model folders: a `.safetensors` file with `config.json`, `tokenizer.json` and `tokenizer_config.json`,
-//! converted to the configuration, names and metadata of a GGUF file.
+//! Hugging Face model folders: `.safetensors` files with `config.json`, `tokenizer.json` and `tokenizer_config.json`, converted
+//! to the configuration, names and metadata of a GGUF file.
 //!
-//! The weights must be a single file (no `…-00001-of-…` shards) in F32, F16 or BF16. Peers receive it with `config.json`
-//! embedded in its header; a stage needs nothing else from the folder. The tokenizer stays on the coordinator.
+//! The weights are F32, F16 or BF16, in one file or in several with an index. They are joined to one file with `config.json`
+//! embedded in its header, which peers receive, too: a stage needs nothing else from the folder. The tokenizer stays on the
+//! coordinator.
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
 use kernels::quant::QuantType;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 
 use super::config::QueryKeyOrder;
 use super::error::WeightsError;
 use super::gguf::{self, Header, TableEntry};
+use super::header;
 use super::metadata::{Array, Element, Metadata, Value};
+use super::parts::FOLDER_INDEX;
+use super::source::Source;
 
 /// Maximum bytes of the JSON header; the format's own limit.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
 /// Maximum bytes of another file in the folder: the largest tokenizers have about 30 MiB.
 const BESIDE_BYTES_MAX: u64 = 128 << 20;
 
+/// Alignment of each part's data when they are joined: a cache line.
+const ALIGNMENT: u64 = 64;
+/// Header entry that is not a tensor.
+const METADATA: &str = "__metadata__";
 /// Header metadata key under which `config.json` is embedded for peers.
 const CONFIG_KEY: &str = "meshnode.config";
 
 /// A tensor entry of the header.
-#[derive(Deserialize)]
+#[derive(Deserialize, Serialize)]
 struct Listed {
     dtype: String,
     shape: Vec<u64>,
@@ -37,17 +45,162 @@ pub(super) fn recognise(bytes: &[u8]) -> bool {
     bytes.first_chunk().is_some_and(|len| u64::from_le_bytes(*len) <= HEADER_BYTES_MAX) && bytes.get(8) == Some(&b'{')
 }
 
-/// Parses the header and the other files of the folder. `bytes`: the file of `file_len` bytes, or a prefix of it; if the header
-/// does not end within it, [`WeightsError::Truncated`] gives the length needed.
-pub(super) fn parse(bytes: &[u8], file_len: u64, path: Option<&Path>) -> Result<Header, WeightsError> {
-    let (listed, data) = read_listed(bytes)?;
-    let mut builder = Builder::default();
-    let (config, served) = match listed.get("__metadata__").and_then(|metadata| metadata[CONFIG_KEY].as_str()) {
-        Some(text) => (serde_json::from_str(text).map_err(|e| malformed(&format!("{CONFIG_KEY}: {e}")))?, None),
-        None => builder.folder(path, &listed, data)?,
+/// The file of a model folder, or one part of it.
+pub(super) struct Part {
+    pub path: PathBuf,
+    pub source: Source,
+    listed: BTreeMap<String, Json>,
+    /// Position where the data begins.
+    data: u64,
+}
+
+impl Part {
+    /// Reads the header of a part.
+    ///
+    /// # Errors
+    /// It cannot be read, or is not a safetensors file.
+    pub(super) fn open(path: &Path) -> Result<Self, WeightsError> {
+        let source = Source::open(path, false)?;
+        let (listed, data) = header::read(&source, |bytes, _| read_listed(bytes))?;
+        Ok(Self { path: path.to_owned(), source, listed, data })
+    }
+
+    /// Whether the header contains the model's configuration, as in a file from a peer.
+    pub(super) fn has_config(&self) -> bool {
+        embedded_config(&self.listed).is_some()
+    }
+
+    fn name(&self) -> String {
+        self.path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+    }
+}
+
+/// Joins the parts of a folder to one file that begins with a header of all tensors and the configuration. `index`: the file of
+/// each tensor, for a folder with an index.
+///
+/// # Errors
+/// A tensor in two parts, or an index that does not agree with the parts.
+pub(super) fn join(parts: &[Part], index: Option<&BTreeMap<String, String>>) -> Result<Source, WeightsError> {
+    let dir = parts.first().and_then(|part| part.path.parent()).unwrap_or(Path::new("."));
+    let config = read_json(&dir.join("config.json"))?.ok_or_else(|| {
+        WeightsError::Unsupported(format!(
+            "{} lacks config.json, which describes the model; fetch the model's whole folder, or use a GGUF file",
+            dir.display()
+        ))
+    })?;
+    let mut stacks: BTreeMap<String, BTreeMap<usize, (Listed, Source)>> = BTreeMap::new();
+    for part in parts {
+        let have = part.source.len().saturating_sub(part.data);
+        let mut ranges = Vec::new();
+        for (name, json) in part.listed.iter().filter(|(name, _)| *name != METADATA) {
+            let tensor: Listed = parse_listed(name, json)?;
+            let [start, end] = tensor.data_offsets;
+            if end > have {
+                let (what, need) = (format!("tensor {name:?} in {}", part.name()), end.saturating_add(part.data));
+                return Err(WeightsError::Truncated { what, need, have: part.source.len() });
+            }
+            ranges.push((start, end, name));
+            let data = part.source.part(&(start.saturating_add(part.data)..end + part.data));
+            let (stack, number) = stack_of(name);
+            if stacks.entry(stack).or_default().insert(number, (tensor, data)).is_some() {
+                return Err(malformed(&format!("tensor {name:?} is in two files, the second is {}", part.name())));
+            }
+        }
+        ranges.sort_unstable();
+        if let Some([a, b]) = ranges.array_windows().find(|[a, b]| b.0 < a.1) {
+            return Err(malformed(&format!("tensors {:?} and {:?} in {} overlap", a.2, b.2, part.name())));
+        }
+    }
+    if let Some(index) = index {
+        agree(parts, index)?;
+    }
+    // In the order of the names, whatever the order in the files.
+    let (mut listed, mut data, mut at) = (BTreeMap::new(), Vec::new(), 0u64);
+    for (name, stack) in stacks {
+        let (mut tensor, stack) = stacked(&name, stack)?;
+        tensor.data_offsets = [at, at + stack.len()];
+        at = (at + stack.len()).next_multiple_of(ALIGNMENT);
+        data.push(stack);
+        listed.insert(name, serde_json::to_value(tensor).unwrap_or_default());
+    }
+    listed.insert(METADATA.to_owned(), serde_json::json!({ CONFIG_KEY: config.to_string() }));
+    Ok(Source::join([Source::memory(written(&listed))].into_iter().chain(data), ALIGNMENT))
+}
+
+/// The tensor that a tensor of the folder is a part of, and its number there: experts are stacked.
+fn stack_of(name: &str) -> (String, usize) {
+    let parts = || {
+        let (layer, rest) = name.split_once(".experts.")?;
+        let (number, part) = rest.split_once('.')?;
+        Some((format!("{layer}.experts.{part}"), number.parse().ok()?))
     };
+    parts().unwrap_or_else(|| (name.to_owned(), 0))
+}
+
+/// Stacks matrices in their rows.
+fn stacked(name: &str, stack: BTreeMap<usize, (Listed, Source)>) -> Result<(Listed, Source), WeightsError> {
+    let count = stack.len();
+    let wrong = |what: &str| malformed(&format!("tensor {name:?}: expected {what} of all {count} experts"));
+    if stack.keys().last().is_some_and(|last| last + 1 != count) {
+        return Err(wrong("one matrix"));
+    }
+    let mut stack = stack.into_values();
+    let (mut first, data) = stack.next().ok_or_else(|| wrong("one matrix"))?;
+    if count == 1 {
+        return Ok((first, data));
+    }
+    let mut pieces = vec![data];
+    for (tensor, data) in stack {
+        if (&tensor.dtype, &tensor.shape) != (&first.dtype, &first.shape) {
+            return Err(wrong("the same format and shape"));
+        }
+        pieces.push(data);
+    }
+    match &mut first.shape[..] {
+        [rows, _] => *rows = rows.saturating_mul(count as u64),
+        _ => return Err(wrong("two dimensions")),
+    }
+    Ok((first, Source::join(pieces, 1)))
+}
+
+/// Checks that the index and the parts name the same tensors.
+fn agree(parts: &[Part], index: &BTreeMap<String, String>) -> Result<(), WeightsError> {
+    let by_name: BTreeMap<String, &Part> = parts.iter().map(|part| (part.name(), part)).collect();
+    for (tensor, file) in index {
+        if by_name.get(file).is_none_or(|part| !part.listed.contains_key(tensor)) {
+            return Err(malformed(&format!(
+                "{FOLDER_INDEX}: expected tensor {tensor:?} in {file}, found no such tensor there; fetch both files again"
+            )));
+        }
+    }
+    for part in parts {
+        let (name, named) = (part.name(), |tensor: &String| tensor == METADATA || index.contains_key(tensor));
+        if let Some(tensor) = part.listed.keys().find(|tensor| !named(tensor)) {
+            return Err(malformed(&format!(
+                "{FOLDER_INDEX}: expected every tensor of {name}, {tensor:?} is missing; fetch both files again"
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Parses the header of a file that contains the configuration. `bytes`: the file of `file_len` bytes, or a prefix of it; if the
+/// header does not end within it, [`WeightsError::Truncated`] gives the length needed. `folder`: where the tokenizer and the chat
+/// template are.
+pub(super) fn parse(bytes: &[u8], file_len: u64, folder: Option<&Path>) -> Result<Header, WeightsError> {
+    let (listed, data) = read_listed(bytes)?;
+    let text = embedded_config(&listed).ok_or_else(|| {
+        WeightsError::Unsupported(
+            "a safetensors model needs the other files of its folder: open it by its path".to_owned(),
+        )
+    })?;
+    let config: Json = serde_json::from_str(text).map_err(|e| malformed(&format!("{CONFIG_KEY}: {e}")))?;
+    let mut builder = Builder::default();
+    if let Some(folder) = folder {
+        builder.folder(folder, &config)?;
+    }
     builder.model(&config)?;
-    let table = table(listed, config["tie_word_embeddings"].as_bool().unwrap_or(false))?;
+    let table = table(&listed, config["tie_word_embeddings"].as_bool().unwrap_or(false))?;
     let tensors = gguf::place(table, data, 1, file_len)?;
     // Kernels require aligned elements.
     if let Some(odd) = tensors.iter().find(|t| !t.range.start.is_multiple_of(t.quant.block_bytes() as u64)) {
@@ -56,7 +209,11 @@ pub(super) fn parse(bytes: &[u8], file_len: u64, path: Option<&Path>) -> Result<
             odd.name, odd.range.start
         )));
     }
-    Ok(Header { header_len: data, metadata: builder.finish(), tensors, layout: QueryKeyOrder::HuggingFace, served })
+    Ok(Header { header_len: data, metadata: builder.finish(), tensors, layout: QueryKeyOrder::HuggingFace })
+}
+
+fn embedded_config(listed: &BTreeMap<String, Json>) -> Option<&str> {
+    listed.get(METADATA)?[CONFIG_KEY].as_str()
 }
 
 fn read_json(path: &Path) -> Result<Option<Json>, WeightsError> {
@@ -65,7 +222,8 @@ fn read_json(path: &Path) -> Result<Option<Json>, WeightsError> {
     json.map(Some).map_err(|e| malformed(&format!("{}: {e}", path.display())))
 }
 
-fn read_beside(path: &Path) -> Result<Option<String>, WeightsError> {
+/// Reads a text file of a model folder; `None` if there is none.
+pub(super) fn read_beside(path: &Path) -> Result<Option<String>, WeightsError> {
     use std::io::Read;
     let io = |source| WeightsError::Io { path: path.to_owned(), source };
     let file = match std::fs::File::open(path) {
@@ -93,29 +251,27 @@ fn read_listed(bytes: &[u8]) -> Result<(BTreeMap<String, Json>, u64), WeightsErr
     Ok((listed, data))
 }
 
-/// Embeds `config.json` in the header. The new length keeps the alignment of the data.
-fn carry(mut listed: BTreeMap<String, Json>, data: u64, config: &Json) -> Bytes {
-    let metadata = listed.entry("__metadata__".to_owned()).or_insert(Json::Null);
-    // The rest of the metadata is never read.
-    *metadata = serde_json::json!({ CONFIG_KEY: config.to_string() });
-    let mut text = serde_json::to_vec(&listed).unwrap_or_default();
-    while !(8 + text.len() as u64).abs_diff(data).is_multiple_of(64) {
-        text.push(b' ');
-    }
+/// Writes a header, padded so that the data after it is aligned.
+fn written(listed: &BTreeMap<String, Json>) -> Bytes {
+    let mut text = serde_json::to_vec(listed).unwrap_or_default();
+    text.resize((8 + text.len()).next_multiple_of(ALIGNMENT as usize) - 8, b' ');
     [&(text.len() as u64).to_le_bytes()[..], &text].concat().into()
 }
 
+fn parse_listed(name: &str, json: &Json) -> Result<Listed, WeightsError> {
+    Listed::deserialize(json).map_err(|e| malformed(&format!("tensor {name:?}: {e}")))
+}
+
 /// The tensors, with GGUF names.
-fn table(listed: BTreeMap<String, Json>, tied: bool) -> Result<Vec<TableEntry>, WeightsError> {
+fn table(listed: &BTreeMap<String, Json>, tied: bool) -> Result<Vec<TableEntry>, WeightsError> {
     let mut table = Vec::new();
     for (name, json) in listed {
         // Inverse frequencies are derived from the configuration; a tied head repeats the embedding.
-        let derived = name == "__metadata__" || name.ends_with(".rotary_emb.inv_freq");
+        let derived = name == METADATA || name.ends_with(".rotary_emb.inv_freq");
         if derived || (tied && name == "lm_head.weight") {
             continue;
         }
-        let listed: Listed = serde_json::from_value(json).map_err(|e| malformed(&format!("tensor {name:?}: {e}")))?;
-        table.push(entry(&name, &listed)?);
+        table.push(entry(name, &parse_listed(name, json)?)?);
     }
     Ok(table)
 }
@@ -152,7 +308,7 @@ fn entry(name: &str, listed: &Listed) -> Result<TableEntry, WeightsError> {
 
 /// Maps `model.layers.3.mlp.up_proj.weight` to `blk.3.ffn_up.weight`. Unknown names are kept and rejected later, by name.
 fn gguf_name(name: &str) -> String {
-    const PARTS: [(&str, &str); 15] = [
+    const PARTS: [(&str, &str); 27] = [
         ("input_layernorm.weight", "attn_norm.weight"),
         ("self_attn.q_proj.weight", "attn_q.weight"),
         ("self_attn.k_proj.weight", "attn_k.weight"),
@@ -168,6 +324,18 @@ fn gguf_name(name: &str) -> String {
         ("mlp.gate_proj.weight", "ffn_gate.weight"),
         ("mlp.up_proj.weight", "ffn_up.weight"),
         ("mlp.down_proj.weight", "ffn_down.weight"),
+        ("mlp.gate.weight", "ffn_gate_inp.weight"),
+        ("mlp.experts.gate_proj.weight", "ffn_gate_exps.weight"),
+        ("mlp.experts.up_proj.weight", "ffn_up_exps.weight"),
+        ("mlp.experts.down_proj.weight", "ffn_down_exps.weight"),
+        ("mlp.shared_expert_gate.weight", "ffn_gate_inp_shexp.weight"),
+        ("mlp.shared_expert.gate_proj.weight", "ffn_gate_shexp.weight"),
+        ("mlp.shared_expert.up_proj.weight", "ffn_up_shexp.weight"),
+        ("mlp.shared_expert.down_proj.weight", "ffn_down_shexp.weight"),
+        ("block_sparse_moe.gate.weight", "ffn_gate_inp.weight"),
+        ("block_sparse_moe.experts.w1.weight", "ffn_gate_exps.weight"),
+        ("block_sparse_moe.experts.w3.weight", "ffn_up_exps.weight"),
+        ("block_sparse_moe.experts.w2.weight", "ffn_down_exps.weight"),
     ];
     let fixed = match name {
         "model.embed_tokens.weight" => Some("token_embd.weight"),
@@ -220,32 +388,14 @@ impl Builder {
         self.set(key, Value::Array(Array { element: Element::F64, len, range }));
     }
 
-    /// Reads the other files of the folder. Returns `config.json` and the header that embeds it.
-    fn folder(
-        &mut self,
-        path: Option<&Path>,
-        listed: &BTreeMap<String, Json>,
-        data: u64,
-    ) -> Result<(Json, Option<Bytes>), WeightsError> {
-        let dir = path.and_then(Path::parent).ok_or_else(|| {
-            WeightsError::Unsupported(
-                "a safetensors model needs the other files of its folder: open it by its path".to_owned(),
-            )
-        })?;
-        let config = read_json(&dir.join("config.json"))?.ok_or_else(|| {
-            WeightsError::Unsupported(format!(
-                "{} lacks config.json, which describes the model; fetch the model's whole folder, or use a GGUF file",
-                dir.display()
-            ))
-        })?;
-        let tokenizer = read_json(&dir.join("tokenizer.json"))?;
+    /// Reads the chat template and the tokenizer.
+    fn folder(&mut self, dir: &Path, config: &Json) -> Result<(), WeightsError> {
         let options = read_json(&dir.join("tokenizer_config.json"))?.unwrap_or(Json::Null);
         self.template(&options, dir)?;
-        if let Some(tokenizer) = &tokenizer {
-            self.tokenizer(tokenizer, &options, &config)?;
+        match read_json(&dir.join("tokenizer.json"))? {
+            Some(tokenizer) => self.tokenizer(&tokenizer, &options, config),
+            None => Ok(()),
         }
-        let served = carry(listed.clone(), data, &config);
-        Ok((config, Some(served)))
     }
 
     /// Converts `config.json`.
@@ -256,8 +406,13 @@ impl Builder {
                 "config.json: a {kind:?} model is supported in GGUF files only (its folder stores norm weights minus one); use the .gguf file"
             )));
         }
-        // Mistral is Llama with a sliding window.
-        let arch = if kind == "mistral" { "llama" } else { kind };
+        // Mistral is Llama with a sliding window, Mixtral with experts.
+        let arch = match kind {
+            "mistral" | "mixtral" => "llama",
+            "qwen2_moe" => "qwen2moe",
+            "qwen3_moe" => "qwen3moe",
+            other => other,
+        };
         self.set("general.architecture", Value::Text(arch.to_owned()));
         if let Some(name) = config["_name_or_path"].as_str().filter(|n| !n.is_empty()) {
             self.set("general.name", Value::Text(name.to_owned()));
@@ -271,10 +426,24 @@ impl Builder {
             ("num_key_value_heads", "attention.head_count_kv"),
             ("head_dim", "attention.key_length"),
             ("head_dim", "attention.value_length"),
+            ("num_experts", "expert_count"),
+            ("num_local_experts", "expert_count"),
+            ("num_experts_per_tok", "expert_used_count"),
+            ("moe_intermediate_size", "expert_feed_forward_length"),
+            ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
         ] {
             if let Some(value) = config[theirs].as_u64() {
                 self.set(&format!("{arch}.{ours}"), Value::Unsigned(value));
             }
+        }
+        if let Some(normalised) = config["norm_topk_prob"].as_bool() {
+            self.set(&format!("{arch}.expert_weights_norm"), Value::Bool(normalised));
+        }
+        let dense = |key: &str| config[key].as_array().is_some_and(|layers| !layers.is_empty());
+        if config["decoder_sparse_step"].as_u64().is_some_and(|step| step != 1) || dense("mlp_only_layers") {
+            return Err(WeightsError::Unsupported(
+                "config.json: decoder_sparse_step and mlp_only_layers: expected experts in every layer".into(),
+            ));
         }
         let window = config["sliding_window"].as_u64().filter(|_| config["use_sliding_window"] != Json::Bool(false));
         if let Some(window) = window {

@@ -108,6 +108,22 @@ impl GgufWriter {
         &mut self.tensors
     }
 
+    /// The parts of a split file as llama.cpp's `gguf-split` writes them: all keys in the first part.
+    #[must_use]
+    pub fn split(&self, parts: usize) -> Vec<Self> {
+        let each = self.tensors.len().div_ceil(parts);
+        let tensors = self.tensors.chunks(each).map(<[TensorSource]>::to_vec).chain(std::iter::repeat(Vec::new()));
+        let part = |(number, tensors): (usize, Vec<TensorSource>)| {
+            let keys = if number == 0 { self.keys.clone() } else { Vec::new() };
+            let mut part = Self { keys, tensors, ..*self };
+            part.raw("split.no", 2, &(number as u16).to_le_bytes());
+            part.raw("split.count", 2, &(parts as u16).to_le_bytes());
+            part.raw("split.tensors.count", 5, &(self.tensors.len() as i32).to_le_bytes());
+            part
+        };
+        tensors.take(parts).enumerate().map(part).collect()
+    }
+
     /// The header, padded to the alignment.
     #[must_use]
     pub fn header(&self) -> Vec<u8> {
@@ -173,8 +189,10 @@ pub struct TinyModel {
     pub heads: usize,
     /// Key and value heads.
     pub kv_heads: usize,
-    /// Feed-forward width.
+    /// Feed-forward width, also of each expert.
     pub ffn: usize,
+    /// Experts of a layer, and of a row; some architectures always have some.
+    pub experts: Option<[usize; 2]>,
     /// Whether the output head is tied to the embedding.
     pub tied: bool,
     /// All attention biases that the architecture may have; Qwen2 always has some.
@@ -195,6 +213,7 @@ impl Default for TinyModel {
             heads: 4,
             kv_heads: 2,
             ffn: 512,
+            experts: None,
             tied: true,
             biases: false,
             pooled: false,
@@ -235,6 +254,19 @@ impl TinyModel {
             w.f32("gemma3.rope.freq_base", 1e6).f32("gemma3.final_logit_softcapping", 30.0);
             w.u32("gemma3.attention.sliding_window", 9).u32("gemma3.attention.sliding_window_pattern", 3);
         }
+        let shared = self.architecture == Architecture::Qwen2Moe;
+        let mixture = shared || self.architecture == Architecture::Qwen3Moe;
+        let experts = self.experts.or(mixture.then_some([6, 2]));
+        if let Some([count, used]) = experts {
+            w.u32(&format!("{arch}.expert_count"), count as u32);
+            w.u32(&format!("{arch}.expert_used_count"), used as u32);
+        }
+        if mixture {
+            w.u32(&format!("{arch}.expert_feed_forward_length"), self.ffn as u32);
+        }
+        if shared {
+            w.u32(&format!("{arch}.expert_shared_feed_forward_length"), self.ffn as u32);
+        }
         if self.pooled {
             w.u32(&format!("{arch}.pooling_type"), 3).bool("tokenizer.ggml.add_eos_token", true);
         }
@@ -243,7 +275,8 @@ impl TinyModel {
         let mut seed = self.seed;
         let mut add = |name: &str, shape: [usize; 2]| {
             seed += 1;
-            let quant = if shape[0] == 1 { QuantType::F32 } else { self.quant };
+            let plain = shape[0] == 1 || name.contains("_gate_inp");
+            let quant = if plain { QuantType::F32 } else { self.quant };
             let blocks = shape[0] * shape[1] / quant.block_len();
             w.tensor(name, quant, shape, random_blocks(quant, blocks, seed));
         };
@@ -256,18 +289,32 @@ impl TinyModel {
             add(&block("attn_v.weight"), [kv, self.width]);
             add(&block("attn_output.weight"), [self.width, q]);
             add(&block("ffn_norm.weight"), [1, self.width]);
-            add(&block("ffn_gate.weight"), [self.ffn, self.width]);
-            add(&block("ffn_up.weight"), [self.ffn, self.width]);
-            add(&block("ffn_down.weight"), [self.width, self.ffn]);
-            if self.biases || self.architecture == Architecture::Qwen2 {
+            let mut gated = |kind: &str, count: usize| {
+                add(&block(&format!("ffn_gate{kind}.weight")), [count * self.ffn, self.width]);
+                add(&block(&format!("ffn_up{kind}.weight")), [count * self.ffn, self.width]);
+                add(&block(&format!("ffn_down{kind}.weight")), [count * self.width, self.ffn]);
+            };
+            match experts {
+                None => gated("", 1),
+                Some([count, _]) => gated("_exps", count),
+            }
+            if shared {
+                gated("_shexp", 1);
+                add(&block("ffn_gate_inp_shexp.weight"), [1, self.width]);
+            }
+            if let Some([count, _]) = experts {
+                add(&block("ffn_gate_inp.weight"), [count, self.width]);
+            }
+            let qwen2 = matches!(self.architecture, Architecture::Qwen2 | Architecture::Qwen2Moe);
+            if self.biases || qwen2 {
                 add(&block("attn_q.bias"), [1, q]);
                 add(&block("attn_k.bias"), [1, kv]);
                 add(&block("attn_v.bias"), [1, kv]);
             }
-            if self.biases && self.architecture != Architecture::Qwen2 {
+            if self.biases && !qwen2 {
                 add(&block("attn_output.bias"), [1, self.width]);
             }
-            if matches!(self.architecture, Architecture::Qwen3 | Architecture::Gemma3) {
+            if matches!(self.architecture, Architecture::Qwen3 | Architecture::Qwen3Moe | Architecture::Gemma3) {
                 add(&block("attn_q_norm.weight"), [1, HEAD]);
                 add(&block("attn_k_norm.weight"), [1, HEAD]);
             }

@@ -26,11 +26,15 @@ fn every_architecture_in_every_format() {
     for architecture in Architecture::ALL {
         for quant in QUANT_TYPES {
             let file = TinyModel { architecture, quant, layers: 1, tied: false, ..TinyModel::default() }.open();
-            let up = file.tensor("blk.0.ffn_up.weight").expect("there");
-            assert_eq!((up.quant, up.rows, up.cols), (quant, 512, 256));
+            let (name, rows) = match file.config().experts {
+                None => ("ffn_up", 512),
+                Some(experts) => ("ffn_up_exps", 512 * experts.count),
+            };
+            let up = file.tensor(&format!("blk.0.{name}.weight")).expect("there");
+            assert_eq!((up.quant, up.rows, up.cols), (quant, rows, 256));
             assert_eq!(up.read(3..4).expect("in memory").len(), quant.row_bytes(256).expect("whole blocks"));
-            assert_eq!(up.to_f32().expect("in memory").len(), 512 * 256);
-            assert!(file.tensor("blk.1.ffn_up.weight").is_none());
+            assert_eq!(up.to_f32().expect("in memory").len(), rows * 256);
+            assert!(file.tensor(&format!("blk.1.{name}.weight")).is_none());
         }
     }
 }

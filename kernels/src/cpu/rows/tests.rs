@@ -135,3 +135,31 @@ fn rotation_changes_only_the_rotary_pairs() {
         }
     }
 }
+
+#[test]
+fn shares_and_sums_of_experts_match_the_reference() {
+    for count in [1, 7, 16, 33, 60, 128, 500] {
+        let scores: Vec<f32> = noise(count, 5).iter().map(|score| score * 9.0).collect();
+        let mut total = 0.0;
+        let shares = on_all(|isa| {
+            let mut shares = scores.clone();
+            // SAFETY: the instruction set was detected.
+            total = unsafe { isa.run(Shares { scores: &mut shares }) };
+            shares
+        });
+        for normalised in [false, true] {
+            let used = count.min(8);
+            let found = order::experts::weigh(&scores, &shares, total, used, normalised);
+            assert_eq!(found, order::experts::route(&scores, used, normalised), "{count}");
+        }
+    }
+    let rows = [noise(100, 1), noise(100, 2), noise(100, 3)];
+    let parts: Vec<(f32, &[f32])> = rows.iter().zip([0.3f32, 0.5, 0.2]).map(|(row, f)| (f, &row[..])).collect();
+    let sum = on_all(|isa| {
+        let mut out = vec![7.0; 100];
+        // SAFETY: the instruction set was detected.
+        unsafe { isa.run(Combine { parts: &parts, out: &mut out }) };
+        out
+    });
+    assert_eq!(sum, order::experts::combine(&parts, 100));
+}

@@ -16,7 +16,7 @@ use alloc::string::String;
 use alloc::vec;
 use core::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use partitioner::tiles::{Block, GridWork};
-use partitioner::{Layer, Tier, Work};
+use partitioner::{Experts, Layer, Tier, Work};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -229,7 +229,8 @@ fn steps_record() -> ProgramRecord {
 }
 
 fn serve_record() -> ProgramRecord {
-    let layer = Layer { flops_per_token: 9, weight_bytes: 8, kv_bytes_per_token: 7, window: Some(6) };
+    let experts = Some(Experts { bytes: 6, count: 5, used: 4 });
+    let layer = Layer { flops_per_token: 9, weight_bytes: 8, kv_bytes_per_token: 7, window: Some(6), experts };
     let work = Work {
         layers: vec![layer],
         embed_bytes: 5,

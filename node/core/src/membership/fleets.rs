@@ -83,7 +83,16 @@ fn model(
     let (flops_per_token, weight_bytes) = ((2.0 * weights) as u64, (layer_mb * 1e6) as u64);
     let ring = (64u64 << 20).min(width * 4 * 2048 * u64::from(seqs));
     Work {
-        layers: vec![Layer { flops_per_token, weight_bytes, kv_bytes_per_token: 2 * 1024 * 4, window: None }; layers],
+        layers: vec![
+            Layer {
+                flops_per_token,
+                weight_bytes,
+                kv_bytes_per_token: 2 * 1024 * 4,
+                window: None,
+                experts: None
+            };
+            layers
+        ],
         embed_bytes: (ends_mb[0] * 1e6) as u64,
         head_bytes: (ends_mb[1] * 1e6) as u64,
         tied: false,

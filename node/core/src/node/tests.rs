@@ -474,7 +474,8 @@ fn compute(host: &mut Host, part: (JobId, PartId), items: Vec<Item>) -> Vec<Item
 }
 
 fn model() -> ModelSpec {
-    let layer = Layer { flops_per_token: 1, weight_bytes: LAYER_BYTES, kv_bytes_per_token: 0, window: None };
+    let layer =
+        Layer { flops_per_token: 1, weight_bytes: LAYER_BYTES, kv_bytes_per_token: 0, window: None, experts: None };
     ModelSpec {
         content: ContentId([7; 32]),
         name: "symbolic".into(),

@@ -3,7 +3,7 @@ use kernels::quant::QuantType;
 
 use crate::recipe::Recipe;
 use crate::weights::testing::{GgufWriter, TinyModel};
-use crate::weights::{Architecture, ModelFile, Rope, RopeKind, RopeScaling, WeightsError};
+use crate::weights::{Architecture, Experts, ModelFile, Rope, RopeKind, RopeScaling, WeightsError};
 
 fn open(w: &GgufWriter) -> Result<std::sync::Arc<ModelFile>, WeightsError> {
     ModelFile::from_bytes(w.write().into())
@@ -30,10 +30,21 @@ fn each_architecture_has_its_configuration() {
     let seen: Vec<_> = recipe.layers.iter().map(|layer| (layer.window, layer.rope.base)).collect();
     assert_eq!(seen, [(Some(9), 10_000.0), (Some(9), 10_000.0), (None, 1e6)]);
     assert_eq!((recipe.embed_scale, recipe.layers[0].scale), (Some(16.0), 0.125));
+    let qwen2moe = config(Architecture::Qwen2Moe);
+    assert_eq!((qwen2moe.attention_bias, qwen2moe.qk_norm, qwen2moe.rope.kind), (true, false, RopeKind::Halves));
+    let experts = Experts { count: 6, used: 2, shared: Some(512), normalised: false };
+    assert_eq!(qwen2moe.experts, Some(experts));
+    let qwen3moe = config(Architecture::Qwen3Moe);
+    assert_eq!((qwen3moe.attention_bias, qwen3moe.qk_norm, qwen3moe.rope.kind), (false, true, RopeKind::Halves));
+    assert_eq!(qwen3moe.experts, Some(Experts { shared: None, normalised: true, ..experts }));
+    let mixtral = TinyModel { experts: Some([4, 2]), ..TinyModel::default() }.open().config().experts;
+    assert_eq!(mixtral, Some(Experts { count: 4, used: 2, shared: None, normalised: true }));
     for (architecture, output) in [
         (Architecture::Llama, true),
         (Architecture::Qwen2, false),
+        (Architecture::Qwen2Moe, false),
         (Architecture::Qwen3, true),
+        (Architecture::Qwen3Moe, true),
         (Architecture::Gemma3, true),
     ] {
         let biased = TinyModel { architecture, biases: true, ..TinyModel::default() }.open();
@@ -49,9 +60,20 @@ fn each_architecture_has_its_configuration() {
 #[test]
 fn unsupported_features_are_rejected_by_name() {
     let tiny = || TinyModel::default().writer();
-    rejects(tiny().text("general.architecture", "mamba"), "\"mamba\"; supported: llama, qwen2, qwen3, gemma3");
+    rejects(
+        tiny().text("general.architecture", "mamba"),
+        "\"mamba\"; supported: llama, qwen2, qwen2moe, qwen3, qwen3moe, gemma3",
+    );
     rejects(tiny().without("general.architecture"), "general.architecture");
-    rejects(tiny().u32("llama.expert_count", 8), "mixture of experts");
+    let with_experts = |architecture| TinyModel { architecture, ..TinyModel::default() }.writer();
+    rejects(with_experts(Architecture::Qwen3).u32("qwen3.expert_count", 8), "expected no experts in a qwen3 model");
+    let moe = || with_experts(Architecture::Qwen3Moe);
+    rejects(moe().u32("qwen3moe.expert_count", 0), "expert_count: expected 1 to 1024, found 0");
+    rejects(moe().u32("qwen3moe.expert_count", 5000), "expert_count: expected 1 to 1024, found 5000");
+    rejects(moe().u32("qwen3moe.expert_used_count", 7), "expert_used_count: expected 1 to 6, found 7");
+    rejects(moe().u32("qwen3moe.expert_count", 5), "blk.0.ffn_gate_inp.weight");
+    rejects(moe().u32("qwen3moe.expert_gating_func", 2), "expected a softmax without a factor");
+    rejects(moe().u32("qwen3moe.expert_feed_forward_length", 500), "in multiples of 16");
     rejects(tiny().f32("llama.attn_logit_softcapping", 30.0), "attn_logit_softcapping");
     rejects(tiny().bool("llama.attention.causal", false), "attention.causal");
     rejects(tiny().text("llama.rope.scaling.type", "longrope"), "\"longrope\" is not supported");

@@ -7,7 +7,7 @@ use serde_json::{Value as Json, json};
 
 use crate::stage::Activations;
 use crate::weights::testing::{TINY_CONTROL, TINY_MERGES, TinyModel};
-use crate::weights::{Architecture, ModelFile, RopeKind, RopeScaling, ServedBytes, ShardIndex, WeightsError};
+use crate::weights::{Architecture, ModelFile, RopeKind, RopeScaling, ShardIndex, WeightsError};
 
 /// A model folder in Hugging Face's layout, with the weights of a [`ModelFile`].
 struct Folder {
@@ -23,18 +23,44 @@ impl Folder {
         let (mut header, mut data) = (json!({"__metadata__": {"format": "pt"}}), Vec::new());
         for tensor in source.tensors() {
             let dtype = if tensor.quant == QuantType::F32 { "F32" } else { "F16" };
-            let shape = if tensor.rows == 1 { vec![tensor.cols] } else { vec![tensor.rows, tensor.cols] };
-            let start = data.len();
-            data.extend(source.read(&tensor.range).expect("in memory"));
-            header[their_name(&tensor.name)] =
-                json!({"dtype": dtype, "shape": shape, "data_offsets": [start, data.len()]});
+            let name = their_name(&tensor.name);
+            // The folder has a matrix per expert.
+            let count = if name.contains(".experts.") { c.experts.expect("a mixture").count } else { 1 };
+            let rows = tensor.rows / count;
+            let vector = rows == 1 && !name.ends_with("expert_gate.weight");
+            let shape = if vector { vec![tensor.cols] } else { vec![rows, tensor.cols] };
+            let bytes = source.read(&tensor.range).expect("in memory");
+            for (expert, bytes) in bytes.chunks(bytes.len() / count).enumerate() {
+                let start = data.len();
+                data.extend(bytes);
+                let name = name.replace(".experts.", &format!(".experts.{expert}."));
+                header[name] = json!({"dtype": dtype, "shape": shape, "data_offsets": [start, data.len()]});
+            }
         }
-        let config = json!({
-            "model_type": c.architecture.name(), "hidden_act": "silu", "num_hidden_layers": c.layers,
+        let kind = match c.architecture {
+            Architecture::Qwen2Moe => "qwen2_moe",
+            Architecture::Qwen3Moe => "qwen3_moe",
+            Architecture::Llama if c.experts.is_some() => "mixtral",
+            other => other.name(),
+        };
+        let mut config = json!({
+            "model_type": kind, "hidden_act": "silu", "num_hidden_layers": c.layers,
             "max_position_embeddings": c.context, "hidden_size": c.width, "intermediate_size": c.ffn,
             "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim,
             "rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "tie_word_embeddings": c.tied, "vocab_size": c.vocab,
         });
+        if let Some(experts) = c.experts {
+            let mixtral = c.architecture == Architecture::Llama;
+            config[if mixtral { "num_local_experts" } else { "num_experts" }] = json!(experts.count);
+            config["num_experts_per_tok"] = json!(experts.used);
+            if !mixtral {
+                config["moe_intermediate_size"] = json!(c.ffn);
+                config["norm_topk_prob"] = json!(experts.normalised);
+            }
+            if let Some(shared) = experts.shared {
+                config["shared_expert_intermediate_size"] = json!(shared);
+            }
+        }
         Self { config, header, data, tokenizer: tokenizer_json(source) }
     }
 
@@ -84,6 +110,14 @@ fn their_name(ours: &str) -> String {
         "attn_output" => "self_attn.o_proj".to_owned(),
         "attn_q_norm" => "self_attn.q_norm".to_owned(),
         "attn_k_norm" => "self_attn.k_norm".to_owned(),
+        "ffn_gate_inp" => "mlp.gate".to_owned(),
+        "ffn_gate_inp_shexp" => "mlp.shared_expert_gate".to_owned(),
+        _ if stem.ends_with("_exps") => {
+            format!("mlp.experts.{}_proj", stem.trim_start_matches("ffn_").trim_end_matches("_exps"))
+        }
+        _ if stem.ends_with("_shexp") => {
+            format!("mlp.shared_expert.{}_proj", stem.trim_start_matches("ffn_").trim_end_matches("_shexp"))
+        }
         _ => match stem.split_once('_').expect("two words") {
             ("attn", which) => format!("self_attn.{which}_proj"),
             (_, which) => format!("mlp.{which}_proj"),
@@ -113,7 +147,9 @@ fn tiny(architecture: Architecture) -> Arc<ModelFile> {
 
 #[test]
 fn a_folder_gives_the_same_model_as_its_gguf() {
-    for architecture in [Architecture::Qwen2, Architecture::Qwen3, Architecture::Llama] {
+    for architecture in
+        [Architecture::Qwen2, Architecture::Qwen2Moe, Architecture::Qwen3, Architecture::Qwen3Moe, Architecture::Llama]
+    {
         let source = tiny(architecture);
         let file = Folder::of(&source).open().expect("opens");
         let (mut ours, theirs) = (source.config().clone(), file.config());
@@ -134,7 +170,7 @@ fn a_folder_gives_the_same_model_as_its_gguf() {
         let index = ShardIndex::build(&file, |_| ()).expect("complete");
         assert!(index.matches(&file));
         let given = peers_copy(&file, &index);
-        assert!(index.matches(&given) && given.served_header().is_none());
+        assert!(index.matches(&given));
         assert_eq!(given.config(), file.config());
         for tensor in file.tensors() {
             let (a, b) = (given.tensor(&tensor.name).expect("there"), file.tensor(&tensor.name).expect("there"));
@@ -146,15 +182,139 @@ fn a_folder_gives_the_same_model_as_its_gguf() {
     }
 }
 
+/// The folder's weights in several files with an index.
+fn write_parts(folder: &Folder, dir: &Path, count: usize) {
+    folder.write_with(dir, &folder.weights());
+    std::fs::remove_file(dir.join("model.safetensors")).expect("removed");
+    let tensors: Vec<(&String, &Json)> =
+        folder.header.as_object().expect("an object").iter().filter(|(name, _)| *name != "__metadata__").collect();
+    let mut map = serde_json::Map::new();
+    for (number, tensors) in tensors.chunks(tensors.len().div_ceil(count)).enumerate() {
+        let name = format!("model-{:05}-of-{count:05}.safetensors", number + 1);
+        let mut part = Folder { config: json!({}), header: json!({}), data: Vec::new(), tokenizer: json!({}) };
+        for (tensor, entry) in tensors {
+            let offset = |at: usize| entry["data_offsets"][at].as_u64().expect("an offset") as usize;
+            let start = part.data.len();
+            part.data.extend(&folder.data[offset(0)..offset(1)]);
+            let offsets = [start, part.data.len()];
+            part.header[tensor.as_str()] =
+                json!({"dtype": entry["dtype"], "shape": entry["shape"], "data_offsets": offsets});
+            map.insert((*tensor).clone(), json!(name));
+        }
+        std::fs::write(dir.join(&name), part.weights()).expect("written");
+    }
+    write_index(dir, &map);
+}
+
+fn write_index(dir: &Path, map: &serde_json::Map<String, Json>) {
+    let index = json!({"metadata": {"total_size": 0}, "weight_map": map});
+    std::fs::write(dir.join("model.safetensors.index.json"), index.to_string()).expect("written");
+}
+
+/// Mixtral's names differ from Qwen's.
+#[test]
+fn experts_of_mixtral_are_stacked() {
+    let source = TinyModel { quant: QuantType::F16, experts: Some([4, 2]), layers: 2, ..TinyModel::default() }.open();
+    let mut folder = Folder::of(&source);
+    let names = [("mlp.gate.", "block_sparse_moe.gate."), ("mlp.experts.", "block_sparse_moe.experts.")];
+    let parts = [("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3")];
+    let header = folder.header.as_object().expect("an object");
+    let renamed = |name: &String| names.iter().chain(&parts).fold(name.clone(), |name, (a, b)| name.replace(a, b));
+    folder.header = header.iter().map(|(name, entry)| (renamed(name), entry.clone())).collect();
+    let file = folder.open().expect("opens");
+    assert_eq!(file.config().experts, source.config().experts);
+    for part in ["gate", "up", "down"] {
+        let name = format!("blk.1.ffn_{part}_exps.weight");
+        let read = |file: &ModelFile| file.tensor(&name).expect("there").to_f32().expect("readable");
+        assert_eq!(read(&file), read(&source), "{name}");
+    }
+    // An expert is missing, or has another shape.
+    let expert = "model.layers.1.block_sparse_moe.experts.2.w1.weight";
+    let without = |change: &dyn Fn(&mut Json)| {
+        let mut folder = Folder { header: folder.header.clone(), data: folder.data.clone(), ..Folder::of(&source) };
+        change(&mut folder.header);
+        folder.open().expect_err("not the model").to_string()
+    };
+    let error = without(&|header| _ = header.as_object_mut().expect("an object").remove(expert));
+    assert!(error.contains("expected one matrix of all 3 experts"), "{error}");
+    let error = without(&|header| header[expert]["shape"] = json!([256, 512]));
+    assert!(error.contains("the same format and shape of all 4 experts"), "{error}");
+}
+
+#[test]
+fn a_folder_in_parts_equals_the_whole_one() {
+    let folder = Folder::of(&tiny(Architecture::Qwen3Moe));
+    let whole = folder.open().expect("opens");
+    let ids = |file: &ModelFile| -> std::collections::BTreeMap<String, [u8; 32]> {
+        let index = ShardIndex::build(file, |_| ()).expect("complete");
+        file.tensors().iter().map(|tensor| tensor.name.clone()).zip(index.tensor_ids()).collect()
+    };
+    for count in [1, 2, 5] {
+        let dir = tempfile::tempdir().expect("a directory");
+        write_parts(&folder, dir.path(), count);
+        let first = dir.path().join(format!("model-00001-of-{count:05}.safetensors"));
+        for path in [dir.path(), &dir.path().join("model.safetensors.index.json"), &first] {
+            let file = ModelFile::open(path).expect("opens");
+            assert_eq!(file.config(), whole.config());
+            assert_eq!(ids(&file), ids(&whole), "{count} parts");
+            let content = |file: &ModelFile| ShardIndex::build(file, |_| ()).expect("complete").content_id();
+            assert_eq!(content(&file), content(&whole), "one content, however it is split");
+            assert_eq!(file.tokenizer().expect("a tokenizer").len(), whole.tokenizer().expect("a tokenizer").len());
+        }
+        let file = ModelFile::open(dir.path()).expect("opens");
+        let index = ShardIndex::build(&file, |_| ()).expect("complete");
+        let copy = peers_copy(&file, &index);
+        assert!(index.matches(&copy));
+    }
+}
+
+#[test]
+fn an_index_that_disagrees_with_its_files_is_rejected() {
+    let folder = Folder::of(&tiny(Architecture::Llama));
+    let dir = tempfile::tempdir().expect("a directory");
+    let error = || ModelFile::open(dir.path()).expect_err("not the model").to_string();
+    let fresh = || {
+        write_parts(&folder, dir.path(), 3);
+        let text = std::fs::read_to_string(dir.path().join("model.safetensors.index.json")).expect("there");
+        let json: Json = serde_json::from_str(&text).expect("JSON");
+        json["weight_map"].as_object().expect("a map").clone()
+    };
+    let mut map = fresh();
+    map.insert("model.layers.7.extra.weight".to_owned(), json!("model-00001-of-00003.safetensors"));
+    write_index(dir.path(), &map);
+    assert!(
+        error().contains("expected tensor \"model.layers.7.extra.weight\" in model-00001-of-00003.safetensors"),
+        "{}",
+        error()
+    );
+    let mut map = fresh();
+    map.remove("model.norm.weight");
+    write_index(dir.path(), &map);
+    assert!(error().contains("\"model.norm.weight\" is missing"), "{}", error());
+    fresh();
+    std::fs::remove_file(dir.path().join("model-00002-of-00003.safetensors")).expect("removed");
+    assert!(error().contains("part 2 of 3 of the model is missing"), "{}", error());
+    fresh();
+    let part = dir.path().join("model-00002-of-00003.safetensors");
+    let len = std::fs::metadata(&part).expect("there").len();
+    std::fs::File::options().write(true).open(&part).expect("opens").set_len(len - 1).expect("cut");
+    assert!(error().contains("truncated: tensor"), "{}", error());
+    // The same tensor in two files.
+    let mut map = fresh();
+    std::fs::copy(&part, dir.path().join("z.safetensors")).expect("copied");
+    let name =
+        map.iter().find(|(_, file)| **file == json!("model-00002-of-00003.safetensors")).map(|(name, _)| name.clone());
+    map.insert(name.expect("a tensor"), json!("z.safetensors"));
+    write_index(dir.path(), &map);
+    assert!(error().contains("is in two files"), "{}", error());
+}
+
 /// A peer's copy, assembled from the chunks alone.
 fn peers_copy(file: &ModelFile, index: &ShardIndex) -> Arc<ModelFile> {
     let dir = tempfile::tempdir().expect("a directory");
     let mut bytes = Vec::new();
     for (number, chunk) in index.chunks().iter().enumerate() {
-        let given = match file.locate_served(&chunk.range) {
-            ServedBytes::Header(bytes) => bytes.to_vec(),
-            ServedBytes::File(range) => file.read(&range).expect("readable").to_vec(),
-        };
+        let given = file.read(&chunk.range).expect("readable");
         assert!(index.verify(number, &given), "{:?}", chunk.range);
         bytes.extend(given);
     }
@@ -247,7 +407,7 @@ fn unsupported_and_malformed_folders_are_rejected_by_name() {
     rejects(&|f| f.header[norm]["data_offsets"] = json!([0, 8]), "expected 1024 bytes");
     rejects(&|f| f.header[norm]["data_offsets"] = json!([9, 8]), "expected 1024 bytes");
     rejects(&|f| f.header[norm]["data_offsets"] = json!([0, 1024]), "overlap");
-    rejects(&|f| f.header[norm]["data_offsets"] = json!([u64::MAX - 1024, u64::MAX]), "overflow");
+    rejects(&|f| f.header[norm]["data_offsets"] = json!([u64::MAX - 1024, u64::MAX]), "truncated");
     rejects(&|f| f.header[norm]["data_offsets"] = json!([1u64 << 40, (1u64 << 40) + 1024]), "truncated");
     rejects(&|f| f.header["odd.weight"] = f.header[norm].clone(), "overlap");
     rejects(&|f| f.header[norm] = json!(7), "model.norm.weight");

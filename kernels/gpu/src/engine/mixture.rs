@@ -1,0 +1,176 @@
+//! Layers with a mixture of experts: their weights on the device, and their steps.
+use cubecl::prelude::*;
+use kernels::order::Activation;
+use kernels::tile::ROWS as TILE_ROWS;
+use kernels_models::recipe::LayerRecipe;
+use kernels_models::stage::{self, StageError};
+use kernels_models::weights;
+
+use super::{FeedForward, Gated, GpuEngine};
+use crate::error::input;
+use crate::experts::{Choices, SharedOutput, combine, route};
+use crate::load::{Loader, Part};
+use crate::platform::Platform;
+use crate::product::operands::Matrix;
+use crate::product::{ExpertMatrix, Pairs, expert_product};
+use crate::rows::gated;
+
+/// The weights of a mixture.
+pub(super) struct Experts {
+    count: usize,
+    used: usize,
+    normalised: bool,
+    /// One row per expert.
+    router: Vec<Part>,
+    /// Gate and up.
+    inputs: [ExpertMatrix; 2],
+    down: ExpertMatrix,
+    /// The expert of every row, and its gate of one row.
+    shared: Option<(Vec<Part>, Gated)>,
+}
+
+impl FeedForward {
+    pub(super) fn load<R: Platform>(
+        loader: &mut Loader<'_, R>,
+        recipe: &LayerRecipe,
+        index: usize,
+    ) -> Result<Self, StageError> {
+        let name = |part: &str| format!("blk.{index}.{part}.weight");
+        let block = |loader: &mut Loader<'_, R>, kind: &str| -> Result<Gated, StageError> {
+            let part = |part: &str| name(&format!("{part}{kind}"));
+            let inputs = loader.matrices(&["ffn_gate", "ffn_up"].map(part))?;
+            let width = inputs.iter().map(|part| part.width).sum::<usize>() / 2;
+            Ok(Gated { inputs, down: loader.matrices(&[part("ffn_down")])?, width })
+        };
+        let Some(weights::Experts { count, used, shared, normalised }) = recipe.experts else {
+            return Ok(Self::Dense(block(loader, "")?));
+        };
+        if recipe.norms_after {
+            return Err(input("expected no norm after a mixture of experts"));
+        }
+        let inputs = stacked(loader, &["ffn_gate_exps", "ffn_up_exps"].map(name), count)?;
+        let [down] = stacked(loader, &[name("ffn_down_exps")], count)?;
+        let shared = shared.map(|_| block(loader, "_shexp")).transpose()?;
+        let shared = match shared {
+            Some(gated) => Some((loader.matrices(&[name("ffn_gate_inp_shexp")])?, gated)),
+            None => None,
+        };
+        let router = loader.matrices(&[name("ffn_gate_inp")])?;
+        Ok(Self::Experts(Experts { count, used, normalised, router, inputs, down, shared }))
+    }
+
+    /// The matrices that read the normalised rows.
+    pub(super) fn inputs(&self) -> Box<dyn Iterator<Item = &Matrix> + '_> {
+        match self {
+            Self::Dense(gated) => Box::new(gated.inputs.iter().map(|part| &part.matrix)),
+            Self::Experts(experts) => {
+                let shared = experts.shared.iter().flat_map(|(gate, gated)| gate.iter().chain(&gated.inputs));
+                let parts = experts.router.iter().chain(shared).map(|part| &part.matrix);
+                Box::new(parts.chain(experts.inputs.iter().map(|matrix| &matrix.matrix)))
+            }
+        }
+    }
+
+    /// Bytes of weights that a row reads.
+    pub(super) fn bytes_per_row(&self) -> u64 {
+        let parts = |parts: &[Part]| parts.iter().map(|part| 4 * part.matrix.words() as u64).sum::<u64>();
+        let block = |gated: &Gated| parts(&gated.inputs) + parts(&gated.down);
+        match self {
+            Self::Dense(gated) => block(gated),
+            Self::Experts(experts) => {
+                let [gate, up] = &experts.inputs;
+                let used = [gate, up, &experts.down].map(|expert| expert.bytes() * experts.used as u64);
+                let shared = experts.shared.as_ref().map_or(0, |(gate, gated)| parts(gate) + block(gated));
+                parts(&experts.router) + shared + used.iter().sum::<u64>()
+            }
+        }
+    }
+}
+
+impl ExpertMatrix {
+    /// Bytes of one expert.
+    fn bytes(&self) -> u64 {
+        4 * (self.matrix.words() * self.rows / self.matrix.rows.next_multiple_of(TILE_ROWS)) as u64
+    }
+}
+
+/// Loads matrices with all experts in their rows.
+fn stacked<R: Platform, const N: usize>(
+    loader: &mut Loader<'_, R>,
+    names: &[String; N],
+    count: usize,
+) -> Result<[ExpertMatrix; N], StageError> {
+    let parts = loader.matrices(names)?;
+    // All have the same number of rows.
+    let all = parts.iter().map(|part| part.width).sum::<usize>() / N;
+    let find = |start: usize| {
+        let holds = |part: &&Part| part.offset <= start && start + all <= part.offset + part.width;
+        let part = parts.iter().find(holds).ok_or_else(|| {
+            input(format!("a buffer of this device cannot hold the {count} experts of {}; use the CPU", names[0]))
+        })?;
+        Ok(ExpertMatrix { matrix: part.matrix.clone(), first: start - part.offset, rows: all / count })
+    };
+    let found: Vec<ExpertMatrix> = (0..N).map(|index| find(index * all)).collect::<Result<_, StageError>>()?;
+    found.try_into().map_err(|_| input("expected one matrix per name"))
+}
+
+impl<R: Platform> GpuEngine<R> {
+    fn choices(&self, experts: &Experts) -> Choices {
+        let scratch = &self.scratch.mixture;
+        let [numbers, weights] = &scratch.choices;
+        Choices { experts: numbers.clone(), weights: weights.clone(), used: experts.used }
+    }
+
+    /// Chooses the experts of each row, and computes their gates and ups.
+    pub(super) fn expert_gate_up<L: Platform>(&self, client: &ComputeClient<L>, experts: &Experts, count: usize) {
+        let (scratch, choices) = (&self.scratch, self.choices(experts));
+        let scores = &scratch.mixture.scores;
+        self.products(client, &experts.router, &scratch.x, count, scores, experts.count, None, false);
+        route(client, self.able, scores, experts.count, experts.normalised, count, &choices);
+        let pairs = Pairs { x: &scratch.x, experts: &choices.experts, count: count * experts.used, each: experts.used };
+        let (integers, width) = (self.integers(), self.config.ffn);
+        for (index, matrix) in experts.inputs.iter().enumerate() {
+            expert_product(client, self.able, matrix, &pairs, integers, &scratch.both, 2 * width, index * width);
+        }
+    }
+
+    pub(super) fn gate_experts<L: Platform>(
+        &self,
+        client: &ComputeClient<L>,
+        experts: &Experts,
+        count: usize,
+        activation: Activation,
+    ) {
+        let (scratch, pairs) = (&self.scratch, count * experts.used);
+        let wanted = self.wanted_by(std::iter::once(&experts.down.matrix));
+        gated(client, self.able, &scratch.both, activation, pairs, wanted, &scratch.gated);
+    }
+
+    /// Computes the outputs of all experts of each row, and adds them to the residual stream.
+    pub(super) fn expert_down<L: Platform>(
+        &self,
+        client: &ComputeClient<L>,
+        experts: &Experts,
+        count: usize,
+        activation: Activation,
+        hidden: &cubecl::server::Handle,
+    ) {
+        let (scratch, width, choices) = (&self.scratch, self.config.width, self.choices(experts));
+        let mixture = &scratch.mixture;
+        let pairs = Pairs { x: &scratch.gated, experts: &choices.experts, count: count * experts.used, each: 1 };
+        expert_product(client, self.able, &experts.down, &pairs, self.integers(), &mixture.outputs, width, 0);
+        let shared = experts.shared.as_ref().map(|(gate, gated)| {
+            let [gates, outputs] = &mixture.shared;
+            self.products(client, gate, &scratch.x, count, gates, 1, None, false);
+            self.gate_up(client, gated, count, activation, &mixture.shared_gated);
+            self.gate(client, gated, count, activation, &mixture.shared_gated);
+            self.products(client, &gated.down, &mixture.shared_gated, count, outputs, width, None, false);
+            SharedOutput { gates, outputs }
+        });
+        combine(client, self.able, &mixture.outputs, &choices, shared.as_ref(), count, width, hidden);
+    }
+
+    fn integers(&self) -> bool {
+        self.options.activations == stage::Activations::Int8
+    }
+}

@@ -1,0 +1,270 @@
+//! Mixtures of experts on a device: chooses the experts of each row, and adds their outputs to the residual stream. The products
+//! are in `product/experts.rs`.
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use kernels::order::LANES;
+use kernels::order::experts::USED_MAX;
+
+use crate::arithmetic::{Features, exp, fused, opaque_float, reciprocal, sigmoid};
+use crate::inline::{await_previous, release_next};
+use crate::platform::{Platform, array};
+use crate::rows::UNITS;
+
+/// The experts of rows, and the factors of their outputs: `[rows, used]`, experts ascending.
+#[derive(Clone, Debug)]
+pub(crate) struct Choices {
+    /// Numbers of the experts.
+    pub(crate) experts: Handle,
+    /// Factors.
+    pub(crate) weights: Handle,
+    /// Experts of a row.
+    pub(crate) used: usize,
+}
+
+/// Chooses the experts of `rows` rows by their scores `[rows, count]`: see [`kernels::order::experts::route`].
+pub(crate) fn route<R: Platform>(
+    client: &ComputeClient<R>,
+    able: Features,
+    scores: &Handle,
+    count: usize,
+    normalised: bool,
+    rows: usize,
+    choices: &Choices,
+) {
+    let used = choices.used;
+    // SAFETY: a cube stays within its row; lanes past the last expert do not read.
+    unsafe {
+        route_kernel::launch_unchecked::<R>(
+            client,
+            CubeCount::Static(rows as u32, 1, 1),
+            CubeDim::new_1d(LANES as u32),
+            array(scores, rows * count),
+            array(&choices.experts, rows * used),
+            array(&choices.weights, rows * used),
+            count as u32,
+            used as u32,
+            count.div_ceil(LANES),
+            normalised,
+            able,
+        );
+    }
+}
+
+/// The bits of minus infinity.
+const LOWEST: u32 = 0xff80_0000;
+
+/// A number that sorts like a score. NaN sorts like minus infinity, and both zeros are equal. Above 0.
+#[cube]
+fn key_of(score: f32) -> u32 {
+    let bits = select(score == 0.0f32, 0u32, u32::reinterpret(score));
+    let bits = select((bits & 0x7fff_ffffu32) > 0x7f80_0000u32, LOWEST, bits);
+    select((bits >> 31u32) == 1u32, !bits, bits | 0x8000_0000u32)
+}
+
+/// The largest number of all lanes.
+#[cube]
+fn highest(mine: u32, shared: &mut SharedMemory<u32>, #[comptime] able: Features) -> u32 {
+    let mut all = mine;
+    if comptime!(able.matrices) {
+        #[unroll]
+        for step in 0..5u32 {
+            all = max(all, plane_shuffle_xor(all, comptime!(1 << step)));
+        }
+    } else {
+        shared[UNIT_POS_X as usize] = mine;
+        sync_cube();
+        for lane in 0..LANES {
+            all = max(all, shared[lane]);
+        }
+        sync_cube();
+    }
+    all
+}
+
+/// The sum of all lanes: see [`kernels::order::butterfly_sum`].
+#[cube]
+fn sum_of_lanes(mine: f32, shared: &mut SharedMemory<f32>, #[comptime] able: Features) -> f32 {
+    let mut all = mine;
+    if comptime!(able.matrices) {
+        #[unroll]
+        for step in 0..5u32 {
+            all += plane_shuffle_xor(all, comptime!((LANES as u32 / 2) >> step));
+        }
+    } else {
+        let lane = UNIT_POS_X as usize;
+        shared[lane] = mine;
+        sync_cube();
+        #[unroll]
+        for step in 0..5u32 {
+            let apart = comptime!((LANES / 2) >> step);
+            if lane < apart {
+                let other = shared[lane + apart];
+                shared[lane] += other;
+            }
+            sync_cube();
+        }
+        all = shared[0];
+    }
+    all
+}
+
+#[cube(launch_unchecked)]
+fn route_kernel(
+    scores: &Array<f32>,
+    experts: &mut Array<u32>,
+    weights: &mut Array<f32>,
+    count: u32,
+    used: u32,
+    #[comptime] per_lane: usize,
+    #[comptime] normalised: bool,
+    #[comptime] able: Features,
+) {
+    release_next(able);
+    await_previous(able);
+    let (lane, row) = (UNIT_POS_X as usize, CUBE_POS_X as usize);
+    let (count, used) = (count as usize, used as usize);
+    let mut values = Array::<f32>::new(per_lane);
+    let mut keys = Array::<u32>::new(per_lane);
+    #[unroll]
+    for i in 0..per_lane {
+        let expert = comptime!(i * LANES) + lane;
+        values[i] = 0.0f32;
+        keys[i] = 0u32;
+        if expert < count {
+            values[i] = scores[row * count + expert];
+            keys[i] = key_of(values[i]);
+        }
+    }
+    let mut shared_keys = SharedMemory::<u32>::new(comptime!(LANES));
+    let mut shared_sums = SharedMemory::<f32>::new(comptime!(LANES));
+    let mut chosen = SharedMemory::<u32>::new(comptime!(USED_MAX));
+    let mut chosen_scores = SharedMemory::<f32>::new(comptime!(USED_MAX));
+    let mut ordered = SharedMemory::<f32>::new(comptime!(USED_MAX));
+    let mut largest = 0u32;
+    for place in 0..used {
+        let mut best = 0u32;
+        let mut at = 0u32;
+        #[unroll]
+        for i in 0..per_lane {
+            if keys[i] > best {
+                best = keys[i];
+                at = comptime!((i * LANES) as u32) + UNIT_POS_X;
+            }
+        }
+        let top = highest(best, &mut shared_keys, able);
+        if place == 0 {
+            largest = top;
+        }
+        // Of equal scores the first wins: the highest complement of an index.
+        let first = !highest(select(best == top, !at, 0u32), &mut shared_keys, able);
+        #[unroll]
+        for i in 0..per_lane {
+            if comptime!((i * LANES) as u32) + UNIT_POS_X == first {
+                keys[i] = 0u32;
+                chosen[place] = first;
+                chosen_scores[place] = values[i];
+            }
+        }
+    }
+    let bits = select((largest >> 31u32) == 1u32, largest & 0x7fff_ffffu32, !largest);
+    let largest = f32::reinterpret(bits);
+    let mut sum = 0.0f32;
+    #[unroll]
+    for i in 0..per_lane {
+        if comptime!(i * LANES) + lane < count {
+            sum += opaque_float(exp(values[i] - largest, able));
+        }
+    }
+    let inverse = reciprocal(sum_of_lanes(sum, &mut shared_sums, able), able);
+    sync_cube();
+    let mut place = 0usize;
+    if lane < used {
+        for other in 0..used {
+            if chosen[other] < chosen[lane] {
+                place += 1;
+            }
+        }
+        ordered[place] = opaque_float(exp(chosen_scores[lane] - largest, able)) * inverse;
+    }
+    sync_cube();
+    if lane < used {
+        let mut factor = ordered[place];
+        if comptime!(normalised) {
+            let mut total = 0.0f32;
+            for other in 0..used {
+                total += ordered[other];
+            }
+            factor *= reciprocal(total, able);
+        }
+        experts[row * used + place] = chosen[lane];
+        weights[row * used + place] = factor;
+    }
+}
+
+/// The expert that computes every row: its gate `[rows]` before the sigmoid, and its outputs `[rows, cols]`.
+pub(crate) struct SharedOutput<'a> {
+    pub(crate) gates: &'a Handle,
+    pub(crate) outputs: &'a Handle,
+}
+
+/// Adds the outputs `[rows, used, cols]` of each row's experts, times their factors, and that of the shared expert to `hidden`: see
+/// [`kernels::order::experts::combine`].
+pub(crate) fn combine<R: Platform>(
+    client: &ComputeClient<R>,
+    able: Features,
+    outputs: &Handle,
+    choices: &Choices,
+    shared: Option<&SharedOutput<'_>>,
+    rows: usize,
+    cols: usize,
+    hidden: &Handle,
+) {
+    let used = choices.used;
+    let (gates, shared_outputs) = shared.map_or((&choices.weights, outputs), |shared| (shared.gates, shared.outputs));
+    // SAFETY: units past the end of a row do nothing.
+    unsafe {
+        combine_kernel::launch_unchecked::<R>(
+            client,
+            CubeCount::Static(cols.div_ceil(UNITS as usize) as u32, rows as u32, 1),
+            CubeDim::new_1d(UNITS),
+            array(outputs, rows * used * cols),
+            array(&choices.weights, rows * used),
+            array(gates, rows),
+            array(shared_outputs, rows * cols),
+            array(hidden, rows * cols),
+            cols as u32,
+            used as u32,
+            shared.is_some(),
+            able,
+        );
+    }
+}
+
+#[cube(launch_unchecked)]
+fn combine_kernel(
+    outputs: &Array<f32>,
+    weights: &Array<f32>,
+    gates: &Array<f32>,
+    shared_outputs: &Array<f32>,
+    hidden: &mut Array<f32>,
+    cols: u32,
+    used: u32,
+    #[comptime] shared: bool,
+    #[comptime] able: Features,
+) {
+    release_next(able);
+    await_previous(able);
+    let (cols, used, row) = (cols as usize, used as usize, CUBE_POS_Y as usize);
+    let column = (CUBE_POS_X * CUBE_DIM_X + UNIT_POS_X) as usize;
+    if column < cols {
+        let mut sum = 0.0f32;
+        for place in 0..used {
+            let output = row * used + place;
+            sum = fused(weights[output], outputs[output * cols + column], sum, able);
+        }
+        if comptime!(shared) {
+            sum = fused(sigmoid(gates[row], able), shared_outputs[row * cols + column], sum, able);
+        }
+        hidden[row * cols + column] += sum;
+    }
+}

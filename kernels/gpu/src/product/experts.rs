@@ -1,0 +1,198 @@
+//! Products of rows with the matrices of the experts that were chosen for them. Each pair of a row and an expert is computed by
+//! itself, so rows of different experts share no pass over weights.
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use kernels::order::CHUNKS;
+use kernels::quant::QuantType;
+use kernels::tile::{Layout, ROWS};
+
+use super::few::{Shape, share_sums, strip_sums};
+use super::operands::{Activations, Matrix};
+use super::plain::{chunk_sum, total_of};
+use crate::arithmetic::Features;
+use crate::inline::await_previous;
+use crate::platform::{Platform, array};
+use crate::tiles::NIBBLES;
+
+/// The same matrix of all experts, one after another in the rows of a matrix.
+#[derive(Clone, Debug)]
+pub(crate) struct ExpertMatrix {
+    pub(crate) matrix: Matrix,
+    /// Row of the first expert; a multiple of the tile rows.
+    pub(crate) first: usize,
+    /// Rows of an expert; a multiple of the tile rows.
+    pub(crate) rows: usize,
+}
+
+/// Rows of activations, and the experts that compute each of them.
+pub(crate) struct Pairs<'a> {
+    pub(crate) x: &'a Activations,
+    /// Expert of each pair.
+    pub(crate) experts: &'a Handle,
+    /// Number of pairs; pair i computes row `i / each`.
+    pub(crate) count: usize,
+    pub(crate) each: usize,
+}
+
+/// Multiplies the row of each pair by its expert's matrix: columns `offset ..` of `y[pairs, stride]`.
+pub(crate) fn expert_product<R: Platform>(
+    client: &ComputeClient<R>,
+    able: Features,
+    experts: &ExpertMatrix,
+    pairs: &Pairs<'_>,
+    integers: bool,
+    y: &Handle,
+    stride: usize,
+    offset: usize,
+) {
+    let (matrix, x, rows) = (&experts.matrix, pairs.x, pairs.count / pairs.each);
+    let integers = integers && Layout::of(matrix.kind).bits > 0;
+    let (strips, first) = (experts.rows / ROWS, experts.first / ROWS);
+    if !(integers && able.matrices) {
+        // SAFETY: the launch has one cube per tile row of an expert and pair; experts are below their number.
+        unsafe {
+            plain_expert_kernel::launch_unchecked::<R>(
+                client,
+                CubeCount::Static(strips as u32, pairs.count as u32, 1),
+                CubeDim::new_2d(ROWS as u32, CHUNKS as u32),
+                array(&matrix.tiles, matrix.words()),
+                array(&x.floats, rows * x.cols),
+                array(&x.codes, x.code_words(rows)),
+                array(&x.scales, x.scale_words(rows)),
+                array(pairs.experts, pairs.count),
+                array(y, pairs.count * stride),
+                matrix.cols as u32,
+                first as u32,
+                strips as u32,
+                pairs.each as u32,
+                stride as u32,
+                offset as u32,
+                matrix.kind,
+                integers,
+                able,
+            );
+        }
+        return;
+    }
+    // SAFETY: as above; tile rows past the last one of the expert read the last and write nothing.
+    unsafe {
+        few_expert_kernel::launch_unchecked::<R>(
+            client,
+            CubeCount::Static(strips.div_ceil(EACH) as u32, pairs.count as u32, 1),
+            CubeDim::new_2d(32, CHUNKS as u32),
+            array(&matrix.tiles, matrix.words()),
+            array(&matrix.tiles, matrix.words()),
+            array(&x.codes, x.code_words(rows)),
+            array(&x.scales, x.scale_words(rows)),
+            array(pairs.experts, pairs.count),
+            array(y, pairs.count * stride),
+            NIBBLES,
+            matrix.groups() as u32,
+            first as u32,
+            strips as u32,
+            pairs.each as u32,
+            stride as u32,
+            offset as u32,
+            Shape { kind: matrix.kind, each: EACH, halves: false, one: true },
+            able,
+        );
+    }
+}
+
+/// Tile rows per cube.
+const EACH: usize = 2;
+
+#[cube(launch_unchecked)]
+fn plain_expert_kernel(
+    tiles: &Array<u32>,
+    floats: &Array<f32>,
+    codes: &Array<u32>,
+    scales: &Array<f32>,
+    experts: &Array<u32>,
+    y: &mut Array<f32>,
+    cols: u32,
+    first: u32,
+    strips: u32,
+    each: u32,
+    stride: u32,
+    offset: u32,
+    #[comptime] kind: QuantType,
+    #[comptime] integers: bool,
+    #[comptime] able: Features,
+) {
+    let (row, chunk) = (UNIT_POS_X as usize, UNIT_POS_Y as usize);
+    let (strip, pair) = (CUBE_POS_X as usize, CUBE_POS_Y as usize);
+    let of_matrix = (first + experts[pair] * strips) as usize + strip;
+    let token = pair / each as usize;
+    let sum =
+        chunk_sum(tiles, floats, codes, scales, of_matrix, token, row, chunk, cols as usize, kind, integers, able);
+    let total = total_of(sum, row, chunk);
+    if chunk == 0 {
+        y[pair * stride as usize + offset as usize + strip * comptime!(ROWS) + row] = total;
+    }
+}
+
+#[cube(launch_unchecked, address_type = "u64")]
+fn few_expert_kernel(
+    pairs: &Array<Vector<u32, Const<2>>>,
+    singles: &Array<u32>,
+    codes: &Array<Vector<u32, Const<4>>>,
+    scales: &Array<Vector<f32, Const<4>>>,
+    experts: &Array<u32>,
+    y: &mut Array<f32>,
+    nibbles: u32,
+    groups: u32,
+    first: u32,
+    strips: u32,
+    each: u32,
+    stride: u32,
+    offset: u32,
+    #[comptime] shape: Shape,
+    #[comptime] able: Features,
+) {
+    let strips_each = comptime!(shape.each);
+    let (lane, chunk) = (UNIT_POS_X as usize, UNIT_POS_Y as usize);
+    let (strip, pair) = (CUBE_POS_X as usize * strips_each, CUBE_POS_Y as usize);
+    // The address of the weights depends on the choice of the preceding kernel.
+    await_previous(able);
+    let begin = (first + experts[pair] * strips) as usize;
+    let mut sums = Array::<f32>::new(comptime!(4 * strips_each));
+    #[unroll]
+    for i in 0..comptime!(4 * strips_each) {
+        sums[i] = 0.0f32;
+    }
+    strip_sums(
+        pairs,
+        singles,
+        codes,
+        scales,
+        nibbles,
+        begin + strip,
+        begin + strips as usize - 1,
+        0u32,
+        chunk,
+        groups as usize,
+        pair as u32 / each,
+        1u32,
+        lane,
+        &mut sums,
+        shape,
+        able,
+    );
+    let mut shared = SharedMemory::<f32>::new(comptime!(CHUNKS * strips_each * ROWS));
+    #[unroll]
+    for s in 0..strips_each {
+        share_sums(&sums, &mut shared, lane, chunk, s, s, strips_each, 1usize);
+    }
+    sync_cube();
+    let unit = chunk * 32 + lane;
+    let element = strip * comptime!(ROWS) + unit;
+    if unit < comptime!(strips_each * ROWS) && element < strips as usize * comptime!(ROWS) {
+        let mut total = 0.0f32;
+        #[unroll]
+        for c in 0..CHUNKS {
+            total += shared[comptime!(c * strips_each * ROWS) + unit];
+        }
+        y[pair * stride as usize + offset as usize + element] = total;
+    }
+}

@@ -1,0 +1,197 @@
+//! A mixture of experts on the CPU: routes each row to a few experts, computes the rows of each expert together, and adds the
+//! outputs of a row in the order of its experts. So the result does not depend on which rows are computed together.
+use std::ops::Range;
+
+use kernels::cpu::activations::Rows;
+use kernels::cpu::product::Product;
+use kernels::cpu::rows::{Combine, Shares};
+use kernels::order::experts::{Choice, weigh};
+use kernels::order::sigmoid;
+use kernels::pool::Pool;
+
+use super::{BlockScratch, GRAIN, Run, Shared, each_row, gate_rows, products};
+use crate::model::load::{Experts, Matrix};
+
+/// Scratch of a mixture.
+#[derive(Default)]
+pub(super) struct Mixture {
+    /// `[rows, experts]`
+    scores: Vec<f32>,
+    /// `[rows, used]`
+    routes: Vec<Route>,
+    /// Experts that compute a row, ascending.
+    groups: Vec<Group>,
+    /// Input rows of each group.
+    x: Vec<Rows>,
+    gated: Vec<Rows>,
+    /// Outputs of all groups, one after another.
+    gate: Vec<f32>,
+    up: Vec<f32>,
+    down: Vec<f32>,
+    /// The gate and the output of the shared expert.
+    shared: [Vec<f32>; 2],
+}
+
+/// An expert of a row.
+#[derive(Clone, Copy)]
+struct Route {
+    choice: Choice,
+    /// Index of the row among the rows of all groups.
+    place: usize,
+}
+
+/// An expert and its rows: `first..first + count` of the rows of all groups.
+#[derive(Clone, Copy)]
+struct Group {
+    expert: usize,
+    first: usize,
+    count: usize,
+}
+
+impl Mixture {
+    /// out = the sum of the outputs of each row's experts times their factors, then that of the shared expert.
+    pub(super) fn compute(
+        &mut self,
+        pool: &mut Pool,
+        run: Run,
+        x: &Rows,
+        weights: &Experts,
+        block: &mut BlockScratch,
+        out: &mut Vec<f32>,
+    ) {
+        products(run.isa, pool, x, run.integers, &[weights.router.tiles()], [&mut self.scores]);
+        self.route(run, weights, x.count());
+        self.gather(x);
+        self.run_experts(pool, run, weights);
+        let [gate, shared] = &mut self.shared;
+        if let Some((matrix, gated)) = &weights.shared {
+            products(run.isa, pool, x, run.integers, &[matrix.tiles()], [gate]);
+            block.compute(pool, run, x, gated, shared);
+        }
+        self.combine(pool, run, weights, x, out);
+    }
+
+    /// Chooses the experts of each row, and a place for each choice: the rows of an expert lie together.
+    fn route(&mut self, run: Run, weights: &Experts, rows: usize) {
+        let Self { scores, routes, groups, .. } = self;
+        routes.clear();
+        let mut counts = vec![0usize; weights.count];
+        let mut shares = Vec::with_capacity(weights.count);
+        for scores in scores.chunks_exact(weights.count) {
+            shares.clear();
+            shares.extend_from_slice(scores);
+            // SAFETY: the instruction set was detected.
+            let total = unsafe { run.isa.run(Shares { scores: &mut shares }) };
+            for choice in weigh(scores, &shares, total, weights.used, weights.normalised) {
+                routes.push(Route { choice, place: counts[choice.expert] });
+                counts[choice.expert] += 1;
+            }
+        }
+        debug_assert_eq!(routes.len(), rows * weights.used);
+        groups.clear();
+        let mut firsts = vec![0usize; weights.count];
+        let mut first = 0;
+        for (expert, &count) in counts.iter().enumerate() {
+            firsts[expert] = first;
+            if count > 0 {
+                groups.push(Group { expert, first, count });
+            }
+            first += count;
+        }
+        routes.iter_mut().for_each(|route| route.place += firsts[route.choice.expert]);
+    }
+
+    /// Copies the rows of each group together.
+    fn gather(&mut self, x: &Rows) {
+        let Self { routes, groups, x: gathered, .. } = self;
+        gathered.resize_with(gathered.len().max(groups.len()), Rows::default);
+        for (rows, group) in gathered.iter_mut().zip(&*groups) {
+            rows.shape(group.count, x.cols());
+        }
+        let used = routes.len() / x.count().max(1);
+        for (index, route) in routes.iter().enumerate() {
+            let group = groups.partition_point(|group| group.expert < route.choice.expert);
+            // SAFETY: no row is borrowed.
+            unsafe { gathered[group].rows_mut().copy(route.place - groups[group].first, x, index / used) }
+        }
+    }
+
+    fn run_experts(&mut self, pool: &mut Pool, run: Run, weights: &Experts) {
+        let Self { routes, groups, x, gated, gate, up, down, .. } = self;
+        let [gates, ups] = &weights.experts.inputs;
+        let ffn = gates.tiles().rows() / weights.count;
+        let (x, groups) = (&x[..groups.len()], &groups[..]);
+        grouped(pool, run, x, groups, weights.count, &[gates, ups], [gate, up], routes.len());
+        gated.resize_with(gated.len().max(groups.len()), Rows::default);
+        for (rows, group) in gated.iter_mut().zip(groups) {
+            rows.shape(group.count, ffn);
+            let part = group.first * ffn..(group.first + group.count) * ffn;
+            gate_rows(pool, run, &gate[part.clone()], &up[part], rows);
+        }
+        let gated = &gated[..groups.len()];
+        grouped(pool, run, gated, groups, weights.count, &[&weights.experts.down], [down], routes.len());
+    }
+
+    fn combine(&self, pool: &mut Pool, run: Run, weights: &Experts, x: &Rows, out: &mut Vec<f32>) {
+        let Self { routes, down, shared: [gate, shared], .. } = self;
+        let (width, used) = (x.cols(), weights.used);
+        out.resize(x.count() * width, 0.0); // every element is written below
+        let out = Shared::of(out);
+        each_row(pool, x.count(), (used + 1) * width, &|i| {
+            let output = |route: &Route| (route.choice.weight, &down[route.place * width..][..width]);
+            let mut parts: Vec<(f32, &[f32])> = routes[i * used..][..used].iter().map(output).collect();
+            if weights.shared.is_some() {
+                parts.push((sigmoid(gate[i]), &shared[i * width..][..width]));
+            }
+            // SAFETY: each row is visited once; the instruction set was detected.
+            unsafe { run.isa.run(Combine { parts: &parts, out: out.slice(i * width..(i + 1) * width) }) };
+        });
+    }
+
+    /// Allocated bytes.
+    pub(super) fn bytes(&self) -> usize {
+        let [shared_gate, shared] = &self.shared;
+        let floats = [&self.scores, &self.gate, &self.up, &self.down, shared_gate, shared];
+        let floats: usize = floats.into_iter().map(|v| v.capacity() * size_of::<f32>()).sum();
+        let rows: usize = self.x.iter().chain(&self.gated).map(Rows::bytes).sum();
+        floats + rows + self.routes.capacity() * size_of::<Route>()
+    }
+}
+
+/// The products of each group's rows with its expert's part of each matrix, `[rows of all groups, rows of an expert]`. All groups
+/// are split among the threads together.
+fn grouped<const N: usize>(
+    pool: &mut Pool,
+    run: Run,
+    x: &[Rows],
+    groups: &[Group],
+    experts: usize,
+    matrices: &[&Matrix; N],
+    out: [&mut Vec<f32>; N],
+    rows: usize,
+) {
+    let tiles = matrices.map(Matrix::tiles);
+    // All matrices have the same number of rows, a multiple of the grain.
+    let each = tiles[0].rows() / experts;
+    let out: [Shared<'_, f32>; N] = out.map(|out| {
+        out.resize(rows * each, 0.0); // every element is written below
+        Shared::of(out)
+    });
+    pool.run(groups.len() * N * each, GRAIN, &|_, mine| {
+        let mut from = mine.start;
+        while from < mine.end {
+            let (unit, end) = (from / each, mine.end.min((from / each + 1) * each));
+            let part: Range<usize> = from - unit * each..end - unit * each;
+            let (group, matrix) = (unit / N, unit % N);
+            let Group { expert, first, count } = groups[group];
+            let weights = tiles[matrix].part(expert * each..(expert + 1) * each);
+            debug_assert!((first + count) * each <= rows * each);
+            // SAFETY: ranges do not overlap, so no element is written twice; the instruction set was detected.
+            unsafe {
+                let out = out[matrix].start.add(first * each);
+                Product { weights, x: &x[group], rows: part, integers: run.integers, out }.run(run.isa);
+            }
+            from = end;
+        }
+    });
+}

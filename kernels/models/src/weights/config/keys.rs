@@ -1,0 +1,235 @@
+//! Reads a model's options from the keys of its architecture, with the defaults of files that lack them.
+use std::ops::Range;
+
+use kernels::order::experts::{EXPERTS_MAX, USED_MAX};
+
+use super::{
+    Architecture, CONTEXT_MAX, Experts, LAYERS_MAX, LocalLayers, QueryKeyOrder, ROPE_BASES, ROPE_FACTORS, Rope,
+    RopeKind, RopeScaling, WIDTH_MAX, inconsistent, missing,
+};
+use crate::weights::error::WeightsError;
+use crate::weights::metadata::Metadata;
+
+/// Metadata under an architecture's prefix.
+pub(super) struct Keys<'a> {
+    pub(super) metadata: &'a Metadata,
+    pub(super) prefix: &'static str,
+}
+
+impl Keys<'_> {
+    fn key(&self, name: &str) -> String {
+        format!("{}.{name}", self.prefix)
+    }
+
+    pub(super) fn size(&self, name: &str, default: Option<usize>, max: usize) -> Result<usize, WeightsError> {
+        let key = self.key(name);
+        let value = match self.metadata.unsigned(&key)? {
+            Some(value) => usize::try_from(value).unwrap_or(usize::MAX),
+            None => default.ok_or_else(|| missing(&key))?,
+        };
+        if value == 0 || value > max {
+            return Err(WeightsError::Malformed(format!("{key}: expected 1 to {max}, found {value}")));
+        }
+        Ok(value)
+    }
+
+    /// As [`Self::size`], `None` if the key is missing.
+    pub(super) fn optional(&self, name: &str, max: usize) -> Result<Option<usize>, WeightsError> {
+        let given = self.metadata.unsigned(&self.key(name))?;
+        given.map(|_| self.size(name, None, max)).transpose()
+    }
+
+    fn float(&self, name: &str, default: Option<f64>, range: Range<f64>) -> Result<f64, WeightsError> {
+        let key = self.key(name);
+        let value = self.metadata.float(&key)?.or(default).ok_or_else(|| missing(&key))?;
+        if !range.contains(&value) {
+            return Err(WeightsError::Malformed(format!("{key}: expected a number in {range:?}, found {value}")));
+        }
+        Ok(value)
+    }
+
+    /// Rejects options that change the arithmetic in unsupported ways.
+    pub(super) fn reject_unsupported(&self) -> Result<(), WeightsError> {
+        let reject = |key: &str, what: &str| {
+            Err(WeightsError::Unsupported(format!("{}: {what} is not supported", self.key(key))))
+        };
+        if self.metadata.bool(&self.key("attention.causal"))? == Some(false) {
+            return reject("attention.causal", "attention to later positions");
+        }
+        for key in ["attention.clamp_kqv", "attention.max_alibi_bias", "attn_logit_softcapping", "logit_scale"] {
+            if self.metadata.float(&self.key(key))?.unwrap_or(0.0) != 0.0 {
+                return reject(key, "this option");
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn experts(&self, architecture: Architecture) -> Result<Option<Experts>, WeightsError> {
+        // Llama's files may say that there are none.
+        let none = self.metadata.unsigned(&self.key("expert_count"))?.unwrap_or(0) == 0;
+        let (required, normalised) = match architecture {
+            Architecture::Llama => (false, true),
+            Architecture::Qwen2Moe => (true, false),
+            Architecture::Qwen3Moe => (true, true),
+            Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Gemma3 if none => return Ok(None),
+            Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Gemma3 => {
+                let key = self.key("expert_count");
+                let name = architecture.name();
+                return Err(WeightsError::Unsupported(format!("{key}: expected no experts in a {name} model")));
+            }
+        };
+        if none && !required {
+            return Ok(None);
+        }
+        let count = self.size("expert_count", None, EXPERTS_MAX)?;
+        let used = self.size("expert_used_count", None, USED_MAX.min(count))?;
+        let shared = match architecture {
+            Architecture::Qwen2Moe => Some(self.size("expert_shared_feed_forward_length", None, WIDTH_MAX)?),
+            Architecture::Llama
+            | Architecture::Qwen2
+            | Architecture::Qwen3
+            | Architecture::Qwen3Moe
+            | Architecture::Gemma3 => None,
+        };
+        // The usual router is a softmax (1) without a factor.
+        let (gating, scale) = ("expert_gating_func", "expert_weights_scale");
+        let unusual = self.metadata.unsigned(&self.key(gating))?.is_some_and(|kind| kind > 1);
+        // Some files say 0 where there is none.
+        if unusual || ![0.0, 1.0].contains(&self.float(scale, Some(1.0), 0.0..1e6)?) {
+            let keys = [gating, scale].map(|key| self.key(key));
+            let what =
+                format!("{} and {}: expected a softmax without a factor, found another router", keys[0], keys[1]);
+            return Err(WeightsError::Unsupported(what));
+        }
+        let normalised = self.metadata.bool(&self.key("expert_weights_norm"))?.unwrap_or(normalised);
+        Ok(Some(Experts { count, used, shared, normalised }))
+    }
+
+    /// `pooling_type` is `llama_pooling_type` of llama.cpp's `llama.h`: 0 none, 1 mean, 2 first token, 3 last token, 4 rank.
+    pub(super) fn pooled(&self) -> Result<bool, WeightsError> {
+        match self.metadata.unsigned(&self.key("pooling_type"))?.unwrap_or(0) {
+            0 => Ok(false),
+            3 => Ok(true),
+            other => Err(WeightsError::Unsupported(format!(
+                "{}: expected 0 (none) or 3 (the last token), found {other}",
+                self.key("pooling_type")
+            ))),
+        }
+    }
+
+    /// A sliding window on all layers limits the context: within one window it equals full attention.
+    pub(super) fn context(&self, architecture: Architecture) -> Result<usize, WeightsError> {
+        let context = self.size("context_length", None, CONTEXT_MAX)?;
+        let window = self.metadata.unsigned(&self.key("attention.sliding_window"))?.unwrap_or(0);
+        let all_layers = window > 0 && architecture != Architecture::Gemma3;
+        Ok(if all_layers { context.min(usize::try_from(window).unwrap_or(context)) } else { context })
+    }
+
+    /// Gemma 3 (technical report, section 2.1): five local layers per global one; local layers use the RoPE base of the
+    /// family's earlier models. Files specify only the window.
+    pub(super) fn local(
+        &self,
+        architecture: Architecture,
+        layout: QueryKeyOrder,
+        head_dim: usize,
+    ) -> Result<Option<LocalLayers>, WeightsError> {
+        if architecture != Architecture::Gemma3 {
+            return Ok(None);
+        }
+        let window = self.size("attention.sliding_window", None, CONTEXT_MAX)?;
+        let period = self.size("attention.sliding_window_pattern", Some(6), LAYERS_MAX)?;
+        let base = self.float("rope.freq_base_swa", Some(10_000.0), ROPE_BASES)? as f32;
+        let rope = Rope { base, scaling: RopeScaling::None, ..self.rope(architecture, layout, head_dim)? };
+        Ok(Some(LocalLayers { window, period, rope }))
+    }
+
+    /// 1 / √(elements per head). Gemma 3's largest model uses width / heads instead; its file does not record that, so it is
+    /// recognised by its 62 layers.
+    pub(super) fn attention_scale(
+        &self,
+        architecture: Architecture,
+        width_per_head: usize,
+        head_dim: usize,
+    ) -> Result<f32, WeightsError> {
+        const LARGEST: usize = 62;
+        let largest = architecture == Architecture::Gemma3 && self.size("block_count", None, LAYERS_MAX)? == LARGEST;
+        let usual = 1.0 / (if largest { width_per_head } else { head_dim } as f32).sqrt();
+        // A zero means that the scale is not specified.
+        let given = self.float("attention.scale", Some(0.0), 0.0..1e3)? as f32;
+        Ok(if given == 0.0 { usual } else { given })
+    }
+
+    pub(super) fn logit_cap(&self, architecture: Architecture) -> Result<Option<f32>, WeightsError> {
+        let key = "final_logit_softcapping";
+        if architecture != Architecture::Gemma3 || self.metadata.float(&self.key(key))?.unwrap_or(0.0) == 0.0 {
+            return Ok(None);
+        }
+        Ok(Some(self.float(key, None, 1e-3..1e6)? as f32))
+    }
+
+    pub(super) fn norm_eps(&self) -> Result<f32, WeightsError> {
+        Ok(self.float("attention.layer_norm_rms_epsilon", None, 0.0..1.0)? as f32)
+    }
+
+    pub(super) fn rope(
+        &self,
+        architecture: Architecture,
+        layout: QueryKeyOrder,
+        head_dim: usize,
+    ) -> Result<Rope, WeightsError> {
+        let usual = if architecture == Architecture::Gemma3 { 1e6 } else { 10_000.0 };
+        let base = self.float("rope.freq_base", Some(usual), ROPE_BASES)? as f32;
+        let dims = self.size("rope.dimension_count", Some(head_dim), head_dim)?;
+        if dims % 2 == 1 {
+            return Err(inconsistent("an even number of rotary dimensions", &[dims]));
+        }
+        let kind = match (architecture, layout) {
+            (Architecture::Llama, QueryKeyOrder::Gguf) => RopeKind::Interleaved,
+            (
+                Architecture::Llama
+                | Architecture::Qwen2
+                | Architecture::Qwen2Moe
+                | Architecture::Qwen3
+                | Architecture::Qwen3Moe
+                | Architecture::Gemma3,
+                _,
+            ) => RopeKind::Halves,
+        };
+        Ok(Rope { kind, base, dims, scaling: self.rope_scaling()? })
+    }
+
+    fn rope_scaling(&self) -> Result<RopeScaling, WeightsError> {
+        let factors = 1e-3..1e6;
+        let legacy = self.float("rope.scale_linear", Some(1.0), factors.clone())?;
+        let factor = self.float("rope.scaling.factor", Some(legacy), factors.clone())?;
+        let default = if factor == 1.0 { "none" } else { "linear" };
+        match self.metadata.text(&self.key("rope.scaling.type"))?.unwrap_or(default) {
+            "none" => Ok(RopeScaling::None),
+            "linear" if factor == 1.0 => Ok(RopeScaling::None),
+            "linear" => Ok(RopeScaling::Linear { factor }),
+            "yarn" => {
+                let context = self.size("context_length", None, CONTEXT_MAX)?;
+                Ok(RopeScaling::Yarn {
+                    factor,
+                    original_context: self.size("rope.scaling.original_context_length", Some(context), CONTEXT_MAX)?,
+                    attention_factor: self.float("rope.scaling.attn_factor", Some(1.0), factors)?,
+                    beta_fast: self.float("rope.scaling.yarn_beta_fast", Some(32.0), 1e-3..1e6)?,
+                    beta_slow: self.float("rope.scaling.yarn_beta_slow", Some(1.0), 1e-3..1e6)?,
+                })
+            }
+            "llama3" => {
+                let low = self.float("rope.scaling.low_freq_factor", Some(1.0), 1e-3..1e6)?;
+                Ok(RopeScaling::Llama3 {
+                    factor,
+                    original_context: self.size("rope.scaling.original_context_length", Some(8192), CONTEXT_MAX)?,
+                    low,
+                    high: self.float("rope.scaling.high_freq_factor", Some(4.0), low + 1e-6..1e7)?,
+                })
+            }
+            other => Err(WeightsError::Unsupported(format!(
+                "{}: {other:?} is not supported; supported: none, linear, llama3, yarn, and factors in {ROPE_FACTORS}",
+                self.key("rope.scaling.type")
+            ))),
+        }
+    }
+}
