@@ -6,6 +6,7 @@ use kernels::quant::QuantType;
 use kernels::tile::{Layout, ROWS, Scales};
 
 use crate::arithmetic::{Features, both_halves, from_half, fused};
+use crate::inline::look_up_nibbles;
 
 pub(crate) const NIBBLES: u32 = 0x0f0f_0f0f;
 
@@ -24,12 +25,10 @@ pub(crate) const fn scale_words(kind: QuantType) -> usize {
     tile_words(kind) - code_words(kind)
 }
 
-/// Four copies of an entry of the format's table, in the bytes of a word.
-const fn four_of_table(kind: QuantType, index: usize) -> u32 {
-    match Layout::of(kind).table {
-        Some(table) => table[index] as u32 * 0x0101_0101,
-        None => 0,
-    }
+/// The format's table as words of four entries; zeros if it has none.
+fn table_words(kind: QuantType) -> [u32; 4] {
+    let table = Layout::of(kind).table.copied().unwrap_or_default();
+    std::array::from_fn(|i| u32::from_le_bytes([table[4 * i], table[4 * i + 1], table[4 * i + 2], table[4 * i + 3]]))
 }
 
 /// The codes that four nibbles stand for in the format's table, one per byte: each bit of the nibbles selects half of the entries
@@ -39,7 +38,7 @@ fn look_up(nibbles: u32, #[comptime] kind: QuantType) -> u32 {
     let mut entries = Array::<u32>::new(16usize);
     #[unroll]
     for i in 0..16usize {
-        entries[i] = comptime!(four_of_table(kind, i)).runtime();
+        entries[i] = comptime!((table_words(kind)[i / 4] >> (8 * (i % 4)) & 255) * 0x0101_0101).runtime();
     }
     #[unroll]
     for bit in 0..4usize {
@@ -275,6 +274,14 @@ pub(crate) fn fragment(
             fragment[i] = Vector::<u8, Const<4>>::reinterpret(words[i]);
             fragment[2 + i] = Vector::<u8, Const<4>>::reinterpret(high[i]);
         }
+    } else if comptime!(Layout::of(kind).table.is_some()) {
+        #[unroll]
+        for i in 0..2usize {
+            let mut bytes = Array::<u32>::new(2usize);
+            look_up_nibbles(words[i], &mut bytes, comptime!(table_words(kind)));
+            fragment[i] = Vector::<u8, Const<4>>::reinterpret(bytes[0]);
+            fragment[2 + i] = Vector::<u8, Const<4>>::reinterpret(bytes[1]);
+        }
     } else {
         let t = (lane % 4) as u32;
         #[unroll]
@@ -289,10 +296,6 @@ pub(crate) fn fragment(
             if comptime!(bits == 6) {
                 low |= ((codes[from + 1][i] >> (2u32 * t)) & 0x0303_0303u32) << 4u32;
                 high |= ((codes[from + 2][i] >> (2u32 * t)) & 0x0303_0303u32) << 4u32;
-            }
-            if comptime!(Layout::of(kind).table.is_some()) {
-                low = look_up(low, kind);
-                high = look_up(high, kind);
             }
             fragment[i] = Vector::<u8, Const<4>>::reinterpret(low);
             fragment[2 + i] = Vector::<u8, Const<4>>::reinterpret(high);
