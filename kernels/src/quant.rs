@@ -65,7 +65,7 @@ pub const SUPER_BLOCK: usize = 256;
 
 /// What the codes of IQ4_NL and IQ4_XS stand for (ggml's `kvalues_iq4nl`).
 pub const IQ4_VALUES: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
-/// What the codes of MXFP4 stand for, times two (ggml's `kvalues_mxfp4`); the scale is halved for that. Code 8 is minus zero.
+/// What the codes of MXFP4 stand for, times two (ggml's `kvalues_mxfp4`); they are multiplied by half the scale.
 pub const MXFP4_VALUES: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
 impl QuantType {
@@ -200,7 +200,7 @@ impl QuantType {
                 Self::Q6K => q6_k(block, out),
                 Self::Iq4Nl => by_table(half_at(block, 0), &IQ4_VALUES, &block[2..], out),
                 Self::Iq4Xs => iq4_xs(block, out),
-                Self::Mxfp4 => by_table(2f64.powi(mxfp4_exponent(block)), &MXFP4_VALUES, &block[1..], out),
+                Self::Mxfp4 => by_table(2f64.powi(mxfp4_exponent(block) - 1), &MXFP4_VALUES, &block[1..], out),
             }
         }
     }
@@ -248,10 +248,10 @@ fn by_table<R: Real>(scale: f64, values: &[i8; 16], nibbles: &[u8], out: &mut [R
     }
 }
 
-/// The exponent of the scale of a block of MXFP4, for [`MXFP4_VALUES`].
+/// The exponent of the scale of a block of MXFP4.
 #[must_use]
 pub fn mxfp4_exponent(block: &[u8]) -> i32 {
-    i32::from(block[0]) - 128
+    i32::from(block[0]) - 127
 }
 
 fn q8_0<R: Real>(block: &[u8], out: &mut [R]) {

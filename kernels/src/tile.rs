@@ -150,7 +150,7 @@ pub enum BadWeights {
     /// A weight, a scale or a minimum is NaN or infinite.
     #[error("a weight or its scale is NaN or infinite; the file is damaged, fetch it again")]
     NotFinite,
-    /// The scale of a block of MXFP4 is no f16.
+    /// Half the scale of a block of MXFP4 is no f16.
     #[error(
         "the scale is 2^{exponent}, expected 2^{} to 2^{}; convert the file: llama-quantize --allow-requantize IN OUT Q8_0",
         MXFP4_EXPONENTS.start(),
@@ -162,8 +162,9 @@ pub enum BadWeights {
     },
 }
 
-/// Exponents of scales of MXFP4 that tiles hold: the powers of two that are f16. Scales of real weights are far inside.
-const MXFP4_EXPONENTS: RangeInclusive<i32> = -24..=15;
+/// Exponents of scales of MXFP4 that tiles hold: half of such a scale, 2^-24 to 2^15, is an f16. All weights
+/// with a smaller scale are below 4e-7.
+const MXFP4_EXPONENTS: RangeInclusive<i32> = -23..=16;
 
 impl BadWeights {
     /// What is wrong with a block that was rejected.
@@ -184,7 +185,7 @@ const MXFP4_NAN: u8 = 0xff;
 /// tiles.
 ///
 /// # Errors
-/// A non-finite weight, scale or minimum, or a scale that is no f16.
+/// A non-finite weight, scale or minimum, or a scale that tiles do not hold.
 ///
 /// # Panics
 /// If `out` is not as long as the tiles of `rows`, or `bytes` is not whole rows.
@@ -409,7 +410,7 @@ impl RowWriter<'_> {
         let zeros = stored[1..].iter().all(|byte| byte & 0x77 == 0);
         let exponent = mxfp4_exponent(stored);
         let held = stored[0] != MXFP4_NAN && (zeros || MXFP4_EXPONENTS.contains(&exponent));
-        let scale = if zeros || !held { 0.0 } else { 2f32.powi(exponent) };
+        let scale = if zeros || !held { 0.0 } else { 2f32.powi(exponent - 1) };
         self.codes(block, nibbles(&stored[1..]), []);
         self.halves(block, &f16::from_f32(scale).to_le_bytes());
         held

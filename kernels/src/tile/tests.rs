@@ -92,14 +92,14 @@ fn non_finite_numbers_are_found() {
 #[test]
 fn scales_of_mxfp4_are_exact_or_rejected() {
     for scale in 0..=u8::MAX {
-        let (kind, exponent) = (QuantType::Mxfp4, i32::from(scale) - 128);
+        let (kind, exponent) = (QuantType::Mxfp4, i32::from(scale) - 127);
         let mut stored = random_blocks(kind, 2, 6);
         stored[17] = scale;
         let mut tiles = vec![0; Layout::of(kind).matrix_bytes(1, 64)];
         let found = convert(kind, 64, 0..1, &stored, &mut tiles);
         let expected = match (scale, exponent) {
             (u8::MAX, _) => Err(BadWeights::NotFinite),
-            (_, -24..=15) => Ok(()),
+            (_, -23..=16) => Ok(()),
             _ => Err(BadWeights::Scale { exponent }),
         };
         assert_eq!(found, expected.map_err(|reason| BadBlock { row: 0, column: 32, reason }));
@@ -108,8 +108,8 @@ fn scales_of_mxfp4_are_exact_or_rejected() {
         let row = || Tiles::new(kind, 1, 64, &tiles).expect("one tile").row(0);
         assert!(found.is_err() || row() == exact, "2^{exponent}");
     }
-    let error = BadBlock { row: 3, column: 64, reason: BadWeights::Scale { exponent: 16 } }.to_string();
-    assert!(error.starts_with("row 3, columns from 64: the scale is 2^16, expected 2^-24 to 2^15; convert"), "{error}");
+    let error = BadBlock { row: 3, column: 64, reason: BadWeights::Scale { exponent: 17 } }.to_string();
+    assert!(error.starts_with("row 3, columns from 64: the scale is 2^17, expected 2^-23 to 2^16; convert"), "{error}");
 }
 
 #[test]

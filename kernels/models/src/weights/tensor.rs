@@ -75,7 +75,7 @@ impl TensorView<'_> {
     /// Reads rows and converts them to tiles. `rows` starts at a tile boundary; `out` holds whole rows of tiles.
     ///
     /// # Errors
-    /// As [`Self::read`]; or a scale, a minimum or a weight is not finite, or a scale is no f16.
+    /// As [`Self::read`]; or a scale, a minimum or a weight is not finite, or tiles do not hold a scale.
     ///
     /// # Panics
     /// If `out` is not as long as the tiles of `rows`, or `rows` does not start at a tile boundary.
