@@ -23,16 +23,24 @@ pub enum QuantType {
     Q5_1,
     /// 32 weights: f16 scale, signed bytes.
     Q8_0,
+    /// 256 weights: 16 groups of 16 with 6-bit scales, minus 32; 3 bits each (third bits stored separately), minus 4.
+    Q3K,
     /// 256 weights: 8 groups of 32 with 6-bit scales and minima, 4 bits each.
     Q4K,
     /// 256 weights: as `Q4K` with a fifth bit stored separately.
     Q5K,
     /// 256 weights: 16 groups of 16 with 8-bit scales, 6 bits each, minus 32.
     Q6K,
+    /// 32 weights: f16 scale, 4 bits each, which index [`IQ4_VALUES`].
+    Iq4Nl,
+    /// 256 weights: 8 groups of 32 with 6-bit scales, minus 32; 4 bits each, which index [`IQ4_VALUES`].
+    Iq4Xs,
+    /// 32 weights: a power of two as scale, 4 bits each, which index [`MXFP4_VALUES`].
+    Mxfp4,
 }
 
 /// All formats; tests iterate over them.
-pub const QUANT_TYPES: [QuantType; 11] = [
+pub const QUANT_TYPES: [QuantType; 15] = [
     QuantType::F32,
     QuantType::F16,
     QuantType::Bf16,
@@ -41,15 +49,24 @@ pub const QUANT_TYPES: [QuantType; 11] = [
     QuantType::Q5_0,
     QuantType::Q5_1,
     QuantType::Q8_0,
+    QuantType::Q3K,
     QuantType::Q4K,
     QuantType::Q5K,
     QuantType::Q6K,
+    QuantType::Iq4Nl,
+    QuantType::Iq4Xs,
+    QuantType::Mxfp4,
 ];
 
 /// Weights per block of the 32-wide formats.
 pub const BLOCK: usize = 32;
 /// Weights per super-block of the K formats.
 pub const SUPER_BLOCK: usize = 256;
+
+/// What the codes of IQ4_NL and IQ4_XS stand for (ggml's `kvalues_iq4nl`).
+pub const IQ4_VALUES: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
+/// What the codes of MXFP4 stand for, times two (ggml's `kvalues_mxfp4`); they are multiplied by half the scale.
+pub const MXFP4_VALUES: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
 impl QuantType {
     /// The format of a ggml type number; `None` if unsupported.
@@ -69,10 +86,14 @@ impl QuantType {
             Self::Q5_0 => 6,
             Self::Q5_1 => 7,
             Self::Q8_0 => 8,
+            Self::Q3K => 11,
             Self::Q4K => 12,
             Self::Q5K => 13,
             Self::Q6K => 14,
+            Self::Iq4Nl => 20,
+            Self::Iq4Xs => 23,
             Self::Bf16 => 30,
+            Self::Mxfp4 => 39,
         }
     }
 
@@ -88,9 +109,13 @@ impl QuantType {
             Self::Q5_0 => "Q5_0",
             Self::Q5_1 => "Q5_1",
             Self::Q8_0 => "Q8_0",
+            Self::Q3K => "Q3_K",
             Self::Q4K => "Q4_K",
             Self::Q5K => "Q5_K",
             Self::Q6K => "Q6_K",
+            Self::Iq4Nl => "IQ4_NL",
+            Self::Iq4Xs => "IQ4_XS",
+            Self::Mxfp4 => "MXFP4",
         }
     }
 
@@ -99,8 +124,8 @@ impl QuantType {
     pub fn block_len(self) -> usize {
         match self {
             Self::F32 | Self::F16 | Self::Bf16 => 1,
-            Self::Q4_0 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1 | Self::Q8_0 => BLOCK,
-            Self::Q4K | Self::Q5K | Self::Q6K => SUPER_BLOCK,
+            Self::Q4_0 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1 | Self::Q8_0 | Self::Iq4Nl | Self::Mxfp4 => BLOCK,
+            Self::Q3K | Self::Q4K | Self::Q5K | Self::Q6K | Self::Iq4Xs => SUPER_BLOCK,
         }
     }
 
@@ -110,11 +135,14 @@ impl QuantType {
         match self {
             Self::F32 => 4,
             Self::F16 | Self::Bf16 => 2,
-            Self::Q4_0 => 18,
+            Self::Mxfp4 => 17,
+            Self::Q4_0 | Self::Iq4Nl => 18,
             Self::Q4_1 => 20,
             Self::Q5_0 => 22,
             Self::Q5_1 => 24,
             Self::Q8_0 => 34,
+            Self::Q3K => 110,
+            Self::Iq4Xs => 136,
             Self::Q4K => 144,
             Self::Q5K => 176,
             Self::Q6K => 210,
@@ -166,9 +194,13 @@ impl QuantType {
                 Self::Q5_0 => q4(half_at(block, 0), -16.0 * half_at(block, 0), &block[2..6], &block[6..], out),
                 Self::Q5_1 => q4(half_at(block, 0), half_at(block, 2), &block[4..8], &block[8..], out),
                 Self::Q8_0 => q8_0(block, out),
+                Self::Q3K => q3_k(block, out),
                 Self::Q4K => q45_k(block, None, &block[16..], out),
                 Self::Q5K => q45_k(block, Some(&block[16..48]), &block[48..], out),
                 Self::Q6K => q6_k(block, out),
+                Self::Iq4Nl => by_table(half_at(block, 0), &IQ4_VALUES, &block[2..], out),
+                Self::Iq4Xs => iq4_xs(block, out),
+                Self::Mxfp4 => by_table(2f64.powi(mxfp4_exponent(block) - 1), &MXFP4_VALUES, &block[1..], out),
             }
         }
     }
@@ -208,10 +240,61 @@ fn q4<R: Real>(scale: f64, minimum: f64, fifth: &[u8], nibbles: &[u8], out: &mut
     }
 }
 
+/// 16 bytes of nibbles in the order of [`q4`], which index `values`.
+fn by_table<R: Real>(scale: f64, values: &[i8; 16], nibbles: &[u8], out: &mut [R]) {
+    for (j, &byte) in nibbles[..16].iter().enumerate() {
+        out[j] = R::new(scale * f64::from(values[usize::from(byte & 15)]));
+        out[16 + j] = R::new(scale * f64::from(values[usize::from(byte >> 4)]));
+    }
+}
+
+/// The exponent of the scale of a block of MXFP4.
+#[must_use]
+pub fn mxfp4_exponent(block: &[u8]) -> i32 {
+    i32::from(block[0]) - 127
+}
+
 fn q8_0<R: Real>(block: &[u8], out: &mut [R]) {
     let scale = half_at(block, 0);
     for (out, &byte) in out.iter_mut().zip(&block[2..]) {
         *out = R::new(scale * f64::from(byte.cast_signed()));
+    }
+}
+
+/// The scale of group `j` of 16 in a super-block of Q3_K: its low four bits are in bytes 0 to 7, its high two bits in bytes 8 to 11
+/// of the 12.
+#[must_use]
+pub fn q3_k_scale(packed: &[u8], j: usize) -> i8 {
+    let low = packed[j % 8] >> (4 * (j / 8)) & 15;
+    let high = packed[8 + j % 4] >> (2 * (j / 4)) & 3;
+    (low | high << 4).cast_signed() - 32
+}
+
+/// Two halves of 128. Within a half, quarter `k` of 32 takes its low two bits from bits 2k of byte `l` of the half's 32 bytes; the
+/// third bit of the group `4 half + k` of 32 is that bit of byte `l` of the first 32 bytes.
+fn q3_k<R: Real>(block: &[u8], out: &mut [R]) {
+    let (third, low, scales, scale) = (&block[..32], &block[32..96], &block[96..108], half_at(block, 108));
+    for (i, out) in out.iter_mut().enumerate() {
+        let (half, k, l) = (i / 128, i % 128 / 32, i % 32);
+        let q = (low[half * 32 + l] >> (2 * k) & 3) | (third[l] >> (4 * half + k) & 1) << 2;
+        let group = f64::from(q3_k_scale(scales, i / 16));
+        *out = R::new(scale * group * (f64::from(q) - 4.0));
+    }
+}
+
+/// The scale of group `j` of 32 in a super-block of IQ4_XS. `packed`: two bytes with the high two bits of all groups, then
+/// four with their low four bits.
+#[must_use]
+pub fn iq4_xs_scale(packed: &[u8], j: usize) -> i8 {
+    let high = packed[j / 4] >> (2 * (j % 4)) & 3;
+    let low = packed[2 + j / 2] >> (4 * (j % 2)) & 15;
+    (low | high << 4).cast_signed() - 32
+}
+
+fn iq4_xs<R: Real>(block: &[u8], out: &mut [R]) {
+    let scale = half_at(block, 0);
+    for (group, (nibbles, out)) in block[8..].chunks_exact(16).zip(out.chunks_exact_mut(32)).enumerate() {
+        by_table(scale * f64::from(iq4_xs_scale(&block[2..8], group)), &IQ4_VALUES, nibbles, out);
     }
 }
 
@@ -279,7 +362,15 @@ pub fn quantize(kind: QuantType, weights: &[f32]) -> Option<Vec<u8>> {
                 let high = block.iter().copied().fold(f32::NEG_INFINITY, f32::max);
                 quantize_q4(block, (high - low) / 15.0, Some(low), &mut out);
             }
-            QuantType::Q5_0 | QuantType::Q5_1 | QuantType::Q4K | QuantType::Q5K | QuantType::Q6K => return None,
+            QuantType::Q5_0
+            | QuantType::Q5_1
+            | QuantType::Q3K
+            | QuantType::Q4K
+            | QuantType::Q5K
+            | QuantType::Q6K
+            | QuantType::Iq4Nl
+            | QuantType::Iq4Xs
+            | QuantType::Mxfp4 => return None,
         }
     }
     Some(out)
@@ -333,13 +424,17 @@ pub fn random_blocks(kind: QuantType, blocks: usize, seed: u64) -> Vec<u8> {
                 block[..2].copy_from_slice(&unit(0.0625));
                 block[2..4].copy_from_slice(&unit(-1.0));
             }
-            QuantType::Q8_0 => block[..2].copy_from_slice(&unit(1.0 / 128.0)),
+            QuantType::Q8_0 | QuantType::Iq4Nl => block[..2].copy_from_slice(&unit(1.0 / 128.0)),
+            QuantType::Q3K => block[108..110].copy_from_slice(&unit(1.0 / 32.0 / 4.0)),
             QuantType::Q4K | QuantType::Q5K => {
                 let codes = if kind == QuantType::Q4K { 16.0 } else { 32.0 };
                 block[..2].copy_from_slice(&unit(2.0 / 63.0 / codes));
                 block[2..4].copy_from_slice(&unit(1.0 / 63.0));
             }
             QuantType::Q6K => block[208..210].copy_from_slice(&unit(1.0 / 128.0 / 32.0)),
+            QuantType::Iq4Xs => block[..2].copy_from_slice(&unit(1.0 / 32.0 / 128.0)),
+            // Scales of 2^-6 to 2^-3.
+            QuantType::Mxfp4 => block[0] = 122 + block[0] % 4,
         }
         // Signs of the unquantised formats are set last: such a block is a single number.
         if matches!(kind, QuantType::F32 | QuantType::F16 | QuantType::Bf16) && next() % 2 == 1 {

@@ -4,18 +4,19 @@
 //! word `slot · 16 + row`. This is a vector of 16 rows for a CPU and the fragment of an integer matrix instruction for a GPU.
 //!
 //! - Eight bits: slots 0 to 7, one word per row.
-//! - Four bits: words t = 0 to 3, slot t in the low nibbles and slot t + 4 in the high ones.
+//! - Four bits: words t = 0 to 3, slot t in the low nibbles and slot t + 4 in the high ones. They are codes, or index a table of
+//!   codes.
 //! - A fifth bit: one more word per row; bit `8 · i + slot` belongs to column `4 · slot + i`.
 //! - Two more bits: two more words per row, for slots 0 to 3 and 4 to 7; bits from `8 · i + 2 · (slot mod 4)`.
 //!
 //! The conversion is exact: [`Tiles::block`] returns the weights of the file. Padding rows and columns of a last tile have
 //! scale zero. Unquantised weights (F32, F16, BF16) are tiles of `[column][row]`.
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 
 use half::f16;
 
 use crate::order::{BLOCK, GROUP, WeightBlock};
-use crate::quant::{QuantType, k_scale_min};
+use crate::quant::{IQ4_VALUES, MXFP4_VALUES, QuantType, iq4_xs_scale, k_scale_min, mxfp4_exponent, q3_k_scale};
 
 /// Rows per tile.
 pub const ROWS: usize = 16;
@@ -23,8 +24,10 @@ pub const ROWS: usize = 16;
 /// Layout of a tile, for one format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
-    /// Bits per code: 4, 5, 6 or 8; 0 for unquantised weights.
+    /// Bits stored per code: 4, 5, 6 or 8; 0 for unquantised weights.
     pub bits: u32,
+    /// The codes that stored nibbles stand for; `None` if the stored bits are the codes.
+    pub table: Option<&'static [u8; 16]>,
     /// Subtracted from each code.
     pub offset: i32,
     /// How scales are stored.
@@ -46,6 +49,8 @@ pub enum Scales {
     HalfAndMinimum,
     /// `[row]` f16 factors of scales and of minima, then `[block][row]` bytes of scales, then of minima (which are subtracted).
     Bytes,
+    /// `[row]` f16 factors, then `[block][row]` signed bytes.
+    SignedBytes,
     /// `[row]` f16 factors, then `[block][half][row]` signed bytes: one scale per 16 columns.
     Sixteens,
 }
@@ -62,16 +67,20 @@ impl Layout {
     /// The layout of a format.
     #[must_use]
     pub const fn of(kind: QuantType) -> Self {
-        let (bits, offset, scales) = match kind {
-            QuantType::F32 | QuantType::F16 | QuantType::Bf16 => (0, 0, Scales::None),
-            QuantType::Q4_0 => (4, 8, Scales::Half),
-            QuantType::Q4_1 => (4, 0, Scales::HalfAndMinimum),
-            QuantType::Q5_0 => (5, 16, Scales::Half),
-            QuantType::Q5_1 => (5, 0, Scales::HalfAndMinimum),
-            QuantType::Q8_0 => (8, 128, Scales::Half),
-            QuantType::Q4K => (4, 0, Scales::Bytes),
-            QuantType::Q5K => (5, 0, Scales::Bytes),
-            QuantType::Q6K => (6, 32, Scales::Sixteens),
+        let (bits, table, offset, scales) = match kind {
+            QuantType::F32 | QuantType::F16 | QuantType::Bf16 => (0, None, 0, Scales::None),
+            QuantType::Q4_0 => (4, None, 8, Scales::Half),
+            QuantType::Q4_1 => (4, None, 0, Scales::HalfAndMinimum),
+            QuantType::Q5_0 => (5, None, 16, Scales::Half),
+            QuantType::Q5_1 => (5, None, 0, Scales::HalfAndMinimum),
+            QuantType::Q8_0 => (8, None, 128, Scales::Half),
+            QuantType::Q3K => (4, None, 4, Scales::Sixteens),
+            QuantType::Q4K => (4, None, 0, Scales::Bytes),
+            QuantType::Q5K => (5, None, 0, Scales::Bytes),
+            QuantType::Q6K => (6, None, 32, Scales::Sixteens),
+            QuantType::Iq4Nl => (4, Some(&IQ4_CODES), IQ4_OFFSET as i32, Scales::Half),
+            QuantType::Iq4Xs => (4, Some(&IQ4_CODES), IQ4_OFFSET as i32, Scales::SignedBytes),
+            QuantType::Mxfp4 => (4, Some(&MXFP4_CODES), MXFP4_OFFSET as i32, Scales::Half),
         };
         let block_bytes = match kind {
             QuantType::F32 => ROWS * BLOCK * 4,
@@ -81,18 +90,22 @@ impl Layout {
             | QuantType::Q5_0
             | QuantType::Q5_1
             | QuantType::Q8_0
+            | QuantType::Q3K
             | QuantType::Q4K
             | QuantType::Q5K
-            | QuantType::Q6K => ROWS * BLOCK * bits as usize / 8,
+            | QuantType::Q6K
+            | QuantType::Iq4Nl
+            | QuantType::Iq4Xs
+            | QuantType::Mxfp4 => ROWS * BLOCK * bits as usize / 8,
         };
         let scale_bytes = match scales {
             Scales::None => 0,
-            Scales::Half => 4 * ROWS,
+            Scales::Half | Scales::SignedBytes => 4 * ROWS,
             Scales::HalfAndMinimum => 8 * ROWS,
             Scales::Bytes => 8 * ROWS,
             Scales::Sixteens => 6 * ROWS,
         };
-        Self { bits, offset, scales, block_bytes, tile_bytes: 2 * block_bytes + scale_bytes }
+        Self { bits, table, offset, scales, block_bytes, tile_bytes: 2 * block_bytes + scale_bytes }
     }
 
     /// Bytes of the tiles of a matrix.
@@ -102,33 +115,81 @@ impl Layout {
     }
 }
 
-/// A non-finite weight or scale.
+/// Subtracted from the codes of [`IQ4_CODES`]. With 128, instruction sets that multiply signed bytes subtract it first.
+const IQ4_OFFSET: u8 = 128;
+const IQ4_CODES: [u8; 16] = codes_of(&IQ4_VALUES, IQ4_OFFSET);
+/// Subtracted from the codes of [`MXFP4_CODES`], the least that makes them unsigned: products of small codes are faster.
+const MXFP4_OFFSET: u8 = 12;
+const MXFP4_CODES: [u8; 16] = codes_of(&MXFP4_VALUES, MXFP4_OFFSET);
+
+const fn codes_of(values: &[i8; 16], offset: u8) -> [u8; 16] {
+    let mut codes = [0; 16];
+    let mut i = 0;
+    while i < codes.len() {
+        codes[i] = values[i].cast_unsigned().wrapping_add(offset);
+        i += 1;
+    }
+    codes
+}
+
+/// A block of weights that tiles do not hold.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[error(
-    "row {row}, columns from {column}: a weight or its scale is NaN or infinite; the file is damaged, fetch it again"
-)]
-pub struct NotFinite {
+#[error("row {row}, columns from {column}: {reason}")]
+pub struct BadBlock {
     /// Row of the matrix.
     pub row: usize,
     /// First column of the block.
     pub column: usize,
+    /// What is wrong with it.
+    pub reason: BadWeights,
 }
+
+/// Why tiles do not hold a block of weights.
+#[derive(Clone, Copy, Debug, thiserror::Error, PartialEq, Eq)]
+pub enum BadWeights {
+    /// A weight, a scale or a minimum is NaN or infinite.
+    #[error("a weight or its scale is NaN or infinite; the file is damaged, fetch it again")]
+    NotFinite,
+    /// Half the scale of a block of MXFP4 is no f16.
+    #[error(
+        "the scale is 2^{exponent}, expected 2^{} to 2^{}; convert the file: llama-quantize --allow-requantize IN OUT Q8_0",
+        MXFP4_EXPONENTS.start(),
+        MXFP4_EXPONENTS.end()
+    )]
+    Scale {
+        /// Exponent of the scale.
+        exponent: i32,
+    },
+}
+
+/// Exponents of scales of MXFP4 that tiles hold: half of such a scale, 2^-24 to 2^15, is an f16. All weights
+/// with a smaller scale are below 4e-7.
+const MXFP4_EXPONENTS: RangeInclusive<i32> = -23..=16;
+
+impl BadWeights {
+    /// What is wrong with a block that was rejected.
+    #[cold]
+    fn of(kind: QuantType, stored: &[u8]) -> Self {
+        if kind == QuantType::Mxfp4 && stored[0] != MXFP4_NAN {
+            Self::Scale { exponent: mxfp4_exponent(stored) }
+        } else {
+            Self::NotFinite
+        }
+    }
+}
+
+/// The byte that is NaN as a scale of MXFP4 (OCP Microscaling Formats 1.0).
+const MXFP4_NAN: u8 = 0xff;
 
 /// Converts rows of a matrix from the storage format of a file. `rows` starts at a tile boundary; `out` holds whole rows of
 /// tiles.
 ///
 /// # Errors
-/// A non-finite weight, scale or minimum.
+/// A non-finite weight, scale or minimum, or a scale that tiles do not hold.
 ///
 /// # Panics
 /// If `out` is not as long as the tiles of `rows`, or `bytes` is not whole rows.
-pub fn convert(
-    kind: QuantType,
-    cols: usize,
-    rows: Range<usize>,
-    bytes: &[u8],
-    out: &mut [u8],
-) -> Result<(), NotFinite> {
+pub fn convert(kind: QuantType, cols: usize, rows: Range<usize>, bytes: &[u8], out: &mut [u8]) -> Result<(), BadBlock> {
     let layout = Layout::of(kind);
     let row_bytes = kind.row_bytes(cols).expect("rows are whole blocks, checked when the file was opened");
     assert!(
@@ -145,7 +206,8 @@ pub fn convert(
         }
         for (r, row) in rows_here.chunks_exact(row_bytes).enumerate() {
             let mut writer = RowWriter { layout, bytes: tile_row, row: r };
-            writer.put(kind, cols, row).map_err(|column| NotFinite { row: first + r, column })?;
+            let bad = |(column, reason)| BadBlock { row: first + r, column, reason };
+            writer.put(kind, cols, row).map_err(bad)?;
         }
     }
     Ok(())
@@ -166,14 +228,14 @@ struct RowWriter<'a> {
 }
 
 impl RowWriter<'_> {
-    /// Writes a row of the file. The error is the first column of a block with a non-finite number.
-    fn put(&mut self, kind: QuantType, cols: usize, row: &[u8]) -> Result<(), usize> {
+    /// Writes a row of the file. The error is the first column of a rejected block, and why.
+    fn put(&mut self, kind: QuantType, cols: usize, row: &[u8]) -> Result<(), (usize, BadWeights)> {
         // One loop per format: the block size is a constant inside it.
         match kind {
             QuantType::F32 | QuantType::F16 | QuantType::Bf16 => {
                 each(kind, row, |column, number| self.number(kind, column, number))
             }
-            QuantType::Q4_0 => each(kind, row, |b, block| {
+            QuantType::Q4_0 | QuantType::Iq4Nl => each(kind, row, |b, block| {
                 self.codes(b, nibbles(&block[2..]), []);
                 self.halves(b, &block[..2])
             }),
@@ -190,9 +252,12 @@ impl RowWriter<'_> {
                 self.halves(b, &block[..4])
             }),
             QuantType::Q8_0 => each(kind, row, |b, block| self.q8_0(b, block)),
+            QuantType::Q3K => each(kind, row, |b, block| self.q3_k(b, block)),
             QuantType::Q4K => each(kind, row, |b, block| self.q4_k(b, block)),
             QuantType::Q5K => each(kind, row, |b, block| self.q5_k(b, block)),
             QuantType::Q6K => each(kind, row, |b, block| self.q6_k(b, block)),
+            QuantType::Iq4Xs => each(kind, row, |b, block| self.iq4_xs(b, block)),
+            QuantType::Mxfp4 => each(kind, row, |b, block| self.mxfp4(b, block)),
         }?;
         // Pad the last tile of the row with zeros.
         let blocks = cols.div_ceil(BLOCK);
@@ -233,7 +298,7 @@ impl RowWriter<'_> {
                 Scales::Half => _ = self.halves(blocks, &[0; 2]),
                 Scales::HalfAndMinimum => _ = self.halves(blocks, &[0; 4]),
                 // Super-blocks are whole groups, so they need no padding.
-                Scales::None | Scales::Bytes | Scales::Sixteens => {}
+                Scales::None | Scales::Bytes | Scales::SignedBytes | Scales::Sixteens => {}
             }
         }
     }
@@ -253,6 +318,19 @@ impl RowWriter<'_> {
         let words: [u32; 8] = std::array::from_fn(|slot| word(stored, 2 + 4 * slot) ^ 0x8080_8080);
         self.codes(block, words, []);
         self.halves(block, &stored[..2])
+    }
+
+    fn q3_k(&mut self, super_block: usize, stored: &[u8]) -> bool {
+        for group in 0..8 {
+            let (half, k) = (group / 4, group % 4);
+            let low = |slot: usize| word(stored, 32 + half * 32 + 4 * slot) >> (2 * k) & 0x0303_0303;
+            let third = |slot: usize| (word(stored, 4 * slot) >> group & 0x0101_0101) << 2;
+            let code = |slot: usize| low(slot) | third(slot);
+            let block = 8 * super_block + group;
+            self.codes(block, std::array::from_fn::<u32, 4, _>(|t| code(t) | code(t + 4) << 4), []);
+            self.sixteens(block, [0, 1].map(|half| q3_k_scale(&stored[96..108], 2 * group + half)), &stored[108..]);
+        }
+        half_finite(stored, 108)
     }
 
     fn q4_k(&mut self, super_block: usize, stored: &[u8]) -> bool {
@@ -295,16 +373,47 @@ impl RowWriter<'_> {
             let plane = |first: usize| (0..4).fold(0, |plane, slot| plane | high(first + slot) << (2 * slot));
             let block = 8 * super_block + group;
             self.codes(block, words, [plane(0), plane(4)]);
-            let at = self.scales_at(block / 2);
-            if group % 2 == 0 {
-                self.bytes[at + 2 * self.row..][..2].copy_from_slice(&stored[208..210]);
-            }
-            for sixteenth in 0..2 {
-                let place = at + 2 * ROWS + (group % 2 * 2 + sixteenth) * ROWS + self.row;
-                self.bytes[place] = stored[192 + 2 * group + sixteenth];
-            }
+            let scale = |half: usize| stored[192 + 2 * group + half].cast_signed();
+            self.sixteens(block, [scale(0), scale(1)], &stored[208..]);
         }
         half_finite(stored, 208)
+    }
+
+    /// The scales of both halves of a block, and their factor, an f16.
+    #[inline(always)]
+    fn sixteens(&mut self, block: usize, scales: [i8; 2], factor: &[u8]) {
+        let at = self.scales_at(block / 2);
+        if block.is_multiple_of(2) {
+            self.bytes[at + 2 * self.row..][..2].copy_from_slice(&factor[..2]);
+        }
+        for (half, scale) in scales.into_iter().enumerate() {
+            self.bytes[at + (2 + block % 2 * 2 + half) * ROWS + self.row] = scale.cast_unsigned();
+        }
+    }
+
+    fn iq4_xs(&mut self, super_block: usize, stored: &[u8]) -> bool {
+        for group in 0..8 {
+            let block = 8 * super_block + group;
+            self.codes(block, nibbles(&stored[8 + 16 * group..]), []);
+            let at = self.scales_at(block / 2);
+            if group % 2 == 0 {
+                self.bytes[at + 2 * self.row..][..2].copy_from_slice(&stored[..2]);
+            }
+            let scale = iq4_xs_scale(&stored[2..8], group);
+            self.bytes[at + (2 + group % 2) * ROWS + self.row] = scale.cast_unsigned();
+        }
+        half_finite(stored, 0)
+    }
+
+    fn mxfp4(&mut self, block: usize, stored: &[u8]) -> bool {
+        // Codes 0 and 8 are zero. A block of zeros may have any scale.
+        let zeros = stored[1..].iter().all(|byte| byte & 0x77 == 0);
+        let exponent = mxfp4_exponent(stored);
+        let held = stored[0] != MXFP4_NAN && (zeros || MXFP4_EXPONENTS.contains(&exponent));
+        let scale = if zeros || !held { 0.0 } else { 2f32.powi(exponent - 1) };
+        self.codes(block, nibbles(&stored[1..]), []);
+        self.halves(block, &f16::from_f32(scale).to_le_bytes());
+        held
     }
 
     fn scales_at(&self, tile: usize) -> usize {
@@ -327,12 +436,12 @@ impl RowWriter<'_> {
     }
 }
 
-/// Writes the blocks of a row up to the first non-finite one, whose column is the error.
+/// Writes the blocks of a row up to the first that `put` rejects. The error is its first column, and why.
 #[inline(always)]
-fn each(kind: QuantType, row: &[u8], mut put: impl FnMut(usize, &[u8]) -> bool) -> Result<(), usize> {
+fn each(kind: QuantType, row: &[u8], mut put: impl FnMut(usize, &[u8]) -> bool) -> Result<(), (usize, BadWeights)> {
     for (b, block) in row.chunks_exact(kind.block_bytes()).enumerate() {
         if !put(b, block) {
-            return Err(b * kind.block_len());
+            return Err((b * kind.block_len(), BadWeights::of(kind, block)));
         }
     }
     Ok(())
@@ -444,7 +553,7 @@ impl<'a> Tiles<'a> {
                 6 => nibble() | (at(4 + slot / 4) >> (8 * i + 2 * (slot % 4)) & 3) << 4,
                 _ => at(slot) >> (8 * i) & 255,
             };
-            code as u8
+            layout.table.map_or(code as u8, |table| table[code as usize])
         };
         let half = |index: usize| half_at(scales, 2 * (index * ROWS + r));
         let byte = |from: usize| scales[from + r];
@@ -456,6 +565,7 @@ impl<'a> Tiles<'a> {
                 let scale = half(0) * f32::from(byte(4 * ROWS + b * ROWS));
                 ([scale; 2], Some(-(half(1) * f32::from(byte(6 * ROWS + b * ROWS)))))
             }
+            Scales::SignedBytes => ([half(0) * f32::from(byte((2 + b) * ROWS).cast_signed()); 2], None),
             Scales::Sixteens => {
                 let scale = |h: usize| half(0) * f32::from(byte(2 * ROWS + (2 * b + h) * ROWS).cast_signed());
                 ([scale(0), scale(1)], None)

@@ -6,6 +6,7 @@ use kernels::quant::QuantType;
 use kernels::tile::{Layout, ROWS, Scales};
 
 use crate::arithmetic::{Features, both_halves, from_half, fused};
+use crate::inline::look_up_nibbles;
 
 pub(crate) const NIBBLES: u32 = 0x0f0f_0f0f;
 
@@ -24,9 +25,49 @@ pub(crate) const fn scale_words(kind: QuantType) -> usize {
     tile_words(kind) - code_words(kind)
 }
 
+/// The format's table as words of four entries; zeros if it has none.
+fn table_words(kind: QuantType) -> [u32; 4] {
+    let table = Layout::of(kind).table.copied().unwrap_or_default();
+    std::array::from_fn(|i| u32::from_le_bytes([table[4 * i], table[4 * i + 1], table[4 * i + 2], table[4 * i + 3]]))
+}
+
+/// The codes that four nibbles stand for in the format's table, one per byte: each bit of the nibbles selects half of the entries
+/// that are left.
+#[cube]
+fn look_up(nibbles: u32, #[comptime] kind: QuantType) -> u32 {
+    let mut entries = Array::<u32>::new(16usize);
+    #[unroll]
+    for i in 0..16usize {
+        entries[i] = comptime!((table_words(kind)[i / 4] >> (8 * (i % 4)) & 255) * 0x0101_0101).runtime();
+    }
+    #[unroll]
+    for bit in 0..4usize {
+        let odd = ((nibbles >> comptime!(bit as u32)) & 0x0101_0101u32) * 255u32;
+        #[unroll]
+        for i in 0..comptime!(8usize >> bit) {
+            let even = entries[comptime!(2 * i)];
+            entries[i] = even ^ (odd & (even ^ entries[comptime!(2 * i + 1)]));
+        }
+    }
+    entries[0]
+}
+
 /// The codes of a row in a slot of four columns, one byte per code. `block` is the first word of the block's codes.
 #[cube]
 pub(crate) fn slot_codes(
+    tiles: &Array<u32>,
+    block: usize,
+    row: usize,
+    #[comptime] slot: usize,
+    #[comptime] kind: QuantType,
+) -> u32 {
+    let bits = slot_bits(tiles, block, row, slot, kind);
+    if comptime!(Layout::of(kind).table.is_some()) { look_up(bits, kind) } else { bits }
+}
+
+/// As [`slot_codes`], before nibbles are looked up in a table.
+#[cube]
+fn slot_bits(
     tiles: &Array<u32>,
     block: usize,
     row: usize,
@@ -88,6 +129,10 @@ pub(crate) fn row_scales(
         let scale = half_of_row(tiles[scales + row / 2], row, able) * f32::cast_from(scale);
         let minimum = -(half_of_row(tiles[scales + 8 + row / 2], row, able) * f32::cast_from(least));
         (scale, scale, minimum)
+    } else if comptime!(form == Scales::SignedBytes) {
+        let scale = byte_of_row(tiles[scales + comptime!(8 + 4 * block) + row / 4], row);
+        let scale = half_of_row(tiles[scales + row / 2], row, able) * signed_byte(scale);
+        (scale, scale, 0.0f32)
     } else {
         let factor = half_of_row(tiles[scales + row / 2], row, able);
         let first = byte_of_row(tiles[scales + comptime!(8 + 8 * block) + row / 4], row);
@@ -118,6 +163,7 @@ pub(crate) const fn lane_scales(kind: QuantType) -> usize {
         Scales::Half => 2,
         Scales::HalfAndMinimum => 4,
         Scales::Bytes => 6,
+        Scales::SignedBytes => 3,
         Scales::Sixteens => 5,
     }
 }
@@ -196,10 +242,10 @@ pub(crate) fn read_lane<P: List<Vector<u32, Const<2>>>, S: List<u32>>(
             scales[to + 2 + i] = singles.read(tile.bytes + comptime!(16 + 4 * i));
         }
     }
-    if comptime!(layout.scales == Scales::Sixteens) {
+    if comptime!(layout.scales == Scales::SignedBytes || layout.scales == Scales::Sixteens) {
         scales[to] = singles.read(from);
         #[unroll]
-        for i in 0..4usize {
+        for i in 0..comptime!(lane_scales(kind) - 1) {
             scales[to + 1 + i] = singles.read(tile.bytes + comptime!(8 + 4 * i));
         }
     }
@@ -227,6 +273,14 @@ pub(crate) fn fragment(
         for i in 0..2usize {
             fragment[i] = Vector::<u8, Const<4>>::reinterpret(words[i]);
             fragment[2 + i] = Vector::<u8, Const<4>>::reinterpret(high[i]);
+        }
+    } else if comptime!(Layout::of(kind).table.is_some()) {
+        #[unroll]
+        for i in 0..2usize {
+            let mut bytes = Array::<u32>::new(2usize);
+            look_up_nibbles(words[i], &mut bytes, comptime!(table_words(kind)));
+            fragment[i] = Vector::<u8, Const<4>>::reinterpret(bytes[0]);
+            fragment[2 + i] = Vector::<u8, Const<4>>::reinterpret(bytes[1]);
         }
     } else {
         let t = (lane % 4) as u32;
@@ -283,6 +337,12 @@ pub(crate) fn lane_block_scales(
         out[4] = -(a * f32::cast_from(bytes & 255u32));
         out[5] = -(b * f32::cast_from((bytes >> 8u32) & 255u32));
     }
+    if comptime!(form == Scales::SignedBytes) {
+        let (a, b) = both_halves(scales[from], able);
+        let bytes = scales[comptime!(from + 1 + block)] >> shift;
+        out[0] = a * signed_byte(bytes & 255u32);
+        out[1] = b * signed_byte((bytes >> 8u32) & 255u32);
+    }
     if comptime!(form == Scales::Sixteens) {
         let (a, b) = both_halves(scales[from], able);
         #[unroll]
@@ -319,8 +379,11 @@ pub(crate) fn weight(
         #[unroll]
         for slot in 0..8usize {
             if column / 4 == slot {
-                four = slot_codes(tiles, codes, row, slot, kind);
+                four = slot_bits(tiles, codes, row, slot, kind);
             }
+        }
+        if comptime!(layout.table.is_some()) {
+            four = look_up(four, kind);
         }
         let code = i32::cast_from((four >> (8 * (column % 4) as u32)) & 255u32) - comptime!(layout.offset);
         let (mut first, mut second, mut minimum) =

@@ -156,6 +156,13 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    unsafe fn look_up(table: &[u8; 16], v: Pair<__m256i>) -> Pair<__m256i> {
+        unsafe {
+            let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast()));
+            [_mm256_shuffle_epi8(table, v[0]), _mm256_shuffle_epi8(table, v[1])]
+        }
+    }
+    #[inline(always)]
     unsafe fn load_u8(from: *const u8) -> Pair<__m256> {
         unsafe {
             let (low, high) = (_mm_loadl_epi64(from.cast()), _mm_loadl_epi64(from.add(8).cast()));

@@ -124,6 +124,13 @@ impl Simd for Avx512 {
         unsafe { _mm512_and_si512(_mm512_srli_epi16::<4>(v), _mm512_set1_epi8(15)) }
     }
     #[inline(always)]
+    unsafe fn look_up(table: &[u8; 16], v: __m512i) -> __m512i {
+        unsafe {
+            let table = _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast()));
+            _mm512_shuffle_epi8(table, v)
+        }
+    }
+    #[inline(always)]
     unsafe fn load_u8(from: *const u8) -> __m512 {
         unsafe { _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()))) }
     }

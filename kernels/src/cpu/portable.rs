@@ -157,6 +157,11 @@ impl Simd for Portable {
     }
     #[cfg_attr(target_arch = "x86_64", inline(never))]
     #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
+    unsafe fn look_up(table: &[u8; 16], v: [u8; 64]) -> [u8; 64] {
+        v.map(|v| table[usize::from(v & 15)])
+    }
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn load_u8(from: *const u8) -> [f32; 16] {
         // SAFETY: 16 bytes are readable by contract.
         std::array::from_fn(|i| f32::from(unsafe { from.add(i).read() }))

@@ -97,6 +97,8 @@ pub trait Simd: Words {
     unsafe fn low_nibbles(v: Self::U) -> Self::U;
     /// Bits 4 to 7 of each byte.
     unsafe fn high_nibbles(v: Self::U) -> Self::U;
+    /// The entry of `table` that each byte indexes. Bytes must be below 16.
+    unsafe fn look_up(table: &[u8; 16], v: Self::U) -> Self::U;
 
     /// `low` with bit `AT` of each byte of `plane` as bit 4.
     unsafe fn join_bit<const AT: u32>(low: Self::U, plane: Self::U) -> Self::U;

@@ -1,7 +1,7 @@
 //! Tests of the block formats against ggml's definition, element by element.
 use half::f16;
 
-use super::{QUANT_TYPES, QuantType, quantize, random_blocks};
+use super::{IQ4_VALUES, MXFP4_VALUES, QUANT_TYPES, QuantType, quantize, random_blocks};
 
 /// ggml's scalar code, transcribed with its own pointer arithmetic and f32 arithmetic: independent of the formulas it checks.
 fn ggml(kind: QuantType, block: &[u8]) -> Vec<f32> {
@@ -51,6 +51,52 @@ fn ggml(kind: QuantType, block: &[u8]) -> Vec<f32> {
             }
         }
         QuantType::Q8_0 => y.extend(block[2..].iter().map(|&q| f32::from(q as i8) * half(0))),
+        QuantType::Q3K => {
+            let (m1, m2) = (0x0303_0303u32, 0x0f0f_0f0fu32);
+            let a: [u32; 3] = std::array::from_fn(|i| u32::from_le_bytes(block[96 + 4 * i..][..4].try_into().unwrap()));
+            let aux = [
+                (a[0] & m2) | ((a[2] & m1) << 4),
+                (a[1] & m2) | (((a[2] >> 2) & m1) << 4),
+                ((a[0] >> 4) & m2) | (((a[2] >> 4) & m1) << 4),
+                ((a[1] >> 4) & m2) | (((a[2] >> 6) & m1) << 4),
+            ];
+            let scales = aux.map(u32::to_le_bytes).concat();
+            let (mut q, mut m, mut is) = (32, 1u8, 0);
+            for _ in (0..256).step_by(128) {
+                for shift in (0..8).step_by(2) {
+                    for l in 0..32 {
+                        let dl = half(108) * (f32::from(scales[is + l / 16]) - 32.0);
+                        let off = if block[l] & m == 0 { 4 } else { 0 };
+                        y.push(dl * f32::from(((block[q + l] >> shift) & 3) as i8 - off));
+                    }
+                    is += 2;
+                    m = m.wrapping_shl(1);
+                }
+                q += 32;
+            }
+        }
+        QuantType::Iq4Nl | QuantType::Mxfp4 => {
+            let four = kind == QuantType::Mxfp4;
+            let d = if four { f32::from_bits((u32::from(block[0]) - 1) << 23) } else { half(0) };
+            let (at, values) = if four { (1, MXFP4_VALUES) } else { (2, IQ4_VALUES) };
+            y = vec![0.0; 32];
+            for j in 0..16 {
+                y[j] = d * f32::from(values[usize::from(block[at + j] & 0xf)]);
+                y[j + 16] = d * f32::from(values[usize::from(block[at + j] >> 4)]);
+            }
+        }
+        QuantType::Iq4Xs => {
+            let scales_h = u16::from_le_bytes([block[2], block[3]]);
+            let mut qs = 8;
+            for ib in 0..8 {
+                let low = u16::from((block[4 + ib / 2] >> (4 * (ib % 2))) & 0xf);
+                let ls = i32::from(low | (((scales_h >> (2 * ib)) & 3) << 4));
+                let dl = half(0) * (ls - 32) as f32;
+                y.extend((0..16).map(|j| dl * f32::from(IQ4_VALUES[usize::from(block[qs + j] & 0xf)])));
+                y.extend((0..16).map(|j| dl * f32::from(IQ4_VALUES[usize::from(block[qs + j] >> 4)])));
+                qs += 16;
+            }
+        }
         QuantType::Q4K | QuantType::Q5K => {
             let five = kind == QuantType::Q5K;
             let (mut q, qh) = if five { (48, &block[16..48]) } else { (16, &block[..0]) };
@@ -115,6 +161,34 @@ fn every_format_dequantises_as_ggml_does() {
     }
 }
 
+/// Blocks of random bytes with the weights that ggml's Python package computes from them.
+#[test]
+fn formats_dequantise_as_the_gguf_package_does() {
+    let text = include_str!("../../../tests/oracles/gguf_blocks.txt");
+    let mut formats = 0;
+    for format in text.split("\n\n").skip(1) {
+        let mut lines = format.lines();
+        let name = lines.next().expect("a name");
+        let kind = QUANT_TYPES.into_iter().find(|kind| kind.name() == name).expect("a format");
+        let [bytes, expected] = ["bytes", "weights"].map(|what| {
+            let digits = lines.next().and_then(|line| line.strip_prefix(what)).expect(what).trim();
+            digits
+                .as_bytes()
+                .chunks(2)
+                .map(|two| u8::from_str_radix(std::str::from_utf8(two).unwrap(), 16).unwrap())
+                .collect::<Vec<u8>>()
+        });
+        let mut weights = vec![0f32; expected.len() / 4];
+        kind.dequantize(&bytes, &mut weights);
+        for (i, (weight, expected)) in weights.iter().zip(expected.chunks_exact(4)).enumerate() {
+            let expected = f32::from_le_bytes(expected.try_into().unwrap());
+            assert_eq!(*weight, expected, "{name}: weight {i}"); // zeros of either sign compare equal
+        }
+        formats += 1;
+    }
+    assert_eq!(formats, 4);
+}
+
 #[test]
 fn type_numbers_and_block_sizes_match_ggml() {
     let table = [
@@ -125,10 +199,14 @@ fn type_numbers_and_block_sizes_match_ggml() {
         (QuantType::Q5_0, 6, 32, 22),
         (QuantType::Q5_1, 7, 32, 24),
         (QuantType::Q8_0, 8, 32, 34),
+        (QuantType::Q3K, 11, 256, 110),
         (QuantType::Q4K, 12, 256, 144),
         (QuantType::Q5K, 13, 256, 176),
         (QuantType::Q6K, 14, 256, 210),
+        (QuantType::Iq4Nl, 20, 32, 18),
+        (QuantType::Iq4Xs, 23, 256, 136),
         (QuantType::Bf16, 30, 1, 2),
+        (QuantType::Mxfp4, 39, 32, 17),
     ];
     for (kind, id, len, bytes) in table {
         assert_eq!((kind.ggml_id(), kind.block_len(), kind.block_bytes()), (id, len, bytes));
@@ -136,7 +214,7 @@ fn type_numbers_and_block_sizes_match_ggml() {
         assert_eq!(kind.row_bytes(3 * len), Some(3 * bytes));
         assert_eq!(kind.row_bytes(3 * len + len / 2), if len == 1 { Some(3 * bytes) } else { None });
     }
-    assert_eq!(QuantType::from_ggml(11), None);
+    assert_eq!(QuantType::from_ggml(10), None);
 }
 
 /// The error of a quantised weight is at most half a step (plus the rounding of the scale).

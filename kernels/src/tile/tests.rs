@@ -67,13 +67,58 @@ fn non_finite_numbers_are_found() {
         let (bytes, len) = (kind.block_bytes(), kind.block_len());
         let at = 18 * cols / len * bytes + (256 / len) * bytes;
         let place = match kind {
+            QuantType::Q3K => at + 108,
             QuantType::Q6K => at + 208,
             QuantType::Q4_1 | QuantType::Q5_1 | QuantType::Q4K | QuantType::Q5K => at + 2, // the minimum
             QuantType::F32 => at + 2,
-            QuantType::F16 | QuantType::Bf16 | QuantType::Q4_0 | QuantType::Q5_0 | QuantType::Q8_0 => at,
+            QuantType::F16
+            | QuantType::Bf16
+            | QuantType::Q4_0
+            | QuantType::Q5_0
+            | QuantType::Q8_0
+            | QuantType::Iq4Nl
+            | QuantType::Iq4Xs
+            | QuantType::Mxfp4 => at,
         };
-        stored[place..place + 2].copy_from_slice(&[0x80, 0x7f]); // infinity as the upper half of an f32, NaN as an f16
+        // Infinity as the upper half of an f32, NaN as an f16; MXFP4 has a NaN of one byte.
+        let bad = if kind == QuantType::Mxfp4 { [0xff, 0] } else { [0x80, 0x7f] };
+        stored[place..place + 2].copy_from_slice(&bad);
         let found = convert(kind, cols, 0..rows, &stored, &mut tiles);
-        assert_eq!(found, Err(NotFinite { row: 18, column: 256 }), "{}", kind.name());
+        let reason = BadWeights::NotFinite;
+        assert_eq!(found, Err(BadBlock { row: 18, column: 256, reason }), "{}", kind.name());
+    }
+}
+
+#[test]
+fn scales_of_mxfp4_are_exact_or_rejected() {
+    for scale in 0..=u8::MAX {
+        let (kind, exponent) = (QuantType::Mxfp4, i32::from(scale) - 127);
+        let mut stored = random_blocks(kind, 2, 6);
+        stored[17] = scale;
+        let mut tiles = vec![0; Layout::of(kind).matrix_bytes(1, 64)];
+        let found = convert(kind, 64, 0..1, &stored, &mut tiles);
+        let expected = match (scale, exponent) {
+            (u8::MAX, _) => Err(BadWeights::NotFinite),
+            (_, -23..=16) => Ok(()),
+            _ => Err(BadWeights::Scale { exponent }),
+        };
+        assert_eq!(found, expected.map_err(|reason| BadBlock { row: 0, column: 32, reason }));
+        let mut exact = vec![0.0; 64];
+        kind.dequantize(&stored, &mut exact);
+        let row = || Tiles::new(kind, 1, 64, &tiles).expect("one tile").row(0);
+        assert!(found.is_err() || row() == exact, "2^{exponent}");
+    }
+    let error = BadBlock { row: 3, column: 64, reason: BadWeights::Scale { exponent: 17 } }.to_string();
+    assert!(error.starts_with("row 3, columns from 64: the scale is 2^17, expected 2^-23 to 2^16; convert"), "{error}");
+}
+
+#[test]
+fn zeros_of_mxfp4_may_have_any_scale() {
+    for scale in [0, 90, 200, 254] {
+        let stored = [&[scale][..], &[0x08; 8], &[0x80; 8]].concat();
+        let mut tiles = vec![0xaa; Layout::of(QuantType::Mxfp4).matrix_bytes(1, 32)];
+        convert(QuantType::Mxfp4, 32, 0..1, &stored, &mut tiles).expect("zeros");
+        let tiles = Tiles::new(QuantType::Mxfp4, 1, 32, &tiles).expect("one tile");
+        assert_eq!(tiles.row(0), [0.0; 32]);
     }
 }

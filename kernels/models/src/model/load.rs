@@ -60,7 +60,7 @@ impl Matrix {
     /// Converts rows from the storage format of a file.
     ///
     /// # Errors
-    /// A non-finite number, or no memory.
+    /// A non-finite number, a scale that tiles do not hold, or no memory.
     pub(crate) fn convert(
         pool: &mut Pool,
         kind: QuantType,

@@ -43,9 +43,9 @@ pub enum WeightsError {
         /// Length and modification time now.
         found: String,
     },
-    /// A weight is NaN or infinite.
+    /// A weight or a scale is NaN or infinite, or a scale is out of range.
     #[error("tensor {tensor:?}, {what}")]
-    NotFinite {
+    BadWeights {
         /// Name of the tensor.
         tensor: String,
         /// Position in the tensor, and what is wrong.

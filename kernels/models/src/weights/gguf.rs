@@ -205,20 +205,31 @@ pub(super) fn place(
 
 fn unsupported_type(name: &str, kind: u32) -> WeightsError {
     let known = match kind {
-        6 => " (Q5_0)",
-        7 => " (Q5_1)",
         9 => " (Q8_1)",
         10 => " (Q2_K)",
-        11 => " (Q3_K)",
         15 => " (Q8_K)",
-        16..=23 | 29 => " (an IQ type)",
-        34 | 35 => " (a ternary type)",
-        39 => " (MXFP4)",
+        16 => " (IQ2_XXS)",
+        17 => " (IQ2_XS)",
+        18 => " (IQ3_XXS)",
+        19 => " (IQ1_S)",
+        21 => " (IQ3_S)",
+        22 => " (IQ2_S)",
+        24 => " (I8)",
+        25 => " (I16)",
+        26 => " (I32)",
+        27 => " (I64)",
+        28 => " (F64)",
+        29 => " (IQ1_M)",
+        34 => " (TQ1_0)",
+        35 => " (TQ2_0)",
+        40 => " (NVFP4)",
+        41 => " (Q1_0)",
         _ => "",
     };
     let supported: Vec<_> = kernels::quant::QUANT_TYPES.iter().map(|q| q.name()).collect();
     WeightsError::Unsupported(format!(
-        "tensor {name:?} is stored as ggml type {kind}{known}; supported: {}; get the file in a supported format",
+        "tensor {name:?} is stored as ggml type {kind}{known}; supported: {}; get the file in a supported format, or convert it: \
+         llama-quantize --allow-requantize IN OUT Q4_K_M",
         supported.join(", ")
     ))
 }

@@ -75,7 +75,7 @@ impl TensorView<'_> {
     /// Reads rows and converts them to tiles. `rows` starts at a tile boundary; `out` holds whole rows of tiles.
     ///
     /// # Errors
-    /// As [`Self::read`]; or a scale, a minimum or a weight is not finite.
+    /// As [`Self::read`]; or a scale, a minimum or a weight is not finite, or tiles do not hold a scale.
     ///
     /// # Panics
     /// If `out` is not as long as the tiles of `rows`, or `rows` does not start at a tile boundary.
@@ -87,11 +87,11 @@ impl TensorView<'_> {
         for (out, first) in pieces.zip(rows.clone().step_by(tile_rows * tile::ROWS)) {
             let piece = first..rows.end.min(first + tile_rows * tile::ROWS);
             let stored = self.read(piece.clone())?;
-            let damaged = |what: tile::NotFinite| WeightsError::NotFinite {
+            let bad = |what: tile::BadBlock| WeightsError::BadWeights {
                 tensor: self.name.to_owned(),
                 what: what.to_string(),
             };
-            tile::convert(self.quant, self.cols, piece, &stored, out).map_err(damaged)?;
+            tile::convert(self.quant, self.cols, piece, &stored, out).map_err(bad)?;
         }
         Ok(())
     }
@@ -116,7 +116,7 @@ impl TensorView<'_> {
             None => Ok(numbers),
             Some(at) => {
                 let what = format!("element {at} is {}; the file is damaged, fetch it again", numbers[at]);
-                Err(WeightsError::NotFinite { tensor: self.name.to_owned(), what })
+                Err(WeightsError::BadWeights { tensor: self.name.to_owned(), what })
             }
         }
     }

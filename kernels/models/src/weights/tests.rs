@@ -194,7 +194,9 @@ fn malicious_tensor_tables_give_specific_errors() {
     corrupted(&|t| t.dims = vec![256, 1 << 50], "truncated");
     corrupted(&|t| t.dims = vec![255, 128], "whole blocks");
     corrupted(&|t| t.dims = vec![1 << 25, 1], "rows of at most");
-    corrupted(&|t| t.kind = 11, "ggml type 11 (Q3_K); supported: F32");
+    corrupted(&|t| t.kind = 10, "ggml type 10 (Q2_K); supported: F32");
+    corrupted(&|t| t.kind = 16, "(IQ2_XXS); supported: F32");
+    corrupted(&|t| t.kind = 35, "MXFP4; get the file in a supported format, or convert it: llama-quantize");
     corrupted(&|t| t.kind = u32::MAX, "ggml type 4294967295");
     corrupted(&|t| t.offset = Some(u64::MAX - 31), "overflow");
     corrupted(&|t| t.offset = Some(1 << 60), "truncated");
