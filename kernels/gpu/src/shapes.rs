@@ -195,12 +195,12 @@ impl Shape {
     fn tensors(&self) -> io::Result<Vec<(String, [usize; 2])>> {
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         let of_family: &[(&str, [usize; 2])] = match self.family {
-            Architecture::Llama => &[],
+            Architecture::Llama | Architecture::SmolLm3 => &[],
             Architecture::Qwen2 => &[("attn_q.bias", [1, q]), ("attn_k.bias", [1, kv]), ("attn_v.bias", [1, kv])],
             Architecture::Qwen3 | Architecture::Qwen3Moe => {
                 &[("attn_q_norm.weight", [1, self.head_dim]), ("attn_k_norm.weight", [1, self.head_dim])]
             }
-            Architecture::Qwen2Moe | Architecture::Gemma3 => {
+            Architecture::Qwen2Moe | Architecture::Gemma2 | Architecture::Gemma3 => {
                 let families = "expected a family of llama, qwen2, qwen3 or qwen3moe";
                 return Err(io::Error::other(format!("{}: {families}, found {}", self.name, self.family.name())));
             }

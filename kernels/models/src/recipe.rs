@@ -4,7 +4,7 @@
 //! stream. All differences between model families are expressed here. Next: `model.rs` for the CPU engine.
 use kernels::order::Activation;
 
-use crate::weights::{Architecture, Experts, ModelConfig, Rope};
+use crate::weights::{Experts, ModelConfig, Rope};
 
 /// A whole model.
 #[derive(Clone, Debug, PartialEq)]
@@ -47,18 +47,20 @@ impl Recipe {
     /// Derives the recipe of a model from its configuration.
     #[must_use]
     pub fn of(config: &ModelConfig) -> Self {
-        let gemma = config.architecture == Architecture::Gemma3;
+        let gemma = config.architecture.is_gemma();
         let layer = |index: usize| {
             let local = config.local.as_ref().filter(|local| !(index + 1).is_multiple_of(local.period));
+            let is_still = config.still_period.is_some_and(|period| (index + 1).is_multiple_of(period));
+            let rope = local.map_or(&config.rope, |local| &local.rope);
             LayerRecipe {
                 head_norms: config.qk_norm,
                 biases: config.attention_bias,
                 output_bias: config.attention_output_bias,
                 norms_after: config.norms_after,
                 window: local.map(|local| local.window),
-                rope: local.map_or(&config.rope, |local| &local.rope).clone(),
+                rope: if is_still { rope.still() } else { rope.clone() },
                 scale: config.attention_scale,
-                score_cap: None,
+                score_cap: config.score_cap,
                 experts: config.experts,
                 activation: if gemma { Activation::Gelu } else { Activation::Silu },
             }

@@ -13,7 +13,8 @@ use kernels_models::weights::{Architecture, Experts, ModelFile, RopeKind};
 /// Logits of the last token, or its embedding, all in f64, without a KV cache.
 fn naive(file: &ModelFile, tokens: &[u32]) -> Vec<f64> {
     let c = file.config();
-    let gemma = c.architecture == Architecture::Gemma3;
+    let gemma3 = c.architecture == Architecture::Gemma3;
+    let gemma = gemma3 || c.architecture == Architecture::Gemma2;
     let mut hidden: Vec<Vec<f64>> =
         tokens.iter().map(|t| rows(file, "token_embd.weight")[*t as usize].clone()).collect();
     if gemma {
@@ -21,8 +22,9 @@ fn naive(file: &ModelFile, tokens: &[u32]) -> Vec<f64> {
     }
     for layer in 0..c.layers {
         // The small Gemma 3: every third layer has global attention and RoPE base 1e6, the others a window of 9 and
-        // base 1e4.
-        let local = gemma && layer % 3 != 2;
+        // base 1e4. Gemma 2: every second layer has global attention.
+        let local = gemma && if gemma3 { layer % 3 != 2 } else { layer % 2 == 0 };
+        let still = c.architecture == Architecture::SmolLm3 && layer % 4 == 3;
         let name = |part: &str| format!("blk.{layer}.{part}");
         let normed: Vec<_> =
             hidden.iter().map(|h| norm(h, &rows(file, &name("attn_norm.weight"))[0], c.norm_eps)).collect();
@@ -37,7 +39,7 @@ fn naive(file: &ModelFile, tokens: &[u32]) -> Vec<f64> {
                     if file.tensor(&name(&format!("{part}_norm.weight"))).is_some() {
                         head = norm(&head, &rows(file, &name(&format!("{part}_norm.weight")))[0], c.norm_eps);
                     }
-                    if turn { rotate(file, &head, position, local) } else { head }
+                    if turn && !still { rotate(file, &head, position, local && gemma3) } else { head }
                 });
                 heads.collect()
             });
@@ -48,7 +50,10 @@ fn naive(file: &ModelFile, tokens: &[u32]) -> Vec<f64> {
             let mut attended = Vec::new();
             for head in 0..c.heads {
                 let kv = head / (c.heads / c.kv_heads);
-                let score = |p: usize| dot(&q[position][head], &k[p][kv]) / (c.head_dim as f64).sqrt();
+                let score = |p: usize| {
+                    let score = dot(&q[position][head], &k[p][kv]) / (c.head_dim as f64).sqrt();
+                    if gemma && !gemma3 { 2.0 * (score / 2.0).tanh() } else { score }
+                };
                 let first = if local { (position + 1).saturating_sub(9) } else { 0 };
                 let scores: Vec<f64> = (first..=position).map(score).collect();
                 let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -202,7 +207,9 @@ fn every_architecture_and_format_agrees_with_f64() {
             // Query heads wider than the model, and widths that are not whole groups where the format's blocks allow.
             let (ffn, heads) = if quant.block_len() == 256 { (512, 8) } else { (480, 6) };
             let tied = quant == QuantType::Q8_0;
-            let tiny = TinyModel { architecture, quant, ffn, tied, layers: 2, heads, ..TinyModel::default() };
+            // Every fourth layer of SmolLM3 is special.
+            let layers = if architecture == Architecture::SmolLm3 { 4 } else { 2 };
+            let tiny = TinyModel { architecture, quant, ffn, tied, layers, heads, ..TinyModel::default() };
             agrees(tiny, &tokens);
         }
     }

@@ -29,6 +29,8 @@ const CONTEXT_MAX: usize = 1 << 24;
 const ROPE_BASES: Range<f64> = 1.000_001..1e12;
 /// Bytes per element of a hidden row sent between stages.
 const ACTIVATION_ELEMENT_BYTES: u64 = 4;
+/// SmolLM3 rotates in three of four layers (Hugging Face, "SmolLM3", 2025); its files do not say so.
+const STILL_PERIOD: usize = 4;
 /// The gate of a shared expert: one row, but a matrix.
 const SHARED_GATE: &str = "ffn_gate_inp_shexp.weight";
 
@@ -46,14 +48,28 @@ pub enum Architecture {
     Qwen3,
     /// As `Qwen3` with experts.
     Qwen3Moe,
+    /// RMSNorm after each block, GeGLU, a scaled embedding, soft caps of attention scores and logits. Every other layer uses a
+    /// sliding window.
+    Gemma2,
     /// RMSNorm on each query and key head and after each block, GeGLU, a scaled embedding. Five of six layers use a sliding
     /// window and their own RoPE base.
     Gemma3,
+    /// As `Llama`; every fourth layer has no rotary embedding.
+    SmolLm3,
 }
 
 impl Architecture {
     /// All supported families.
-    pub const ALL: [Self; 6] = [Self::Llama, Self::Qwen2, Self::Qwen2Moe, Self::Qwen3, Self::Qwen3Moe, Self::Gemma3];
+    pub const ALL: [Self; 8] = [
+        Self::Llama,
+        Self::Qwen2,
+        Self::Qwen2Moe,
+        Self::Qwen3,
+        Self::Qwen3Moe,
+        Self::Gemma2,
+        Self::Gemma3,
+        Self::SmolLm3,
+    ];
 
     /// The name in `general.architecture`.
     #[must_use]
@@ -64,8 +80,15 @@ impl Architecture {
             Self::Qwen2Moe => "qwen2moe",
             Self::Qwen3 => "qwen3",
             Self::Qwen3Moe => "qwen3moe",
+            Self::Gemma2 => "gemma2",
             Self::Gemma3 => "gemma3",
+            Self::SmolLm3 => "smollm3",
         }
+    }
+
+    /// Whether the feed-forward is GeGLU, the embedding is scaled, and blocks are followed by a norm.
+    pub(crate) fn is_gemma(self) -> bool {
+        matches!(self, Self::Gemma2 | Self::Gemma3)
     }
 
     /// Whether query and key heads are normalised.
@@ -130,8 +153,12 @@ pub struct ModelConfig {
     pub local: Option<LocalLayers>,
     /// Factor for queries.
     pub attention_scale: f32,
+    /// Soft cap of the attention scores.
+    pub score_cap: Option<f32>,
     /// Soft cap of the logits.
     pub logit_cap: Option<f32>,
+    /// Every layer with this period has no rotary embedding, from layer `period - 1` on.
+    pub still_period: Option<usize>,
     /// Whether the output head is tied to the embedding (`token_embd.weight`); otherwise it is `output.weight`.
     pub tied: bool,
     /// The model is made for embeddings: the result is the normalised row of the last token, and there is no output head.
@@ -258,6 +285,14 @@ pub struct LayerCosts {
     pub kv_bytes_per_token: u64,
 }
 
+impl Rope {
+    /// The embedding without rotation: all angles are zero, which changes no number.
+    #[must_use]
+    pub fn still(&self) -> Self {
+        Self { scaling: RopeScaling::Linear { factor: f64::INFINITY }, ..self.clone() }
+    }
+}
+
 impl ModelConfig {
     /// Reads and validates the sizes. Values missing from the header are derived from tensor shapes, which `tensor` looks up.
     pub(super) fn read<'a>(
@@ -301,10 +336,12 @@ impl ModelConfig {
             attention_bias: tensor("blk.0.attn_q.bias").is_some(),
             attention_output_bias: architecture.has_output_bias() && tensor("blk.0.attn_output.bias").is_some(),
             qk_norm: architecture.has_head_norms(),
-            norms_after: architecture == Architecture::Gemma3,
+            norms_after: architecture.is_gemma(),
             local: keys.local(architecture, layout, head_dim)?,
             attention_scale: keys.attention_scale(architecture, width / heads, head_dim)?,
+            score_cap: keys.score_cap(architecture)?,
             logit_cap: keys.logit_cap(architecture)?,
+            still_period: (architecture == Architecture::SmolLm3).then_some(STILL_PERIOD),
             tied: tensor("output.weight").is_none(),
             pooled: keys.pooled()?,
         };

@@ -88,6 +88,7 @@ pub(super) fn join(parts: &[Part], index: Option<&BTreeMap<String, String>>) -> 
             dir.display()
         ))
     })?;
+    let tied = is_tied(&config);
     let mut stacks: BTreeMap<String, BTreeMap<usize, (Listed, Source)>> = BTreeMap::new();
     for part in parts {
         let have = part.source.len().saturating_sub(part.data);
@@ -98,6 +99,9 @@ pub(super) fn join(parts: &[Part], index: Option<&BTreeMap<String, String>>) -> 
             if end > have {
                 let (what, need) = (format!("tensor {name:?} in {}", part.name()), end.saturating_add(part.data));
                 return Err(WeightsError::Truncated { what, need, have: part.source.len() });
+            }
+            if !is_derived(name, tied) {
+                entry(name, &tensor)?;
             }
             ranges.push((start, end, name));
             let data = part.source.part(&(start.saturating_add(part.data)..end + part.data));
@@ -200,7 +204,7 @@ pub(super) fn parse(bytes: &[u8], file_len: u64, folder: Option<&Path>) -> Resul
         builder.folder(folder, &config)?;
     }
     builder.model(&config)?;
-    let table = table(&listed, config["tie_word_embeddings"].as_bool().unwrap_or(false))?;
+    let table = table(&listed, is_tied(&config))?;
     let tensors = gguf::place(table, data, 1, file_len)?;
     // Kernels require aligned elements.
     if let Some(odd) = tensors.iter().find(|t| !t.range.start.is_multiple_of(t.quant.block_bytes() as u64)) {
@@ -262,13 +266,20 @@ fn parse_listed(name: &str, json: &Json) -> Result<Listed, WeightsError> {
     Listed::deserialize(json).map_err(|e| malformed(&format!("tensor {name:?}: {e}")))
 }
 
+/// Whether a tensor is not read: inverse frequencies are derived from the configuration; a tied head repeats the embedding.
+fn is_derived(name: &str, tied: bool) -> bool {
+    name.ends_with(".rotary_emb.inv_freq") || (tied && name == "lm_head.weight")
+}
+
+fn is_tied(config: &Json) -> bool {
+    config["tie_word_embeddings"].as_bool().unwrap_or(false)
+}
+
 /// The tensors, with GGUF names.
 fn table(listed: &BTreeMap<String, Json>, tied: bool) -> Result<Vec<TableEntry>, WeightsError> {
     let mut table = Vec::new();
     for (name, json) in listed {
-        // Inverse frequencies are derived from the configuration; a tied head repeats the embedding.
-        let derived = name == METADATA || name.ends_with(".rotary_emb.inv_freq");
-        if derived || (tied && name == "lm_head.weight") {
+        if name == METADATA || is_derived(name, tied) {
             continue;
         }
         table.push(entry(name, &parse_listed(name, json)?)?);
@@ -438,6 +449,9 @@ impl Builder {
         }
         if let Some(normalised) = config["norm_topk_prob"].as_bool() {
             self.set(&format!("{arch}.expert_weights_norm"), Value::Bool(normalised));
+        }
+        if config["no_rope_layer_interval"].as_u64().is_some_and(|interval| kind == "smollm3" && interval != 4) {
+            return Err(WeightsError::Unsupported("config.json: no_rope_layer_interval: expected 4".into()));
         }
         let dense = |key: &str| config[key].as_array().is_some_and(|layers| !layers.is_empty());
         if config["decoder_sparse_step"].as_u64().is_some_and(|step| step != 1) || dense("mlp_only_layers") {

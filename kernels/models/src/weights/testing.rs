@@ -254,6 +254,10 @@ impl TinyModel {
             w.f32("gemma3.rope.freq_base", 1e6).f32("gemma3.final_logit_softcapping", 30.0);
             w.u32("gemma3.attention.sliding_window", 9).u32("gemma3.attention.sliding_window_pattern", 3);
         }
+        if self.architecture == Architecture::Gemma2 {
+            w.f32("gemma2.attn_logit_softcapping", 2.0).f32("gemma2.final_logit_softcapping", 30.0);
+            w.u32("gemma2.attention.sliding_window", 9);
+        }
         let shared = self.architecture == Architecture::Qwen2Moe;
         let mixture = shared || self.architecture == Architecture::Qwen3Moe;
         let experts = self.experts.or(mixture.then_some([6, 2]));
@@ -318,7 +322,7 @@ impl TinyModel {
                 add(&block("attn_q_norm.weight"), [1, HEAD]);
                 add(&block("attn_k_norm.weight"), [1, HEAD]);
             }
-            if self.architecture == Architecture::Gemma3 {
+            if self.architecture.is_gemma() {
                 add(&block("post_attention_norm.weight"), [1, self.width]);
                 add(&block("post_ffw_norm.weight"), [1, self.width]);
             }

@@ -56,7 +56,7 @@ impl Keys<'_> {
         if self.metadata.bool(&self.key("attention.causal"))? == Some(false) {
             return reject("attention.causal", "attention to later positions");
         }
-        for key in ["attention.clamp_kqv", "attention.max_alibi_bias", "attn_logit_softcapping", "logit_scale"] {
+        for key in ["attention.clamp_kqv", "attention.max_alibi_bias", "logit_scale"] {
             if self.metadata.float(&self.key(key))?.unwrap_or(0.0) != 0.0 {
                 return reject(key, "this option");
             }
@@ -71,8 +71,20 @@ impl Keys<'_> {
             Architecture::Llama => (false, true),
             Architecture::Qwen2Moe => (true, false),
             Architecture::Qwen3Moe => (true, true),
-            Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Gemma3 if none => return Ok(None),
-            Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Gemma3 => {
+            Architecture::Qwen2
+            | Architecture::Qwen3
+            | Architecture::Gemma2
+            | Architecture::Gemma3
+            | Architecture::SmolLm3
+                if none =>
+            {
+                return Ok(None);
+            }
+            Architecture::Qwen2
+            | Architecture::Qwen3
+            | Architecture::Gemma2
+            | Architecture::Gemma3
+            | Architecture::SmolLm3 => {
                 let key = self.key("expert_count");
                 let name = architecture.name();
                 return Err(WeightsError::Unsupported(format!("{key}: expected no experts in a {name} model")));
@@ -89,7 +101,9 @@ impl Keys<'_> {
             | Architecture::Qwen2
             | Architecture::Qwen3
             | Architecture::Qwen3Moe
-            | Architecture::Gemma3 => None,
+            | Architecture::Gemma2
+            | Architecture::Gemma3
+            | Architecture::SmolLm3 => None,
         };
         // The usual router is a softmax (1) without a factor.
         let (gating, scale) = ("expert_gating_func", "expert_weights_scale");
@@ -121,7 +135,7 @@ impl Keys<'_> {
     pub(super) fn context(&self, architecture: Architecture) -> Result<usize, WeightsError> {
         let context = self.size("context_length", None, CONTEXT_MAX)?;
         let window = self.metadata.unsigned(&self.key("attention.sliding_window"))?.unwrap_or(0);
-        let all_layers = window > 0 && architecture != Architecture::Gemma3;
+        let all_layers = window > 0 && !architecture.is_gemma();
         Ok(if all_layers { context.min(usize::try_from(window).unwrap_or(context)) } else { context })
     }
 
@@ -133,6 +147,11 @@ impl Keys<'_> {
         layout: QueryKeyOrder,
         head_dim: usize,
     ) -> Result<Option<LocalLayers>, WeightsError> {
+        if architecture == Architecture::Gemma2 {
+            // Technical report of Gemma 2, section 2: local and global layers alternate, the first one is local.
+            let window = self.size("attention.sliding_window", Some(4096), CONTEXT_MAX)?;
+            return Ok(Some(LocalLayers { window, period: 2, rope: self.rope(architecture, layout, head_dim)? }));
+        }
         if architecture != Architecture::Gemma3 {
             return Ok(None);
         }
@@ -143,16 +162,16 @@ impl Keys<'_> {
         Ok(Some(LocalLayers { window, period, rope }))
     }
 
-    /// 1 / √(elements per head). Gemma 3's largest model uses width / heads instead; its file does not record that, so it is
-    /// recognised by its 62 layers.
+    /// 1 / √(elements per head). The largest models of Gemma 2 and 3 use width / heads instead; their files do not record that, so
+    /// they are recognised by their layers.
     pub(super) fn attention_scale(
         &self,
         architecture: Architecture,
         width_per_head: usize,
         head_dim: usize,
     ) -> Result<f32, WeightsError> {
-        const LARGEST: usize = 62;
-        let largest = architecture == Architecture::Gemma3 && self.size("block_count", None, LAYERS_MAX)? == LARGEST;
+        const LARGEST: [(Architecture, usize); 2] = [(Architecture::Gemma2, 46), (Architecture::Gemma3, 62)];
+        let largest = LARGEST.contains(&(architecture, self.size("block_count", None, LAYERS_MAX)?));
         let usual = 1.0 / (if largest { width_per_head } else { head_dim } as f32).sqrt();
         // A zero means that the scale is not specified.
         let given = self.float("attention.scale", Some(0.0), 0.0..1e3)? as f32;
@@ -160,11 +179,25 @@ impl Keys<'_> {
     }
 
     pub(super) fn logit_cap(&self, architecture: Architecture) -> Result<Option<f32>, WeightsError> {
-        let key = "final_logit_softcapping";
-        if architecture != Architecture::Gemma3 || self.metadata.float(&self.key(key))?.unwrap_or(0.0) == 0.0 {
-            return Ok(None);
+        self.cap("final_logit_softcapping", if architecture == Architecture::Gemma2 { 30.0 } else { 0.0 })
+            .map(|cap| cap.filter(|_| architecture.is_gemma()))
+    }
+
+    pub(super) fn score_cap(&self, architecture: Architecture) -> Result<Option<f32>, WeightsError> {
+        let key = "attn_logit_softcapping";
+        let cap = self.cap(key, if architecture == Architecture::Gemma2 { 50.0 } else { 0.0 })?;
+        if cap.is_some() && architecture != Architecture::Gemma2 {
+            return Err(WeightsError::Unsupported(format!("{}: this option is not supported", self.key(key))));
         }
-        Ok(Some(self.float(key, None, 1e-3..1e6)? as f32))
+        Ok(cap)
+    }
+
+    /// A soft cap; 0 means that there is none.
+    fn cap(&self, key: &str, usual: f64) -> Result<Option<f32>, WeightsError> {
+        match self.metadata.float(&self.key(key))?.unwrap_or(usual) {
+            0.0 => Ok(None),
+            _ => Ok(Some(self.float(key, Some(usual), 1e-3..1e6)? as f32)),
+        }
     }
 
     pub(super) fn norm_eps(&self) -> Result<f32, WeightsError> {
@@ -184,14 +217,16 @@ impl Keys<'_> {
             return Err(inconsistent("an even number of rotary dimensions", &[dims]));
         }
         let kind = match (architecture, layout) {
-            (Architecture::Llama, QueryKeyOrder::Gguf) => RopeKind::Interleaved,
+            (Architecture::Llama | Architecture::SmolLm3, QueryKeyOrder::Gguf) => RopeKind::Interleaved,
             (
                 Architecture::Llama
                 | Architecture::Qwen2
                 | Architecture::Qwen2Moe
                 | Architecture::Qwen3
                 | Architecture::Qwen3Moe
-                | Architecture::Gemma3,
+                | Architecture::Gemma2
+                | Architecture::Gemma3
+                | Architecture::SmolLm3,
                 _,
             ) => RopeKind::Halves,
         };

@@ -30,6 +30,15 @@ fn each_architecture_has_its_configuration() {
     let seen: Vec<_> = recipe.layers.iter().map(|layer| (layer.window, layer.rope.base)).collect();
     assert_eq!(seen, [(Some(9), 10_000.0), (Some(9), 10_000.0), (None, 1e6)]);
     assert_eq!((recipe.embed_scale, recipe.layers[0].scale), (Some(16.0), 0.125));
+    let gemma2 = config(Architecture::Gemma2);
+    assert_eq!((gemma2.qk_norm, gemma2.norms_after, gemma2.rope.kind), (false, true, RopeKind::Halves));
+    assert_eq!((gemma2.score_cap, gemma2.logit_cap), (Some(2.0), Some(30.0)));
+    let seen: Vec<_> = Recipe::of(&gemma2).layers.iter().map(|layer| (layer.window, layer.rope.base)).collect();
+    assert_eq!(seen, [(Some(9), 10_000.0), (None, 10_000.0), (Some(9), 10_000.0)]);
+    let smollm3 = TinyModel { architecture: Architecture::SmolLm3, layers: 8, ..TinyModel::default() }.open();
+    let recipe = Recipe::of(smollm3.config());
+    let still = |index: usize| smollm3.rotary_frequencies(&recipe.layers[index].rope).expect("valid").inverse[0] == 0.0;
+    assert_eq!((0..8).filter(|index| still(*index)).collect::<Vec<_>>(), [3, 7]);
     let qwen2moe = config(Architecture::Qwen2Moe);
     assert_eq!((qwen2moe.attention_bias, qwen2moe.qk_norm, qwen2moe.rope.kind), (true, false, RopeKind::Halves));
     let experts = Experts { count: 6, used: 2, shared: Some(512), normalised: false };
@@ -45,7 +54,9 @@ fn each_architecture_has_its_configuration() {
         (Architecture::Qwen2Moe, false),
         (Architecture::Qwen3, true),
         (Architecture::Qwen3Moe, true),
+        (Architecture::Gemma2, true),
         (Architecture::Gemma3, true),
+        (Architecture::SmolLm3, true),
     ] {
         let biased = TinyModel { architecture, biases: true, ..TinyModel::default() }.open();
         assert_eq!((biased.config().attention_bias, biased.config().attention_output_bias), (true, output));
@@ -62,7 +73,7 @@ fn unsupported_features_are_rejected_by_name() {
     let tiny = || TinyModel::default().writer();
     rejects(
         tiny().text("general.architecture", "mamba"),
-        "\"mamba\"; supported: llama, qwen2, qwen2moe, qwen3, qwen3moe, gemma3",
+        "\"mamba\"; supported: llama, qwen2, qwen2moe, qwen3, qwen3moe, gemma2, gemma3, smollm3",
     );
     rejects(tiny().without("general.architecture"), "general.architecture");
     let with_experts = |architecture| TinyModel { architecture, ..TinyModel::default() }.writer();
