@@ -15,6 +15,7 @@ mod bench;
 mod compute;
 mod failure;
 mod global;
+mod inspect;
 mod interrupt;
 mod mesh;
 mod model;
@@ -119,6 +120,8 @@ enum Command {
     Jobs,
     /// Download a model into the cache
     Pull(model::PullArgs),
+    /// Show what a model's files hold: its shape, formats, and the memory it needs
+    Inspect(inspect::InspectArgs),
     /// Show how the mesh would partition a model or a simulation (JOB.toml), and why
     Plan(plan::PlanArgs),
     /// Prompt a model
@@ -169,6 +172,7 @@ impl Command {
             Command::Peers(args) => mesh::peers(global, &args),
             Command::Jobs => mesh::jobs(global),
             Command::Pull(args) => model::pull(global, &args),
+            Command::Inspect(args) => inspect::inspect(global, &args),
             Command::Plan(args) => plan::plan(global, &args),
             Command::Run(args) => run::run(global, &args),
             Command::Serve(args) => serve::serve(global, &args),
