@@ -16,9 +16,10 @@ use crate::attention::{Heads, LayerHeads, Pages, Partials, Places, attend, place
 use crate::compile::{Source, compile, ptx};
 use crate::device::toolkit::{Toolkit, load_from};
 use crate::draw::{DrawScratch, draw};
+use crate::experts::{Choices, SharedOutput, combine, route};
 use crate::graph::Recorder;
 use crate::product::operands::{Activations, Matrix, Target};
-use crate::product::{gate_product, gates, product};
+use crate::product::{ExpertMatrix, Pairs, expert_product, gate_product, gates, product};
 use crate::rows::{RowFormats, cap, embed, gated, norm, norm_add};
 
 fn no_device() -> DeviceProperties {
@@ -80,6 +81,23 @@ fn products(client: &ComputeClient<Recorder>, kind: QuantType) {
         }
     }
     embed(client, ABLE, &table, 0, &vector, 1, None, &y);
+    let experts = ExpertMatrix { matrix: table, first: 0, rows: 512 };
+    let pairs = Pairs { x: &activations(4096), experts: &vector, count: 8, each: 8 };
+    for integers in [true, false] {
+        expert_product(client, ABLE, &experts, &pairs, integers, &y, 512, 0);
+    }
+}
+
+/// The choice of experts, and the sum of their outputs.
+fn mixtures(client: &ComputeClient<Recorder>) {
+    let choices = Choices { experts: handle(), weights: handle(), used: 8 };
+    let (gates, outputs) = (handle(), handle());
+    for (count, normalised) in [(8, true), (128, true), (512, false)] {
+        route(client, ABLE, &handle(), count, normalised, 1, &choices);
+    }
+    for shared in [None, Some(SharedOutput { gates: &gates, outputs: &outputs })] {
+        combine(client, ABLE, &handle(), &choices, shared.as_ref(), 1, 2048, &handle());
+    }
 }
 
 /// Norms, gates, soft cap and sampling.
@@ -126,6 +144,7 @@ fn all_launches() -> Vec<Launches> {
     for kind in QUANT_TYPES {
         all.push((format!("{kind:?}"), Box::new(move |client| products(client, kind))));
     }
+    all.push(("mixtures of experts".to_owned(), Box::new(mixtures)));
     for (name, floats) in [("int8", false), ("f32", true)] {
         let wanted = RowFormats { floats, integers: !floats };
         all.push((format!("rows of {name}"), Box::new(move |client| rows(client, wanted))));
