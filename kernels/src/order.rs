@@ -176,7 +176,13 @@ pub enum Activation {
     Silu,
     /// The tanh form of GELU, which is x · sigmoid(2 √(2/π) (x + 0.044715 x³)).
     Gelu,
+    /// gpt-oss: x · sigmoid(1.702 x) for x of at most 7; the factor is limited to ±7, plus 1.
+    Clamped,
 }
+
+/// Constants of [`Activation::Clamped`]: the factor of the sigmoid's argument, and the limit (`swiglu` of gpt-oss's reference
+/// implementation, 2025).
+pub const CLAMPED: [f32; 2] = [1.702, 7.0];
 
 /// Constants of GELU's tanh form: 2 √(2/π), and that times 0.044715 (Hendrycks and Gimpel, arXiv 1606.08415).
 pub const GELU: [f32; 2] = [1.595_769_2, 0.071_354_814];
@@ -188,6 +194,14 @@ impl Activation {
         let argument = match self {
             Self::Silu => gate,
             Self::Gelu => gate * (gate * gate).mul_add(GELU[1], GELU[0]),
+            Self::Clamped => {
+                // NaN passes each comparison.
+                let [factor, limit] = CLAMPED;
+                let gate = if gate > limit { limit } else { gate };
+                let up = if up < -limit { -limit } else { up };
+                let up = if up > limit { limit } else { up };
+                return gate * sigmoid(gate * factor) * (up + 1.0);
+            }
         };
         gate * sigmoid(argument) * up
     }
@@ -218,17 +232,24 @@ pub fn rotate(a: f32, b: f32, cos: f32, sin: f32) -> (f32, f32) {
 ///
 /// In each block of [`POSITIONS`]: scores are chains over the dimensions; their weights e^(score - block maximum) are summed by
 /// lane (position mod [`LANES`]) and [`butterfly_sum`]; values are chains over the positions. The blocks are then combined in order by
-/// e^(block maximum - overall maximum).
+/// e^(block maximum - overall maximum). A sink is one more score whose value is zero, before all blocks.
 #[must_use]
-pub fn attend(query: &[f32], keys: &[&[f32]], values: &[&[f32]], seen: Range<usize>, cap: Option<f32>) -> Vec<f32> {
+pub fn attend(
+    query: &[f32],
+    keys: &[&[f32]],
+    values: &[&[f32]],
+    seen: Range<usize>,
+    cap: Option<f32>,
+    sink: Option<f32>,
+) -> Vec<f32> {
     let blocks: Vec<AttendedBlock> = (seen.start / POSITIONS..seen.end.div_ceil(POSITIONS))
         .map(|b| {
             let positions = (b * POSITIONS).max(seen.start)..((b + 1) * POSITIONS).min(seen.end);
             attend_block(query, keys, values, positions, cap)
         })
         .collect();
-    let largest = blocks.iter().fold(f32::NEG_INFINITY, |largest, block| largest.max(block.largest));
-    let (mut sum, mut out) = (0.0f32, vec![0.0f32; query.len()]);
+    let largest = blocks.iter().fold(sink.unwrap_or(f32::NEG_INFINITY), |largest, block| largest.max(block.largest));
+    let (mut sum, mut out) = (sink.map_or(0.0, |sink| exp(sink - largest)), vec![0.0f32; query.len()]);
     for block in &blocks {
         let factor = exp(block.largest - largest);
         sum = block.sum.mul_add(factor, sum);

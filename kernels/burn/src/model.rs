@@ -3,7 +3,7 @@ use bimm_contracts::{assert_shape_contract, define_shape_contract, unpack_shape_
 use burn::tensor::activation::{sigmoid, softmax};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
-use kernels::order::Activation;
+use kernels::order::{Activation, CLAMPED};
 use kernels_models::recipe::{LayerRecipe, Recipe};
 use kernels_models::weights::{Experts, ModelConfig, ModelFile, Rope, RopeKind};
 use std::ops::Range;
@@ -110,7 +110,7 @@ impl<B: Backend> Model<'_, B> {
             given = given + self.tensor(&name("attn_output.bias"));
         }
         let hidden = hidden + after(given, "post_attention_norm");
-        let x = self.norm(hidden.clone(), &name("ffn_norm.weight"));
+        let x = self.norm(hidden.clone(), &name(recipe.ffn_norm));
         let given = match recipe.experts {
             None => self.gated(x, recipe, index, "", 0..1, 1),
             Some(experts) => self.mixture(x, recipe, index, experts),
@@ -128,14 +128,22 @@ impl<B: Backend> Model<'_, B> {
         expert: Range<usize>,
         count: usize,
     ) -> Tensor<B, 2> {
-        let part = |part: &str| {
+        let product = |x: Tensor<B, 2>, part: &str| {
             let all = self.tensor(&format!("blk.{index}.{part}{kind}.weight"));
             let [rows, cols] = all.dims();
-            all.slice([expert.start * rows / count..expert.end * rows / count, 0..cols]).transpose()
+            let y = x.matmul(all.slice([expert.start * rows / count..expert.end * rows / count, 0..cols]).transpose());
+            let bias = format!("blk.{index}.{part}{kind}.bias");
+            if self.has(&bias) { y + self.tensor(&bias).slice([expert.clone(), 0..rows / count]) } else { y }
         };
-        let gate = x.clone().matmul(part("ffn_gate"));
-        let up = x.matmul(part("ffn_up"));
+        let gate = product(x.clone(), "ffn_gate");
+        let mut up = product(x, "ffn_up");
         let gate = match recipe.activation {
+            Activation::Clamped => {
+                let [factor, limit] = CLAMPED;
+                up = up.clamp(-limit, limit) + 1.0;
+                let gate = gate.clamp_max(limit);
+                gate.clone() * sigmoid(gate * factor)
+            }
             Activation::Silu => gate.clone() * sigmoid(gate),
             Activation::Gelu => {
                 let inner =
@@ -143,15 +151,19 @@ impl<B: Backend> Model<'_, B> {
                 gate * (inner.tanh() + 1.0) * 0.5
             }
         };
-        (gate * up).matmul(part("ffn_down"))
+        product(gate * up, "ffn_down")
     }
 
     /// Every expert computes every row; the factors of those that were not chosen are zero.
     fn mixture(&self, x: Tensor<B, 2>, recipe: &LayerRecipe, index: usize, experts: Experts) -> Tensor<B, 2> {
-        let Experts { count, used, shared, normalised } = experts;
+        let Experts { count, used, shared, normalised, biases } = experts;
         let name = |part: &str| format!("blk.{index}.{part}.weight");
         let [tokens, _] = x.dims();
-        let shares = softmax(self.product(x.clone(), &name("ffn_gate_inp")), 1);
+        let mut scores = self.product(x.clone(), &name("ffn_gate_inp"));
+        if biases {
+            scores = scores + self.tensor(&format!("blk.{index}.ffn_gate_inp.bias"));
+        }
+        let shares = softmax(scores, 1);
         let lowest = shares.clone().sort_descending(1).slice([0..tokens, used - 1..used]);
         let chosen = shares.clone().greater_equal(lowest).float();
         let mut factors = shares * chosen;
@@ -203,7 +215,15 @@ impl<B: Backend> Model<'_, B> {
         let mask: Vec<f32> =
             (0..group * n).flat_map(|row| (0..n).map(move |p| if hidden(row % n, p) { -1e30 } else { 0.0 })).collect();
         let mask = Tensor::<B, 3>::from_data(TensorData::new(mask, [1, group * n, n]), self.device);
-        let mixed = softmax(scores + mask, 2).matmul(values.swap_dims(0, 1));
+        let mut scores = scores + mask;
+        if recipe.sinks {
+            // One more column, whose value is zero: [kv_heads, group * n, 1].
+            let sinks = self.tensor(&format!("blk.{index}.attn_sinks.weight")).reshape([kv_heads, group, 1]);
+            let sinks = sinks.repeat_dim(2, n).reshape([kv_heads, group * n, 1]);
+            scores = Tensor::cat(vec![scores, sinks], 2);
+        }
+        let weights = softmax(scores, 2).slice([0..kv_heads, 0..group * n, 0..n]);
+        let mixed = weights.matmul(values.swap_dims(0, 1));
         mixed.reshape([kv_heads, group, n, head_dim]).permute([2, 0, 1, 3]).reshape([n, heads * head_dim])
     }
 

@@ -5,7 +5,9 @@ use cubecl::features::MmaConfig;
 use cubecl::ir::{ElemType, FloatKind, IntKind, StorageType, UIntKind};
 use cubecl::prelude::*;
 use half::f16;
-use kernels::order::{Activation, CHUNKS, EXP, EXP_MAX, GELU, INVERSE_SQRT_GUESS, LN_2, RECIPROCAL_GUESS, ROUND};
+use kernels::order::{
+    Activation, CHUNKS, CLAMPED, EXP, EXP_MAX, GELU, INVERSE_SQRT_GUESS, LN_2, RECIPROCAL_GUESS, ROUND,
+};
 use kernels_models::stage::StageError;
 
 use crate::error::failed;
@@ -172,6 +174,15 @@ pub(crate) fn soft_cap(x: f32, cap: f32, #[comptime] able: Features) -> f32 {
 #[cube]
 pub(crate) fn gate(gate: f32, up: f32, #[comptime] activation: Activation, #[comptime] able: Features) -> f32 {
     let mut argument = gate;
+    let mut gate = gate;
+    let mut up = up;
+    if comptime!(activation == Activation::Clamped) {
+        // These operand orders keep NaN.
+        gate = select(gate > comptime!(CLAMPED[1]), comptime!(CLAMPED[1]).runtime(), gate);
+        up = select(up < comptime!(-CLAMPED[1]), comptime!(-CLAMPED[1]).runtime(), up);
+        up = select(up > comptime!(CLAMPED[1]), comptime!(CLAMPED[1]).runtime(), up) + 1.0f32;
+        argument = gate * comptime!(CLAMPED[0]);
+    }
     if comptime!(activation == Activation::Gelu) {
         argument = gate * fused(gate * gate, comptime!(GELU[1]), comptime!(GELU[0]), able);
     }

@@ -100,6 +100,8 @@ pub(crate) struct LayerHeads<'a> {
     pub(crate) window: Option<usize>,
     /// Soft cap of scores.
     pub(crate) cap: Option<f32>,
+    /// A score per head that takes part in the softmax, without a value.
+    pub(crate) sinks: Option<&'a Handle>,
     /// Epsilon of the model's RMSNorm.
     pub(crate) eps: f32,
 }
@@ -317,11 +319,13 @@ pub(crate) fn attend<R: Platform>(
                 array(&x.floats, places.count * x.cols),
                 array(&x.codes, x.code_words(places.count)),
                 array(&x.scales, x.scale_words(places.count)),
+                array(layer.sinks.unwrap_or(&partials.sums), heads.heads),
                 first as u32,
                 places.blocks as u32,
                 layer.window.unwrap_or(0) as u32,
                 heads,
                 layer.window.is_some(),
+                layer.sinks.is_some(),
                 wanted,
                 able,
             );
@@ -612,11 +616,13 @@ fn combine_kernel(
     floats: &mut Array<f32>,
     codes: &mut Array<u32>,
     scales: &mut Array<Vector<f32, Const<4>>>,
+    sinks: &Array<f32>,
     first_row: u32,
     blocks: u32,
     window: u32,
     #[comptime] heads: Heads,
     #[comptime] windowed: bool,
+    #[comptime] sunk: bool,
     #[comptime] wanted: RowFormats,
     #[comptime] able: Features,
 ) {
@@ -637,6 +643,9 @@ fn combine_kernel(
     if column < cols {
         let head = (CUBE_POS_Y as usize * comptime!(heads.heads) + column / dims) * blocks as usize;
         let mut top = comptime!(f32::MIN).runtime();
+        if comptime!(sunk) {
+            top = sinks[column / dims];
+        }
         let mut start = first;
         while start <= last {
             #[unroll]
@@ -647,6 +656,9 @@ fn combine_kernel(
             start += BLOCKS;
         }
         let mut sum = 0.0f32;
+        if comptime!(sunk) {
+            sum = exp(sinks[column / dims] - top, able);
+        }
         let mut pairs = Array::<Vector<f32, Const<2>>>::new(BLOCKS);
         let mut fours = Array::<Vector<f32, Const<4>>>::new(BLOCKS);
         start = first;

@@ -114,6 +114,8 @@ struct Layer {
     inputs: Vec<Part>,
     biases: Option<Handle>,
     head_norms: Option<Handle>,
+    /// A score per query head.
+    sinks: Option<Handle>,
     output: Vec<Part>,
     output_bias: Option<Handle>,
     /// Norms of the outputs of attention and feed-forward.
@@ -362,6 +364,7 @@ impl<R: Platform> GpuEngine<R> {
             scale: recipe.scale,
             window: recipe.window,
             cap: recipe.score_cap,
+            sinks: layer.sinks.as_ref(),
             eps: self.config.norm_eps,
         };
         let after = |index: usize| layer.norms_after.as_ref().map(|norms| &norms[index]);
@@ -655,10 +658,11 @@ fn layer<R: Platform>(
             .head_norms
             .then(|| loader.vectors(&["attn_q_norm", "attn_k_norm"].map(weight)))
             .transpose()?,
+        sinks: recipe.sinks.then(|| loader.vector(&weight("attn_sinks"))).transpose()?,
         output: loader.matrices(&[weight("attn_output")])?,
         output_bias: recipe.output_bias.then(|| loader.vector(&bias("attn_output"))).transpose()?,
         norms_after: recipe.norms_after.then(|| two(loader, ["post_attention_norm", "post_ffw_norm"])).transpose()?,
-        ffn_norm: loader.vector(&weight("ffn_norm"))?,
+        ffn_norm: loader.vector(&format!("blk.{index}.{}", recipe.ffn_norm))?,
         feed_forward: FeedForward::load(loader, recipe, index)?,
         pages,
         rotary,

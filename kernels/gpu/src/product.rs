@@ -18,7 +18,7 @@ pub(crate) mod operands;
 mod panel;
 mod plain;
 
-pub(crate) use experts::{ExpertMatrix, Pairs, expert_product};
+pub(crate) use experts::{ExpertMatrix, ExpertRows, Pairs, expert_product};
 use few::{FEW, Shape, few_kernel};
 pub(crate) use gates::{gate_product, gates};
 use operands::{Activations, Finish, Matrix, Target};

@@ -48,7 +48,7 @@ const fn mixture(name: &'static str, family: Architecture, dims: [usize; 7], exp
 }
 
 /// Shapes of popular models, from their `config.json` files.
-pub const SHAPES: [Shape; 12] = [
+pub const SHAPES: [Shape; 14] = [
     shape("qwen2.5-0.5b", Architecture::Qwen2, [24, 896, 14, 2, 64, 4864, 151_936], true),
     shape("qwen2.5-1.5b", Architecture::Qwen2, [28, 1536, 12, 2, 128, 8960, 151_936], true),
     shape("qwen2.5-3b", Architecture::Qwen2, [36, 2048, 16, 2, 128, 11_008, 151_936], true),
@@ -60,6 +60,8 @@ pub const SHAPES: [Shape; 12] = [
     shape("llama-3.1-8b", Architecture::Llama, [32, 4096, 32, 8, 128, 14_336, 128_256], false),
     shape("llama-3.1-70b", Architecture::Llama, [80, 8192, 64, 8, 128, 28_672, 128_256], false),
     mixture("qwen3-30b-a3b", Architecture::Qwen3Moe, [48, 2048, 32, 4, 128, 768, 151_936], [128, 8]),
+    mixture("gpt-oss-20b", Architecture::GptOss, [24, 2880, 64, 8, 64, 2880, 201_088], [32, 4]),
+    mixture("gpt-oss-120b", Architecture::GptOss, [36, 2880, 64, 8, 64, 2880, 201_088], [128, 4]),
     mixture("mixtral-8x7b", Architecture::Llama, [32, 4096, 32, 8, 128, 14_336, 32_000], [8, 2]),
 ];
 
@@ -83,11 +85,11 @@ struct Planned {
 }
 
 impl Planned {
-    /// The f32 bytes of a vector: zeros for biases, else ones. `None` for a matrix.
+    /// The f32 bytes of a vector, or of the biases of all experts: zeros for biases, else ones. `None` for a matrix.
     fn vector(&self) -> Option<Vec<u8>> {
         let number = if self.name.ends_with("bias") { 0f32 } else { 1f32 };
         let len = (self.range.end - self.range.start) as usize / 4;
-        (self.rows == 1).then(|| number.to_le_bytes().repeat(len))
+        (self.rows == 1 || self.name.ends_with("bias")).then(|| number.to_le_bytes().repeat(len))
     }
 }
 
@@ -171,7 +173,8 @@ impl Shape {
         let mut tensors = Vec::new();
         let mut at = 0u64;
         for (name, [rows, cols]) in self.tensors()? {
-            let kind = if rows == 1 || name.contains("_gate_inp") { QuantType::F32 } else { quant };
+            let plain = rows == 1 || name.contains("_gate_inp") || name.ends_with("bias");
+            let kind = if plain { QuantType::F32 } else { quant };
             let row = kind.row_bytes(cols).ok_or_else(|| {
                 let columns = format!("rows of {cols} are not whole blocks of {}", kind.name());
                 io::Error::other(format!("{}: {columns}; use another format or shape", self.name))
@@ -200,11 +203,19 @@ impl Shape {
             Architecture::Qwen3 | Architecture::Qwen3Moe => {
                 &[("attn_q_norm.weight", [1, self.head_dim]), ("attn_k_norm.weight", [1, self.head_dim])]
             }
+            Architecture::GptOss => &[
+                ("attn_sinks.weight", [1, self.heads]),
+                ("attn_q.bias", [1, q]),
+                ("attn_k.bias", [1, kv]),
+                ("attn_v.bias", [1, kv]),
+                ("attn_output.bias", [1, self.width]),
+            ],
             Architecture::Qwen2Moe | Architecture::Gemma2 | Architecture::Gemma3 => {
-                let families = "expected a family of llama, qwen2, qwen3 or qwen3moe";
+                let families = "expected a family of llama, qwen2, qwen3, qwen3moe or gpt-oss";
                 return Err(io::Error::other(format!("{}: {families}, found {}", self.name, self.family.name())));
             }
         };
+        let oss = self.family == Architecture::GptOss;
         let mut all = vec![("token_embd.weight".to_owned(), [self.vocab, self.width])];
         for layer in 0..self.layers {
             let parts = [
@@ -213,9 +224,9 @@ impl Shape {
                 ("attn_k.weight", [kv, self.width]),
                 ("attn_v.weight", [kv, self.width]),
                 ("attn_output.weight", [self.width, q]),
-                ("ffn_norm.weight", [1, self.width]),
+                (if oss { "post_attention_norm.weight" } else { "ffn_norm.weight" }, [1, self.width]),
             ];
-            let feed_forward = match self.experts {
+            let mut feed_forward = match self.experts {
                 None => vec![
                     ("ffn_gate.weight", [self.ffn, self.width]),
                     ("ffn_up.weight", [self.ffn, self.width]),
@@ -228,6 +239,14 @@ impl Shape {
                     ("ffn_down_exps.weight", [count * self.width, self.ffn]),
                 ],
             };
+            if let (true, Some([count, _])) = (oss, self.experts) {
+                feed_forward.extend([
+                    ("ffn_gate_inp.bias", [1, count]),
+                    ("ffn_gate_exps.bias", [count, self.ffn]),
+                    ("ffn_up_exps.bias", [count, self.ffn]),
+                    ("ffn_down_exps.bias", [count, self.width]),
+                ]);
+            }
             all.extend(
                 parts
                     .iter()

@@ -21,6 +21,8 @@ pub(crate) struct Attend<'a> {
     pub(crate) seen: Range<usize>,
     /// Soft cap of the scores, if the model has one.
     pub(crate) cap: Option<f32>,
+    /// A score per head that takes part in the softmax, without a value.
+    pub(crate) sinks: Option<&'a [f32]>,
     /// Scratch of at least [`scores_len`] numbers.
     pub(crate) scores: &'a mut [f32],
     /// `heads · head_dim`.
@@ -59,8 +61,13 @@ impl Attend<'_> {
         assert!(self.queries.len() == self.out.len() && self.queries.len().is_multiple_of(size), "shapes of attention");
         assert!(self.scores.len() >= scores_len(self.queries.len() / size, self.seen.end), "room for scores");
         assert!(!self.seen.is_empty() && self.pages.positions() >= self.seen.end, "keys of every position");
+        let mut sinks = self.sinks.unwrap_or_default();
+        assert!(sinks.is_empty() || sinks.len() * size == self.queries.len(), "a sink per head");
         for (queries, out) in self.queries.chunks(each).zip(self.out.chunks_mut(each)) {
-            let heads = Heads { queries, size, pages: &self.pages, seen: self.seen.clone(), cap: self.cap };
+            let (here, others) = sinks.split_at(sinks.len().min(HEADS_AT_ONCE));
+            sinks = others;
+            let (pages, seen) = (&self.pages, self.seen.clone());
+            let heads = Heads { queries, size, pages, seen, cap: self.cap, sinks: here };
             // SAFETY: shapes are checked above.
             unsafe {
                 match queries.len() / size {
@@ -81,6 +88,8 @@ struct Heads<'a> {
     pages: &'a HeadPages<'a>,
     seen: Range<usize>,
     cap: Option<f32>,
+    /// One per head, or none.
+    sinks: &'a [f32],
 }
 
 impl Heads<'_> {
@@ -109,7 +118,8 @@ impl Heads<'_> {
             let mut inverses = [0.0; H];
             for (h, inverse) in inverses.iter_mut().enumerate() {
                 let factors = &mut factors[h * self.blocks().end..][..self.blocks().end];
-                *inverse = self.weights::<S>(&mut scores[h * stride..][..stride], factors);
+                let sink = self.sinks.get(h).copied();
+                *inverse = self.weights::<S>(&mut scores[h * stride..][..stride], factors, sink);
             }
             let mut d = 0;
             while d + 64 <= self.size {
@@ -126,16 +136,17 @@ impl Heads<'_> {
     /// Block-wise softmax of one head: replaces scores by numerators relative to their block's maximum, zero where
     /// hidden; fills the blocks' `factors`; returns the reciprocal of the sum of all weights.
     #[inline(always)]
-    unsafe fn weights<S: Simd>(&self, scores: &mut [f32], factors: &mut [f32]) -> f32 {
+    unsafe fn weights<S: Simd>(&self, scores: &mut [f32], factors: &mut [f32], sink: Option<f32>) -> f32 {
         // SAFETY: the machine has `S`; blocks are whole vectors.
         unsafe {
             let mut sums = [0.0f32; 2]; // running sum of the blocks, and their largest score
-            sums[1] = f32::NEG_INFINITY;
+            sums[1] = sink.unwrap_or(f32::NEG_INFINITY);
             for b in self.blocks() {
                 let block = &mut scores[b * POSITIONS..][..POSITIONS];
                 factors[b] = largest::<S>(block, self.within(b), self.cap);
                 sums[1] = sums[1].max(factors[b]);
             }
+            sums[0] = sink.map_or(0.0, |sink| order::exp(sink - sums[1]));
             for b in self.blocks() {
                 let block = &mut scores[b * POSITIONS..][..POSITIONS];
                 let sum = numerators::<S>(block, self.within(b), factors[b]);

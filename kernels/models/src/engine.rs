@@ -109,7 +109,7 @@ impl Engine {
         if let Some([query, key]) = &weights.head_norms {
             self.norm_heads(pool, query, key);
         }
-        self.attend(pool, recipe, index);
+        self.attend(pool, recipe, weights.sinks.as_deref(), index);
         let Self { isa, shape, attended, delta, .. } = self;
         products(*isa, pool, attended, shape.integers(), &[weights.output.tiles()], [delta]);
         add_bias(delta, weights.output_bias.as_deref());
@@ -188,10 +188,11 @@ impl Engine {
 
     /// Applies rotary embedding to queries and keys, stores keys and values in the cache of `layer`, and computes
     /// attention of each row over its visible positions.
-    fn attend(&mut self, pool: &mut Pool, recipe: &LayerRecipe, layer: usize) {
+    fn attend(&mut self, pool: &mut Pool, recipe: &LayerRecipe, sinks: Option<&[f32]>, layer: usize) {
         self.rotate_and_store(pool, recipe.scale, layer);
         let Self { isa, shape, cache, pass, q, attended, scores, .. } = self;
-        let group = shape.heads / shape.kv_heads * shape.head_dim;
+        let heads = shape.heads / shape.kv_heads;
+        let group = heads * shape.head_dim;
         let q_width = group * shape.kv_heads;
         let end = pass.iter().map(|row| row.position + 1).max().unwrap_or(0);
         scores.resize_with(scores.len().max(pool.workers()), Vec::new);
@@ -219,6 +220,7 @@ impl Engine {
                         seen: pass[i].position.saturating_sub(recipe.window.map_or(usize::MAX, |window| window - 1))
                             ..pass[i].position + 1,
                         cap: recipe.score_cap,
+                        sinks: sinks.map(|sinks| &sinks[head * heads..(head + 1) * heads]),
                         scores: &mut scores.slice(worker..worker + 1)[0],
                         out: out.part(i, head * group..(head + 1) * group),
                     });

@@ -4,7 +4,7 @@
 //! stream. All differences between model families are expressed here. Next: `model.rs` for the CPU engine.
 use kernels::order::Activation;
 
-use crate::weights::{Experts, ModelConfig, Rope};
+use crate::weights::{Architecture, Experts, ModelConfig, Rope};
 
 /// A whole model.
 #[derive(Clone, Debug, PartialEq)]
@@ -37,6 +37,10 @@ pub struct LayerRecipe {
     pub scale: f32,
     /// Soft cap of the attention scores.
     pub score_cap: Option<f32>,
+    /// Each query head has a score that takes part in the softmax, without a value (`attn_sinks`).
+    pub sinks: bool,
+    /// Tensor of the norm before the feed-forward block.
+    pub ffn_norm: &'static str,
     /// Activation of the feed-forward gate.
     pub activation: Activation,
     /// Experts in place of the feed-forward block.
@@ -61,8 +65,19 @@ impl Recipe {
                 rope: if is_still { rope.still() } else { rope.clone() },
                 scale: config.attention_scale,
                 score_cap: config.score_cap,
+                sinks: config.sinks,
+                ffn_norm: config.ffn_norm_tensor(),
                 experts: config.experts,
-                activation: if gemma { Activation::Gelu } else { Activation::Silu },
+                activation: match config.architecture {
+                    Architecture::Gemma2 | Architecture::Gemma3 => Activation::Gelu,
+                    Architecture::GptOss => Activation::Clamped,
+                    Architecture::Llama
+                    | Architecture::Qwen2
+                    | Architecture::Qwen2Moe
+                    | Architecture::Qwen3
+                    | Architecture::Qwen3Moe
+                    | Architecture::SmolLm3 => Activation::Silu,
+                },
             }
         };
         Self {

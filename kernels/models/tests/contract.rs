@@ -12,7 +12,7 @@ use kernels_models::stage::{
 use kernels_models::weights::testing::{TinyModel, real_model_path};
 use kernels_models::weights::{Architecture, ModelFile};
 
-const ARCHITECTURES: [Architecture; 8] = Architecture::ALL;
+const ARCHITECTURES: [Architecture; 9] = Architecture::ALL;
 const BOTH: [Activations; 2] = [Activations::Int8, Activations::F32];
 
 fn load(file: &Arc<ModelFile>, layers: Range<usize>, activations: Activations, threads: usize) -> Loaded {

@@ -24,6 +24,9 @@ fn naive(file: &ModelFile, tokens: &[u32]) -> Vec<f64> {
         // The small Gemma 3: every third layer has global attention and RoPE base 1e6, the others a window of 9 and
         // base 1e4. Gemma 2: every second layer has global attention.
         let local = gemma && if gemma3 { layer % 3 != 2 } else { layer % 2 == 0 };
+        // The small gpt-oss: every other layer has a window of 9.
+        let oss = c.architecture == Architecture::GptOss;
+        let banded = local || (oss && layer % 2 == 0);
         let still = c.architecture == Architecture::SmolLm3 && layer % 4 == 3;
         let name = |part: &str| format!("blk.{layer}.{part}");
         let normed: Vec<_> =
@@ -54,11 +57,12 @@ fn naive(file: &ModelFile, tokens: &[u32]) -> Vec<f64> {
                     let score = dot(&q[position][head], &k[p][kv]) / (c.head_dim as f64).sqrt();
                     if gemma && !gemma3 { 2.0 * (score / 2.0).tanh() } else { score }
                 };
-                let first = if local { (position + 1).saturating_sub(9) } else { 0 };
+                let first = if banded { (position + 1).saturating_sub(9) } else { 0 };
                 let scores: Vec<f64> = (first..=position).map(score).collect();
-                let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let sink = if oss { rows(file, &name("attn_sinks.weight"))[0][head] } else { f64::NEG_INFINITY };
+                let max = scores.iter().copied().fold(sink, f64::max);
                 let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
-                let sum: f64 = weights.iter().sum();
+                let sum: f64 = weights.iter().sum::<f64>() + (sink - max).exp();
                 attended.extend(
                     (0..c.head_dim)
                         .map(|d| weights.iter().zip(&v[first..]).map(|(w, v)| w * v[kv][d]).sum::<f64>() / sum),
@@ -72,7 +76,7 @@ fn naive(file: &ModelFile, tokens: &[u32]) -> Vec<f64> {
                 out = norm(&out, &rows(file, &name("post_attention_norm.weight"))[0], c.norm_eps);
             }
             hidden[position].iter_mut().zip(out).for_each(|(h, o)| *h += o);
-            let x = norm(&hidden[position], &rows(file, &name("ffn_norm.weight"))[0], c.norm_eps);
+            let x = norm(&hidden[position], &rows(file, &name(c.ffn_norm_tensor()))[0], c.norm_eps);
             let gelu = |g: f64| 0.5 * g * (1.0 + ((2.0 / PI).sqrt() * (g + 0.044_715 * g.powi(3))).tanh());
             let silu = |g: f64| g / (1.0 + (-g).exp());
             // Expert `index` of `count`: the matrices of all experts are stacked.
@@ -82,15 +86,34 @@ fn naive(file: &ModelFile, tokens: &[u32]) -> Vec<f64> {
                     let each = all.len() / count;
                     all[index * each..(index + 1) * each].to_vec()
                 };
-                let (gate, up) = (product(&part("ffn_gate"), &x), product(&part("ffn_up"), &x));
-                let gated: Vec<f64> =
-                    gate.iter().zip(up).map(|(g, u)| if gemma { gelu(*g) } else { silu(*g) } * u).collect();
-                product(&part("ffn_down"), &gated)
+                let biased = |part: &str, mut y: Vec<f64>| {
+                    let bias = name(&format!("{part}{kind}.bias"));
+                    if file.tensor(&bias).is_some() {
+                        y.iter_mut().zip(&rows(file, &bias)[index]).for_each(|(y, b)| *y += b);
+                    }
+                    y
+                };
+                let gate = biased("ffn_gate", product(&part("ffn_gate"), &x));
+                let up = biased("ffn_up", product(&part("ffn_up"), &x));
+                let gated = |g: f64, u: f64| match (gemma, oss) {
+                    (true, _) => gelu(g) * u,
+                    (_, true) => {
+                        let (g, u) = (g.min(7.0), u.clamp(-7.0, 7.0));
+                        g / (1.0 + (-1.702 * g).exp()) * (u + 1.0)
+                    }
+                    _ => silu(g) * u,
+                };
+                let gated: Vec<f64> = gate.iter().zip(up).map(|(g, u)| gated(*g, u)).collect();
+                biased("ffn_down", product(&part("ffn_down"), &gated))
             };
             let mut out = match c.experts {
                 None => block("", 0, 1),
-                Some(Experts { count, used, shared, normalised }) => {
-                    let scores = product(&rows(file, &name("ffn_gate_inp.weight")), &x);
+                Some(Experts { count, used, shared, normalised, biases }) => {
+                    let mut scores = product(&rows(file, &name("ffn_gate_inp.weight")), &x);
+                    if biases {
+                        let bias = &rows(file, &name("ffn_gate_inp.bias"))[0];
+                        scores.iter_mut().zip(bias).for_each(|(score, bias)| *score += bias);
+                    }
                     let mut order: Vec<usize> = (0..count).collect();
                     order.sort_by(|a, b| scores[*b].total_cmp(&scores[*a]));
                     let sum_of = |experts: &[usize]| experts.iter().map(|e| scores[*e].exp()).sum::<f64>();
@@ -166,7 +189,9 @@ fn rotate(file: &ModelFile, head: &[f64], position: usize, local: bool) -> Vec<f
 fn gentle(tiny: TinyModel) -> Arc<ModelFile> {
     let mut writer = tiny.writer();
     for tensor in writer.tensors_mut() {
-        if matches!(tensor.name.rsplit('.').nth(1), Some("attn_norm" | "ffn_norm" | "output_norm")) {
+        if matches!(tensor.name.rsplit('.').nth(1), Some("attn_norm" | "ffn_norm" | "output_norm"))
+            || (tiny.architecture == Architecture::GptOss && tensor.name.ends_with("post_attention_norm.weight"))
+        {
             for number in tensor.bytes.chunks_exact_mut(4) {
                 let scaled = f32::from_le_bytes([number[0], number[1], number[2], number[3]]) * 0.06;
                 number.copy_from_slice(&scaled.to_le_bytes());

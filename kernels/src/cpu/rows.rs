@@ -2,7 +2,7 @@
 use super::activations::{Block, Quantise};
 use super::simd::{Kernel, Simd};
 use crate::order::{
-    Activation, CHUNKS, EXP, EXP_MAX, GELU, LANES, LN_2, RECIPROCAL_GUESS, ROUND, chunk, rms_factor, rotate,
+    Activation, CHUNKS, CLAMPED, EXP, EXP_MAX, GELU, LANES, LN_2, RECIPROCAL_GUESS, ROUND, chunk, rms_factor, rotate,
 };
 
 /// [`crate::order::exp`] of 16 numbers.
@@ -175,9 +175,19 @@ impl Kernel for GateRow<'_> {
             unsafe {
                 let gate = S::load_first(self.gate.as_ptr().add(i), here);
                 let up = S::load_first(self.up.as_ptr().add(i), here);
-                let argument = match self.activation {
-                    Activation::Silu => gate,
-                    Activation::Gelu => S::mul(gate, S::fma(S::mul(gate, gate), S::splat(GELU[1]), S::splat(GELU[0]))),
+                let (gate, argument, up) = match self.activation {
+                    Activation::Silu => (gate, gate, up),
+                    Activation::Gelu => {
+                        let inner = S::fma(S::mul(gate, gate), S::splat(GELU[1]), S::splat(GELU[0]));
+                        (gate, S::mul(gate, inner), up)
+                    }
+                    // This operand order propagates NaN.
+                    Activation::Clamped => {
+                        let limit = S::splat(CLAMPED[1]);
+                        let gate = S::min(limit, gate);
+                        let up = S::min(limit, S::max(S::splat(-CLAMPED[1]), up));
+                        (gate, S::mul(gate, S::splat(CLAMPED[0])), S::add(up, S::splat(1.0)))
+                    }
                 };
                 S::store(S::mul(S::mul(gate, sigmoid::<S>(argument)), up), self.x.as_mut_ptr().add(i));
             }

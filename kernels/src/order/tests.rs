@@ -124,10 +124,15 @@ fn attention_agrees_with_f64_and_ignores_positions_outside_its_window() {
     let (keys, values) = (random(size * held, 8), random(size * held, 9));
     let keys: Vec<&[f32]> = keys.chunks(size).collect();
     let values: Vec<&[f32]> = values.chunks(size).collect();
-    for (seen, cap) in
-        [(0..1, None), (0..128, None), (0..129, None), (0..300, None), (130..300, None), (3..257, Some(5.0))]
-    {
-        let found = attend(&query, &keys, &values, seen.clone(), cap);
+    for (seen, cap) in [
+        (0..1, None),
+        (0..128, None),
+        (0..129, None),
+        (0..300, None, None),
+        (130..300, None, None),
+        (3..257, Some(5.0)),
+    ] {
+        let found = attend(&query, &keys, &values, seen.clone(), cap, None);
         let score = |p: usize| {
             let score: f64 = query.iter().zip(keys[p]).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum();
             cap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
@@ -143,7 +148,10 @@ fn attention_agrees_with_f64_and_ignores_positions_outside_its_window() {
     let mut other = values.clone();
     let nan = vec![f32::NAN; size];
     other[129] = &nan;
-    assert_eq!(attend(&query, &keys, &other, 130..300, None), attend(&query, &keys, &values, 130..300, None));
+    assert_eq!(
+        attend(&query, &keys, &other, 130..300, None, None),
+        attend(&query, &keys, &values, 130..300, None, None)
+    );
 }
 
 #[test]
@@ -161,16 +169,26 @@ fn non_finite_inputs_give_non_finite_outputs() {
         for at in [0, 130, 299] {
             let mut other = keys.clone();
             other[at] = &row[32..64];
-            let found = attend(&random(32, 5), &other, &values, 0..300, None);
+            let found = attend(&random(32, 5), &other, &values, 0..300, None, None);
             // A score of minus infinity has weight zero; all other non-finite scores propagate.
             let score: f32 = random(32, 5).iter().zip(&row[32..64]).fold(0.0, |sum, (q, k)| q.mul_add(*k, sum));
             assert!(score == f32::NEG_INFINITY || found.iter().all(|x| x.is_nan()), "{bad} at {at}");
             let mut other = values.clone();
             other[at] = &row[32..64];
-            assert!(!attend(&random(32, 5), &keys, &other, 0..300, None)[8].is_finite(), "{bad} at {at}");
+            assert!(!attend(&random(32, 5), &keys, &other, 0..300, None, None)[8].is_finite(), "{bad} at {at}");
         }
     }
     assert!(exp(f32::NAN).is_nan() && sigmoid(f32::NAN).is_nan() && soft_cap(f32::NAN, 30.0).is_nan());
+    let clamped = |gate: f64, up: f64| {
+        let (gate, up) = (gate.min(7.0), up.clamp(-7.0, 7.0));
+        gate / (1.0 + (-1.702 * gate).exp()) * (up + 1.0)
+    };
+    for (gate, up) in [(0.5, 2.0), (9.0, -8.0), (-20.0, 9.0), (6.9, 0.0)] {
+        let found = f64::from(Activation::Clamped.gate(gate, up));
+        let exact = clamped(gate.into(), up.into());
+        assert!((found - exact).abs() <= 1e-5 * exact.abs().max(1e-3), "{gate} {up}: {found} {exact}");
+    }
+    assert!(Activation::Clamped.gate(f32::NAN, 1.0).is_nan() && Activation::Clamped.gate(1.0, f32::NAN).is_nan());
     assert!(Activation::Silu.gate(f32::NAN, 1.0).is_nan() && Activation::Gelu.gate(1.0, f32::NAN).is_nan());
     assert!(!rms_factor(f32::INFINITY, 8, 1e-5).is_finite() && rms_factor(-f32::NAN, 8, 1e-5).is_nan());
 }

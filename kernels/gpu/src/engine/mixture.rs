@@ -1,5 +1,6 @@
 //! Layers with a mixture of experts: their weights on the device, and their steps.
 use cubecl::prelude::*;
+use cubecl::server::Handle;
 use kernels::order::Activation;
 use kernels::tile::ROWS as TILE_ROWS;
 use kernels_models::recipe::LayerRecipe;
@@ -12,7 +13,7 @@ use crate::experts::{Choices, SharedOutput, combine, route};
 use crate::load::{Loader, Part};
 use crate::platform::Platform;
 use crate::product::operands::Matrix;
-use crate::product::{ExpertMatrix, Pairs, expert_product};
+use crate::product::{ExpertMatrix, ExpertRows, Pairs, expert_product};
 use crate::rows::gated;
 
 /// The weights of a mixture.
@@ -22,6 +23,9 @@ pub(super) struct Experts {
     normalised: bool,
     /// One row per expert.
     router: Vec<Part>,
+    router_bias: Option<Handle>,
+    /// Of gate, up and down, one row per expert.
+    biases: Option<[Handle; 3]>,
     /// Gate and up.
     inputs: [ExpertMatrix; 2],
     down: ExpertMatrix,
@@ -42,7 +46,7 @@ impl FeedForward {
             let width = inputs.iter().map(|part| part.width).sum::<usize>() / 2;
             Ok(Gated { inputs, down: loader.matrices(&[part("ffn_down")])?, width })
         };
-        let Some(weights::Experts { count, used, shared, normalised }) = recipe.experts else {
+        let Some(weights::Experts { count, used, shared, normalised, biases }) = recipe.experts else {
             return Ok(Self::Dense(block(loader, "")?));
         };
         if recipe.norms_after {
@@ -56,7 +60,14 @@ impl FeedForward {
             None => None,
         };
         let router = loader.matrices(&[name("ffn_gate_inp")])?;
-        Ok(Self::Experts(Experts { count, used, normalised, router, inputs, down, shared }))
+        let bias = |loader: &mut Loader<'_, R>, part: &str| loader.vector(&format!("blk.{index}.{part}.bias"));
+        let router_bias = biases.then(|| bias(loader, "ffn_gate_inp")).transpose()?;
+        let all = |loader: &mut Loader<'_, R>| -> Result<[Handle; 3], StageError> {
+            let [gate, up, down] = ["ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"];
+            Ok([bias(loader, gate)?, bias(loader, up)?, bias(loader, down)?])
+        };
+        let biases = biases.then(|| all(loader)).transpose()?;
+        Ok(Self::Experts(Experts { count, used, normalised, router, router_bias, biases, inputs, down, shared }))
     }
 
     /// The matrices that read the normalised rows.
@@ -108,7 +119,7 @@ fn stacked<R: Platform, const N: usize>(
         let part = parts.iter().find(holds).ok_or_else(|| {
             input(format!("a buffer of this device cannot hold the {count} experts of {}; use the CPU", names[0]))
         })?;
-        Ok(ExpertMatrix { matrix: part.matrix.clone(), first: start - part.offset, rows: all / count })
+        Ok(ExpertMatrix { matrix: part.matrix.clone(), first: start - part.offset, rows: all / count, count })
     };
     let found: Vec<ExpertMatrix> = (0..N).map(|index| find(index * all)).collect::<Result<_, StageError>>()?;
     found.try_into().map_err(|_| input("expected one matrix per name"))
@@ -125,12 +136,23 @@ impl<R: Platform> GpuEngine<R> {
     pub(super) fn expert_gate_up<L: Platform>(&self, client: &ComputeClient<L>, experts: &Experts, count: usize) {
         let (scratch, choices) = (&self.scratch, self.choices(experts));
         let scores = &scratch.mixture.scores;
-        self.products(client, &experts.router, &scratch.x, count, scores, experts.count, None, false);
+        self.products(
+            client,
+            &experts.router,
+            &scratch.x,
+            count,
+            scores,
+            experts.count,
+            experts.router_bias.as_ref(),
+            false,
+        );
         route(client, self.able, scores, experts.count, experts.normalised, count, &choices);
         let pairs = Pairs { x: &scratch.x, experts: &choices.experts, count: count * experts.used, each: experts.used };
         let (integers, width) = (self.integers(), self.config.ffn);
         for (index, matrix) in experts.inputs.iter().enumerate() {
-            expert_product(client, self.able, matrix, &pairs, integers, &scratch.both, 2 * width, index * width);
+            let bias = experts.biases.as_ref().map(|biases| &biases[index]);
+            let out = ExpertRows { rows: &scratch.both, stride: 2 * width, offset: index * width, bias };
+            expert_product(client, self.able, matrix, &pairs, integers, &out);
         }
     }
 
@@ -153,12 +175,14 @@ impl<R: Platform> GpuEngine<R> {
         experts: &Experts,
         count: usize,
         activation: Activation,
-        hidden: &cubecl::server::Handle,
+        hidden: &Handle,
     ) {
         let (scratch, width, choices) = (&self.scratch, self.config.width, self.choices(experts));
         let mixture = &scratch.mixture;
         let pairs = Pairs { x: &scratch.gated, experts: &choices.experts, count: count * experts.used, each: 1 };
-        expert_product(client, self.able, &experts.down, &pairs, self.integers(), &mixture.outputs, width, 0);
+        let bias = experts.biases.as_ref().map(|[.., down]| down);
+        let out = ExpertRows { rows: &mixture.outputs, stride: width, offset: 0, bias };
+        expert_product(client, self.able, &experts.down, &pairs, self.integers(), &out);
         let shared = experts.shared.as_ref().map(|(gate, gated)| {
             let [gates, outputs] = &mixture.shared;
             self.products(client, gate, &scratch.x, count, gates, 1, None, false);

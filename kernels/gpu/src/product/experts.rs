@@ -22,6 +22,8 @@ pub(crate) struct ExpertMatrix {
     pub(crate) first: usize,
     /// Rows of an expert; a multiple of the tile rows.
     pub(crate) rows: usize,
+    /// Number of experts.
+    pub(crate) count: usize,
 }
 
 /// Rows of activations, and the experts that compute each of them.
@@ -34,18 +36,29 @@ pub(crate) struct Pairs<'a> {
     pub(crate) each: usize,
 }
 
-/// Multiplies the row of each pair by its expert's matrix: columns `offset ..` of `y[pairs, stride]`.
+/// Outputs of pairs: columns `offset ..` of rows of `stride` elements.
+pub(crate) struct ExpertRows<'a> {
+    /// `[pairs, stride]` f32.
+    pub(crate) rows: &'a Handle,
+    pub(crate) stride: usize,
+    pub(crate) offset: usize,
+    /// Added to the products, `[experts, rows of an expert]`.
+    pub(crate) bias: Option<&'a Handle>,
+}
+
+/// Multiplies the row of each pair by its expert's matrix.
 pub(crate) fn expert_product<R: Platform>(
     client: &ComputeClient<R>,
     able: Features,
     experts: &ExpertMatrix,
     pairs: &Pairs<'_>,
     integers: bool,
-    y: &Handle,
-    stride: usize,
-    offset: usize,
+    out: &ExpertRows<'_>,
 ) {
     let (matrix, x, rows) = (&experts.matrix, pairs.x, pairs.count / pairs.each);
+    let ExpertRows { rows: y, stride, offset, bias } = *out;
+    let (biased, bias) = (bias.is_some(), bias.unwrap_or(y));
+    let bias_len = if biased { experts.count * experts.rows } else { 1 };
     let integers = integers && Layout::of(matrix.kind).bits > 0;
     let (strips, first) = (experts.rows / ROWS, experts.first / ROWS);
     if !(integers && able.matrices) {
@@ -60,6 +73,7 @@ pub(crate) fn expert_product<R: Platform>(
                 array(&x.codes, x.code_words(rows)),
                 array(&x.scales, x.scale_words(rows)),
                 array(pairs.experts, pairs.count),
+                array(bias, bias_len),
                 array(y, pairs.count * stride),
                 matrix.cols as u32,
                 first as u32,
@@ -69,6 +83,7 @@ pub(crate) fn expert_product<R: Platform>(
                 offset as u32,
                 matrix.kind,
                 integers,
+                biased,
                 able,
             );
         }
@@ -85,6 +100,7 @@ pub(crate) fn expert_product<R: Platform>(
             array(&x.codes, x.code_words(rows)),
             array(&x.scales, x.scale_words(rows)),
             array(pairs.experts, pairs.count),
+            array(bias, bias_len),
             array(y, pairs.count * stride),
             NIBBLES,
             matrix.groups() as u32,
@@ -94,6 +110,7 @@ pub(crate) fn expert_product<R: Platform>(
             stride as u32,
             offset as u32,
             Shape { kind: matrix.kind, each: EACH, halves: false, one: true },
+            biased,
             able,
         );
     }
@@ -109,6 +126,7 @@ fn plain_expert_kernel(
     codes: &Array<u32>,
     scales: &Array<f32>,
     experts: &Array<u32>,
+    bias: &Array<f32>,
     y: &mut Array<f32>,
     cols: u32,
     first: u32,
@@ -118,6 +136,7 @@ fn plain_expert_kernel(
     offset: u32,
     #[comptime] kind: QuantType,
     #[comptime] integers: bool,
+    #[comptime] biased: bool,
     #[comptime] able: Features,
 ) {
     let (row, chunk) = (UNIT_POS_X as usize, UNIT_POS_Y as usize);
@@ -126,8 +145,11 @@ fn plain_expert_kernel(
     let token = pair / each as usize;
     let sum =
         chunk_sum(tiles, floats, codes, scales, of_matrix, token, row, chunk, cols as usize, kind, integers, able);
-    let total = total_of(sum, row, chunk);
+    let mut total = total_of(sum, row, chunk);
     if chunk == 0 {
+        if comptime!(biased) {
+            total += bias[(experts[pair] * strips) as usize * comptime!(ROWS) + strip * comptime!(ROWS) + row];
+        }
         y[pair * stride as usize + offset as usize + strip * comptime!(ROWS) + row] = total;
     }
 }
@@ -139,6 +161,7 @@ fn few_expert_kernel(
     codes: &Array<Vector<u32, Const<4>>>,
     scales: &Array<Vector<f32, Const<4>>>,
     experts: &Array<u32>,
+    bias: &Array<f32>,
     y: &mut Array<f32>,
     nibbles: u32,
     groups: u32,
@@ -148,6 +171,7 @@ fn few_expert_kernel(
     stride: u32,
     offset: u32,
     #[comptime] shape: Shape,
+    #[comptime] biased: bool,
     #[comptime] able: Features,
 ) {
     let strips_each = comptime!(shape.each);
@@ -192,6 +216,9 @@ fn few_expert_kernel(
         #[unroll]
         for c in 0..CHUNKS {
             total += shared[comptime!(c * strips_each * ROWS) + unit];
+        }
+        if comptime!(biased) {
+            total += bias[(experts[pair] * strips) as usize * comptime!(ROWS) + element];
         }
         y[pair * stride as usize + offset as usize + element] = total;
     }

@@ -19,7 +19,7 @@ use crate::draw::{DrawScratch, draw};
 use crate::experts::{Choices, SharedOutput, combine, route};
 use crate::graph::Recorder;
 use crate::product::operands::{Activations, Matrix, Target};
-use crate::product::{ExpertMatrix, Pairs, expert_product, gate_product, gates, product};
+use crate::product::{ExpertMatrix, ExpertRows, Pairs, expert_product, gate_product, gates, product};
 use crate::rows::{RowFormats, cap, embed, gated, norm, norm_add};
 
 fn no_device() -> DeviceProperties {
@@ -81,10 +81,11 @@ fn products(client: &ComputeClient<Recorder>, kind: QuantType) {
         }
     }
     embed(client, ABLE, &table, 0, &vector, 1, None, &y);
-    let experts = ExpertMatrix { matrix: table, first: 0, rows: 512 };
+    let experts = ExpertMatrix { matrix: table, first: 0, rows: 512, count: 8 };
     let pairs = Pairs { x: &activations(4096), experts: &vector, count: 8, each: 8 };
-    for integers in [true, false] {
-        expert_product(client, ABLE, &experts, &pairs, integers, &y, 512, 0);
+    for (integers, bias) in [(true, None), (true, Some(&vector)), (false, None)] {
+        let out = ExpertRows { rows: &y, stride: 512, offset: 0, bias };
+        expert_product(client, ABLE, &experts, &pairs, integers, &out);
     }
 }
 
@@ -105,7 +106,7 @@ fn rows(client: &ComputeClient<Recorder>, wanted: RowFormats) {
     let (y, vector, x) = (handle(), handle(), activations(3584));
     norm(client, ABLE, &y, &vector, 1e-6, None, 1, wanted, &x);
     norm(client, ABLE, &y, &vector, 1e-6, Some(&vector), 1, wanted, &x);
-    for activation in [Activation::Silu, Activation::Gelu] {
+    for activation in [Activation::Silu, Activation::Gelu, Activation::Clamped] {
         gated(client, ABLE, &y, activation, 1, wanted, &x);
     }
     norm_add(client, ABLE, &y, &vector, 1e-6, 1, 3584, &vector);
@@ -125,9 +126,10 @@ fn attention(client: &ComputeClient<Recorder>, (heads, kv_heads, head_dim): (usi
         scale: 0.1,
         window: Some(512),
         cap: Some(50.0),
+        sinks: Some(&vector),
         eps: 1e-6,
     };
-    let plain = LayerHeads { biases: None, norms: None, window: None, cap: None, ..full.clone() };
+    let plain = LayerHeads { biases: None, norms: None, window: None, cap: None, sinks: None, ..full.clone() };
     let places = Places { count: 1, rows: handle(), tables: handle(), tables_len: 32, blocks: 8 };
     let pages = Pages { pages: handle(), count: 32 };
     let partials = Partials { values: handle(), sums: handle(), room: 64 };

@@ -24,29 +24,39 @@ fn filled(isa: Isa, size: usize, half: bool, positions: usize) -> KvCache {
     cache
 }
 
-/// First visible position, the row's own position, and the cap of its scores.
-type Row = (usize, usize, Option<f32>);
+/// First visible position, the row's own position, the cap of its scores, and whether heads have sinks.
+type Row = (usize, usize, Option<f32>, bool);
 
-fn attend(isa: Isa, cache: &KvCache, queries: &[f32], size: usize, (first, position, cap): Row) -> Vec<f32> {
+fn sinks_of(queries: &[f32], size: usize) -> Vec<f32> {
+    (0..queries.len() / size).map(|head| head as f32 * 0.7 - 1.0).collect()
+}
+
+fn attend(isa: Isa, cache: &KvCache, queries: &[f32], size: usize, (first, position, cap, sunk): Row) -> Vec<f32> {
     let mut out = vec![f32::NAN; queries.len()];
     let mut scores = vec![f32::NAN; scores_len(queries.len() / size, position + 1)];
     let pages = cache.view(1).unwrap().head(1, 1);
     let seen = first..position + 1;
-    let kernel = Attend { queries, head_dim: size, pages, seen, cap, scores: &mut scores, out: &mut out };
+    let sinks = sinks_of(queries, size);
+    let sinks = sunk.then_some(&sinks[..]);
+    let kernel = Attend { queries, head_dim: size, pages, seen, cap, sinks, scores: &mut scores, out: &mut out };
     // SAFETY: the instruction set was detected.
     unsafe { isa.run(kernel) };
     out
 }
 
 /// The scalar reference on the same cache contents.
-fn reference(half: bool, queries: &[f32], size: usize, (first, position, cap): Row) -> Vec<f32> {
+fn reference(half: bool, queries: &[f32], size: usize, (first, position, cap, sunk): Row) -> Vec<f32> {
     let cell = |v: &f32| if half { half::f16::from_f32(*v).to_f32() } else { *v };
     let head = |seed: usize| -> Vec<f32> { noise(2 * size, seed as u64)[size..].iter().map(cell).collect() };
     let keys: Vec<_> = (0..=position).map(|p| head(100 + p)).collect();
     let values: Vec<_> = (0..=position).map(|p| head(9000 + p)).collect();
     let keys: Vec<&[f32]> = keys.iter().map(Vec::as_slice).collect();
     let values: Vec<&[f32]> = values.iter().map(Vec::as_slice).collect();
-    queries.chunks_exact(size).flat_map(|q| order::attend(q, &keys, &values, first..position + 1, cap)).collect()
+    let sinks = sinks_of(queries, size);
+    let heads = queries.chunks_exact(size).zip(sinks);
+    heads
+        .flat_map(|(q, sink)| order::attend(q, &keys, &values, first..position + 1, cap, sunk.then_some(sink)))
+        .collect()
 }
 
 #[test]
@@ -57,9 +67,15 @@ fn every_instruction_set_matches_the_reference_bit_for_bit() {
                 let cache = filled(isa, size, half, 300);
                 for heads in [1, 2, 3, 4, 5, 7, 8] {
                     let queries: Vec<f32> = noise(heads * size, 4).iter().map(|q| q * 0.3).collect();
-                    for row in
-                        [(0, 0, None), (0, 1, None), (0, 31, None), (0, 32, None), (0, 127, None), (0, 128, None)]
-                    {
+                    for row in [
+                        (0, 0, None, false),
+                        (0, 1, None, false),
+                        (0, 31, None, false),
+                        (0, 32, None, false),
+                        (0, 127, None, false),
+                        (0, 128, None, false),
+                        (0, 128, None, true),
+                    ] {
                         let found = attend(isa, &cache, &queries, size, row);
                         assert_eq!(
                             found,
@@ -68,7 +84,13 @@ fn every_instruction_set_matches_the_reference_bit_for_bit() {
                         );
                     }
                     if heads == 3 {
-                        for row in [(0, 299, None), (7, 7, None), (130, 260, None), (129, 290, Some(5.0))] {
+                        for row in [
+                            (0, 299, None, false),
+                            (7, 7, None, false),
+                            (130, 260, None, false),
+                            (129, 290, Some(5.0), false),
+                            (0, 299, None, true),
+                        ] {
                             let found = attend(isa, &cache, &queries, size, row);
                             let expected = reference(half, &queries, size, row);
                             assert_eq!(found, expected, "{isa:?} {half} {size} {heads} {row:?}");

@@ -56,6 +56,7 @@ pub(super) fn cache_bytes_s(isa: Isa, pool: &mut Pool, bytes: usize) -> u64 {
                             pages: pages.head(layer, head),
                             seen: 0..POSITIONS,
                             cap: None,
+                            sinks: None,
                             scores: &mut scores.slice(worker..worker + 1)[0],
                             out: out.slice(part),
                         });

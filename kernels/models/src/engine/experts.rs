@@ -9,7 +9,7 @@ use kernels::order::experts::{Choice, weigh};
 use kernels::order::sigmoid;
 use kernels::pool::Pool;
 
-use super::{BlockScratch, GRAIN, Run, Shared, each_row, gate_rows, products};
+use super::{BlockScratch, GRAIN, Run, Shared, add_bias, each_row, gate_rows, products};
 use crate::model::load::{Experts, Matrix};
 
 /// Scratch of a mixture.
@@ -60,6 +60,7 @@ impl Mixture {
         out: &mut Vec<f32>,
     ) {
         products(run.isa, pool, x, run.integers, &[weights.router.tiles()], [&mut self.scores]);
+        add_bias(&mut self.scores, weights.router_bias.as_deref());
         self.route(run, weights, x.count());
         self.gather(x);
         self.run_experts(pool, run, weights);
@@ -122,6 +123,11 @@ impl Mixture {
         let ffn = gates.tiles().rows() / weights.count;
         let (x, groups) = (&x[..groups.len()], &groups[..]);
         grouped(pool, run, x, groups, weights.count, &[gates, ups], [gate, up], routes.len());
+        let biases = weights.biases.as_ref().map(|biases| biases.each_ref());
+        if let Some([gates, ups, _]) = biases {
+            add_biases(groups, gate, gates, ffn);
+            add_biases(groups, up, ups, ffn);
+        }
         gated.resize_with(gated.len().max(groups.len()), Rows::default);
         for (rows, group) in gated.iter_mut().zip(groups) {
             rows.shape(group.count, ffn);
@@ -130,6 +136,9 @@ impl Mixture {
         }
         let gated = &gated[..groups.len()];
         grouped(pool, run, gated, groups, weights.count, &[&weights.experts.down], [down], routes.len());
+        if let Some([.., downs]) = biases {
+            add_biases(groups, down, downs, weights.experts.down.tiles().rows() / weights.count);
+        }
     }
 
     fn combine(&self, pool: &mut Pool, run: Run, weights: &Experts, x: &Rows, out: &mut Vec<f32>) {
@@ -155,6 +164,14 @@ impl Mixture {
         let floats: usize = floats.into_iter().map(|v| v.capacity() * size_of::<f32>()).sum();
         let rows: usize = self.x.iter().chain(&self.gated).map(Rows::bytes).sum();
         floats + rows + self.routes.capacity() * size_of::<Route>()
+    }
+}
+
+/// Adds each expert's row of `biases` to the rows of its group.
+fn add_biases(groups: &[Group], rows: &mut [f32], biases: &[f32], width: usize) {
+    for Group { expert, first, count } in groups {
+        let bias = &biases[expert * width..(expert + 1) * width];
+        add_bias(&mut rows[first * width..(first + count) * width], Some(bias));
     }
 }
 

@@ -88,6 +88,8 @@ pub(crate) struct LayerWeights {
     pub(crate) input_biases: Option<[Vec<f32>; 3]>,
     /// RMSNorm weights of the query and key heads.
     pub(crate) head_norms: Option<[Vec<f32>; 2]>,
+    /// A score per query head.
+    pub(crate) sinks: Option<Vec<f32>>,
     pub(crate) output: Matrix,
     pub(crate) output_bias: Option<Vec<f32>>,
     /// RMSNorm weights after attention and feed-forward.
@@ -116,6 +118,9 @@ pub(crate) struct Experts {
     pub(crate) normalised: bool,
     /// One row per expert.
     pub(crate) router: Matrix,
+    pub(crate) router_bias: Option<Vec<f32>>,
+    /// Of gate, up and down, one row per expert.
+    pub(crate) biases: Option<[Vec<f32>; 3]>,
     pub(crate) experts: Gated,
     /// The expert of every row, and its gate of one row.
     pub(crate) shared: Option<(Matrix, Gated)>,
@@ -166,7 +171,8 @@ impl Loader<'_> {
             output: matrix(self, "attn_output")?,
             output_bias: recipe.output_bias.then(|| bias(self, "attn_output")).transpose()?,
             norms_after: norms(self, recipe.norms_after, ["post_attention_norm", "post_ffw_norm"])?,
-            ffn_norm: self.vector(&name("ffn_norm.weight"))?,
+            sinks: recipe.sinks.then(|| self.vector(&name("attn_sinks.weight"))).transpose()?,
+            ffn_norm: self.vector(&name(recipe.ffn_norm))?,
             feed_forward: self.feed_forward(recipe, index)?,
         })
     }
@@ -177,14 +183,18 @@ impl Loader<'_> {
             let mut part = |name: &str| matrix(&format!("{name}{kind}"));
             Ok(Gated { inputs: [part("ffn_gate")?, part("ffn_up")?], down: part("ffn_down")? })
         };
-        let Some(crate::weights::Experts { count, used, shared, normalised }) = recipe.experts else {
+        let Some(crate::weights::Experts { count, used, shared, normalised, biases }) = recipe.experts else {
             return Ok(FeedForward::Dense(gated("")?));
         };
         let experts = gated("_exps")?;
         let shared = shared.map(|_| gated("_shexp")).transpose()?;
         let shared = shared.map(|gated| Ok::<_, StageError>((matrix("ffn_gate_inp_shexp")?, gated))).transpose()?;
         let router = matrix("ffn_gate_inp")?;
-        Ok(FeedForward::Experts(Experts { count, used, normalised, router, experts, shared }))
+        let mut bias = |part: &str| self.vector(&format!("blk.{index}.{part}.bias"));
+        let router_bias = biases.then(|| bias("ffn_gate_inp")).transpose()?;
+        let mut all = || Ok::<_, StageError>([bias("ffn_gate_exps")?, bias("ffn_up_exps")?, bias("ffn_down_exps")?]);
+        let biases = biases.then(&mut all).transpose()?;
+        Ok(FeedForward::Experts(Experts { count, used, normalised, router, router_bias, biases, experts, shared }))
     }
 
     pub(crate) fn head(&mut self, config: &ModelConfig) -> Result<OutputHead, StageError> {

@@ -56,11 +56,13 @@ pub enum Architecture {
     Gemma3,
     /// As `Llama`; every fourth layer has no rotary embedding.
     SmolLm3,
+    /// Experts with biases and a clamped activation, attention sinks; every other layer uses a sliding window.
+    GptOss,
 }
 
 impl Architecture {
     /// All supported families.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Llama,
         Self::Qwen2,
         Self::Qwen2Moe,
@@ -69,6 +71,7 @@ impl Architecture {
         Self::Gemma2,
         Self::Gemma3,
         Self::SmolLm3,
+        Self::GptOss,
     ];
 
     /// The name in `general.architecture`.
@@ -83,12 +86,18 @@ impl Architecture {
             Self::Gemma2 => "gemma2",
             Self::Gemma3 => "gemma3",
             Self::SmolLm3 => "smollm3",
+            Self::GptOss => "gpt-oss",
         }
     }
 
     /// Whether the feed-forward is GeGLU, the embedding is scaled, and blocks are followed by a norm.
     pub(crate) fn is_gemma(self) -> bool {
         matches!(self, Self::Gemma2 | Self::Gemma3)
+    }
+
+    /// Whether some layers use a sliding window and others do not.
+    fn alternates(self) -> bool {
+        self.is_gemma() || self == Self::GptOss
     }
 
     /// Whether query and key heads are normalised.
@@ -147,6 +156,8 @@ pub struct ModelConfig {
     pub attention_output_bias: bool,
     /// RMSNorm on each query and key head (`blk.N.attn_{q,k}_norm.weight`, `head_dim` weights).
     pub qk_norm: bool,
+    /// A score per query head that takes part in the softmax, without a value (`blk.N.attn_sinks.weight`).
+    pub sinks: bool,
     /// RMSNorm on the outputs of attention and feed-forward (`blk.N.post_{attention,ffw}_norm.weight`, `width` weights).
     pub norms_after: bool,
     /// Sliding-window layers, if the family has them.
@@ -176,6 +187,8 @@ pub struct Experts {
     pub shared: Option<usize>,
     /// The factors of the chosen experts are divided by their sum.
     pub normalised: bool,
+    /// The router and the matrices of the experts have biases.
+    pub biases: bool,
 }
 
 /// Sliding-window (local) layers: all but every `period`-th.
@@ -310,7 +323,7 @@ impl ModelConfig {
         let kv_heads = keys.size("attention.head_count_kv", Some(heads), WIDTH_MAX)?;
         let head_dim = keys.size("attention.key_length", width.checked_div(heads), WIDTH_MAX)?;
         let value_dim = keys.size("attention.value_length", Some(head_dim), WIDTH_MAX)?;
-        let experts = keys.experts(architecture)?;
+        let experts = keys.experts(architecture, tensor("blk.0.ffn_gate_inp.bias").is_some())?;
         let ffn = match experts {
             None => keys.size("feed_forward_length", None, WIDTH_MAX)?,
             // Mixtral's files have the width under the usual name.
@@ -336,6 +349,7 @@ impl ModelConfig {
             attention_bias: tensor("blk.0.attn_q.bias").is_some(),
             attention_output_bias: architecture.has_output_bias() && tensor("blk.0.attn_output.bias").is_some(),
             qk_norm: architecture.has_head_norms(),
+            sinks: architecture == Architecture::GptOss,
             norms_after: architecture.is_gemma(),
             local: keys.local(architecture, layout, head_dim)?,
             attention_scale: keys.attention_scale(architecture, width / heads, head_dim)?,
@@ -393,6 +407,12 @@ impl ModelConfig {
         if self.tied { "token_embd.weight" } else { "output.weight" }
     }
 
+    /// The norm before the feed-forward block, without the `blk.N.` prefix; gpt-oss's files give it another name.
+    #[must_use]
+    pub fn ffn_norm_tensor(&self) -> &'static str {
+        if self.architecture == Architecture::GptOss { "post_attention_norm.weight" } else { "ffn_norm.weight" }
+    }
+
     /// The tensors of one block without their `blk.N.` prefix, with shape `[rows, cols]`.
     #[must_use]
     pub fn block_tensors(&self) -> Vec<(&'static str, [usize; 2])> {
@@ -404,7 +424,7 @@ impl ModelConfig {
             ("attn_k.weight", [kv, width]),
             ("attn_v.weight", [kv, width]),
             ("attn_output.weight", [width, q]),
-            ("ffn_norm.weight", [1, width]),
+            (self.ffn_norm_tensor(), [1, width]),
         ];
         match self.experts {
             None => tensors.extend([
@@ -413,7 +433,15 @@ impl ModelConfig {
                 ("ffn_down.weight", [width, ffn]),
             ]),
             // One expert after another in the rows.
-            Some(Experts { count, shared, .. }) => {
+            Some(Experts { count, shared, biases, .. }) => {
+                if biases {
+                    tensors.extend([
+                        ("ffn_gate_inp.bias", [1, count]),
+                        ("ffn_gate_exps.bias", [count, ffn]),
+                        ("ffn_up_exps.bias", [count, ffn]),
+                        ("ffn_down_exps.bias", [count, width]),
+                    ]);
+                }
                 tensors.extend([
                     ("ffn_gate_inp.weight", [count, width]),
                     ("ffn_gate_exps.weight", [count * ffn, width]),
@@ -435,6 +463,9 @@ impl ModelConfig {
         }
         if self.attention_output_bias {
             tensors.push(("attn_output.bias", [1, width]));
+        }
+        if self.sinks {
+            tensors.push(("attn_sinks.weight", [1, self.heads]));
         }
         if self.qk_norm {
             tensors.extend([("attn_q_norm.weight", [1, head_dim]), ("attn_k_norm.weight", [1, head_dim])]);
@@ -550,8 +581,8 @@ impl ModelConfig {
 
 /// Bytes of a tensor in memory: a matrix as tiles, a vector as f32.
 fn resident_bytes(tensor: &TensorInfo) -> u64 {
-    if tensor.rows == 1 && !tensor.name.ends_with(SHARED_GATE) {
-        return (tensor.cols * size_of::<f32>()) as u64;
+    if (tensor.rows == 1 && !tensor.name.ends_with(SHARED_GATE)) || tensor.name.ends_with(".bias") {
+        return (tensor.rows * tensor.cols * size_of::<f32>()) as u64;
     }
     tile::Layout::of(tensor.quant).matrix_bytes(tensor.rows, tensor.cols) as u64
 }

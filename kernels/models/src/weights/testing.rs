@@ -259,7 +259,11 @@ impl TinyModel {
             w.u32("gemma2.attention.sliding_window", 9);
         }
         let shared = self.architecture == Architecture::Qwen2Moe;
-        let mixture = shared || self.architecture == Architecture::Qwen3Moe;
+        let oss = self.architecture == Architecture::GptOss;
+        if oss {
+            w.u32("gpt-oss.attention.sliding_window", 9);
+        }
+        let mixture = shared || oss || self.architecture == Architecture::Qwen3Moe;
         let experts = self.experts.or(mixture.then_some([6, 2]));
         if let Some([count, used]) = experts {
             w.u32(&format!("{arch}.expert_count"), count as u32);
@@ -279,7 +283,7 @@ impl TinyModel {
         let mut seed = self.seed;
         let mut add = |name: &str, shape: [usize; 2]| {
             seed += 1;
-            let plain = shape[0] == 1 || name.contains("_gate_inp");
+            let plain = shape[0] == 1 || name.contains("_gate_inp") || name.ends_with(".bias");
             let quant = if plain { QuantType::F32 } else { self.quant };
             let blocks = shape[0] * shape[1] / quant.block_len();
             w.tensor(name, quant, shape, random_blocks(quant, blocks, seed));
@@ -292,7 +296,10 @@ impl TinyModel {
             add(&block("attn_k.weight"), [kv, self.width]);
             add(&block("attn_v.weight"), [kv, self.width]);
             add(&block("attn_output.weight"), [self.width, q]);
-            add(&block("ffn_norm.weight"), [1, self.width]);
+            add(&block(if oss { "post_attention_norm.weight" } else { "ffn_norm.weight" }), [1, self.width]);
+            if oss {
+                add(&block("attn_sinks.weight"), [1, self.heads]);
+            }
             let mut gated = |kind: &str, count: usize| {
                 add(&block(&format!("ffn_gate{kind}.weight")), [count * self.ffn, self.width]);
                 add(&block(&format!("ffn_up{kind}.weight")), [count * self.ffn, self.width]);
@@ -308,14 +315,20 @@ impl TinyModel {
             }
             if let Some([count, _]) = experts {
                 add(&block("ffn_gate_inp.weight"), [count, self.width]);
+                if oss {
+                    add(&block("ffn_gate_inp.bias"), [1, count]);
+                    add(&block("ffn_gate_exps.bias"), [count, self.ffn]);
+                    add(&block("ffn_up_exps.bias"), [count, self.ffn]);
+                    add(&block("ffn_down_exps.bias"), [count, self.width]);
+                }
             }
             let qwen2 = matches!(self.architecture, Architecture::Qwen2 | Architecture::Qwen2Moe);
-            if self.biases || qwen2 {
+            if self.biases || qwen2 || oss {
                 add(&block("attn_q.bias"), [1, q]);
                 add(&block("attn_k.bias"), [1, kv]);
                 add(&block("attn_v.bias"), [1, kv]);
             }
-            if self.biases && !qwen2 {
+            if (self.biases && !qwen2) || oss {
                 add(&block("attn_output.bias"), [1, self.width]);
             }
             if matches!(self.architecture, Architecture::Qwen3 | Architecture::Qwen3Moe | Architecture::Gemma3) {

@@ -55,7 +55,7 @@ fn nan_and_overflow_propagate() {
         unsafe { isa.run(Exp(&mut y)) };
         assert!(y.iter().all(|y| y.is_nan()), "{isa:?}");
         for (gate, up) in [(f32::NAN, 1.0), (1.0, f32::NAN), (f32::MAX, f32::MAX), (f32::MIN, 2.0)] {
-            for activation in [Activation::Silu, Activation::Gelu] {
+            for activation in [Activation::Silu, Activation::Gelu, Activation::Clamped] {
                 let (mut x, mut blocks) = (vec![0.0; 64], vec![ZERO; 2]);
                 let (gate, up) = (vec![gate; 40], vec![up; 40]);
                 let row = GateRow { activation, gate: &gate, up: &up, x: &mut x, blocks: &mut blocks };
@@ -89,7 +89,9 @@ fn norm_adds_then_scales() {
 
 #[test]
 fn gates_match_the_reference_bit_for_bit() {
-    for (width, activation) in [1, 16, 30, 512].into_iter().flat_map(|w| [(w, Activation::Silu), (w, Activation::Gelu)])
+    for (width, activation) in [1, 16, 30, 512]
+        .into_iter()
+        .flat_map(|w| [Activation::Silu, Activation::Gelu, Activation::Clamped].map(|a| (w, a)))
     {
         let gate: Vec<f32> = noise(width, 4).iter().map(|g| g * 30.0).collect();
         let up = noise(width, 5);

@@ -64,13 +64,13 @@ impl Keys<'_> {
         Ok(())
     }
 
-    pub(super) fn experts(&self, architecture: Architecture) -> Result<Option<Experts>, WeightsError> {
+    pub(super) fn experts(&self, architecture: Architecture, biases: bool) -> Result<Option<Experts>, WeightsError> {
         // Llama's files may say that there are none.
         let none = self.metadata.unsigned(&self.key("expert_count"))?.unwrap_or(0) == 0;
         let (required, normalised) = match architecture {
             Architecture::Llama => (false, true),
             Architecture::Qwen2Moe => (true, false),
-            Architecture::Qwen3Moe => (true, true),
+            Architecture::Qwen3Moe | Architecture::GptOss => (true, true),
             Architecture::Qwen2
             | Architecture::Qwen3
             | Architecture::Gemma2
@@ -103,11 +103,14 @@ impl Keys<'_> {
             | Architecture::Qwen3Moe
             | Architecture::Gemma2
             | Architecture::Gemma3
-            | Architecture::SmolLm3 => None,
+            | Architecture::SmolLm3
+            | Architecture::GptOss => None,
         };
         // The usual router is a softmax (1) without a factor.
         let (gating, scale) = ("expert_gating_func", "expert_weights_scale");
-        let unusual = self.metadata.unsigned(&self.key(gating))?.is_some_and(|kind| kind > 1);
+        // 3 is the softmax of the chosen scores: the softmax of all, normalised.
+        let usual = if architecture == Architecture::GptOss { 3 } else { 1 };
+        let unusual = self.metadata.unsigned(&self.key(gating))?.is_some_and(|kind| kind > 1 && kind != usual);
         // Some files say 0 where there is none.
         if unusual || ![0.0, 1.0].contains(&self.float(scale, Some(1.0), 0.0..1e6)?) {
             let keys = [gating, scale].map(|key| self.key(key));
@@ -116,7 +119,7 @@ impl Keys<'_> {
             return Err(WeightsError::Unsupported(what));
         }
         let normalised = self.metadata.bool(&self.key("expert_weights_norm"))?.unwrap_or(normalised);
-        Ok(Some(Experts { count, used, shared, normalised }))
+        Ok(Some(Experts { count, used, shared, normalised, biases }))
     }
 
     /// `pooling_type` is `llama_pooling_type` of llama.cpp's `llama.h`: 0 none, 1 mean, 2 first token, 3 last token, 4 rank.
@@ -135,7 +138,7 @@ impl Keys<'_> {
     pub(super) fn context(&self, architecture: Architecture) -> Result<usize, WeightsError> {
         let context = self.size("context_length", None, CONTEXT_MAX)?;
         let window = self.metadata.unsigned(&self.key("attention.sliding_window"))?.unwrap_or(0);
-        let all_layers = window > 0 && !architecture.is_gemma();
+        let all_layers = window > 0 && !architecture.alternates();
         Ok(if all_layers { context.min(usize::try_from(window).unwrap_or(context)) } else { context })
     }
 
@@ -150,6 +153,11 @@ impl Keys<'_> {
         if architecture == Architecture::Gemma2 {
             // Technical report of Gemma 2, section 2: local and global layers alternate, the first one is local.
             let window = self.size("attention.sliding_window", Some(4096), CONTEXT_MAX)?;
+            return Ok(Some(LocalLayers { window, period: 2, rope: self.rope(architecture, layout, head_dim)? }));
+        }
+        if architecture == Architecture::GptOss {
+            // Model card of gpt-oss, 2025: banded and full attention alternate, the first layer is banded.
+            let window = self.size("attention.sliding_window", Some(128), CONTEXT_MAX)?;
             return Ok(Some(LocalLayers { window, period: 2, rope: self.rope(architecture, layout, head_dim)? }));
         }
         if architecture != Architecture::Gemma3 {
@@ -226,7 +234,8 @@ impl Keys<'_> {
                 | Architecture::Qwen3Moe
                 | Architecture::Gemma2
                 | Architecture::Gemma3
-                | Architecture::SmolLm3,
+                | Architecture::SmolLm3
+                | Architecture::GptOss,
                 _,
             ) => RopeKind::Halves,
         };

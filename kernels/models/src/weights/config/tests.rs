@@ -1,4 +1,5 @@
 //! Tests of model configurations read from metadata, and of invalid metadata.
+use kernels::order::Activation;
 use kernels::quant::QuantType;
 
 use crate::recipe::Recipe;
@@ -39,15 +40,20 @@ fn each_architecture_has_its_configuration() {
     let recipe = Recipe::of(smollm3.config());
     let still = |index: usize| smollm3.rotary_frequencies(&recipe.layers[index].rope).expect("valid").inverse[0] == 0.0;
     assert_eq!((0..8).filter(|index| still(*index)).collect::<Vec<_>>(), [3, 7]);
+    let oss = config(Architecture::GptOss);
+    assert!(oss.attention_bias && oss.attention_output_bias && oss.sinks && !oss.norms_after);
+    let layers = Recipe::of(&oss).layers;
+    assert_eq!(layers.iter().map(|layer| layer.window).collect::<Vec<_>>(), [Some(9), None, Some(9)]);
+    assert_eq!((layers[0].activation, layers[0].ffn_norm), (Activation::Clamped, "post_attention_norm.weight"));
     let qwen2moe = config(Architecture::Qwen2Moe);
     assert_eq!((qwen2moe.attention_bias, qwen2moe.qk_norm, qwen2moe.rope.kind), (true, false, RopeKind::Halves));
-    let experts = Experts { count: 6, used: 2, shared: Some(512), normalised: false };
+    let experts = Experts { count: 6, used: 2, shared: Some(512), normalised: false, biases: false };
     assert_eq!(qwen2moe.experts, Some(experts));
     let qwen3moe = config(Architecture::Qwen3Moe);
     assert_eq!((qwen3moe.attention_bias, qwen3moe.qk_norm, qwen3moe.rope.kind), (false, true, RopeKind::Halves));
     assert_eq!(qwen3moe.experts, Some(Experts { shared: None, normalised: true, ..experts }));
     let mixtral = TinyModel { experts: Some([4, 2]), ..TinyModel::default() }.open().config().experts;
-    assert_eq!(mixtral, Some(Experts { count: 4, used: 2, shared: None, normalised: true }));
+    assert_eq!(mixtral, Some(Experts { count: 4, used: 2, shared: None, normalised: true, biases: false }));
     for (architecture, output) in [
         (Architecture::Llama, true),
         (Architecture::Qwen2, false),
@@ -57,6 +63,7 @@ fn each_architecture_has_its_configuration() {
         (Architecture::Gemma2, true),
         (Architecture::Gemma3, true),
         (Architecture::SmolLm3, true),
+        (Architecture::GptOss, true),
     ] {
         let biased = TinyModel { architecture, biases: true, ..TinyModel::default() }.open();
         assert_eq!((biased.config().attention_bias, biased.config().attention_output_bias), (true, output));
@@ -73,7 +80,7 @@ fn unsupported_features_are_rejected_by_name() {
     let tiny = || TinyModel::default().writer();
     rejects(
         tiny().text("general.architecture", "mamba"),
-        "\"mamba\"; supported: llama, qwen2, qwen2moe, qwen3, qwen3moe, gemma2, gemma3, smollm3",
+        "\"mamba\"; supported: llama, qwen2, qwen2moe, qwen3, qwen3moe, gemma2, gemma3, smollm3, gpt-oss",
     );
     rejects(tiny().without("general.architecture"), "general.architecture");
     let with_experts = |architecture| TinyModel { architecture, ..TinyModel::default() }.writer();
