@@ -24,10 +24,10 @@ pub(super) struct Experts {
     /// One row per expert.
     router: Vec<Part>,
     router_bias: Option<Handle>,
-    /// Of gate, up and down, one row per expert.
-    biases: Option<[Handle; 3]>,
-    /// Gate and up.
-    inputs: [ExpertMatrix; 2],
+    /// Of gate and up, and of down: one row per expert.
+    biases: Option<[Handle; 2]>,
+    /// Gate and up: together, or one by one if their formats differ.
+    inputs: Vec<ExpertMatrix>,
     down: ExpertMatrix,
     /// The expert of every row, and its gate of one row.
     shared: Option<(Vec<Part>, Gated)>,
@@ -53,7 +53,8 @@ impl FeedForward {
             return Err(input("expected no norm after a mixture of experts"));
         }
         let inputs = stacked(loader, &["ffn_gate_exps", "ffn_up_exps"].map(name), count)?;
-        let [down] = stacked(loader, &[name("ffn_down_exps")], count)?;
+        let [down] = <[ExpertMatrix; 1]>::try_from(stacked(loader, &[name("ffn_down_exps")], count)?)
+            .map_err(|_| input("expected one matrix of outputs"))?;
         let shared = shared.map(|_| block(loader, "_shexp")).transpose()?;
         let shared = match shared {
             Some(gated) => Some((loader.matrices(&[name("ffn_gate_inp_shexp")])?, gated)),
@@ -62,9 +63,9 @@ impl FeedForward {
         let router = loader.matrices(&[name("ffn_gate_inp")])?;
         let bias = |loader: &mut Loader<'_, R>, part: &str| loader.vector(&format!("blk.{index}.{part}.bias"));
         let router_bias = biases.then(|| bias(loader, "ffn_gate_inp")).transpose()?;
-        let all = |loader: &mut Loader<'_, R>| -> Result<[Handle; 3], StageError> {
-            let [gate, up, down] = ["ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"];
-            Ok([bias(loader, gate)?, bias(loader, up)?, bias(loader, down)?])
+        let all = |loader: &mut Loader<'_, R>| -> Result<[Handle; 2], StageError> {
+            let inputs = ["ffn_gate_exps", "ffn_up_exps"].map(|part| format!("blk.{index}.{part}.bias"));
+            Ok([loader.vectors(&inputs)?, bias(loader, "ffn_down_exps")?])
         };
         let biases = biases.then(|| all(loader)).transpose()?;
         Ok(Self::Experts(Experts { count, used, normalised, router, router_bias, biases, inputs, down, shared }))
@@ -89,10 +90,10 @@ impl FeedForward {
         match self {
             Self::Dense(gated) => block(gated),
             Self::Experts(experts) => {
-                let [gate, up] = &experts.inputs;
-                let used = [gate, up, &experts.down].map(|expert| expert.bytes() * experts.used as u64);
+                let matrices = experts.inputs.iter().chain([&experts.down]);
+                let used = matrices.map(|expert| expert.bytes() * experts.used as u64).sum::<u64>();
                 let shared = experts.shared.as_ref().map_or(0, |(gate, gated)| parts(gate) + block(gated));
-                parts(&experts.router) + shared + used.iter().sum::<u64>()
+                parts(&experts.router) + shared + used
             }
         }
     }
@@ -101,28 +102,33 @@ impl FeedForward {
 impl ExpertMatrix {
     /// Bytes of one expert.
     fn bytes(&self) -> u64 {
-        4 * (self.matrix.words() * self.rows / self.matrix.rows.next_multiple_of(TILE_ROWS)) as u64
+        let rows = self.matrices * self.rows;
+        4 * (self.matrix.words() * rows / self.matrix.rows.next_multiple_of(TILE_ROWS)) as u64
     }
 }
 
-/// Loads matrices with all experts in their rows.
-fn stacked<R: Platform, const N: usize>(
+/// Loads matrices with all experts in their rows: together if they are stored as one.
+fn stacked<R: Platform>(
     loader: &mut Loader<'_, R>,
-    names: &[String; N],
+    names: &[String],
     count: usize,
-) -> Result<[ExpertMatrix; N], StageError> {
+) -> Result<Vec<ExpertMatrix>, StageError> {
     let parts = loader.matrices(names)?;
     // All have the same number of rows.
-    let all = parts.iter().map(|part| part.width).sum::<usize>() / N;
+    let all = parts.iter().map(|part| part.width).sum::<usize>() / names.len();
+    if let [Part { matrix, .. }] = &parts[..] {
+        let (matrix, matrices) = (matrix.clone(), names.len());
+        return Ok(vec![ExpertMatrix { matrix, first: 0, matrices, rows: all / count, count }]);
+    }
     let find = |start: usize| {
         let holds = |part: &&Part| part.offset <= start && start + all <= part.offset + part.width;
         let part = parts.iter().find(holds).ok_or_else(|| {
             input(format!("a buffer of this device cannot hold the {count} experts of {}; use the CPU", names[0]))
         })?;
-        Ok(ExpertMatrix { matrix: part.matrix.clone(), first: start - part.offset, rows: all / count, count })
+        let (matrix, first) = (part.matrix.clone(), start - part.offset);
+        Ok(ExpertMatrix { matrix, first, matrices: 1, rows: all / count, count })
     };
-    let found: Vec<ExpertMatrix> = (0..N).map(|index| find(index * all)).collect::<Result<_, StageError>>()?;
-    found.try_into().map_err(|_| input("expected one matrix per name"))
+    (0..names.len()).map(|index| find(index * all)).collect()
 }
 
 impl<R: Platform> GpuEngine<R> {
@@ -150,8 +156,12 @@ impl<R: Platform> GpuEngine<R> {
         let pairs = Pairs { x: &scratch.x, experts: &choices.experts, count: count * experts.used, each: experts.used };
         let (integers, width) = (self.integers(), self.config.ffn);
         for (index, matrix) in experts.inputs.iter().enumerate() {
-            let bias = experts.biases.as_ref().map(|biases| &biases[index]);
-            let out = ExpertRows { rows: &scratch.both, stride: 2 * width, offset: index * width, bias };
+            let bias = experts.biases.as_ref().map(|[inputs, _]| {
+                // The biases of gate, then of up.
+                inputs.clone().offset_start(4 * (index * experts.count * width) as u64)
+            });
+            let (stride, offset) = (2 * width, index * width);
+            let out = ExpertRows { rows: &scratch.both, stride, offset, bias: bias.as_ref() };
             expert_product(client, self.able, matrix, &pairs, integers, &out);
         }
     }
@@ -180,7 +190,7 @@ impl<R: Platform> GpuEngine<R> {
         let (scratch, width, choices) = (&self.scratch, self.config.width, self.choices(experts));
         let mixture = &scratch.mixture;
         let pairs = Pairs { x: &scratch.gated, experts: &choices.experts, count: count * experts.used, each: 1 };
-        let bias = experts.biases.as_ref().map(|[.., down]| down);
+        let bias = experts.biases.as_ref().map(|[_, down]| down);
         let out = ExpertRows { rows: &mixture.outputs, stride: width, offset: 0, bias };
         expert_product(client, self.able, &experts.down, &pairs, self.integers(), &out);
         let shared = experts.shared.as_ref().map(|(gate, gated)| {

@@ -14,12 +14,14 @@ use crate::inline::await_previous;
 use crate::platform::{Platform, array};
 use crate::tiles::NIBBLES;
 
-/// The same matrix of all experts, one after another in the rows of a matrix.
+/// One or two matrices of all experts, such as gate and up: in the rows of a matrix, the first of all experts, then the second.
 #[derive(Clone, Debug)]
 pub(crate) struct ExpertMatrix {
     pub(crate) matrix: Matrix,
     /// Row of the first expert; a multiple of the tile rows.
     pub(crate) first: usize,
+    /// Number of matrices.
+    pub(crate) matrices: usize,
     /// Rows of an expert; a multiple of the tile rows.
     pub(crate) rows: usize,
     /// Number of experts.
@@ -36,13 +38,13 @@ pub(crate) struct Pairs<'a> {
     pub(crate) each: usize,
 }
 
-/// Outputs of pairs: columns `offset ..` of rows of `stride` elements.
+/// Outputs of pairs: columns `offset ..` of rows of `stride` elements; those of the second matrix follow those of the first.
 pub(crate) struct ExpertRows<'a> {
     /// `[pairs, stride]` f32.
     pub(crate) rows: &'a Handle,
     pub(crate) stride: usize,
     pub(crate) offset: usize,
-    /// Added to the products, `[experts, rows of an expert]`.
+    /// Added to the products, `[matrices, experts, rows of an expert]`.
     pub(crate) bias: Option<&'a Handle>,
 }
 
@@ -58,7 +60,8 @@ pub(crate) fn expert_product<R: Platform>(
     let (matrix, x, rows) = (&experts.matrix, pairs.x, pairs.count / pairs.each);
     let ExpertRows { rows: y, stride, offset, bias } = *out;
     let (biased, bias) = (bias.is_some(), bias.unwrap_or(y));
-    let bias_len = if biased { experts.count * experts.rows } else { 1 };
+    let all = experts.count * experts.rows;
+    let bias_len = if biased { experts.matrices * all } else { 1 };
     let integers = integers && Layout::of(matrix.kind).bits > 0;
     let (strips, first) = (experts.rows / ROWS, experts.first / ROWS);
     if !(integers && able.matrices) {
@@ -66,7 +69,7 @@ pub(crate) fn expert_product<R: Platform>(
         unsafe {
             plain_expert_kernel::launch_unchecked::<R>(
                 client,
-                CubeCount::Static(strips as u32, pairs.count as u32, 1),
+                CubeCount::Static(strips as u32, pairs.count as u32, experts.matrices as u32),
                 CubeDim::new_2d(ROWS as u32, CHUNKS as u32),
                 array(&matrix.tiles, matrix.words()),
                 array(&x.floats, rows * x.cols),
@@ -78,6 +81,7 @@ pub(crate) fn expert_product<R: Platform>(
                 matrix.cols as u32,
                 first as u32,
                 strips as u32,
+                (all / ROWS) as u32,
                 pairs.each as u32,
                 stride as u32,
                 offset as u32,
@@ -93,7 +97,7 @@ pub(crate) fn expert_product<R: Platform>(
     unsafe {
         few_expert_kernel::launch_unchecked::<R>(
             client,
-            CubeCount::Static(strips.div_ceil(EACH) as u32, pairs.count as u32, 1),
+            CubeCount::Static(strips.div_ceil(EACH) as u32, pairs.count as u32, experts.matrices as u32),
             CubeDim::new_2d(32, CHUNKS as u32),
             array(&matrix.tiles, matrix.words()),
             array(&matrix.tiles, matrix.words()),
@@ -106,6 +110,7 @@ pub(crate) fn expert_product<R: Platform>(
             matrix.groups() as u32,
             first as u32,
             strips as u32,
+            (all / ROWS) as u32,
             pairs.each as u32,
             stride as u32,
             offset as u32,
@@ -131,6 +136,7 @@ fn plain_expert_kernel(
     cols: u32,
     first: u32,
     strips: u32,
+    all_strips: u32,
     each: u32,
     stride: u32,
     offset: u32,
@@ -141,16 +147,19 @@ fn plain_expert_kernel(
 ) {
     let (row, chunk) = (UNIT_POS_X as usize, UNIT_POS_Y as usize);
     let (strip, pair) = (CUBE_POS_X as usize, CUBE_POS_Y as usize);
-    let of_matrix = (first + experts[pair] * strips) as usize + strip;
+    // Tile rows from the first matrix's first expert to this one.
+    let from = CUBE_POS_Z * all_strips + experts[pair] * strips;
+    let of_matrix = (first + from) as usize + strip;
     let token = pair / each as usize;
     let sum =
         chunk_sum(tiles, floats, codes, scales, of_matrix, token, row, chunk, cols as usize, kind, integers, able);
     let mut total = total_of(sum, row, chunk);
     if chunk == 0 {
         if comptime!(biased) {
-            total += bias[(experts[pair] * strips) as usize * comptime!(ROWS) + strip * comptime!(ROWS) + row];
+            total += bias[(from as usize + strip) * comptime!(ROWS) + row];
         }
-        y[pair * stride as usize + offset as usize + strip * comptime!(ROWS) + row] = total;
+        let column = (CUBE_POS_Z * strips) as usize + strip;
+        y[pair * stride as usize + offset as usize + column * comptime!(ROWS) + row] = total;
     }
 }
 
@@ -167,6 +176,7 @@ fn few_expert_kernel(
     groups: u32,
     first: u32,
     strips: u32,
+    all_strips: u32,
     each: u32,
     stride: u32,
     offset: u32,
@@ -179,7 +189,8 @@ fn few_expert_kernel(
     let (strip, pair) = (CUBE_POS_X as usize * strips_each, CUBE_POS_Y as usize);
     // The address of the weights depends on the choice of the preceding kernel.
     await_previous(able);
-    let begin = (first + experts[pair] * strips) as usize;
+    let from = CUBE_POS_Z * all_strips + experts[pair] * strips;
+    let begin = (first + from) as usize;
     let mut sums = Array::<f32>::new(comptime!(4 * strips_each));
     #[unroll]
     for i in 0..comptime!(4 * strips_each) {
@@ -218,8 +229,9 @@ fn few_expert_kernel(
             total += shared[comptime!(c * strips_each * ROWS) + unit];
         }
         if comptime!(biased) {
-            total += bias[(experts[pair] * strips) as usize * comptime!(ROWS) + element];
+            total += bias[from as usize * comptime!(ROWS) + element];
         }
-        y[pair * stride as usize + offset as usize + element] = total;
+        let column = (CUBE_POS_Z * strips) as usize * comptime!(ROWS) + element;
+        y[pair * stride as usize + offset as usize + column] = total;
     }
 }

@@ -8,6 +8,9 @@ use super::operands::{Finish, finish_element};
 use crate::arithmetic::{Features, chunk_range, fused};
 use crate::tiles::{code_words, row_scales, slot_codes, tile_words, weight};
 
+/// Columns of unquantised weights that are loaded at once.
+const BATCH: usize = 16;
+
 #[cube(launch_unchecked)]
 pub(super) fn plain_kernel(
     tiles: &Array<u32>,
@@ -64,9 +67,28 @@ pub(super) fn chunk_sum(
             }
         } else {
             let end = min(comptime!(GROUP), cols - group * comptime!(GROUP));
-            for column in 0..end {
-                let x = floats[token * cols + group * comptime!(GROUP) + column];
-                sum = fused(weight(tiles, tile, row, column, kind, able), x, sum, able);
+            let x = token * cols + group * comptime!(GROUP);
+            let mut column = 0usize;
+            if comptime!(Layout::of(kind).bits == 0) {
+                // Loads of a batch overlap; the chain of additions keeps its order.
+                let mut weights = Array::<f32>::new(BATCH);
+                let mut numbers = Array::<f32>::new(BATCH);
+                while column + BATCH <= end {
+                    #[unroll]
+                    for i in 0..BATCH {
+                        weights[i] = weight(tiles, tile, row, column + i, kind, able);
+                        numbers[i] = floats[x + column + i];
+                    }
+                    #[unroll]
+                    for i in 0..BATCH {
+                        sum = fused(weights[i], numbers[i], sum, able);
+                    }
+                    column += BATCH;
+                }
+            }
+            while column < end {
+                sum = fused(weight(tiles, tile, row, column, kind, able), floats[x + column], sum, able);
+                column += 1;
             }
         }
     }

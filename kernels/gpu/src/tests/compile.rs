@@ -81,7 +81,7 @@ fn products(client: &ComputeClient<Recorder>, kind: QuantType) {
         }
     }
     embed(client, ABLE, &table, 0, &vector, 1, None, &y);
-    let experts = ExpertMatrix { matrix: table, first: 0, rows: 512, count: 8 };
+    let experts = ExpertMatrix { matrix: table, first: 0, matrices: 1, rows: 512, count: 8 };
     let pairs = Pairs { x: &activations(4096), experts: &vector, count: 8, each: 8 };
     for (integers, bias) in [(true, None), (true, Some(&vector)), (false, None)] {
         let out = ExpertRows { rows: &y, stride: 512, offset: 0, bias };
