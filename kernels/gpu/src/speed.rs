@@ -206,6 +206,7 @@ impl Recorded for Attends<'_> {
             scale: 1.0,
             window: None,
             cap: None,
+            sinks: None,
             eps: 1e-5,
         };
         let wanted = RowFormats { floats: false, integers: true };
