@@ -312,7 +312,7 @@ fn every_message_survives_a_round_trip() {
 
 /// The bytes when the protocol got its number. If this fails, either the change is a mistake or `PROTOCOL` must increase.
 #[test]
-fn golden_bytes_of_protocol_17() {
+fn golden_bytes_of_protocol_18() {
     let say = ToCoordinator::Stage(FromStage::Token { request: REQUEST, position: 41, sampled: 49_151.into() });
     let token = Message::ToCoordinator { job: JOB, epoch: EPOCH, say };
     let bytes = encode_advert(&advert()).unwrap();
@@ -326,12 +326,12 @@ fn golden_bytes_of_protocol_17() {
             hex(&blake3::hash(&bytes).as_bytes()[..8]),
         ],
         [
-            "1104fd08070605040302010710090909090909090909090909090909090600fb2c0129fbffbf0000",
-            "1101",
-            "1103fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
-            "110105fb2c01",
-            "111001010101010101010101010101010101fc00d2496b032608080808080808",
-            "c64d32095dd89c8a",
+            "1204fd08070605040302010710090909090909090909090909090909090600fb2c0129fbffbf0000",
+            "1201",
+            "1203fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
+            "120105fb2c01",
+            "121001010101010101010101010101010101fc00d2496b032608080808080808",
+            "dcba36c5124bd7c9",
         ]
     );
 }
