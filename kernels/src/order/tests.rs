@@ -128,7 +128,7 @@ fn attention_agrees_with_f64_and_ignores_positions_outside_its_window() {
         (0..1, None),
         (0..128, None),
         (0..129, None),
-        (0..300, None, None),
+        (0..300, None),
         (130..300, None, None),
         (3..257, Some(5.0)),
     ] {
