@@ -124,14 +124,9 @@ fn attention_agrees_with_f64_and_ignores_positions_outside_its_window() {
     let (keys, values) = (random(size * held, 8), random(size * held, 9));
     let keys: Vec<&[f32]> = keys.chunks(size).collect();
     let values: Vec<&[f32]> = values.chunks(size).collect();
-    for (seen, cap) in [
-        (0..1, None),
-        (0..128, None),
-        (0..129, None),
-        (0..300, None),
-        (130..300, None, None),
-        (3..257, Some(5.0)),
-    ] {
+    for (seen, cap) in
+        [(0..1, None), (0..128, None), (0..129, None), (0..300, None), (130..300, None), (3..257, Some(5.0))]
+    {
         let found = attend(&query, &keys, &values, seen.clone(), cap, None);
         let score = |p: usize| {
             let score: f64 = query.iter().zip(keys[p]).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum();
