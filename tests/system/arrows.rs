@@ -35,7 +35,17 @@ const ARROWS: &[(&str, &[&str])] = &[
     ),
     (
         "system-tests",
-        &["partitioner", "node-core", "transport", "kernels-simulations", "kernels-gpu", "meshnode", "simnet"],
+        &[
+            "partitioner",
+            "node-core",
+            "transport",
+            "kernels",
+            "kernels-models",
+            "kernels-simulations",
+            "kernels-gpu",
+            "meshnode",
+            "simnet",
+        ],
     ),
 ];
 

@@ -29,6 +29,6 @@ pub enum Content {
         /// Row range.
         rows: Range<u64>,
     },
-    /// Bytes outside all tensors, which nobody needs.
+    /// Bytes outside all tensors, which no stage needs.
     Padding,
 }
