@@ -240,12 +240,12 @@ mod tests {
     fn the_list_of_commands_is_complete() {
         let names: Vec<String> = command().get_subcommands().map(|c| c.get_name().to_owned()).collect();
         for name in
-            "up join leave drain invite approve ban status peers jobs pull plan run serve submit watch cancel bench selftest demo open doctor completions"
+            "up join leave drain invite approve ban status peers jobs pull inspect plan run serve submit watch cancel bench selftest demo open doctor completions"
                 .split(' ')
         {
             assert!(names.contains(&name.to_owned()), "{name} is missing");
         }
-        assert_eq!(names.len(), 23, "unexpected command: {names:?}");
+        assert_eq!(names.len(), 24, "unexpected command: {names:?}");
     }
 
     #[test]

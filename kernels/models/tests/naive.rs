@@ -2,6 +2,7 @@
 #![expect(clippy::needless_range_loop, reason = "loops over indices, as the formulas are written")]
 #![expect(clippy::print_stdout, reason = "human-readable figures")]
 use std::f64::consts::PI;
+use std::ops::Range;
 use std::sync::Arc;
 
 use kernels::quant::{QUANT_TYPES, QuantType};
@@ -82,9 +83,9 @@ fn naive(file: &ModelFile, tokens: &[u32]) -> Vec<f64> {
             // Expert `index` of `count`: the matrices of all experts are stacked.
             let block = |kind: &str, index: usize, count: usize| -> Vec<f64> {
                 let part = |part: &str| {
-                    let all = rows(file, &name(&format!("{part}{kind}.weight")));
-                    let each = all.len() / count;
-                    all[index * each..(index + 1) * each].to_vec()
+                    let name = name(&format!("{part}{kind}.weight"));
+                    let each = file.tensor(&name).unwrap().rows / count;
+                    rows_of(file, &name, index * each..(index + 1) * each)
                 };
                 let biased = |part: &str, mut y: Vec<f64>| {
                     let bias = name(&format!("{part}{kind}.bias"));
@@ -150,9 +151,13 @@ fn naive(file: &ModelFile, tokens: &[u32]) -> Vec<f64> {
 }
 
 fn rows(file: &ModelFile, name: &str) -> Vec<Vec<f64>> {
+    rows_of(file, name, 0..file.tensor(name).unwrap().rows)
+}
+
+fn rows_of(file: &ModelFile, name: &str, rows: Range<usize>) -> Vec<Vec<f64>> {
     let tensor = file.tensor(name).unwrap();
-    let mut all = vec![0.0; tensor.rows * tensor.cols];
-    tensor.quant.dequantize_f64(&tensor.read(0..tensor.rows).unwrap(), &mut all);
+    let mut all = vec![0.0; rows.len() * tensor.cols];
+    tensor.quant.dequantize_f64(&tensor.read(rows).unwrap(), &mut all);
     all.chunks_exact(tensor.cols).map(<[f64]>::to_vec).collect()
 }
 
