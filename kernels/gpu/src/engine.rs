@@ -130,7 +130,7 @@ struct Layer {
 /// What follows attention.
 enum FeedForward {
     Dense(Gated),
-    Experts(mixture::Experts),
+    Experts(Box<mixture::Experts>),
 }
 
 /// A gated feed-forward block.

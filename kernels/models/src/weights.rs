@@ -280,12 +280,12 @@ fn open_part(path: &Path, number: usize, count: usize) -> Result<split::Part, We
 
 /// Says which part of a model is missing.
 fn missing_part(error: WeightsError, path: &Path, number: usize, count: usize) -> WeightsError {
-    match error {
-        WeightsError::Io { source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
-            WeightsError::MissingPart { path: path.to_owned(), number: number + 1, count }
-        }
-        other => other,
+    if let WeightsError::Io { source, .. } = &error
+        && source.kind() == std::io::ErrorKind::NotFound
+    {
+        return WeightsError::MissingPart { path: path.to_owned(), number: number + 1, count };
     }
+    error
 }
 
 #[cfg(test)]

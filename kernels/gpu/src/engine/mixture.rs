@@ -68,7 +68,8 @@ impl FeedForward {
             Ok([loader.vectors(&inputs)?, bias(loader, "ffn_down_exps")?])
         };
         let biases = biases.then(|| all(loader)).transpose()?;
-        Ok(Self::Experts(Experts { count, used, normalised, router, router_bias, biases, inputs, down, shared }))
+        let experts = Experts { count, used, normalised, router, router_bias, biases, inputs, down, shared };
+        Ok(Self::Experts(Box::new(experts)))
     }
 
     /// The matrices that read the normalised rows.

@@ -62,7 +62,12 @@ fn whole(shape: &Shape, quant: QuantType) -> Arc<ModelFile> {
         let (block_bytes, block_len) = (tensor.quant.block_bytes(), tensor.quant.block_len());
         let in_row = tensor.cols / block_len;
         // Bytes of a block with the low four bits of its codes, and a mask of their lowest bits: two codes per byte, or one.
-        let places = [(QuantType::Q4_0, 2..18, 0x11), (QuantType::Q8_0, 2..34, 1), (QuantType::Q6K, 0..128, 0x11)];
+        let places = [
+            (QuantType::F32, 0..0, 0),
+            (QuantType::Q4_0, 2..18, 0x11),
+            (QuantType::Q8_0, 2..34, 1),
+            (QuantType::Q6K, 0..128, 0x11),
+        ];
         let (_, codes, both) =
             places.into_iter().find(|(kind, ..)| *kind == tensor.quant).expect("a format in `places`");
         // The device stores these matrices as one.
@@ -70,6 +75,7 @@ fn whole(shape: &Shape, quant: QuantType) -> Arc<ModelFile> {
             Some((_, "attn_k")) => &["attn_q"],
             Some((_, "attn_v")) => &["attn_q", "attn_k"],
             Some((_, "ffn_up")) => &["ffn_gate"],
+            Some((_, "ffn_up_exps")) => &["ffn_gate_exps"],
             _ => &[],
         };
         let block_name = tensor.name.rsplitn(3, '.').last().unwrap();

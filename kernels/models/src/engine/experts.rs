@@ -118,11 +118,12 @@ impl Mixture {
     }
 
     fn run_experts(&mut self, pool: &mut Pool, run: Run, weights: &Experts) {
-        let Self { routes, groups, x, gated, gate, up, down, .. } = self;
+        let Self { groups, x, gated, gate, up, down, .. } = self;
         let [gates, ups] = &weights.experts.inputs;
         let ffn = gates.tiles().rows() / weights.count;
         let (x, groups) = (&x[..groups.len()], &groups[..]);
-        grouped(pool, run, x, groups, weights.count, &[gates, ups], [gate, up], routes.len());
+        let inputs = Grouped { run, x, groups, experts: weights.count };
+        inputs.products(pool, &[gates, ups], [gate, up]);
         let biases = weights.biases.as_ref().map(|biases| biases.each_ref());
         if let Some([gates, ups, _]) = biases {
             add_biases(groups, gate, gates, ffn);
@@ -134,8 +135,8 @@ impl Mixture {
             let part = group.first * ffn..(group.first + group.count) * ffn;
             gate_rows(pool, run, &gate[part.clone()], &up[part], rows);
         }
-        let gated = &gated[..groups.len()];
-        grouped(pool, run, gated, groups, weights.count, &[&weights.experts.down], [down], routes.len());
+        let gated = Grouped { x: &gated[..groups.len()], ..inputs };
+        gated.products(pool, &[&weights.experts.down], [down]);
         if let Some([.., downs]) = biases {
             add_biases(groups, down, downs, weights.experts.down.tiles().rows() / weights.count);
         }
@@ -175,40 +176,45 @@ fn add_biases(groups: &[Group], rows: &mut [f32], biases: &[f32], width: usize) 
     }
 }
 
-/// The products of each group's rows with its expert's part of each matrix, `[rows of all groups, rows of an expert]`. All groups
-/// are split among the threads together.
-fn grouped<const N: usize>(
-    pool: &mut Pool,
+/// Rows of all groups, each computed by its group's expert.
+struct Grouped<'a> {
     run: Run,
-    x: &[Rows],
-    groups: &[Group],
+    /// One for each group.
+    x: &'a [Rows],
+    groups: &'a [Group],
+    /// Number of experts.
     experts: usize,
-    matrices: &[&Matrix; N],
-    out: [&mut Vec<f32>; N],
-    rows: usize,
-) {
-    let tiles = matrices.map(Matrix::tiles);
-    // All matrices have the same number of rows, a multiple of the grain.
-    let each = tiles[0].rows() / experts;
-    let out: [Shared<'_, f32>; N] = out.map(|out| {
-        out.resize(rows * each, 0.0); // every element is written below
-        Shared::of(out)
-    });
-    pool.run(groups.len() * N * each, GRAIN, &|_, mine| {
-        let mut from = mine.start;
-        while from < mine.end {
-            let (unit, end) = (from / each, mine.end.min((from / each + 1) * each));
-            let part: Range<usize> = from - unit * each..end - unit * each;
-            let (group, matrix) = (unit / N, unit % N);
-            let Group { expert, first, count } = groups[group];
-            let weights = tiles[matrix].part(expert * each..(expert + 1) * each);
-            debug_assert!((first + count) * each <= rows * each);
-            // SAFETY: ranges do not overlap, so no element is written twice; the instruction set was detected.
-            unsafe {
-                let out = out[matrix].start.add(first * each);
-                Product { weights, x: &x[group], rows: part, integers: run.integers, out }.run(run.isa);
+}
+
+impl Grouped<'_> {
+    /// The products of each group's rows with its expert's part of each matrix, `[rows of all groups, rows of an expert]`. All
+    /// groups are split among the threads together.
+    fn products<const N: usize>(&self, pool: &mut Pool, matrices: &[&Matrix; N], out: [&mut Vec<f32>; N]) {
+        let Self { run, x, groups, experts } = *self;
+        let tiles = matrices.map(Matrix::tiles);
+        // All matrices have the same number of rows, a multiple of the grain.
+        let each = tiles[0].rows() / experts;
+        let rows: usize = groups.iter().map(|group| group.count).sum();
+        let out: [Shared<'_, f32>; N] = out.map(|out| {
+            out.resize(rows * each, 0.0); // every element is written below
+            Shared::of(out)
+        });
+        pool.run(groups.len() * N * each, GRAIN, &|_, mine| {
+            let mut from = mine.start;
+            while from < mine.end {
+                let (unit, end) = (from / each, mine.end.min((from / each + 1) * each));
+                let part: Range<usize> = from - unit * each..end - unit * each;
+                let (group, matrix) = (unit / N, unit % N);
+                let Group { expert, first, count } = groups[group];
+                let weights = tiles[matrix].part(expert * each..(expert + 1) * each);
+                debug_assert!(first + count <= rows, "the output has a row for each row of the group");
+                // SAFETY: ranges do not overlap, so no element is written twice; the instruction set was detected.
+                unsafe {
+                    let out = out[matrix].start.add(first * each);
+                    Product { weights, x: &x[group], rows: part, integers: run.integers, out }.run(run.isa);
+                }
+                from = end;
             }
-            from = end;
-        }
-    });
+        });
+    }
 }

@@ -101,7 +101,7 @@ pub(crate) struct LayerWeights {
 /// What follows attention.
 pub(crate) enum FeedForward {
     Dense(Gated),
-    Experts(Experts),
+    Experts(Box<Experts>),
 }
 
 /// A gated feed-forward block, or those of all experts, one after another in the rows.
@@ -194,7 +194,8 @@ impl Loader<'_> {
         let router_bias = biases.then(|| bias("ffn_gate_inp")).transpose()?;
         let mut all = || Ok::<_, StageError>([bias("ffn_gate_exps")?, bias("ffn_up_exps")?, bias("ffn_down_exps")?]);
         let biases = biases.then(&mut all).transpose()?;
-        Ok(FeedForward::Experts(Experts { count, used, normalised, router, router_bias, biases, experts, shared }))
+        let experts = Experts { count, used, normalised, router, router_bias, biases, experts, shared };
+        Ok(FeedForward::Experts(Box::new(experts)))
     }
 
     pub(crate) fn head(&mut self, config: &ModelConfig) -> Result<OutputHead, StageError> {

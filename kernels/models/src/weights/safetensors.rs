@@ -111,8 +111,9 @@ pub(super) fn join(parts: &[Part], index: Option<&BTreeMap<String, String>>) -> 
             }
         }
         ranges.sort_unstable();
-        if let Some([a, b]) = ranges.array_windows().find(|[a, b]| b.0 < a.1) {
-            return Err(malformed(&format!("tensors {:?} and {:?} in {} overlap", a.2, b.2, part.name())));
+        if let Some(pair) = ranges.windows(2).find(|pair| pair[1].0 < pair[0].1) {
+            let (a, b) = (pair[0].2, pair[1].2);
+            return Err(malformed(&format!("tensors {a:?} and {b:?} in {} overlap", part.name())));
         }
     }
     if let Some(index) = index {

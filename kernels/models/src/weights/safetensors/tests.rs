@@ -37,12 +37,8 @@ impl Folder {
                 header[name] = json!({"dtype": dtype, "shape": shape, "data_offsets": [start, data.len()]});
             }
         }
-        let kind = match c.architecture {
-            Architecture::Qwen2Moe => "qwen2_moe",
-            Architecture::Qwen3Moe => "qwen3_moe",
-            Architecture::Llama if c.experts.is_some() => "mixtral",
-            other => other.name(),
-        };
+        let mixtral = c.architecture == Architecture::Llama && c.experts.is_some();
+        let kind = if mixtral { "mixtral" } else { c.architecture.name() }.replace("moe", "_moe");
         let mut config = json!({
             "model_type": kind, "hidden_act": "silu", "num_hidden_layers": c.layers,
             "max_position_embeddings": c.context, "hidden_size": c.width, "intermediate_size": c.ffn,
