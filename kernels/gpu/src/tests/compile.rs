@@ -171,9 +171,13 @@ fn toolkit() -> Option<(PathBuf, Toolkit)> {
     Some((ptxas.expect("ptxas in MESHNODE_CUDA"), load_from(&root).expect("NVRTC in MESHNODE_CUDA")))
 }
 
-/// CubeCL lays out this kernel's shared memory in a different order each time, and some orders make a card spill two words. It runs
-/// once per token, with one cube per row.
-const MAY_SPILL: &str = "choose_kernel";
+/// Kernels, and the formats, that may spill two words.
+///
+/// - CubeCL lays out the shared memory of `choose_kernel` in a different order each time, and some orders make a card spill. It runs
+///   once per token, with one cube per row.
+/// - CUDA runs `plain_expert_kernel` only for unquantised weights and in strict arithmetic.
+/// - The panel kernel has no register left for the second scale of Q3_K's blocks on cards before Hopper.
+const MAY_SPILL: [(&str, &str); 3] = [("choose_kernel", ""), ("plain_expert_kernel", ""), ("panel_kernel", "Q3K")];
 
 /// Compiles a kernel to machine code for one architecture.
 ///
@@ -200,7 +204,8 @@ fn assembled(
     let said = String::from_utf8_lossy(&run.stderr);
     let wrong = |line: &&str| {
         let spills = line.contains("spill") && !line.contains("0 bytes spill stores, 0 bytes spill loads");
-        let spills = spills && !source.entry.name.starts_with(MAY_SPILL);
+        let may = |(kernel, format): &(&str, &str)| source.entry.name.starts_with(kernel) && label.starts_with(format);
+        let spills = spills && !MAY_SPILL.iter().any(may);
         spills || line.contains("error")
     };
     let wrong: String = said.lines().filter(wrong).collect();
