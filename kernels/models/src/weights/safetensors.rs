@@ -146,7 +146,7 @@ fn stack_of(name: &str) -> (String, usize) {
 fn stacked(name: &str, stack: BTreeMap<usize, (Listed, Source)>) -> Result<(Listed, Source), WeightsError> {
     let count = stack.len();
     let wrong = |what: &str| malformed(&format!("tensor {name:?}: expected {what} of all {count} experts"));
-    if stack.keys().last().is_some_and(|last| last + 1 != count) {
+    if stack.keys().last().is_some_and(|last| last.checked_add(1) != Some(count)) {
         return Err(wrong("one matrix"));
     }
     let mut stack = stack.into_values();
