@@ -13,7 +13,7 @@ use crate::experts::{Choices, SharedOutput, combine, route};
 use crate::load::{Loader, Part};
 use crate::platform::Platform;
 use crate::product::operands::Matrix;
-use crate::product::{ExpertMatrix, ExpertRows, Pairs, expert_product};
+use crate::product::{ExpertMatrix, ExpertRows, Groups, Pairs, expert_product, group, grouped};
 use crate::rows::gated;
 
 /// The weights of a mixture.
@@ -154,7 +154,12 @@ impl<R: Platform> GpuEngine<R> {
             false,
         );
         route(client, self.able, scores, experts.count, experts.normalised, count, &choices);
-        let pairs = Pairs { x: &scratch.x, experts: &choices.experts, count: count * experts.used, each: experts.used };
+        let groups = self.groups(experts, count);
+        if let Some(groups) = groups {
+            group(client, &choices.experts, experts.count, count * experts.used, groups);
+        }
+        let (each, count) = (experts.used, count * experts.used);
+        let pairs = Pairs { x: &scratch.x, experts: &choices.experts, count, each, groups };
         let (integers, width) = (self.integers(), self.config.ffn);
         for (index, matrix) in experts.inputs.iter().enumerate() {
             let bias = experts.biases.as_ref().map(|[inputs, _]| {
@@ -190,7 +195,9 @@ impl<R: Platform> GpuEngine<R> {
     ) {
         let (scratch, width, choices) = (&self.scratch, self.config.width, self.choices(experts));
         let mixture = &scratch.mixture;
-        let pairs = Pairs { x: &scratch.gated, experts: &choices.experts, count: count * experts.used, each: 1 };
+        let groups = self.groups(experts, count);
+        let pairs =
+            Pairs { x: &scratch.gated, experts: &choices.experts, count: count * experts.used, each: 1, groups };
         let bias = experts.biases.as_ref().map(|[_, down]| down);
         let out = ExpertRows { rows: &mixture.outputs, stride: width, offset: 0, bias };
         expert_product(client, self.able, &experts.down, &pairs, self.integers(), &out);
@@ -203,6 +210,12 @@ impl<R: Platform> GpuEngine<R> {
             SharedOutput { gates, outputs }
         });
         combine(client, self.able, &mixture.outputs, &choices, shared.as_ref(), count, width, hidden);
+    }
+
+    /// Where pairs are sorted by expert, if those of one expert are computed together in a pass of `count` rows.
+    fn groups(&self, experts: &Experts, count: usize) -> Option<&Groups> {
+        let grouped = grouped(self.able, self.integers(), count * experts.used, experts.count);
+        grouped.then_some(&self.scratch.mixture.groups)
     }
 
     fn integers(&self) -> bool {

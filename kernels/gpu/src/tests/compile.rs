@@ -19,7 +19,7 @@ use crate::draw::{DrawScratch, draw};
 use crate::experts::{Choices, SharedOutput, combine, route};
 use crate::graph::Recorder;
 use crate::product::operands::{Activations, Matrix, Target};
-use crate::product::{ExpertMatrix, ExpertRows, Pairs, expert_product, gate_product, gates, product};
+use crate::product::{ExpertMatrix, ExpertRows, Groups, Pairs, expert_product, gate_product, gates, group, product};
 use crate::rows::{RowFormats, cap, embed, gated, norm, norm_add};
 
 fn no_device() -> DeviceProperties {
@@ -82,8 +82,15 @@ fn products(client: &ComputeClient<Recorder>, kind: QuantType) {
     }
     embed(client, ABLE, &table, 0, &vector, 1, None, &y);
     let experts = ExpertMatrix { matrix: table, first: 0, matrices: 1, rows: 512, count: 8 };
-    let pairs = Pairs { x: &activations(4096), experts: &vector, count: 8, each: 8 };
-    for (integers, bias) in [(true, None), (true, Some(&vector)), (false, None)] {
+    let sorted = Groups { order: handle(), blocks: [handle(), handle()] };
+    for (integers, bias, groups) in [
+        (true, None, None),
+        (true, Some(&vector), None),
+        (false, None, None),
+        (true, None, Some(&sorted)),
+        (true, Some(&vector), Some(&sorted)),
+    ] {
+        let pairs = Pairs { x: &activations(4096), experts: &vector, count: 8, each: 8, groups };
         let out = ExpertRows { rows: &y, stride: 512, offset: 0, bias };
         expert_product(client, ABLE, &experts, &pairs, integers, &out);
     }
@@ -95,6 +102,8 @@ fn mixtures(client: &ComputeClient<Recorder>) {
     let (gates, outputs) = (handle(), handle());
     for (count, normalised) in [(8, true), (128, true), (512, false)] {
         route(client, ABLE, &handle(), count, normalised, 1, &choices);
+        let groups = Groups { order: handle(), blocks: [handle(), handle()] };
+        group(client, &choices.experts, count, 64, &groups);
     }
     for shared in [None, Some(SharedOutput { gates: &gates, outputs: &outputs })] {
         combine(client, ABLE, &handle(), &choices, shared.as_ref(), 1, 2048, &handle());
