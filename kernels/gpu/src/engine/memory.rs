@@ -14,8 +14,8 @@ use crate::attention::{Heads, Partials};
 use crate::draw::{DRAWN_MAX, DrawScratch};
 use crate::error::{failed, guarded, input};
 use crate::platform::Platform;
-use crate::product::{Groups, PARTS_WORDS};
 use crate::product::operands::Activations;
+use crate::product::{Groups, PARTS_WORDS};
 
 /// Maximum rows of a forward pass.
 pub(super) const ROWS: usize = 512;

@@ -254,11 +254,7 @@ fn begin_group(
 /// The activation row of a token; of an expert's block, that of the pair at this place, or of the last pair.
 #[cube]
 fn row_of(order: &Array<u32>, token: usize, count: usize, each: u32, #[comptime] share: Share) -> usize {
-    if comptime!(share == Share::Expert) {
-        (order[min(token, count - 1)] / each) as usize
-    } else {
-        token
-    }
+    if comptime!(share == Share::Expert) { (order[min(token, count - 1)] / each) as usize } else { token }
 }
 
 #[cube(launch_unchecked, address_type = "u64")]
