@@ -1,7 +1,7 @@
 //! The planner compared with every possible placement, on fleets small enough to enumerate them.
 mod fleets;
 
-use fleets::{Random, boxes, fleet, id, options, work};
+use fleets::{Random, fleet, id, options, work};
 use partitioner::{Device, DeviceId, Fleet, Goal, Layer, Link, NodeKey, Options, Plan, PlanError, Work};
 use partitioner::{cost, moved_bytes, plan, repair, standbys};
 use std::collections::{BTreeMap, BTreeSet};
