@@ -1,6 +1,6 @@
 //! Golden bytes, garbage and mutations: what the codec accepts and what it rejects.
 use super::*;
-use crate::config::Capacity;
+use crate::config::{Capacity, DeviceCapacity};
 use crate::id::{CallId, ContentId, Epoch, Generation, JobId, NodeId, PartId, RequestId};
 use crate::message::{FromStage, FromTile, ToCoordinator, ToParticipant, ToStage, ToTile};
 use crate::work::serve::{
@@ -127,10 +127,11 @@ fn to_coordinator() -> Vec<ToCoordinator> {
     let logprobs = Some(Box::new(Logprobs { sampled_e6: -12_345, top_e6 }));
     let sampled = Sampled { token: 49_151, logprobs, embedding: Some(vec![1.0f32.to_bits(), (-0.5f32).to_bits()]) };
     vec![
-        ToCoordinator::Prepared { part, result: Ok(Ready { bytes: 1 << 29, ram_pages: 7, has }) },
+        ToCoordinator::Prepared { part, result: Ok(Ready { device: 1, bytes: 1 << 29, ram_pages: 7, has }) },
         ToCoordinator::Prepared {
             part,
             result: Ok(Ready {
+                device: 0,
                 bytes: 1 << 20,
                 ram_pages: 0,
                 has: PartState::Tile { step: 12, kept: vec![(PartId(0), 8)] },
@@ -159,6 +160,7 @@ fn order(work: PartWork) -> Order {
         name: String::from("a job"),
         part: PartId(1),
         owners: vec![NodeId([1; 16]), NodeId([2; 16])],
+        device: 1,
         standby: Some(Tier::Hot),
         bytes_max: 1 << 30,
         successors: vec![NodeId([2; 16])],
@@ -213,10 +215,10 @@ fn tile() -> PartWork {
 }
 
 fn record(program: ProgramRecord) -> Record {
-    let standby = StandbyRecord { node: NodeId([2; 16]), tier: Tier::Hot, ready: true, snapshot_ms: 2000 };
+    let standby = StandbyRecord { node: NodeId([2; 16]), device: 3, tier: Tier::Hot, ready: true, snapshot_ms: 2000 };
     let parts = vec![
-        PartRecord { bytes: 1 << 30, step_ns: 1_000_000, standby: Some(standby) },
-        PartRecord { bytes: 1 << 29, step_ns: 500_000, standby: None },
+        PartRecord { device: 2, bytes: 1 << 30, step_ns: 1_000_000, standby: Some(standby) },
+        PartRecord { device: 0, bytes: 1 << 29, step_ns: 500_000, standby: None },
     ];
     Record { parts, program }
 }
@@ -268,17 +270,20 @@ fn advert() -> Advert {
         capacity: Capacity {
             machine: 77,
             zone: String::from("attic"),
-            device: String::from("cpu"),
-            memory_total: 16 << 30,
-            memory_free: 12 << 30,
-            bytes_per_second: 20_000_000_000,
-            flops_per_second: 500_000_000_000,
-            copy_bytes_per_second: 20_000_000_000,
-            step_ns: 30_000,
-            layer_ns: 6_000,
-            cache_bytes_per_second: 15_000_000_000,
-            numerics: 42,
-            pass_steps: 1,
+            devices: vec![DeviceCapacity {
+                device: String::from("cpu"),
+                memory_total: 16 << 30,
+                memory_free: 12 << 30,
+                bytes_per_second: 20_000_000_000,
+                flops_per_second: 500_000_000_000,
+                copy_bytes_per_second: 20_000_000_000,
+                step_ns: 30_000,
+                layer_ns: 6_000,
+                cache_bytes_per_second: 15_000_000_000,
+                numerics: 42,
+                pass_steps: 1,
+                gone: false,
+            }],
         },
         holds: vec![ContentId([6; 32])],
         draining: true,
@@ -312,7 +317,7 @@ fn every_message_survives_a_round_trip() {
 
 /// The bytes when the protocol got its number. If this fails, either the change is a mistake or `PROTOCOL` must increase.
 #[test]
-fn golden_bytes_of_protocol_18() {
+fn golden_bytes_of_protocol_19() {
     let say = ToCoordinator::Stage(FromStage::Token { request: REQUEST, position: 41, sampled: 49_151.into() });
     let token = Message::ToCoordinator { job: JOB, epoch: EPOCH, say };
     let bytes = encode_advert(&advert()).unwrap();

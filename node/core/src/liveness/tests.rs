@@ -155,10 +155,10 @@ fn slow_is_not_stalled() {
 fn heartbeats_report_the_running_operation() {
     let mut liveness = Liveness::new();
     liveness.handle_watch(Instant(0), JOB, EPOCH, &[A, B]);
-    liveness.handle_work_started(Instant(0), JOB, ms(30));
-    liveness.handle_work_started(Instant(0), JOB, ms(40));
+    liveness.handle_work_started(Instant(0), JOB, 0, ms(30));
+    liveness.handle_work_started(Instant(0), JOB, 0, ms(40));
     let now = Instant(0) + ms(10);
-    liveness.handle_work_done(now, JOB);
+    liveness.handle_work_done(now, JOB, 0);
     let now = now + ms(15);
     liveness.handle_wakeup(now);
     let sent: Vec<_> = core::iter::from_fn(|| liveness.poll_output()).collect();
@@ -178,8 +178,8 @@ fn work_that_waits_for_another_jobs_work_is_not_late() {
     let mut liveness = Liveness::new();
     liveness.handle_watch(Instant(0), JOB, EPOCH, &[A]);
     liveness.handle_watch(Instant(0), OTHER, EPOCH, &[B]);
-    liveness.handle_work_started(Instant(0), JOB, ms(2000));
-    liveness.handle_work_started(Instant(0), OTHER, ms(20));
+    liveness.handle_work_started(Instant(0), JOB, 0, ms(2000));
+    liveness.handle_work_started(Instant(0), OTHER, 0, ms(20));
     let reported = |liveness: &mut Liveness, now| {
         liveness.handle_wakeup(now);
         let all = core::iter::from_fn(|| liveness.poll_output());
@@ -190,7 +190,7 @@ fn work_that_waits_for_another_jobs_work_is_not_late() {
         all.last().map(|heartbeat| (heartbeat.op_elapsed_us, heartbeat.op_budget_us)).expect("a heartbeat")
     };
     assert_eq!(reported(&mut liveness, Instant(0) + ms(1900)), (1_900_000, 2_000_000));
-    liveness.handle_work_done(Instant(0) + ms(1950), JOB);
+    liveness.handle_work_done(Instant(0) + ms(1950), JOB, 0);
     assert_eq!(reported(&mut liveness, Instant(0) + ms(1960)), (10_000, 20_000));
 }
 

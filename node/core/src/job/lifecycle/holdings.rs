@@ -1,0 +1,44 @@
+//! What nodes hold of a job, as they reported: plans count that memory as free.
+use super::Job;
+use crate::id::{NodeId, PartId};
+use crate::job::output::ResidentBytes;
+use alloc::collections::BTreeMap;
+use partitioner::DeviceId;
+
+impl Job {
+    /// Bytes that devices hold for the job.
+    pub(in crate::job) fn holdings(&self) -> ResidentBytes {
+        let mut holdings: BTreeMap<DeviceId, u64> = BTreeMap::new();
+        for (node, (_, parts)) in &self.resident {
+            for &(device, bytes) in parts.values() {
+                let held = holdings.entry(node.device(device)).or_default();
+                *held = held.saturating_add(bytes);
+            }
+        }
+        holdings.into_iter().collect()
+    }
+
+    /// Bytes that a node holds of a part.
+    pub(in crate::job) fn bytes_at(&self, part: PartId, node: NodeId) -> Option<u64> {
+        self.resident.get(&node).and_then(|(_, parts)| parts.get(&part)).map(|(_, bytes)| *bytes)
+    }
+
+    /// Records what a node reports to hold. Returns whether the part is new at the device.
+    pub(in crate::job) fn note_resident(&mut self, device: DeviceId, part: PartId, bytes: u64) -> bool {
+        let cut = self.cut;
+        let (known, parts) = self.resident.entry(device.into()).or_insert_with(|| (cut, BTreeMap::new()));
+        if core::mem::replace(known, cut) != cut {
+            parts.clear();
+        }
+        parts.insert(part, (device.index, bytes)).is_none_or(|(before, _)| before != device.index)
+    }
+
+    /// A node is ordered to hold a part.
+    pub(in crate::job) fn note_asked(&mut self, node: NodeId) {
+        self.known.insert(node);
+    }
+
+    pub(in crate::job) fn forget_resident(&mut self, node: NodeId) {
+        self.resident.remove(&node);
+    }
+}
