@@ -30,9 +30,11 @@ impl Bench {
         let (driver, queue) = channel();
         let folder = std::env::temp_dir();
         let options = UpOptions { device: device.into(), threads: Some(2), ..UpOptions::solo(folder.clone(), folder) };
-        let device = Arc::new(Compute::open(&options).unwrap());
-        let residency = Arc::new(Residency::new(device.capacity.clone(), |_| {}));
-        let shared = Shared { tensors: Arc::default(), states: Arc::default(), residency, driver, device };
+        let devices = Devices::open(&options).unwrap();
+        let (device, capacity) = (devices.all[0].clone(), devices.capacity);
+        let residency = Arc::new(Residency::new(capacity, |_| {}));
+        let (tensors, states, suspected) = Default::default();
+        let shared = Shared { tensors, states, residency, driver, device, suspected };
         Self { commands: spawn(shared).unwrap().0, queue, works: 0 }
     }
 

@@ -45,11 +45,19 @@ fn figures(compute_ns: u64, halo_ns: u64, wait_ns: u64) -> TileFigures {
 
 /// The core's view of the job, with one tile.
 fn coordinated(tile: TileFigures, standby: Option<NodeId>) -> JobView {
-    let standby =
-        StandbyView { node: standby, tier: Tier::Warm, resident: true, current: true, step: Some(8), stall_ns: None };
+    let standby = StandbyView {
+        node: standby,
+        device: 0,
+        tier: Tier::Warm,
+        resident: true,
+        current: true,
+        step: Some(8),
+        stall_ns: None,
+    };
     let part = PartView {
         busy: None,
         owner: OTHER,
+        device: 0,
         bytes: Some(1),
         bytes_max: 1,
         step_ns: 1,
