@@ -27,6 +27,7 @@ use crate::work::steps::SaveKind;
 use crate::work::{Ending, Ready, Resume};
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::{format, string::String, vec::Vec};
+use holdings::Held;
 use partitioner::tiles::GridError;
 use partitioner::{Answer, DeviceId, PlanError};
 
@@ -62,8 +63,8 @@ pub(super) struct Job {
     pub(super) known: BTreeSet<NodeId>,
     /// Counts the partitions adopted. A part number identifies a part only within one partition.
     cut: u32,
-    /// For each node, the devices and bytes that it reported by part, and the partition (`cut`) of these parts.
-    resident: BTreeMap<NodeId, (u32, BTreeMap<PartId, (u8, u64)>)>,
+    /// What each node reported to hold.
+    resident: BTreeMap<NodeId, Held>,
     /// Placements tried since the job last ran.
     attempts: u32,
     /// Since when there has been no plan. `None` once the job runs again.
@@ -350,9 +351,9 @@ impl Job {
         let (role, device) = (self.role(from, part), from.device(self.device_of(part, from)));
         // An owner that cannot be a standby as well still holds its own part.
         if role == Some(Role::Standby)
-            && let Some((_, parts)) = self.resident.get_mut(&from)
+            && let Some(held) = self.resident.get_mut(&from)
         {
-            parts.remove(&part);
+            held.parts.remove(&part);
         } else {
             self.resident.remove(&from);
             self.waiting.remove(&from);

@@ -5,14 +5,23 @@ use crate::job::output::ResidentBytes;
 use alloc::collections::BTreeMap;
 use partitioner::DeviceId;
 
+/// What a node holds.
+#[derive(Debug, Default)]
+pub(super) struct Held {
+    /// The partition (`Job::cut`) that the parts belong to.
+    cut: u32,
+    /// Device and bytes of each part.
+    pub(super) parts: BTreeMap<PartId, (u8, u64)>,
+}
+
 impl Job {
     /// Bytes that devices hold for the job.
     pub(in crate::job) fn holdings(&self) -> ResidentBytes {
         let mut holdings: BTreeMap<DeviceId, u64> = BTreeMap::new();
-        for (node, (_, parts)) in &self.resident {
-            for &(device, bytes) in parts.values() {
-                let held = holdings.entry(node.device(device)).or_default();
-                *held = held.saturating_add(bytes);
+        for (node, held) in &self.resident {
+            for &(device, bytes) in held.parts.values() {
+                let sum = holdings.entry(node.device(device)).or_default();
+                *sum = sum.saturating_add(bytes);
             }
         }
         holdings.into_iter().collect()
@@ -20,17 +29,16 @@ impl Job {
 
     /// Bytes that a node holds of a part.
     pub(in crate::job) fn bytes_at(&self, part: PartId, node: NodeId) -> Option<u64> {
-        self.resident.get(&node).and_then(|(_, parts)| parts.get(&part)).map(|(_, bytes)| *bytes)
+        self.resident.get(&node).and_then(|held| held.parts.get(&part)).map(|(_, bytes)| *bytes)
     }
 
     /// Records what a node reports to hold. Returns whether the part is new at the device.
     pub(in crate::job) fn note_resident(&mut self, device: DeviceId, part: PartId, bytes: u64) -> bool {
-        let cut = self.cut;
-        let (known, parts) = self.resident.entry(device.into()).or_insert_with(|| (cut, BTreeMap::new()));
-        if core::mem::replace(known, cut) != cut {
-            parts.clear();
+        let held = self.resident.entry(device.into()).or_default();
+        if core::mem::replace(&mut held.cut, self.cut) != self.cut {
+            held.parts.clear();
         }
-        parts.insert(part, (device.index, bytes)).is_none_or(|(before, _)| before != device.index)
+        held.parts.insert(part, (device.index, bytes)).is_none_or(|(before, _)| before != device.index)
     }
 
     /// A node is ordered to hold a part.
