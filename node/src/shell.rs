@@ -23,7 +23,7 @@ use node_core::output::{Event, Output};
 use node_core::work::serve::DoneReason;
 use node_core::work::steps::StepsEvent;
 use node_core::work::{DownReason, Ending, Order, PartWork, Payload, Placement, QuestionOrigin};
-use partitioner::{Question, explain};
+use partitioner::{DeviceId, Question, explain};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use transport::frame::{self, Dtype, Route, WireHeader};
@@ -459,8 +459,10 @@ fn log(event: &Event, node: &Node) {
 fn placed(placement: &Placement, names: &Names) -> String {
     match placement {
         Placement::Stages(stages) => {
-            let stage = |(node, layers): &(NodeId, std::ops::Range<u32>)| {
-                format!("{} layers {}", names.get(*node), explain::layers(layers))
+            let stage = |(device, layers): &(DeviceId, std::ops::Range<u32>)| {
+                let (node, label) = (NodeId::from(*device), names.label((*device).into(), device.index));
+                let who = format!("{} {label}", names.get(node));
+                format!("{} layers {}", who.trim_end(), explain::layers(layers))
             };
             format!(": {}", stages.iter().map(stage).collect::<Vec<_>>().join(", "))
         }

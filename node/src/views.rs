@@ -525,7 +525,7 @@ impl Names {
     }
 
     /// The label of a device, if its node has several.
-    fn label(&self, node: NodeId, device: u8) -> String {
+    pub(crate) fn label(&self, node: NodeId, device: u8) -> String {
         self.devices.get(&(node, device)).cloned().unwrap_or_default()
     }
 

@@ -16,8 +16,8 @@ use alloc::{boxed::Box, format, string::String, vec::Vec};
 use core::net::SocketAddr;
 use core::ops::Range;
 use log::TokenLog;
-use partitioner::Tier;
 use partitioner::tiles::{Block, GridWork};
+use partitioner::{DeviceId, Tier};
 use serde::{Deserialize, Serialize};
 use serve::{Item, ItemResult, ModelSpec, Position, ServeRecord, StageOrder};
 use steps::{GridSpec, SimulationId, StepsRecord, TileFigures, TileOrder, TileResult, TileWork};
@@ -462,8 +462,8 @@ pub enum DownReason {
 /// Where the parts of a job are placed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Placement {
-    /// Stages in order: node and layers.
-    Stages(Vec<(NodeId, Range<u32>)>),
+    /// Stages in order: device and layers.
+    Stages(Vec<(DeviceId, Range<u32>)>),
     /// Tiles of a grid.
     Tiles {
         /// Node and cells, by tile.

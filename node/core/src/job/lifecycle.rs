@@ -354,8 +354,7 @@ impl Job {
             && let Some(held) = self.resident.get_mut(&from)
         {
             held.parts.remove(&part);
-        } else {
-            self.resident.remove(&from);
+        } else if self.forget_device(device) {
             self.waiting.remove(&from);
         }
         let role = role?;

@@ -160,7 +160,7 @@ impl Serve {
 
     pub(super) fn placement(&self) -> Placement {
         let stages = self.plan.as_deref().map(Plan::stages).unwrap_or_default();
-        Placement::Stages(stages.iter().map(|stage| (stage.device.into(), stage.layers.clone())).collect())
+        Placement::Stages(stages.iter().map(|stage| (stage.device, stage.layers.clone())).collect())
     }
 
     /// There is no placement, and the job no longer waits for one.

@@ -46,6 +46,18 @@ impl Job {
         self.known.insert(node);
     }
 
+    /// A device holds nothing any more. Returns whether nothing is known of its node's other devices either.
+    pub(in crate::job) fn forget_device(&mut self, device: DeviceId) -> bool {
+        let node = NodeId::from(device);
+        let Some(held) = self.resident.get_mut(&node) else { return true };
+        held.parts.retain(|_, (on, _)| *on != device.index);
+        let empty = held.parts.is_empty();
+        if empty {
+            self.resident.remove(&node);
+        }
+        empty
+    }
+
     pub(in crate::job) fn forget_resident(&mut self, node: NodeId) {
         self.resident.remove(&node);
     }
