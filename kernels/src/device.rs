@@ -175,7 +175,7 @@ impl DeviceList {
     pub fn pick<'a>(&self, devices: &'a [Device]) -> Result<Vec<&'a Device>, DeviceError> {
         let mut picked: Vec<&Device> = self.0.iter().map(|choice| choice.pick(devices)).collect::<Result<_, _>>()?;
         if self.0 == [DeviceChoice::Auto] && picked.iter().all(|first| first.id != DeviceId::Cpu) {
-            let others = picked.first().map(|first| idle_gpus(devices, &[first])).unwrap_or_default();
+            let others = picked.first().map(|first| idle_gpus(devices, &[*first])).unwrap_or_default();
             picked.extend(others);
             picked.truncate(LIST_MAX);
         }

@@ -94,7 +94,8 @@ impl Residency {
     }
 
     /// The device that an ordered part is on.
-    pub(crate) fn device_of(&self, key: Key) -> Option<u8> {
+    #[cfg(test)]
+    fn device_of(&self, key: Key) -> Option<u8> {
         self.lock().requested.get(&key).map(|requested| requested.device)
     }
 

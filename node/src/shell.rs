@@ -182,14 +182,17 @@ impl Shell {
         for part in replaces.iter().copied().filter(|part| !stays(*part)) {
             self.drop_quietly((job, part));
         }
-        let device = usize::from(order.device);
         if let Some(before) = self.placed.get(&key).filter(|before| **before != order.device) {
             self.command(usize::from(*before), Command::Vacate { key });
         }
-        let (Ok(()), Some(device)) = (&begun, self.devices.get(device).cloned()) else {
-            self.drop_quietly(key);
-            let result = Err(begun.err().unwrap_or_else(|| format!("this node has no device {}", order.device)));
-            return self.driver.input(Input::Loaded { job, part: order.part, load, result });
+        let device = self.devices.get(usize::from(order.device)).cloned();
+        let ready = begun.and_then(|()| device.ok_or_else(|| format!("this node has no device {}", order.device)));
+        let device = match ready {
+            Ok(device) => device,
+            Err(reason) => {
+                self.drop_quietly(key);
+                return self.driver.input(Input::Loaded { job, part: order.part, load, result: Err(reason) });
+            }
         };
         self.placed.insert(key, order.device);
         let ordered = Ordered { key, epoch, load, sources, device };

@@ -7,7 +7,7 @@ use node_core::job::{self, JobState, ProgramView, WhatView};
 use node_core::limits;
 use node_core::message::Advert;
 use node_core::node::Node;
-use node_core::work::{DownReason, HeldPart, HeldWork, PredictedChange};
+use node_core::work::{HeldPart, HeldWork, PredictedChange};
 use partitioner::zones::{Outcome, ZoneLoss};
 use partitioner::{DeviceId, NodeKey, Plan, Standby, Tier, Work};
 pub(crate) use peers::PeerView;

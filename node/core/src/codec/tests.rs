@@ -2,6 +2,7 @@
 use super::*;
 use crate::config::{Capacity, DeviceCapacity};
 use crate::id::{CallId, ContentId, Epoch, Generation, JobId, NodeId, PartId, RequestId};
+use crate::limits::DEVICES_MAX;
 use crate::message::{FromStage, FromTile, ToCoordinator, ToParticipant, ToStage, ToTile};
 use crate::work::serve::{
     DoneReason, FromCaller, Logged, Logprobs, ModelSpec, Position, Priority, Request, RequestKey, Sampled, Sampling,
@@ -313,6 +314,31 @@ fn every_message_survives_a_round_trip() {
     ] {
         assert_eq!(decode_datagram(&encode_datagram(&datagram)), Ok(datagram));
     }
+}
+
+#[test]
+fn the_devices_of_a_large_box_fit_into_an_advert() {
+    let card = DeviceCapacity {
+        memory_total: 141 << 30,
+        memory_free: 139 << 30,
+        bytes_per_second: 3_600_000_000_000,
+        flops_per_second: 500_000_000_000_000,
+        copy_bytes_per_second: 4_000_000_000_000,
+        cache_bytes_per_second: 1_500_000_000_000,
+        numerics: u64::MAX,
+        ..advert().capacity.devices[0].clone()
+    };
+    let named = |index: usize| alloc::format!("cuda:{index} NVIDIA H200 NVL");
+    let cards = (1..DEVICES_MAX).map(|index| DeviceCapacity { device: named(index), ..card.clone() });
+    let mut advert = advert();
+    advert.name = "a name of sixty-four bytes, which is the longest one that fits..".into();
+    advert.capacity.devices.extend(cards);
+    advert.capacity.devices[3].gone = true;
+    let bytes = encode_advert(&advert).expect("it fits");
+    assert_eq!(decode_advert(&bytes), Ok(advert.clone()));
+    advert.capacity.devices.push(card);
+    let bytes = encode_advert(&advert).expect("it fits too, but is one device too many");
+    assert!(decode_advert(&bytes).is_err());
 }
 
 /// The bytes when the protocol got its number. If this fails, either the change is a mistake or `PROTOCOL` must increase.

@@ -195,6 +195,29 @@ fn work_that_waits_for_another_jobs_work_is_not_late() {
 }
 
 #[test]
+fn devices_are_busy_beside_each_other() {
+    let mut liveness = Liveness::new();
+    liveness.handle_watch(Instant(0), JOB, EPOCH, &[A]);
+    liveness.handle_work_started(Instant(0), JOB, 0, ms(2000));
+    let reported = |liveness: &mut Liveness, now| {
+        liveness.handle_wakeup(now);
+        let sent = core::iter::from_fn(|| liveness.poll_output()).last();
+        let Some(LivenessOutput::SendHeartbeat { heartbeat, .. }) = sent else { panic!("{sent:?}") };
+        (heartbeat.op_elapsed_us, heartbeat.op_budget_us)
+    };
+    for step in 0..80 {
+        liveness.handle_work_started(Instant(0) + ms(step * 20), JOB, 1, ms(20));
+        liveness.handle_work_done(Instant(0) + ms(step * 20 + 20), JOB, 1);
+    }
+    let now = Instant(0) + ms(1700);
+    assert_eq!(reported(&mut liveness, now), (1_700_000, 2_000_000), "short runs on another device change nothing");
+    liveness.handle_work_started(now, JOB, 1, ms(20));
+    assert_eq!(reported(&mut liveness, now + ms(1500)), (1_500_000, 20_000), "the device that is most overdue");
+    liveness.handle_work_done(now + ms(1600), JOB, 1);
+    assert_eq!(reported(&mut liveness, now + ms(1650)), (3_350_000, 2_000_000));
+}
+
+#[test]
 fn leases_outlive_a_new_epoch() {
     let mut bench = Bench::watching(&[A, B]);
     bench.regular(B, 4);
