@@ -143,7 +143,7 @@ impl DeviceThread {
                 }
             }
             Command::Run(run) => {
-                let Run { work, job, epoch, part, task } = *run;
+                let Run { work, job, epoch, part, device: _, task } = *run;
                 let key = (job, part);
                 match task {
                     Task::Batch(items) => self.batch(work, key, epoch, items),

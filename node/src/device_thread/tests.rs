@@ -1,6 +1,7 @@
 //! Tests of the device thread through its queue: commands in, inputs of the core out.
 use super::*;
 use crate::config::UpOptions;
+use crate::device::Devices;
 use crate::driver::queue::{DriverQueue, channel};
 use crate::residency::Residency;
 use kernels_models::stage::{ResidentBytes, Rows, SequenceId, Stage, StageError, Submitted};
@@ -81,7 +82,7 @@ impl Bench {
     }
 
     fn give(&self, job: JobId, task: Task) {
-        let run = Run { work: WorkId(self.works), job, epoch: EPOCH, part: PartId(0), task };
+        let run = Run { work: WorkId(self.works), job, epoch: EPOCH, part: PartId(0), device: 0, task };
         self.commands.send(Command::Run(Box::new(run))).unwrap();
     }
 

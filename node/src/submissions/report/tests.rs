@@ -79,7 +79,16 @@ fn coordinated(tile: TileFigures, standby: Option<NodeId>) -> JobView {
 
 fn held(part: u16, standby: bool, step: u32, bytes: Option<u64>) -> HeldPart {
     let (name, epoch) = ("plate".into(), Epoch { counter: 3, issuer: OTHER });
-    HeldPart { job: JOB, name, epoch, part: PartId(part), standby, bytes, what: HeldWork::Tile { step, steps: 1000 } }
+    HeldPart {
+        job: JOB,
+        name,
+        epoch,
+        part: PartId(part),
+        device: 0,
+        standby,
+        bytes,
+        what: HeldWork::Tile { step, steps: 1000 },
+    }
 }
 
 fn holding(tiles: Vec<HeldPart>) -> ReportContext {
