@@ -565,7 +565,10 @@ mod tests {
     #[test]
     fn ids_in_a_text_are_replaced_by_names() {
         let node = |byte: u8| NodeId([byte; 16]);
-        let names = Names(BTreeMap::from([(node(0x60), "desk".to_owned()), (node(0xab), "lab 2".to_owned())]));
+        let names = Names {
+            nodes: BTreeMap::from([(node(0x60), "desk".to_owned()), (node(0xab), "lab 2".to_owned())]),
+            devices: BTreeMap::new(),
+        };
         let text = "60606060 is excluded: no memory; job 6060606060606060, abababab, (abababab) and cdcdcdcd";
         let named = "desk is excluded: no memory; job 6060606060606060, lab 2, (lab 2) and cdcdcdcd";
         assert_eq!(names.in_text(text), named);
