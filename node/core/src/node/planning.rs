@@ -80,8 +80,8 @@ impl Node {
         self.notify(Event::Fleet { call, fleet: Box::new(fleet), options: self.plan_options(false) });
     }
 
-    /// A node answered challenges with one of its devices. Its time (the shortest of them, and whether no request ran meanwhile) is compared
-    /// with its advert.
+    /// A node answered challenges with one of its devices. Its time (the shortest of them, and whether no request ran
+    /// meanwhile) is compared with its advert.
     pub(super) fn measured(
         &mut self,
         job: JobId,
