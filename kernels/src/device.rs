@@ -25,19 +25,21 @@ impl Device {
     }
 }
 
-/// The GPUs among `devices` that stay idle when `used` computes. A card listed by both CUDA and Vulkan counts once, as CUDA.
+/// The GPUs among `devices` that stay idle when those `used` compute. A card listed by both CUDA and Vulkan counts once, as CUDA.
 #[must_use]
-pub fn idle_gpus<'a>(devices: &'a [Device], used: &Device) -> Vec<&'a Device> {
+pub fn idle_gpus<'a>(devices: &'a [Device], used: &[&Device]) -> Vec<&'a Device> {
     let listed_by_cuda = |name: &str| devices.iter().any(|d| matches!(d.id, DeviceId::Cuda(_)) && d.name == name);
-    let in_use = match used.id {
-        DeviceId::Cpu | DeviceId::Cuda(_) => Some(used),
+    let in_use = |used: &Device| match used.id {
+        DeviceId::Cpu | DeviceId::Cuda(_) => Some(used.id),
         // The Vulkan number does not identify one of several equal cards; take the first as the one in use.
-        DeviceId::Vulkan(_) => devices.iter().find(|d| d.name == used.name && d.id != DeviceId::Cpu),
+        DeviceId::Vulkan(_) => devices.iter().find(|d| d.name == used.name && d.id != DeviceId::Cpu).map(|d| d.id),
     };
+    let in_use: Vec<DeviceId> = used.iter().filter_map(|used| in_use(used)).collect();
+    let named = |id: DeviceId| used.iter().any(|used| used.id == id);
     let idle = |d: &&Device| match d.id {
         DeviceId::Cpu => false,
-        DeviceId::Cuda(_) => in_use.is_none_or(|used| used.id != d.id),
-        DeviceId::Vulkan(_) => !d.is_software() && !listed_by_cuda(&d.name) && d.id != used.id,
+        DeviceId::Cuda(_) => !in_use.contains(&d.id),
+        DeviceId::Vulkan(_) => !d.is_software() && !listed_by_cuda(&d.name) && !named(d.id),
     };
     devices.iter().filter(idle).collect()
 }
@@ -78,6 +80,14 @@ pub enum DeviceError {
     /// Not a device name.
     #[error("`{0}` is not a device name: expected auto, cpu, cuda, cuda:1, vulkan, vulkan:1, …")]
     Name(String),
+    /// A list that names a device twice, or `auto` beside others.
+    #[error("`{list}`: {what}")]
+    List {
+        /// The list.
+        list: String,
+        /// What is wrong.
+        what: String,
+    },
     /// The device does not exist on this machine.
     #[error("device {wanted} not found; found: {there}; run `meshnode doctor` to see what a missing device needs")]
     Missing {
@@ -123,6 +133,53 @@ impl DeviceChoice {
             wanted,
             there: devices.iter().map(|d| d.id.to_string()).collect::<Vec<_>>().join(", "),
         })
+    }
+}
+
+/// The devices that one node uses: `auto`, or names with commas between them, such as `cuda:0,cuda:1,cpu`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceList(Vec<DeviceChoice>);
+
+impl FromStr for DeviceList {
+    type Err = DeviceError;
+
+    fn from_str(text: &str) -> Result<Self, DeviceError> {
+        let mut list = Vec::new();
+        let wrong = |what: String| DeviceError::List { list: text.to_owned(), what };
+        for name in text.split(',') {
+            let choice: DeviceChoice = name.trim().parse()?;
+            if list.contains(&choice) {
+                return Err(wrong(format!("{} is named twice: name each device once", name.trim())));
+            }
+            list.push(choice);
+        }
+        if list.len() > 1 && list.contains(&DeviceChoice::Auto) {
+            return Err(wrong("auto chooses the devices itself: name it alone".into()));
+        }
+        if list.len() > LIST_MAX {
+            return Err(wrong(format!("{} devices, expected at most {LIST_MAX}", list.len())));
+        }
+        Ok(Self(list))
+    }
+}
+
+/// Devices of one node: the mesh names them by a number below this (`node_core::limits::DEVICES_MAX`).
+const LIST_MAX: usize = 16;
+
+impl DeviceList {
+    /// The devices among `devices`, in the order of the list. `auto`: all hardware GPUs, a card listed by both CUDA and Vulkan
+    /// once, or the CPU if there is none. `devices` must include the CPU.
+    ///
+    /// # Errors
+    /// [`DeviceError::Missing`] if a named device does not exist.
+    pub fn pick<'a>(&self, devices: &'a [Device]) -> Result<Vec<&'a Device>, DeviceError> {
+        let mut picked: Vec<&Device> = self.0.iter().map(|choice| choice.pick(devices)).collect::<Result<_, _>>()?;
+        if self.0 == [DeviceChoice::Auto] && picked.iter().all(|first| first.id != DeviceId::Cpu) {
+            let others = picked.first().map(|first| idle_gpus(devices, &[*first])).unwrap_or_default();
+            picked.extend(others);
+            picked.truncate(LIST_MAX);
+        }
+        Ok(picked)
     }
 }
 
@@ -176,7 +233,7 @@ mod tests {
         let cuda = |number| device(DeviceId::Cuda(number), "RTX 3090");
         let (same, radeon) = (device(DeviceId::Vulkan(0), "RTX 3090"), device(DeviceId::Vulkan(1), "Radeon"));
         let here = [cpu.clone(), cuda(0), cuda(1), same.clone(), radeon.clone(), software];
-        let idle = |used: &Device| idle_gpus(&here, used).iter().map(|d| d.id.to_string()).collect::<Vec<_>>();
+        let idle = |used: &Device| idle_gpus(&here, &[used]).iter().map(|d| d.id.to_string()).collect::<Vec<_>>();
         assert_eq!(idle(&cuda(0)), ["cuda:1", "vulkan:1"]);
         assert_eq!(idle(&cuda(1)), ["cuda:0", "vulkan:1"]);
         assert_eq!(idle(&same), ["cuda:1", "vulkan:1"], "one of the two cards is in use");
@@ -187,5 +244,32 @@ mod tests {
     #[test]
     fn the_cpu_reports_memory() {
         assert!(cpu().memory_total > 0 && cpu().memory_free <= cpu().memory_total);
+    }
+
+    #[test]
+    fn lists_name_each_device_once_and_auto_alone() {
+        let here = [
+            device(DeviceId::Cpu, "x"),
+            device(DeviceId::Cuda(0), "H100"),
+            device(DeviceId::Cuda(1), "H100"),
+            device(DeviceId::Vulkan(0), "H100"),
+            device(DeviceId::Vulkan(1), "llvmpipe (LLVM 15)"),
+        ];
+        let pick = |text: &str| {
+            let list = text.parse::<DeviceList>()?;
+            list.pick(&here).map(|all| all.iter().map(|d| d.id.to_string()).collect::<Vec<_>>().join(" "))
+        };
+        assert_eq!(pick("cuda:1,cpu").as_deref(), Ok("cuda:1 cpu"), "in the order of the list");
+        assert_eq!(pick("cpu, vulkan:1").as_deref(), Ok("cpu vulkan:1"));
+        assert_eq!(pick("auto").as_deref(), Ok("cuda:0 cuda:1"), "all hardware GPUs, without the CPU");
+        assert_eq!("auto".parse::<DeviceList>().unwrap().pick(&here[..1]).map(|all| all.len()), Ok(1), "the CPU");
+        assert!(matches!(pick("cpu,cpu"), Err(DeviceError::List { what, .. }) if what.contains("twice")));
+        assert!(matches!(pick("cuda,cuda:0"), Err(DeviceError::List { .. })), "the same device under two names");
+        assert!(matches!(pick("auto,cpu"), Err(DeviceError::List { .. })));
+        assert!(matches!(pick("cpu,,cuda:0"), Err(DeviceError::Name(_))));
+        assert!(matches!(pick(""), Err(DeviceError::Name(_))));
+        assert!(matches!(pick("cpu,cuda:7"), Err(DeviceError::Missing { .. })));
+        let many = (0..17).map(|i| format!("cuda:{i}")).collect::<Vec<_>>().join(",");
+        assert!(matches!(pick(&many), Err(DeviceError::List { .. })));
     }
 }

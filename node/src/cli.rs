@@ -253,6 +253,7 @@ mod tests {
         for line in [
             "up --name a --data-dir /d --listen 127.0.0.1 --port 9000 --device cuda:1 --memory 200MiB --threads 2 --api 127.0.0.1:1 --no-mdns --open",
             "join mesh1abc /ip4/10.0.0.1/tcp/9471 --name b --no-mdns --api 127.0.0.1:2",
+            "up --device cuda:0,cuda:1,cpu --memory cuda:0=12G,cpu=8G",
             "drain",
             "drain --off --json",
             "serve m --stop",
@@ -289,6 +290,8 @@ mod tests {
             "up --port 70000",
             "nothing",
             "up --device abacus",
+            "up --device cpu,cpu",
+            "up --memory cpu=1G,cpu=2G",
             "invite --ttl 0s",
             "invite --ttl 5",
             "invite --ttl 31d",

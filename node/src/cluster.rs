@@ -50,6 +50,8 @@ pub struct LocalNode {
 pub struct LocalNodeOptions {
     /// Display name.
     pub name: String,
+    /// `--device`; the processor if `None`.
+    pub device: Option<String>,
     /// `--memory`, bytes.
     pub memory: Option<u64>,
     /// `--threads`.
@@ -91,7 +93,7 @@ impl LocalNode {
         command
             .args(["--name", &options.name, "--listen", "127.0.0.1", "--no-mdns"])
             .args(["--port", &port.to_string(), "--api", &api.to_string()])
-            .args(["--device", "cpu", "--data-dir"])
+            .args(["--device", options.device.as_deref().unwrap_or("cpu"), "--data-dir"])
             .arg(&data_dir)
             .args(options.memory.iter().flat_map(|m| ["--memory".to_owned(), m.to_string()]))
             .args(options.threads.iter().flat_map(|t| ["--threads".to_owned(), t.to_string()]))

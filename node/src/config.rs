@@ -2,12 +2,17 @@
 //! Also the default directories.
 //!
 //! Next: `cli.rs`, which fills these from the command line.
+mod memory;
+
+use kernels::device::DeviceId;
 use serde::{Deserialize, Deserializer};
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
+
+pub use memory::MemoryLimits;
 
 /// Default port P of a node: TCP P for peer discovery, UDP P for gossip, UDP P + 1 for data.
 pub const PORT_DEFAULT: u16 = 9471;
@@ -33,10 +38,12 @@ pub struct UpOptions {
     pub port: u16,
     /// Addresses advertised to peers; if empty, the machine's own addresses.
     pub advertise: Vec<Advertised>,
-    /// "auto", "cpu", "cuda[:i]" or "vulkan[:i]".
+    /// "auto", or "cpu", "cuda[:i]" and "vulkan[:i]" with commas between them.
     pub device: String,
-    /// Memory limit for weights, cache and scratch; `None` derives it from the free memory.
+    /// Memory limit of each device for weights, cache and scratch; `None` derives it from the free memory.
     pub memory: Option<u64>,
+    /// The same for single devices; it outranks `memory`.
+    pub memory_of: Vec<(DeviceId, u64)>,
     /// RAM for cached conversations that the device has no room for; `None` means a quarter of the free RAM beside a GPU.
     pub spill: Option<u64>,
     /// Compute threads; `None` means one per core.
@@ -70,6 +77,7 @@ impl UpOptions {
             advertise: Vec::new(),
             device: "auto".into(),
             memory: None,
+            memory_of: Vec::new(),
             spill: None,
             threads: None,
             idle_unload: None,
@@ -104,8 +112,8 @@ pub struct ConfigFile {
     pub advertise: Option<Vec<Advertised>>,
     /// See [`UpOptions::device`].
     pub device: Option<String>,
-    /// See [`UpOptions::memory`]; as "4GiB".
-    pub memory: Option<Size>,
+    /// See [`UpOptions::memory`] and [`UpOptions::memory_of`]; as "4GiB", or as "cuda:0=12G,cpu=8G".
+    pub memory: Option<MemoryLimits>,
     /// See [`UpOptions::spill`]; as "8GiB".
     pub spill: Option<Size>,
     /// See [`UpOptions::threads`].
@@ -460,7 +468,7 @@ mod tests {
         let (file, read) = ConfigFile::load(Some(&path)).unwrap();
         assert_eq!(read.as_deref(), Some(path.as_path()));
         assert_eq!(file.name.as_deref(), Some("desk"));
-        assert_eq!((file.memory, file.spill), (Some(Size(4 << 30)), Some(Size(8 << 30))));
+        assert_eq!((file.memory, file.spill), (Some(MemoryLimits::each(4 << 30)), Some(Size(8 << 30))));
         assert_eq!(file.idle_unload, Some(Duration::from_secs(1800)));
         assert_eq!((file.no_mdns, file.cache_size), (Some(true), Some(Size(20 << 30))));
         assert_eq!(file.advertise, Some(vec!["203.0.113.5:7000".parse().unwrap()]));

@@ -246,6 +246,7 @@ impl Demo {
     fn start(&self, name: &str, memory: Option<u64>, join: Option<String>) -> Result<LocalNode> {
         let options = LocalNodeOptions {
             name: name.to_owned(),
+            device: None,
             memory,
             threads: Some(self.options.threads),
             join,

@@ -1,28 +1,36 @@
-//! The device this node computes on, and the capacity it advertises to the mesh, measured at start.
+//! The devices this node computes on, and the capacity it advertises to the mesh, measured at start.
 use crate::config::{Size, UpOptions};
-use kernels::device::{Device, DeviceChoice, DeviceId};
+use kernels::device::{Device, DeviceId, DeviceList};
 use kernels_grids::any_tile::GridTile;
 use kernels_grids::rule::Rule;
 use kernels_grids::{Grid, GridError, Region};
 use kernels_models::stage::{Stage, StageError, StageOptions};
 use kernels_models::weights::ModelFile;
-use node_core::config::{Capacity, Measured, Speed};
+use node_core::config::{Capacity, DeviceCapacity, Measured, Speed};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Memory of a stage besides weights and caches: activations of one prefill chunk of a wide model, and logits.
 pub(crate) const SCRATCH_BYTES: u64 = 16 << 20;
 
-/// The device on which parts are computed.
-pub(crate) struct Compute {
-    device: Device,
-    /// Compute threads on the CPU.
-    pub threads: usize,
+/// The devices of this node, and what it advertises of them.
+pub(crate) struct Devices {
+    /// In the order of the advert: orders name them by their places.
+    pub all: Vec<Arc<Compute>>,
     /// The capacity advertised to the mesh.
     pub capacity: Capacity,
     /// GPUs of this machine that this node does not use.
     pub idle_gpus: Vec<Device>,
-    /// RAM that no stage uses yet for positions that leave the device, in bytes.
+}
+
+/// A device on which parts are computed.
+pub(crate) struct Compute {
+    device: Device,
+    /// Its place in the advert.
+    pub index: u8,
+    /// Compute threads on the CPU.
+    pub threads: usize,
+    /// RAM that no stage uses yet for positions that leave their devices, in bytes. All devices of the node share it.
     spill: Arc<AtomicU64>,
 }
 
@@ -38,54 +46,123 @@ impl Drop for SpillShare {
     }
 }
 
-impl Compute {
-    /// Finds the device that the user selected and measures it, in about a second (a GPU's kernels are compiled first).
+impl Devices {
+    /// Finds the devices that the user selected and measures them, each in about a second (a GPU's kernels are compiled
+    /// first). Cards of one model are measured once.
     ///
     /// # Errors
-    /// No such device on this machine; the text lists the devices found.
+    /// This machine lacks one of them; the text lists the devices found. Or `--memory` names a device that is not used.
     pub(crate) fn open(options: &UpOptions) -> Result<Self, String> {
         let kernels_gpu::Probe { devices, faults, .. } = kernels_gpu::probe_report();
         for fault in &faults {
             tracing::warn!("{fault}");
         }
-        let choice: DeviceChoice = options.device.parse().map_err(|e: kernels::device::DeviceError| e.to_string())?;
-        let device = choice.pick(&devices).map_err(|e| e.to_string())?.clone();
+        let list: DeviceList = options.device.parse().map_err(|e: kernels::device::DeviceError| e.to_string())?;
+        let used = list.pick(&devices).map_err(|e| e.to_string())?;
+        let named: Vec<String> = used.iter().map(|device| device.id.to_string()).collect();
+        if let Some((id, _)) = options.memory_of.iter().find(|(id, _)| used.iter().all(|device| device.id != *id)) {
+            return Err(format!(
+                "--memory names {id}, but the node uses {}: name it with --device too",
+                named.join(", ")
+            ));
+        }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = options.threads.unwrap_or(cores).clamp(1, cores);
-        let gpu = device.id != DeviceId::Cpu;
-        let asked = options.memory.map(|asked| within(asked, &device));
-        let measured = Measured {
-            machine: machine_id(),
-            device: if gpu {
-                format!("{} {}", device.id, device.name)
-            } else {
-                let all = if threads < cores { format!(" of {cores}") } else { String::new() };
-                let s = if threads.max(cores) == 1 { "" } else { "s" };
-                format!("{} {} ({threads}{all} thread{s})", device.id, device.name)
-            },
-            memory_free: device.memory_free,
-            own_memory: device.own_memory,
-            speed: match asked {
-                Some(0) => Speed::default(), // a client computes nothing
-                _ if gpu => gpu_speed(device.id),
-                limit => processor_speed(threads, limit.unwrap_or(u64::MAX))?,
-            },
-            numerics: numerics(&device),
-            pass_steps: if gpu { 1 } else { kernels_grids::tile::PASS_STEPS_MAX as u32 },
-        };
-        let zone = options.zone.as_ref().map(|zone| zone.name().to_owned()).unwrap_or_default();
-        let capacity = Capacity { zone, ..Capacity::of(measured, asked) };
-        if let Some(warning) = options.memory.and_then(|asked| doubtful(asked, capacity.memory_total, &device)) {
-            tracing::warn!("{warning}");
+        let sharing = used.iter().filter(|device| !device.own_memory).count() as u64;
+        let mut offers: Vec<DeviceCapacity> = Vec::new();
+        for &device in &used {
+            let kin = used.iter().zip(&offers).find(|(other, _)| is_same_model(other, device)).map(|(_, offer)| offer);
+            let offer = offer(device, (threads, cores), sharing, kin, options)?;
+            offers.push(offer);
         }
-        let idle_gpus = kernels::device::idle_gpus(&devices, &device).into_iter().cloned().collect();
-        let spill = match options.spill {
-            _ if !gpu => 0, // the cache is in RAM already
-            Some(bytes) => bytes,
-            None if !device.own_memory => 0,
-            None => devices.first().map_or(0, |cpu| cpu.memory_free) / SPILL_SHARE,
+        let zone = options.zone.as_ref().map(|zone| zone.name().to_owned()).unwrap_or_default();
+        let spill = match (options.spill, used.iter().find(|device| device.id != DeviceId::Cpu)) {
+            (_, None) => 0, // the caches are in RAM already
+            (Some(bytes), Some(_)) => bytes,
+            (None, Some(gpu)) if !gpu.own_memory => 0,
+            (None, Some(_)) => devices.first().map_or(0, |cpu| cpu.memory_free) / SPILL_SHARE,
         };
-        Ok(Self { device, threads, capacity, idle_gpus, spill: Arc::new(AtomicU64::new(spill)) })
+        let spill = Arc::new(AtomicU64::new(spill));
+        let compute = |(index, device): (u8, &&Device)| {
+            Arc::new(Compute { device: (*device).clone(), index, threads, spill: spill.clone() })
+        };
+        Ok(Self {
+            all: (0..).zip(&used).map(compute).collect(),
+            capacity: Capacity { machine: machine_id(), zone, devices: offers },
+            idle_gpus: kernels::device::idle_gpus(&devices, &used).into_iter().cloned().collect(),
+        })
+    }
+}
+
+/// What the node offers of a device. `kin`: the same of a card of the same model, which is measured already. `sharing`: number
+/// of the node's devices that share the machine's memory.
+fn offer(
+    device: &Device,
+    (threads, cores): (usize, usize),
+    sharing: u64,
+    kin: Option<&DeviceCapacity>,
+    options: &UpOptions,
+) -> Result<DeviceCapacity, String> {
+    let gpu = device.id != DeviceId::Cpu;
+    let wish = options.memory_of.iter().find(|(id, _)| *id == device.id).map(|(_, bytes)| *bytes).or(options.memory);
+    let asked = wish.map(|asked| within(asked, device));
+    let speed = match (asked, kin) {
+        (Some(0), _) => Speed::default(), // a client computes nothing
+        (_, Some(kin)) => Speed {
+            bytes_per_second: kin.bytes_per_second,
+            flops_per_second: kin.flops_per_second,
+            copy_bytes_per_second: kin.copy_bytes_per_second,
+            step_ns: kin.step_ns,
+            layer_ns: kin.layer_ns,
+            cache_bytes_per_second: kin.cache_bytes_per_second,
+        },
+        (_, None) if gpu => gpu_speed(device.id),
+        (limit, None) => processor_speed(threads, limit.unwrap_or(u64::MAX))?,
+    };
+    let measured = Measured {
+        device: if gpu {
+            format!("{} {}", device.id, device.name)
+        } else {
+            let all = if threads < cores { format!(" of {cores}") } else { String::new() };
+            let s = if threads.max(cores) == 1 { "" } else { "s" };
+            format!("{} {} ({threads}{all} thread{s})", device.id, device.name)
+        },
+        memory_free: if device.own_memory { device.memory_free } else { device.memory_free / sharing.max(1) },
+        own_memory: device.own_memory,
+        speed,
+        numerics: numerics(device),
+        pass_steps: if gpu { 1 } else { kernels_grids::tile::PASS_STEPS_MAX as u32 },
+    };
+    let offer = DeviceCapacity::of(measured, asked);
+    if let Some(warning) = wish.and_then(|asked| doubtful(asked, offer.memory_total, device)) {
+        tracing::warn!("{warning}");
+    }
+    Ok(offer)
+}
+
+/// Whether two devices are cards of one model under one API.
+fn is_same_model(one: &Device, other: &Device) -> bool {
+    let same_kind = match (one.id, other.id) {
+        (DeviceId::Cuda(_), DeviceId::Cuda(_)) | (DeviceId::Vulkan(_), DeviceId::Vulkan(_)) => true,
+        (DeviceId::Cpu | DeviceId::Cuda(_) | DeviceId::Vulkan(_), _) => false,
+    };
+    same_kind && one.name == other.name
+}
+
+impl Compute {
+    /// Whether it is a GPU, which may disappear.
+    pub(crate) fn is_gpu(&self) -> bool {
+        self.device.id != DeviceId::Cpu
+    }
+
+    /// Whether the machine still has the device. Asks the drivers, which takes up to seconds.
+    pub(crate) fn is_there(&self) -> bool {
+        kernels_gpu::probe().iter().any(|device| device.id == self.device.id)
+    }
+
+    /// Its name within the machine, such as "cuda:1".
+    pub(crate) fn label(&self) -> String {
+        self.device.id.to_string()
     }
 
     /// Takes RAM for positions that leave the device, at most this number of bytes.

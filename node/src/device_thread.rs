@@ -1,5 +1,5 @@
-//! The one thread that computes: it owns every part of this node, stages and tiles, and the compute threads that they
-//! share.
+//! The thread that computes on one device: it owns every part there, stages and tiles, and the compute threads that they
+//! share. The devices of a node compute beside each other.
 //!
 //! Commands arrive on one queue (`device_thread/queue.rs`). While a GPU computes for one part, the next command is
 //! carried out (`device_thread/pending.rs`). `device_thread/stages.rs` and `tiles.rs` have what is specific to a kind
@@ -143,7 +143,7 @@ impl DeviceThread {
                 }
             }
             Command::Run(run) => {
-                let Run { work, job, epoch, part, task } = *run;
+                let Run { work, job, epoch, part, device: _, task } = *run;
                 let key = (job, part);
                 match task {
                     Task::Batch(items) => self.batch(work, key, epoch, items),
@@ -181,8 +181,14 @@ impl DeviceThread {
                 self.shared.states.drop_part(key);
                 self.drop_parts(|held| held == key);
             }
-            Command::Unload { job } => {
-                self.shared.states.drop_job(job);
+            Command::Vacate { key } => self.drop_parts(|held| held == key),
+            Command::Unload { job, alone } => {
+                if alone {
+                    self.shared.states.drop_job(job);
+                } else {
+                    let held = self.parts.keys().filter(|(of, _)| *of == job);
+                    held.for_each(|key| self.shared.states.drop_part(*key));
+                }
                 self.drop_parts(|(of, _)| of == job);
             }
             Command::MarkReached => {}
@@ -228,7 +234,7 @@ impl DeviceThread {
         };
         self.parts.insert(key, part);
         // Report the capacity before the answer: a plan computed once the job is ready must count this part's memory.
-        self.shared.residency.loaded(key, load, bytes);
+        self.shared.residency.loaded(self.shared.device.index, key, load, bytes);
         Ok((!is_loading).then_some(Loaded { bytes, ram_pages, step: None }))
     }
 
@@ -251,8 +257,9 @@ impl DeviceThread {
     fn answer_load(&mut self, key: Key, load: LoadId, result: Result<Loaded, String>) {
         let Shared { residency, driver, .. } = &self.shared;
         if result.is_err() {
+            self.shared.suspect();
             if self.parts.remove(&key).is_some() {
-                residency.dropped(key);
+                residency.dropped(self.shared.device.index, key);
             }
             residency.fail(key, load, || {});
         }
@@ -264,7 +271,7 @@ impl DeviceThread {
         self.settle(&is_gone);
         for (key, part) in self.parts.extract_if(|key, _| is_gone(*key)) {
             drop(part);
-            self.shared.residency.dropped(key);
+            self.shared.residency.dropped(self.shared.device.index, key);
         }
     }
 
@@ -356,6 +363,9 @@ impl DeviceThread {
     }
 
     fn answer(&self, (job, part): Key, work: WorkId, result: Result<RunResult, String>) {
+        if result.is_err() {
+            self.shared.suspect();
+        }
         self.shared.driver.input(Input::Ran { job, part, work, result });
     }
 

@@ -326,8 +326,18 @@ impl NodeHandle {
         }
     }
 
+    /// Names of the members by node id, and labels of the devices of nodes that have several, under
+    /// [`label_key`](crate::views::label_key).
     pub(crate) async fn names(&self) -> BTreeMap<String, String> {
-        self.inner.driver.views().await.peers.into_iter().map(|p| (p.node, p.name)).collect()
+        let mut names = BTreeMap::new();
+        for peer in self.inner.driver.views().await.peers {
+            let several = peer.devices.len() > 1;
+            for (index, device) in (0..).zip(peer.devices.into_iter().filter(|_| several)) {
+                names.insert(crate::views::label_key(&peer.node, index), device.label);
+            }
+            names.insert(peer.node, peer.name);
+        }
+        names
     }
 }
 

@@ -1,6 +1,6 @@
 //! Measurements and checks of `bench decode`, `bench device` and `selftest`, as JSON and as human-readable text.
 use crate::config::{Size, UpOptions};
-use crate::device::Compute;
+use crate::device::Devices;
 use crate::views::count;
 use kernels::device::{DeviceChoice, DeviceId};
 use kernels_models::bench::{DecodeBench, DecodeFigures};
@@ -63,7 +63,8 @@ pub(crate) fn decode_text(figures: &Value) -> String {
 /// This machine has no such device.
 pub(crate) fn device(options: &UpOptions) -> Result<Value, String> {
     let start = Instant::now();
-    let capacity = Compute::open(options)?.capacity;
+    let devices = Devices::open(options)?.capacity.devices;
+    let capacity = devices.first().ok_or("no device was found")?;
     Ok(json!({
         "device": capacity.device,
         "decode_bytes_per_second": capacity.bytes_per_second,

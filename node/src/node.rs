@@ -6,7 +6,7 @@ use crate::bulk::BulkRequest;
 use crate::calendar::date_time;
 use crate::clock::unix_seconds;
 use crate::config::UpOptions;
-use crate::device::Compute;
+use crate::device::Devices;
 use crate::device_thread;
 use crate::device_thread::shared::Shared;
 use crate::directory::Directory;
@@ -24,7 +24,7 @@ use crate::quiet::Quiet;
 use crate::record::Recorder;
 use crate::renewal::{self, Renewal};
 use crate::residency::Residency;
-use crate::shell::Shell;
+use crate::shell::{self, Shell};
 use crate::states::States;
 use crate::store::{Store, StoreError};
 use crate::submissions::{self, Submissions};
@@ -39,6 +39,7 @@ use node_core::input::Input;
 use node_core::message::{Drafts, FrameHeader};
 use node_core::node::Node;
 use node_core::work::Contact;
+use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
@@ -90,9 +91,9 @@ pub(crate) async fn start(options: UpOptions) -> Result<(NodeHandle, Running), N
     let store = Arc::new(Store::open(&options.data_dir)?);
     let generation = store.next_generation()?;
     let measured = options.clone();
-    let device = tokio::task::spawn_blocking(move || Compute::open(&measured))
+    let devices = tokio::task::spawn_blocking(move || Devices::open(&measured))
         .await
-        .map_err(|e| NodeError::Failed(format!("measuring the device was interrupted: {e}")))?
+        .map_err(|e| NodeError::Failed(format!("measuring the devices was interrupted: {e}")))?
         .map_err(NodeError::Invalid)?;
     let cache = Cache::beside(&options.models_dir, options.cache_bytes);
     let library = Arc::new(Library::open(cache, &options.models_dir)?);
@@ -138,7 +139,7 @@ pub(crate) async fn start(options: UpOptions) -> Result<(NodeHandle, Running), N
         name: options.name.clone(),
         data_addrs: gossip_addrs.iter().map(|a| SocketAddr::new(a.ip(), a.port() + 1)).collect(),
         gossip_addrs,
-        capacity: device.capacity.clone(),
+        capacity: devices.capacity.clone(),
     };
     let guests = Admission::new(identity.clone(), credentials, store.clone(), config.data_addrs.clone(), options.open);
     let guests = admission.get_or_init(|| Arc::new(guests)).clone();
@@ -146,20 +147,24 @@ pub(crate) async fn start(options: UpOptions) -> Result<(NodeHandle, Running), N
     let bans = Bans::open(endpoint.clone(), guests.clone(), gossip.clone(), driver.clone(), data_dir, name)?;
     let bans = bans_cell.get_or_init(|| bans).clone();
     let advertise = driver.clone();
-    let residency = Residency::new(device.capacity.clone(), move |now| advertise.input(Input::CapacityChanged(now)));
+    let residency = Residency::new(devices.capacity, move |now| advertise.input(Input::CapacityChanged(now)));
     let residency = Arc::new(residency);
-    let idle_gpus = device.idle_gpus.clone();
-    let device = Arc::new(device);
-    let shared = Shared {
-        tensors: tensors.clone(),
-        states: states.clone(),
-        residency: residency.clone(),
-        driver: driver.clone(),
-        device: device.clone(),
-    };
-    let (commands, computing) = device_thread::spawn(shared).map_err(|e| NodeError::Failed(e.to_string()))?;
+    let idle_gpus = devices.idle_gpus;
     let mut parts = Parts::default();
-    parts.add("the device thread", move || !computing.is_finished());
+    let mut slots = Vec::with_capacity(devices.all.len());
+    for compute in devices.all {
+        let shared = Shared {
+            tensors: tensors.clone(),
+            states: states.clone(),
+            residency: residency.clone(),
+            driver: driver.clone(),
+            device: compute.clone(),
+            suspected: Arc::default(),
+        };
+        let (commands, computing) = device_thread::spawn(shared).map_err(|e| NodeError::Failed(e.to_string()))?;
+        parts.add("a device thread", move || !computing.is_finished());
+        slots.push(shell::Device { compute, commands });
+    }
     let (socket, accepting) = (Arc::downgrade(&gossip), Arc::downgrade(&endpoint));
     parts.add("the gossip thread", move || socket.upgrade().is_none_or(|socket| socket.runs()));
     parts.add("the task that accepts connections", move || {
@@ -177,11 +182,11 @@ pub(crate) async fn start(options: UpOptions) -> Result<(NodeHandle, Running), N
         store: store.clone(),
         library: library.clone(),
         hub: hub.clone(),
-        device,
+        devices: slots,
+        placed: BTreeMap::new(),
         residency,
         last_options: last_options.clone(),
         boundary: boundary.clone(),
-        commands,
         states,
         submissions: submissions.clone(),
     };

@@ -22,15 +22,19 @@ struct Residents {
     requested: BTreeMap<Key, Requested>,
     /// Most bytes of the loads handed to the device thread that it has not reported on. They count even if the part was dropped
     /// meanwhile: the device thread loads the part before it learns of that.
-    handed_over: BTreeMap<(Key, LoadId), u64>,
-    /// Bytes of the parts on the device thread; may lag behind the orders.
-    resident: BTreeMap<Key, u64>,
+    handed_over: BTreeMap<(Key, LoadId), (u8, u64)>,
+    /// Bytes of the parts on the device threads, by device; may lag behind the orders: a part that moved from one device to
+    /// another is on both for a while.
+    resident: BTreeMap<(u8, Key), u64>,
+    /// Devices that this machine no longer has.
+    gone: Vec<u8>,
 }
 
 struct Requested {
+    device: u8,
     load: LoadId,
     bytes_max: u64,
-    /// Bytes of the parts that this one replaces: not offered until the new part is loaded.
+    /// Bytes of the parts on the device that this one replaces: not offered until the new part is loaded.
     replaced: u64,
 }
 
@@ -40,32 +44,68 @@ impl Residency {
         Self { capacity, state: Mutex::default(), publish: Box::new(publish) }
     }
 
-    /// Orders a part that may take `bytes_max`; it supersedes the parts of its job in `replaces`.
+    /// Orders a part that may take `bytes_max` on a device; it supersedes the parts of its job in `replaces`.
     ///
     /// # Errors
-    /// It does not fit beside the other parts here: two coordinators planned with the same free memory.
-    pub(crate) fn begin(&self, key: Key, load: LoadId, bytes_max: u64, replaces: &[PartId]) -> Result<(), String> {
+    /// The node has no such device, or the part does not fit beside the others there: two coordinators planned with the same
+    /// free memory.
+    pub(crate) fn begin(
+        &self,
+        key: Key,
+        device: u8,
+        load: LoadId,
+        bytes_max: u64,
+        replaces: &[PartId],
+    ) -> Result<(), String> {
         let mut state = self.lock();
         let mut replaced = 0;
         for part in replaces.iter().copied().filter(|part| *part != key.1).chain([key.1]) {
-            replaced += state.requested.remove(&(key.0, part)).map_or(0, |requested| requested.replaced);
-            replaced += state.resident.remove(&(key.0, part)).unwrap_or(0);
+            // Another device drops what it holds when it learns of that.
+            let before = state.requested.remove(&(key.0, part)).filter(|before| before.device == device);
+            replaced += before.map_or(0, |requested| requested.replaced);
+            replaced += state.resident.remove(&(device, (key.0, part))).unwrap_or(0);
         }
-        let of =
-            |(other, requested): (&Key, &Requested)| state.resident.get(other).copied().unwrap_or(requested.bytes_max);
-        let taken: u64 = state.requested.iter().map(of).sum();
-        let total = self.capacity.memory_total;
+        let of = |(other, requested): (&Key, &Requested)| {
+            state.resident.get(&(device, *other)).copied().unwrap_or(requested.bytes_max)
+        };
+        let taken: u64 = state.requested.iter().filter(|(_, requested)| requested.device == device).map(of).sum();
+        let Some(known) = self.capacity.device(device) else {
+            self.publish(&state);
+            let count = self.capacity.devices.len();
+            return Err(format!("no device {device}: this node has {count}, counted from 0"));
+        };
+        let total = known.memory_total;
+        if state.gone.contains(&device) {
+            self.publish(&state);
+            return Err(format!("{} is gone: this machine no longer has it", known.label()));
+        }
         if taken.saturating_add(bytes_max) > total {
             self.publish(&state);
             return Err(format!(
-                "no room for a part of {}: this node offers {}, other parts take {}",
+                "no room for a part of {}: this node offers {} of {}, other parts take {}",
                 Size(bytes_max),
                 Size(total),
+                known.label(),
                 Size(taken)
             ));
         }
-        state.requested.insert(key, Requested { load, bytes_max, replaced });
+        state.requested.insert(key, Requested { device, load, bytes_max, replaced });
         Ok(())
+    }
+
+    /// The device that an ordered part is on.
+    #[cfg(test)]
+    fn device_of(&self, key: Key) -> Option<u8> {
+        self.lock().requested.get(&key).map(|requested| requested.device)
+    }
+
+    /// This machine no longer has a device: the mesh is told, and no part is loaded there any more.
+    pub(crate) fn gone(&self, device: u8) {
+        let mut state = self.lock();
+        if !state.gone.contains(&device) {
+            state.gone.push(device);
+            self.publish(&state);
+        }
     }
 
     /// Calls `hand_over`, which sends the loaded part to the device thread, if the order is current. Atomic: no other
@@ -76,7 +116,8 @@ impl Residency {
             return false;
         };
         let bytes = requested.bytes_max.max(core::mem::take(&mut requested.replaced));
-        state.handed_over.insert((key, load), bytes);
+        let device = requested.device;
+        state.handed_over.insert((key, load), (device, bytes));
         hand_over();
         true
     }
@@ -128,27 +169,35 @@ impl Residency {
         self.lock().requested.keys().any(|(of, _)| *of == job)
     }
 
-    /// The device thread has loaded a part of `bytes`.
-    pub(crate) fn loaded(&self, key: Key, load: LoadId, bytes: u64) {
+    /// A device thread has loaded a part of `bytes`.
+    pub(crate) fn loaded(&self, device: u8, key: Key, load: LoadId, bytes: u64) {
         let mut state = self.lock();
         state.handed_over.remove(&(key, load));
-        state.resident.insert(key, bytes);
+        state.resident.insert((device, key), bytes);
         self.publish(&state);
     }
 
-    /// The device thread has dropped a part.
-    pub(crate) fn dropped(&self, key: Key) {
+    /// A device thread has dropped a part.
+    pub(crate) fn dropped(&self, device: u8, key: Key) {
         let mut state = self.lock();
-        state.resident.remove(&key);
+        state.resident.remove(&(device, key));
         self.publish(&state);
     }
 
     fn publish(&self, state: &Residents) {
-        let replaced: u64 = state.requested.values().map(|requested| requested.replaced).sum();
-        let handed_over: u64 = state.handed_over.values().sum();
-        let taken = state.resident.values().sum::<u64>().saturating_add(replaced).saturating_add(handed_over);
-        let memory_free = self.capacity.memory_total.saturating_sub(taken);
-        (self.publish)(Capacity { memory_free, ..self.capacity.clone() });
+        let mut capacity = self.capacity.clone();
+        for (index, device) in (0..).zip(&mut capacity.devices) {
+            let requested = state.requested.values().filter(|requested| requested.device == index);
+            let replaced: u64 = requested.map(|requested| requested.replaced).sum();
+            let handed_over = state.handed_over.values().filter(|(there, _)| *there == index);
+            let handed_over: u64 = handed_over.map(|(_, bytes)| bytes).sum();
+            let resident = state.resident.iter().filter(|((there, _), _)| *there == index);
+            let resident: u64 = resident.map(|(_, bytes)| bytes).sum();
+            let taken = resident.saturating_add(replaced).saturating_add(handed_over);
+            device.memory_free = device.memory_total.saturating_sub(taken);
+            device.gone = state.gone.contains(&index);
+        }
+        (self.publish)(capacity);
     }
 
     fn lock(&self) -> MutexGuard<'_, Residents> {
@@ -159,6 +208,7 @@ impl Residency {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use node_core::config::DeviceCapacity;
     use std::cell::Cell;
     use std::sync::Arc;
     use std::sync::atomic::{AtomicU64, Ordering};
@@ -187,9 +237,9 @@ mod tests {
 
         /// Orders a part, which the device thread then holds with as many bytes as it may have.
         fn load(&self, key: Key, load: u64, bytes: u64) {
-            self.begin(key, LoadId(load), bytes, &[]).expect("it fits");
+            self.begin(key, 0, LoadId(load), bytes, &[]).expect("it fits");
             assert!(self.install(key, LoadId(load), || {}));
-            self.loaded(key, LoadId(load), bytes);
+            self.loaded(0, key, LoadId(load), bytes);
         }
     }
 
@@ -198,44 +248,47 @@ mod tests {
         let capacity = Capacity {
             machine: 0,
             zone: String::new(),
-            device: "cpu".into(),
-            memory_total: total,
-            memory_free: total,
-            bytes_per_second: 1,
-            flops_per_second: 1,
-            copy_bytes_per_second: 1,
-            step_ns: 1,
-            layer_ns: 1,
-            cache_bytes_per_second: 1,
-            numerics: 1,
-            pass_steps: 1,
+            devices: vec![DeviceCapacity {
+                device: "cpu".into(),
+                memory_total: total,
+                memory_free: total,
+                bytes_per_second: 1,
+                flops_per_second: 1,
+                copy_bytes_per_second: 1,
+                step_ns: 1,
+                layer_ns: 1,
+                cache_bytes_per_second: 1,
+                numerics: 1,
+                pass_steps: 1,
+                gone: false,
+            }],
         };
         let published = free.clone();
-        let residency = Residency::new(capacity, move |now| published.store(now.memory_free, Ordering::Relaxed));
+        let residency = Residency::new(capacity, move |now| published.store(now.memory_free(), Ordering::Relaxed));
         Node { residency, free }
     }
 
     #[test]
     fn held_memory_is_not_offered() {
         let node = node(100);
-        node.begin(FIRST, LoadId(1), 60, &[]).unwrap();
-        let refused = node.begin(SECOND, LoadId(1), 50, &[]).unwrap_err();
+        node.begin(FIRST, 0, LoadId(1), 60, &[]).unwrap();
+        let refused = node.begin(SECOND, 0, LoadId(1), 50, &[]).unwrap_err();
         assert!(refused.contains("60 B") && refused.contains("100 B"), "{refused}");
         node.install(FIRST, LoadId(1), || {});
-        node.loaded(FIRST, LoadId(1), 40);
+        node.loaded(0, FIRST, LoadId(1), 40);
         assert_eq!(node.free(), 60);
-        node.begin(SECOND, LoadId(1), 50, &[]).unwrap();
-        node.begin(FIRST, LoadId(2), 50, &[PartId(0)]).expect("a part replaces one of the same job");
-        node.dropped(FIRST);
+        node.begin(SECOND, 0, LoadId(1), 50, &[]).unwrap();
+        node.begin(FIRST, 0, LoadId(2), 50, &[PartId(0)]).expect("a part replaces one of the same job");
+        node.dropped(0, FIRST);
         assert_eq!(node.free(), 60, "a replaced part counts until the new one is loaded");
         node.install(FIRST, LoadId(2), || {});
-        node.loaded(FIRST, LoadId(2), 50);
+        node.loaded(0, FIRST, LoadId(2), 50);
         assert_eq!(node.free(), 50);
         node.end(FIRST, || {});
         node.fail(SECOND, LoadId(1), || {});
-        node.dropped(FIRST);
+        node.dropped(0, FIRST);
         assert_eq!(node.free(), 100);
-        node.begin((JobId(3), PartId(0)), LoadId(1), 100, &[]).expect("all memory is free again");
+        node.begin((JobId(3), PartId(0)), 0, LoadId(1), 100, &[]).expect("all memory is free again");
     }
 
     #[test]
@@ -245,17 +298,17 @@ mod tests {
         for number in [0, 1] {
             node.load(part(number), number.into(), 40);
         }
-        node.begin(part(2), LoadId(2), 40, &[]).expect_err("both parts stay");
-        node.begin(part(2), LoadId(2), 90, &[PartId(0), PartId(1)]).expect("both parts are replaced");
+        node.begin(part(2), 0, LoadId(2), 40, &[]).expect_err("both parts stay");
+        node.begin(part(2), 0, LoadId(2), 90, &[PartId(0), PartId(1)]).expect("both parts are replaced");
         assert_eq!(node.free(), 20);
         // Another order, before that load completes.
-        node.begin(part(3), LoadId(3), 50, &[PartId(2)]).unwrap();
+        node.begin(part(3), 0, LoadId(3), 50, &[PartId(2)]).unwrap();
         assert_eq!(node.free(), 20);
         assert!(!node.install(part(2), LoadId(2), || panic!("the order was superseded")));
         assert!(node.install(part(3), LoadId(3), || {}));
-        node.loaded(part(3), LoadId(3), 50);
+        node.loaded(0, part(3), LoadId(3), 50);
         assert_eq!(node.free(), 50);
-        node.begin(part(4), LoadId(4), 50, &[PartId(3)]).unwrap();
+        node.begin(part(4), 0, LoadId(4), 50, &[PartId(3)]).unwrap();
         assert!(node.fail(part(4), LoadId(4), || {}));
         assert_eq!(node.free(), 100);
         assert!(!node.has_job(JobId(1)));
@@ -266,8 +319,8 @@ mod tests {
         let node = node(100);
         let installed = Cell::new(0);
         let count = || installed.set(installed.get() + 1);
-        node.begin(FIRST, LoadId(1), 10, &[]).unwrap();
-        node.begin(FIRST, LoadId(2), 10, &[PartId(0)]).unwrap();
+        node.begin(FIRST, 0, LoadId(1), 10, &[]).unwrap();
+        node.begin(FIRST, 0, LoadId(2), 10, &[PartId(0)]).unwrap();
         node.install(FIRST, LoadId(1), count);
         assert_eq!(installed.get(), 0, "a later order superseded it");
         node.install(FIRST, LoadId(2), count);
@@ -281,16 +334,16 @@ mod tests {
     fn memory_is_not_offered_while_the_device_thread_loads_a_part_of_an_ended_job() {
         let node = node(100);
         node.load(FIRST, 1, 60);
-        node.begin(FIRST, LoadId(2), 70, &[]).unwrap();
+        node.begin(FIRST, 0, LoadId(2), 70, &[]).unwrap();
         node.install(FIRST, LoadId(2), || {});
         node.end_job(JobId(1), || {});
         assert_eq!(node.free(), 40, "the first part is there, and the second is being loaded");
-        node.loaded(FIRST, LoadId(2), 70);
+        node.loaded(0, FIRST, LoadId(2), 70);
         assert_eq!(node.free(), 30);
-        node.dropped(FIRST);
+        node.dropped(0, FIRST);
         assert_eq!(node.free(), 100);
         // The same, and the load fails.
-        node.begin(FIRST, LoadId(3), 70, &[]).unwrap();
+        node.begin(FIRST, 0, LoadId(3), 70, &[]).unwrap();
         node.install(FIRST, LoadId(3), || {});
         node.end_job(JobId(1), || {});
         node.load(SECOND, 1, 10);
@@ -303,17 +356,17 @@ mod tests {
     fn an_order_that_does_not_fit_leaves_other_parts_as_they_are() {
         let node = node(100);
         node.load(FIRST, 1, 60);
-        node.begin(SECOND, LoadId(1), 41, &[]).unwrap_err();
+        node.begin(SECOND, 0, LoadId(1), 41, &[]).unwrap_err();
         assert!(node.has_job(JobId(1)) && !node.has_job(JobId(2)));
         assert_eq!(node.free(), 40);
-        node.begin(SECOND, LoadId(2), 40, &[]).expect("exactly what is left");
+        node.begin(SECOND, 0, LoadId(2), 40, &[]).expect("exactly what is left");
     }
 
     #[test]
     fn an_order_that_does_not_fit_still_replaces_the_parts_that_the_shell_drops() {
         let node = node(100);
         node.load(FIRST, 1, 60);
-        node.begin((JobId(1), PartId(1)), LoadId(2), 200, &[PartId(0)]).unwrap_err();
+        node.begin((JobId(1), PartId(1)), 0, LoadId(2), 200, &[PartId(0)]).unwrap_err();
         assert!(!node.has_job(JobId(1)));
         assert_eq!(node.free(), 100);
     }
@@ -321,23 +374,23 @@ mod tests {
     #[test]
     fn a_huge_order_is_rejected_instead_of_wrapping() {
         let node = node(100);
-        node.begin(FIRST, LoadId(1), 60, &[]).unwrap();
-        node.begin(SECOND, LoadId(1), u64::MAX, &[]).unwrap_err();
+        node.begin(FIRST, 0, LoadId(1), 60, &[]).unwrap();
+        node.begin(SECOND, 0, LoadId(1), u64::MAX, &[]).unwrap_err();
     }
 
     #[test]
     fn parts_of_other_jobs_with_the_same_number_are_not_replaced() {
         let node = node(100);
-        node.begin(FIRST, LoadId(1), 60, &[]).unwrap();
-        node.begin(SECOND, LoadId(1), 60, &[PartId(0)]).unwrap_err();
+        node.begin(FIRST, 0, LoadId(1), 60, &[]).unwrap();
+        node.begin(SECOND, 0, LoadId(1), 60, &[PartId(0)]).unwrap_err();
         assert!(node.has_job(JobId(1)));
     }
 
     #[test]
     fn a_part_that_failed_under_an_old_order_changes_nothing() {
         let node = node(100);
-        node.begin(FIRST, LoadId(1), 10, &[]).unwrap();
-        node.begin(FIRST, LoadId(2), 10, &[PartId(0)]).unwrap();
+        node.begin(FIRST, 0, LoadId(1), 10, &[]).unwrap();
+        node.begin(FIRST, 0, LoadId(2), 10, &[PartId(0)]).unwrap();
         assert!(!node.fail(FIRST, LoadId(1), || panic!("the newer order stays")));
         assert!(node.has_job(JobId(1)));
         let dropped = Cell::new(false);
@@ -351,10 +404,10 @@ mod tests {
         node.load(FIRST, 1, 60);
         node.end(FIRST, || {});
         assert_eq!(node.free(), 40, "the device thread still has the part");
-        node.dropped(FIRST);
+        node.dropped(0, FIRST);
         assert_eq!(node.free(), 100);
         node.load(FIRST, 2, 60);
-        node.begin(FIRST, LoadId(3), 60, &[]).unwrap();
+        node.begin(FIRST, 0, LoadId(3), 60, &[]).unwrap();
         node.end_job(JobId(2), || {});
         assert_eq!(node.free(), 40, "another job");
         node.end_job(JobId(1), || {});
@@ -364,10 +417,47 @@ mod tests {
     #[test]
     fn a_part_that_takes_more_than_planned_never_wraps_the_free_memory() {
         let node = node(100);
-        node.begin(FIRST, LoadId(1), 60, &[]).unwrap();
+        node.begin(FIRST, 0, LoadId(1), 60, &[]).unwrap();
         node.install(FIRST, LoadId(1), || {});
-        node.loaded(FIRST, LoadId(1), 130);
+        node.loaded(0, FIRST, LoadId(1), 130);
         assert_eq!(node.free(), 0);
-        node.begin(SECOND, LoadId(1), 1, &[]).unwrap_err();
+        node.begin(SECOND, 0, LoadId(1), 1, &[]).unwrap_err();
+    }
+
+    /// Two devices of 100 bytes, and the capacity last advertised.
+    fn two() -> (Residency, Arc<Mutex<Capacity>>) {
+        let device = DeviceCapacity { device: "cpu".into(), memory_total: 100, memory_free: 100, ..Default::default() };
+        let capacity = Capacity { devices: vec![device.clone(), device], ..Capacity::default() };
+        let shown = Arc::new(Mutex::new(capacity.clone()));
+        let published = shown.clone();
+        (Residency::new(capacity, move |now| *published.lock() = now), shown)
+    }
+
+    #[test]
+    fn each_device_has_its_own_memory_and_a_part_may_move_between_them() {
+        let (residency, shown) = two();
+        let free = || shown.lock().devices.iter().map(|device| device.memory_free).collect::<Vec<_>>();
+        let load = |key, device, load, bytes| {
+            residency.begin(key, device, LoadId(load), bytes, &[]).unwrap();
+            residency.install(key, LoadId(load), || {});
+            residency.loaded(device, key, LoadId(load), bytes);
+        };
+        load(FIRST, 0, 1, 60);
+        load(SECOND, 1, 2, 70);
+        assert_eq!(free(), [40, 30]);
+        residency.begin((JobId(3), PartId(0)), 0, LoadId(3), 50, &[]).unwrap_err();
+        residency.begin((JobId(3), PartId(0)), 2, LoadId(3), 1, &[]).unwrap_err();
+        // The first part moves to the other device, which has no room for it at first.
+        residency.begin(FIRST, 1, LoadId(4), 60, &[]).unwrap_err();
+        residency.end(SECOND, || {});
+        residency.dropped(1, SECOND);
+        load(FIRST, 1, 5, 60);
+        assert_eq!(free(), [40, 40], "the first device has not dropped its copy yet");
+        residency.dropped(0, FIRST);
+        assert_eq!((free(), residency.device_of(FIRST)), (vec![100, 40], Some(1)));
+        residency.gone(0);
+        assert!(shown.lock().devices[0].gone && !shown.lock().devices[1].gone);
+        let refused = residency.begin(SECOND, 0, LoadId(6), 1, &[]).unwrap_err();
+        assert!(refused.contains("gone"), "{refused}");
     }
 }

@@ -1,5 +1,6 @@
 //! Carries out the core's decisions. No policy lives here. Next: `shell/stages.rs`, `shell/grids.rs`.
 use crate::boundary::StageTraffic;
+use crate::device::Compute;
 use crate::device_thread::command::{Command, Commands};
 use crate::driver::queue::DriverHandle;
 use crate::handle::last_options::LastOptions;
@@ -22,7 +23,8 @@ use node_core::output::{Event, Output};
 use node_core::work::serve::DoneReason;
 use node_core::work::steps::StepsEvent;
 use node_core::work::{DownReason, Ending, Order, PartWork, Payload, Placement, QuestionOrigin};
-use partitioner::{Question, explain};
+use partitioner::{DeviceId, Question, explain};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use transport::frame::{self, Dtype, Route, WireHeader};
 use transport::{Endpoint, GossipSocket, Identity, Priority};
@@ -38,6 +40,15 @@ struct Ordered {
     load: LoadId,
     /// Nodes that may have its data.
     sources: Vec<NodeId>,
+    /// Where it goes.
+    device: Device,
+}
+
+/// A device, and the queue of its thread.
+#[derive(Clone)]
+pub(crate) struct Device {
+    pub(crate) compute: Arc<Compute>,
+    pub(crate) commands: Commands,
 }
 
 /// Everything that outputs act on.
@@ -47,12 +58,14 @@ pub(crate) struct Shell {
     pub(crate) identity: Identity,
     pub(crate) gossip: Arc<GossipSocket>,
     pub(crate) endpoint: Arc<Endpoint>,
-    pub(crate) commands: Commands,
+    /// The node's devices, in the order of its advert.
+    pub(crate) devices: Vec<Device>,
+    /// The device of each ordered part.
+    pub(crate) placed: BTreeMap<Key, u8>,
     pub(crate) tensors: Arc<TensorStore>,
     pub(crate) store: Arc<Store>,
     pub(crate) library: Arc<Library>,
     pub(crate) hub: Arc<EventRouter>,
-    pub(crate) device: Arc<crate::device::Compute>,
     pub(crate) residency: Arc<Residency>,
     pub(crate) last_options: Arc<LastOptions>,
     pub(crate) boundary: Arc<StageTraffic>,
@@ -96,22 +109,22 @@ impl Shell {
                 self.load((job, epoch, load), *order, sources, &replaces);
             }
             Output::Restore { job, load, part, step } => {
-                self.submit(Command::Restore { key: (job, part), load, step });
+                self.submit((job, part), Command::Restore { key: (job, part), load, step });
             }
             Output::Continue { job, epoch, order } => self.keep(job, epoch, &order),
             Output::Fetch { job, epoch, order, sources } => self.fetch((job, epoch), *order, sources),
             Output::Challenge { job, epoch, part, nonce } => {
-                self.submit(Command::Challenge { key: (job, part), epoch, nonce });
+                self.submit((job, part), Command::Challenge { key: (job, part), epoch, nonce });
             }
             Output::Drop { job, part } => self.drop_part((job, part)),
             Output::Unload { job } => self.unload(job),
-            Output::Run(run) => self.submit(Command::Run(run)),
+            Output::Run(run) => self.submit((run.job, run.part), Command::Run(run)),
             Output::Release { job, part, request } => {
-                self.submit(Command::Release { key: (job, part), request });
+                self.submit((job, part), Command::Release { key: (job, part), request });
             }
             Output::Discard { tensor } => drop(self.tensors.take(tensor)),
             Output::Fork { job, part, from, to, positions } => {
-                self.submit(Command::Fork { key: (job, part), from, to, positions });
+                self.submit((job, part), Command::Fork { key: (job, part), from, to, positions });
             }
             Output::Split { tensor, at, of, into } => self.tensors.split(tensor, at, of, into),
             Output::Share { tensor, also } => {
@@ -153,9 +166,9 @@ impl Shell {
         );
     }
 
-    /// Loads a part, which the device thread then holds.
+    /// Loads a part, which the thread of its device then holds.
     fn load(
-        &self,
+        &mut self,
         (job, epoch, load): (JobId, Epoch, LoadId),
         order: Order,
         sources: Vec<NodeId>,
@@ -163,15 +176,26 @@ impl Shell {
     ) {
         let key = (job, order.part);
         self.expect(job, epoch, &order);
-        let begun = self.residency.begin(key, load, order.bytes_max, replaces);
+        let begun = self.residency.begin(key, order.device, load, order.bytes_max, replaces);
         // A tile of the same number is replaced when the new one is created; its saved states are kept.
         let stays = |part: PartId| part == order.part && matches!(order.work, PartWork::Tile(_));
-        replaces.iter().filter(|part| !stays(**part)).for_each(|part| self.drop_quietly((job, *part)));
-        if let Err(reason) = begun {
-            self.drop_quietly(key);
-            return self.driver.input(Input::Loaded { job, part: order.part, load, result: Err(reason) });
+        for part in replaces.iter().copied().filter(|part| !stays(*part)) {
+            self.drop_quietly((job, part));
         }
-        let ordered = Ordered { key, epoch, load, sources };
+        if let Some(before) = self.placed.get(&key).filter(|before| **before != order.device) {
+            self.command(usize::from(*before), Command::Vacate { key });
+        }
+        let device = self.devices.get(usize::from(order.device)).cloned();
+        let ready = begun.and_then(|()| device.ok_or_else(|| format!("this node has no device {}", order.device)));
+        let device = match ready {
+            Ok(device) => device,
+            Err(reason) => {
+                self.drop_quietly(key);
+                return self.driver.input(Input::Loaded { job, part: order.part, load, result: Err(reason) });
+            }
+        };
+        self.placed.insert(key, order.device);
+        let ordered = Ordered { key, epoch, load, sources, device };
         let Order { name, standby, bytes_max, work, .. } = order;
         match work {
             PartWork::Stage(stage) => self.load_stage(ordered, name, bytes_max, stage),
@@ -182,7 +206,7 @@ impl Shell {
     /// Keeps a part under another epoch.
     fn keep(&self, job: JobId, epoch: Epoch, order: &Order) {
         self.expect(job, epoch, order);
-        self.submit(Command::Keep { key: (job, order.part), epoch });
+        self.submit((job, order.part), Command::Keep { key: (job, order.part), epoch });
     }
 
     /// Announces the frames that a part will receive.
@@ -204,18 +228,27 @@ impl Shell {
     }
 
     /// Drops a part.
-    fn drop_part(&self, key: Key) {
-        self.residency.end(key, || self.drop_quietly(key));
+    fn drop_part(&mut self, key: Key) {
+        let device = self.placed.remove(&key);
+        self.residency.end(key, || self.command(device.unwrap_or(0).into(), Command::Drop { key }));
     }
 
-    /// Drops a part on the device thread, if it is there.
-    fn drop_quietly(&self, key: Key) {
-        self.submit(Command::Drop { key });
+    /// Drops a part on the thread of its device, if it is there.
+    fn drop_quietly(&mut self, key: Key) {
+        let device = self.placed.remove(&key).unwrap_or(0);
+        self.command(device.into(), Command::Drop { key });
     }
 
-    fn unload(&self, job: JobId) {
+    fn unload(&mut self, job: JobId) {
         self.endpoint.forget(job.0);
-        self.residency.end_job(job, || self.submit(Command::Unload { job }));
+        let held: BTreeSet<u8> =
+            self.placed.extract_if(.., |(of, _), _| *of == job).map(|(_, device)| device).collect();
+        // A job without parts may have saved states.
+        let devices = if held.is_empty() { BTreeSet::from([0]) } else { held };
+        let alone = devices.len() == 1;
+        self.residency.end_job(job, || {
+            devices.iter().for_each(|device| self.command((*device).into(), Command::Unload { job, alone }));
+        });
         let submissions = self.submissions.clone();
         self.runtime.spawn_blocking(move || submissions.forget_mirror(job));
         self.submissions.forget_simulation(job);
@@ -270,9 +303,15 @@ impl Shell {
         }
     }
 
-    /// Sends a command to the device thread, unless the node is shutting down.
-    fn submit(&self, command: Command) {
-        let _ = self.commands.send(command);
+    /// Sends a command to the thread of a part's device, unless the node is shutting down.
+    fn submit(&self, key: Key, command: Command) {
+        self.command(self.placed.get(&key).copied().unwrap_or(0).into(), command);
+    }
+
+    fn command(&self, device: usize, command: Command) {
+        if let Some(device) = self.devices.get(device) {
+            let _ = device.commands.send(command);
+        }
     }
 
     /// Does slow work on another thread. An answer always arrives: `failed` creates it if the work panics.
@@ -423,8 +462,10 @@ fn log(event: &Event, node: &Node) {
 fn placed(placement: &Placement, names: &Names) -> String {
     match placement {
         Placement::Stages(stages) => {
-            let stage = |(node, layers): &(NodeId, std::ops::Range<u32>)| {
-                format!("{} layers {}", names.get(*node), explain::layers(layers))
+            let stage = |(device, layers): &(DeviceId, std::ops::Range<u32>)| {
+                let (node, label) = (NodeId::from(*device), names.label((*device).into(), device.index));
+                let who = format!("{} {label}", names.get(node));
+                format!("{} layers {}", who.trim_end(), explain::layers(layers))
             };
             format!(": {}", stages.iter().map(stage).collect::<Vec<_>>().join(", "))
         }

@@ -1,14 +1,16 @@
 //! The views of a node for users and programs: members, jobs and plans, derived from the core's state.
+pub(crate) mod peers;
+
 use crate::report::{ZoneThen, ZoneView};
 use node_core::id::NodeId;
 use node_core::job::{self, JobState, ProgramView, WhatView};
 use node_core::limits;
-use node_core::membership::MemberState;
 use node_core::message::Advert;
 use node_core::node::Node;
-use node_core::work::{DownReason, HeldPart, HeldWork, PredictedChange};
+use node_core::work::{HeldPart, HeldWork, PredictedChange};
 use partitioner::zones::{Outcome, ZoneLoss};
-use partitioner::{Plan, Standby, Tier, Work};
+use partitioner::{DeviceId, NodeKey, Plan, Standby, Tier, Work};
+pub(crate) use peers::PeerView;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -78,6 +80,8 @@ pub(crate) struct StageView {
     pub node: String,
     /// Its name.
     pub name: String,
+    /// The node's device, such as "cuda:1", if it has several.
+    pub device: String,
     /// First layer.
     pub first_layer: u32,
     /// One past the last layer.
@@ -130,6 +134,8 @@ pub(crate) struct StandbyView {
     pub stage: u16,
     /// Name of the standby node; `None` if no node has the memory.
     pub name: Option<String>,
+    /// The standby's device, such as "cuda:1", if the node has several.
+    pub device: String,
     /// "hot", "warm", "cold" or "none". In a running job, a hot standby has current caches.
     pub tier: String,
     /// "none", "loading", "catching up" or "current"; in a plan "planned".
@@ -139,7 +145,7 @@ pub(crate) struct StandbyView {
 }
 
 impl StandbyView {
-    fn new(stage: u16, name: Option<String>, tier: Tier, state: &str, stall_ns: Option<u64>) -> Self {
+    fn new(stage: u16, place: Option<(String, String)>, tier: Tier, state: &str, stall_ns: Option<u64>) -> Self {
         let detection_ms = limits::LEASE.as_secs_f64() * 1e3;
         let tier = match tier {
             Tier::Hot => "hot",
@@ -148,7 +154,9 @@ impl StandbyView {
             Tier::None => "none",
         };
         let stall_ms = stall_ns.map(|ns| detection_ms + ns as f64 / 1e6);
-        StandbyView { stage, name, tier: tier.to_owned(), state: state.to_owned(), stall_ms }
+        let (name, device) = place.unzip();
+        let device = device.unwrap_or_default();
+        StandbyView { stage, name, device, tier: tier.to_owned(), state: state.to_owned(), stall_ms }
     }
 }
 
@@ -178,45 +186,6 @@ pub(crate) struct StateView {
     pub weights: crate::transfer::view::WeightsView,
     /// Bytes of rows sent to other stages and to standbys.
     pub boundary: crate::boundary::BoundaryView,
-}
-
-/// A member.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub(crate) struct PeerView {
-    /// Node id, hex.
-    pub node: String,
-    /// Name.
-    pub name: String,
-    /// PeerId.
-    pub peer_id: String,
-    /// "alive", "suspect", "left", "down", "banned".
-    pub state: String,
-    /// Whether it is this node.
-    pub this_node: bool,
-    /// Device description.
-    pub device: String,
-    /// Configured failure domain; empty: unknown.
-    pub zone: String,
-    /// Bytes of memory offered to the mesh.
-    pub memory_total: u64,
-    /// Bytes of it that are free.
-    pub memory_free: u64,
-    /// Measured decode speed, in bytes of weights per second; 0: not measured.
-    pub bytes_per_second: u64,
-    /// Measured prefill speed, in flops per second; 0: not measured.
-    pub flops_per_second: u64,
-    /// Measured attention speed, in bytes of keys and values per second; 0: not measured.
-    pub cache_bytes_per_second: u64,
-    /// Round-trip time in milliseconds, if measured.
-    pub rtt_ms: Option<f64>,
-    /// Bandwidth of the link to it in bytes per second, if measured.
-    pub link_bytes_per_second: Option<u64>,
-    /// Whether there is a data-plane connection.
-    pub connected: bool,
-    /// Whether it accepts no new work.
-    pub draining: bool,
-    /// Data-plane addresses.
-    pub addrs: Vec<String>,
 }
 
 /// A job.
@@ -275,32 +244,6 @@ pub(crate) struct JobView {
     pub queued: u32,
 }
 
-/// Members for the API, with the transport's measurements; this node first.
-fn peer_views(node: &Node) -> Vec<PeerView> {
-    let own = peer_view(node.membership().own(), "alive");
-    let own = PeerView { this_node: true, ..own };
-    let others = node.members().map(|m| {
-        let state = match m.state {
-            MemberState::Alive => "alive",
-            MemberState::Suspect => "suspect",
-            MemberState::Down(DownReason::Left) => "left",
-            MemberState::Down(DownReason::Failed) => "down",
-        };
-        match m.advert {
-            Some(advert) => PeerView {
-                connected: m.connected,
-                rtt_ms: m.rtt_ns.map(|ns| ns as f64 / 1e6),
-                link_bytes_per_second: m.bytes_per_second,
-                ..peer_view(advert, state)
-            },
-            None => {
-                PeerView { node: hex(&m.node), state: state.to_owned(), connected: m.connected, ..PeerView::default() }
-            }
-        }
-    });
-    std::iter::once(own).chain(others).collect()
-}
-
 /// Snapshot of the core's state for the API, taken on the driver's thread.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Views {
@@ -329,7 +272,7 @@ impl Views {
     /// Takes the snapshot.
     pub(crate) fn of(node: &Node) -> Self {
         Self {
-            peers: peer_views(node),
+            peers: peers::peer_views(node),
             jobs: job_views(node),
             grids: node.jobs().filter(|job| matches!(job.program, ProgramView::Steps { .. })).collect(),
             tiles: node.parts().filter(|part| matches!(part.what, HeldWork::Tile { .. })).collect(),
@@ -378,7 +321,9 @@ fn served_view(job: job::JobView, own_name: &str, names: &Names) -> Option<JobVi
         return None;
     };
     let stages = job.parts.iter().filter_map(|part| match &part.what {
-        WhatView::Stage(layers) => Some(held_stage(part.owner, layers, part.bytes, Some(part.step_ns), names)),
+        WhatView::Stage(layers) => {
+            Some(held_stage((part.owner, part.device), layers, part.bytes, Some(part.step_ns), names))
+        }
         WhatView::Tile { .. } => None,
     });
     let standbys = job.parts.iter().zip(0..).filter_map(|(part, stage)| {
@@ -389,7 +334,7 @@ fn served_view(job: job::JobView, own_name: &str, names: &Names) -> Option<JobVi
             (_, true, false) => "catching up",
             (_, false, false) => "loading",
         };
-        let name = standby.node.map(|node| names.get(node));
+        let name = standby.node.map(|node| (names.get(node), names.label(node, standby.device)));
         Some(StandbyView::new(stage, name, standby.tier, state, standby.stall_ns))
     });
     let (bubble, bubble_predicted) = if running > 0 { bubbles(&job, running) } else { (None, None) };
@@ -450,16 +395,23 @@ fn held_view(part: HeldPart, me: NodeId, names: &Names) -> Option<JobView> {
         state: state.to_owned(),
         coordinator: names.get(part.epoch.issuer),
         epoch: part.epoch.counter,
-        stages: vec![held_stage(me, &layers, part.bytes, None, names)],
+        stages: vec![held_stage((me, part.device), &layers, part.bytes, None, names)],
         model: part.name,
         ..JobView::default()
     })
 }
 
-fn held_stage(node: NodeId, layers: &Range<u32>, bytes: Option<u64>, step_ns: Option<u64>, names: &Names) -> StageView {
+fn held_stage(
+    (node, device): (NodeId, u8),
+    layers: &Range<u32>,
+    bytes: Option<u64>,
+    step_ns: Option<u64>,
+    names: &Names,
+) -> StageView {
     StageView {
         node: hex(&node),
         name: names.get(node),
+        device: names.label(node, device),
         first_layer: layers.start,
         end_layer: layers.end,
         bytes: bytes.unwrap_or(0),
@@ -473,26 +425,6 @@ const NAME_CHARS_MAX: usize = 128;
 /// A peer's text, made safe for terminals and logs.
 fn shown(name: &str) -> String {
     transport::printable(name, NAME_CHARS_MAX)
-}
-
-/// The view of a member's advert.
-fn peer_view(advert: &Advert, state: &str) -> PeerView {
-    PeerView {
-        node: hex(&advert.node),
-        name: shown(&advert.name),
-        peer_id: transport::PeerId::from_bytes(&advert.peer_id).map(|p| p.to_string()).unwrap_or_default(),
-        state: state.to_owned(),
-        device: shown(&advert.capacity.device),
-        zone: shown(&advert.capacity.zone),
-        memory_total: advert.capacity.memory_total,
-        memory_free: advert.capacity.memory_free,
-        bytes_per_second: advert.capacity.bytes_per_second,
-        flops_per_second: advert.capacity.flops_per_second,
-        cache_bytes_per_second: advert.capacity.cache_bytes_per_second,
-        draining: advert.draining,
-        addrs: advert.data_addrs.iter().map(ToString::to_string).collect(),
-        ..PeerView::default()
-    }
 }
 
 fn job_state(state: JobState) -> &'static str {
@@ -512,11 +444,14 @@ pub(crate) fn plan_report(
     change: Option<PredictedChange>,
     names: &BTreeMap<String, String>,
 ) -> PlanReport {
-    let name = |id: &partitioner::DeviceId| {
-        let node = hex(&NodeId(id.0));
+    let name = |id: NodeKey| {
+        let node = hex(&id.into());
         names.get(&node).cloned().unwrap_or(node)
     };
-    let stages = |plan: &Plan| plan.stages().iter().map(|s| stage_view(s, name(&s.device))).collect::<Vec<_>>();
+    let label = |id: DeviceId| names.get(&label_key(&hex(&id.into()), id.index)).cloned().unwrap_or_default();
+    let both = |id: DeviceId| format!("{} {}", name(id.node), label(id)).trim_end().to_owned();
+    let stage = |stage: &partitioner::Stage| stage_view(stage, name(stage.device.node), label(stage.device));
+    let stages = |plan: &Plan| plan.stages().iter().map(stage).collect::<Vec<_>>();
     PlanReport {
         model,
         context: work.context,
@@ -529,12 +464,12 @@ pub(crate) fn plan_report(
         reasons: plan
             .reasons()
             .iter()
-            .map(|(id, reason)| ReasonView { node: name(id), reason: reason.clone() })
+            .map(|(id, reason)| ReasonView { node: both(*id), reason: reason.clone() })
             .collect(),
         standbys: standbys
             .iter()
             .map(|standby| {
-                let who = standby.place.as_ref().map(|place| name(&place.device));
+                let who = standby.place.as_ref().map(|place| (name(place.device.node), label(place.device)));
                 StandbyView::new(standby.stage, who, standby.tier, "planned", standby.stall_ns)
             })
             .collect(),
@@ -542,7 +477,7 @@ pub(crate) fn plan_report(
             .losses()
             .iter()
             .map(|l| LossView {
-                node: name(&l.lost),
+                node: name(l.lost),
                 stages: l.plan.as_ref().map(&stages).unwrap_or_default(),
                 error: l.plan.as_ref().err().map(ToString::to_string),
             })
@@ -550,10 +485,11 @@ pub(crate) fn plan_report(
     }
 }
 
-fn stage_view(stage: &partitioner::Stage, name: String) -> StageView {
+fn stage_view(stage: &partitioner::Stage, name: String, device: String) -> StageView {
     StageView {
-        node: hex(&NodeId(stage.device.0)),
+        node: hex(&stage.device.into()),
         name,
+        device,
         first_layer: stage.layers.start,
         end_layer: stage.layers.end,
         bytes: stage.bytes,
@@ -561,25 +497,46 @@ fn stage_view(stage: &partitioner::Stage, name: String) -> StageView {
     }
 }
 
+/// The key of a device's label among the names of members.
+pub(crate) fn label_key(node: &str, index: u8) -> String {
+    format!("{node}/{index}")
+}
+
 /// Names of the members, to replace the id prefixes in the core's texts.
-pub(crate) struct Names(BTreeMap<NodeId, String>);
+pub(crate) struct Names {
+    nodes: BTreeMap<NodeId, String>,
+    /// Labels of the devices of nodes that have several.
+    devices: BTreeMap<(NodeId, u8), String>,
+}
 
 impl Names {
     /// The current names.
     pub(crate) fn of(node: &Node) -> Self {
-        let others = node.members().filter_map(|member| Some((member.node, shown(&member.advert?.name))));
-        let own = node.membership().own();
-        Self(others.chain([(own.node, own.name.clone())]).collect())
+        let adverts = || node.members().filter_map(|member| member.advert).chain([node.membership().own()]);
+        let devices = |advert: &Advert| {
+            let (node, several) = (advert.node, advert.capacity.devices.len() > 1);
+            let labels = advert.capacity.devices.iter().filter(|_| several).map(|device| shown(device.label()));
+            (0..).zip(labels).map(|(index, label)| ((node, index), label)).collect::<Vec<_>>()
+        };
+        Self {
+            nodes: adverts().map(|advert| (advert.node, shown(&advert.name))).collect(),
+            devices: adverts().flat_map(devices).collect(),
+        }
+    }
+
+    /// The label of a device, if its node has several.
+    pub(crate) fn label(&self, node: NodeId, device: u8) -> String {
+        self.devices.get(&(node, device)).cloned().unwrap_or_default()
     }
 
     /// The name of a node, or a prefix of its id if the name is unknown.
     pub(crate) fn get(&self, node: NodeId) -> String {
-        self.0.get(&node).cloned().unwrap_or_else(|| node.to_string())
+        self.nodes.get(&node).cloned().unwrap_or_else(|| node.to_string())
     }
 
     /// A text of the core with ids replaced by names.
     pub(crate) fn in_text(&self, text: &str) -> String {
-        let short: BTreeMap<String, &String> = self.0.iter().map(|(node, name)| (node.to_string(), name)).collect();
+        let short: BTreeMap<String, &String> = self.nodes.iter().map(|(node, name)| (node.to_string(), name)).collect();
         let mut out = String::with_capacity(text.len());
         for piece in text.split_inclusive(|c: char| !c.is_ascii_alphanumeric()) {
             let end = piece.trim_end_matches(|c: char| !c.is_ascii_alphanumeric()).len();
@@ -608,7 +565,10 @@ mod tests {
     #[test]
     fn ids_in_a_text_are_replaced_by_names() {
         let node = |byte: u8| NodeId([byte; 16]);
-        let names = Names(BTreeMap::from([(node(0x60), "desk".to_owned()), (node(0xab), "lab 2".to_owned())]));
+        let names = Names {
+            nodes: BTreeMap::from([(node(0x60), "desk".to_owned()), (node(0xab), "lab 2".to_owned())]),
+            devices: BTreeMap::new(),
+        };
         let text = "60606060 is excluded: no memory; job 6060606060606060, abababab, (abababab) and cdcdcdcd";
         let named = "desk is excluded: no memory; job 6060606060606060, lab 2, (lab 2) and cdcdcdcd";
         assert_eq!(names.in_text(text), named);

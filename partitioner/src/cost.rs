@@ -3,7 +3,7 @@
 //! Integer nanoseconds and bytes, so that every node and the simulator compute the same figure. Decode is charged at batch 1
 //! over half of the context ([`Work::planned_positions`]); memory is charged for the full context of all sequences. Next:
 //! `layers.rs`.
-use crate::fleet::{Device, DeviceId, Fleet, Link};
+use crate::fleet::{Device, DeviceId, Endpoint, Fleet, Link, NodeKey};
 use crate::work::{Layer, Work};
 use alloc::vec::Vec;
 use core::ops::Range;
@@ -132,14 +132,14 @@ pub fn wire_ns(link: &Link, bytes: u64) -> Option<u64> {
 /// a hop within one device is free.
 ///
 /// `None`: a device is unknown or unmeasured, or a link is unusable.
-pub fn token_ns(work: &Work, fleet: &Fleet, head: DeviceId, stages: &[(DeviceId, Range<u32>)]) -> Option<u64> {
+pub fn token_ns(work: &Work, fleet: &Fleet, head: NodeKey, stages: &[(DeviceId, Range<u32>)]) -> Option<u64> {
     let mut sum = 0u64;
-    let mut at = head;
+    let mut at = Endpoint::from(head);
     for (index, (id, layers)) in stages.iter().enumerate() {
         let bytes = if index == 0 { TOKEN_BYTES } else { work.activation_bytes };
         sum = sum.saturating_add(between_ns(fleet, at, *id, bytes)?);
         sum = sum.saturating_add(stage_ns(work, fleet.device(*id)?, layers, 1)?);
-        at = *id;
+        at = (*id).into();
     }
     Some(sum.saturating_add(between_ns(fleet, at, head, TOKEN_BYTES)?))
 }
@@ -147,26 +147,28 @@ pub fn token_ns(work: &Work, fleet: &Fleet, head: DeviceId, stages: &[(DeviceId,
 /// Predicted nanoseconds between tokens when many requests keep every stage and link busy: the time of the slowest one.
 ///
 /// `None` as for [`token_ns`].
-pub fn bottleneck_ns(work: &Work, fleet: &Fleet, head: DeviceId, stages: &[(DeviceId, Range<u32>)]) -> Option<u64> {
+pub fn bottleneck_ns(work: &Work, fleet: &Fleet, head: NodeKey, stages: &[(DeviceId, Range<u32>)]) -> Option<u64> {
     let mut slowest = 0u64;
-    let mut at = head;
+    let mut at = Endpoint::from(head);
     for (index, (id, layers)) in stages.iter().enumerate() {
         let bytes = if index == 0 { TOKEN_BYTES } else { work.activation_bytes };
         slowest = slowest.max(busy_ns(fleet, at, *id, bytes)?);
         slowest = slowest.max(stage_ns(work, fleet.device(*id)?, layers, 1)?);
-        at = *id;
+        at = (*id).into();
     }
     Some(slowest.max(busy_ns(fleet, at, head, TOKEN_BYTES)?))
 }
 
-/// [`hop_ns`] from one device to another; free within one.
-pub fn between_ns(fleet: &Fleet, from: DeviceId, to: DeviceId, bytes: u64) -> Option<u64> {
-    if from == to { Some(0) } else { hop_ns(fleet.link(from, to), bytes) }
+/// [`hop_ns`] from one end to another; free within a device, and between a node and its own devices.
+pub fn between_ns(fleet: &Fleet, from: impl Into<Endpoint>, to: impl Into<Endpoint>, bytes: u64) -> Option<u64> {
+    let (from, to) = (from.into(), to.into());
+    if from.is_at(to) { Some(0) } else { hop_ns(fleet.link(from, to), bytes) }
 }
 
-/// [`wire_ns`] from one device to another; free within one.
-pub fn busy_ns(fleet: &Fleet, from: DeviceId, to: DeviceId, bytes: u64) -> Option<u64> {
-    if from == to { Some(0) } else { wire_ns(fleet.link(from, to), bytes) }
+/// [`wire_ns`] from one end to another; free as in [`between_ns`].
+pub fn busy_ns(fleet: &Fleet, from: impl Into<Endpoint>, to: impl Into<Endpoint>, bytes: u64) -> Option<u64> {
+    let (from, to) = (from.into(), to.into());
+    if from.is_at(to) { Some(0) } else { wire_ns(fleet.link(from, to), bytes) }
 }
 
 /// The roofline of one matrix: its bytes are read once, its flops are computed for each row. Unmeasured flops bound nothing.
@@ -219,8 +221,9 @@ mod tests {
 
     fn device(id: u8, bytes_per_second: u64, flops_per_second: u64) -> Device {
         Device {
-            id: DeviceId([id; 16]),
+            id: DeviceId::first([id; 16]),
             name: String::new(),
+            label: String::new(),
             machine: 0,
             zone: String::new(),
             memory: u64::MAX,
@@ -309,15 +312,15 @@ mod tests {
         let link = Link { rtt_ns: 1_000, bytes_per_second: 1_000_000_000 };
         let devices: Vec<Device> = (1..=2).map(|id| device(id, u64::MAX, 0)).collect();
         let mut fleet = Fleet { devices, links: BTreeMap::new(), default_link: link };
-        let (a, b) = (DeviceId([1; 16]), DeviceId([2; 16]));
+        let (a, b) = (DeviceId::first([1; 16]), DeviceId::first([2; 16]));
         let split = [(a, 0..2), (b, 2..4)];
         // Each matrix takes 1 ns at this speed (rounded up): two blocks, then two blocks and the output head.
         let (first, second) = (5 + 2, 5 + 3);
-        assert_eq!(token_ns(&work(true), &fleet, a, &split), Some(first + 500 + 50 + second + 500 + TOKEN_BYTES));
-        assert_eq!(token_ns(&work(true), &fleet, a, &[(a, 0..4)]), Some(5 + 5));
-        assert_eq!(bottleneck_ns(&work(true), &fleet, a, &split), Some(TOKEN_BYTES));
-        fleet.links.insert((b, a), Link { rtt_ns: 0, bytes_per_second: 0 });
-        assert_eq!(token_ns(&work(true), &fleet, a, &split), None, "the return link is unusable");
+        assert_eq!(token_ns(&work(true), &fleet, a.node, &split), Some(first + 500 + 50 + second + 500 + TOKEN_BYTES));
+        assert_eq!(token_ns(&work(true), &fleet, a.node, &[(a, 0..4)]), Some(5 + 5));
+        assert_eq!(bottleneck_ns(&work(true), &fleet, a.node, &split), Some(TOKEN_BYTES));
+        fleet.links.insert((b.node, a.node), Link { rtt_ns: 0, bytes_per_second: 0 });
+        assert_eq!(token_ns(&work(true), &fleet, a.node, &split), None, "the return link is unusable");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Explanations of a plan: why each node is or is not used, as sentences and as a human-readable table. Next: the tests,
 //! `tests/brute_force.rs`.
 use crate::cost;
-use crate::fleet::{Device, DeviceId, Fleet};
+use crate::fleet::{Device, DeviceId, Fleet, NodeKey};
 use crate::plan::{Goal, Options, Plan, REASONS_MAX, Stage};
 use crate::work::Work;
 use alloc::{format, string::String, vec::Vec};
@@ -109,7 +109,7 @@ fn unused(verdict: &Verdict, options: &Options, least_ns: u64) -> String {
 
 /// The plan as a human-readable table: a line per stage, the total, and why each other node is not used.
 pub fn table(plan: &Plan, fleet: &Fleet) -> String {
-    let name = |id: DeviceId| fleet.device(id).map_or_else(|| hex(id), |device| device.name.clone());
+    let name = |id: DeviceId| fleet.device(id).map_or_else(|| hex(id.node), Device::shown);
     let width = plan.stages().iter().map(|stage| name(stage.device).chars().count()).max().unwrap_or(0).max(4);
     let mut out = String::new();
     let mut line = |text: core::fmt::Arguments<'_>| {
@@ -141,7 +141,8 @@ pub fn table(plan: &Plan, fleet: &Fleet) -> String {
         line(format_args!("the nodes used differ in numerics: tokens may differ from those of another plan"));
     }
     for loss in plan.losses() {
-        let lost = name(loss.lost);
+        let node = fleet.devices.iter().find(|device| device.id.node == loss.lost);
+        let lost = node.map_or_else(|| hex(loss.lost), |device| device.name.clone());
         match &loss.plan {
             Ok(next) => {
                 let stages = next.stages().iter();
@@ -224,10 +225,10 @@ fn scaled(count: u64, units: &[&str]) -> String {
     }
 }
 
-/// The first bytes of an id, for a device that has left the fleet.
-fn hex(id: DeviceId) -> String {
+/// The first bytes of an id, for a node that has left the fleet.
+fn hex(node: NodeKey) -> String {
     let mut out = String::new();
-    for byte in &id.0[..4] {
+    for byte in &node.0[..4] {
         let _ = write!(out, "{byte:02x}");
     }
     out

@@ -44,7 +44,7 @@ pub fn largest_fit(wanted: Fit, work: impl Fn(Fit) -> Work, fleet: &Fleet, optio
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fleet::{Device, DeviceId, Link};
+    use crate::fleet::{Device, DeviceId, Link, NodeKey};
     use crate::plan::Goal;
     use crate::work::Layer;
     use alloc::{collections::BTreeMap, string::String, vec, vec::Vec};
@@ -74,8 +74,9 @@ mod tests {
 
     fn fleet(memories: &[u64]) -> Fleet {
         let device = |(at, &memory): (usize, &u64)| Device {
-            id: DeviceId([at as u8; 16]),
+            id: DeviceId::first([at as u8; 16]),
             name: String::new(),
+            label: String::new(),
             machine: at as u64,
             zone: String::new(),
             memory,
@@ -95,7 +96,7 @@ mod tests {
     }
 
     fn options() -> Options {
-        Options { goal: Goal::Latency, head: DeviceId([0; 16]), losses: true }
+        Options { goal: Goal::Latency, head: NodeKey([0; 16]), losses: true }
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Standbys made of two devices: a stage that no other device can hold as a whole is split in two on its own device, so that
 //! each half has its own standby. Next: `explain.rs`.
 use crate::cost::{self, StageBytes};
-use crate::fleet::{Device, DeviceId, Fleet};
+use crate::fleet::{Device, DeviceId, Fleet, NodeKey};
 use crate::plan::{Options, Plan, Stage};
 use crate::standby::{Standby, standbys};
 use crate::work::Work;
@@ -38,18 +38,18 @@ pub(crate) fn split_for_standbys(plan: Plan, work: &Work, fleet: &Fleet, options
 }
 
 /// Number of stages without a standby, the coordinator's own stages excluded.
-fn without(plan: &Plan, chosen: &[Standby], head: DeviceId) -> usize {
+fn without(plan: &Plan, chosen: &[Standby], head: NodeKey) -> usize {
     others(plan, chosen, head).filter(|standby| standby.place.is_none()).count()
 }
 
 /// The standbys of stages that are not the coordinator's own.
-fn others<'a>(plan: &'a Plan, chosen: &'a [Standby], head: DeviceId) -> impl Iterator<Item = &'a Standby> {
-    chosen.iter().filter(move |standby| plan.stages()[usize::from(standby.stage)].device != head)
+fn others<'a>(plan: &'a Plan, chosen: &'a [Standby], head: NodeKey) -> impl Iterator<Item = &'a Standby> {
+    chosen.iter().filter(move |standby| plan.stages()[usize::from(standby.stage)].device.node != head)
 }
 
 /// Where to split a stage so that one device has memory for the first half and another for the second: the middle of the
 /// possible range. `None`: no two devices on other machines can hold the halves.
-fn middle(plan: &Plan, at: usize, (chosen, head): (&[Standby], DeviceId), work: &Work, fleet: &Fleet) -> Option<u32> {
+fn middle(plan: &Plan, at: usize, (chosen, head): (&[Standby], NodeKey), work: &Work, fleet: &Fleet) -> Option<u32> {
     let stage = &plan.stages()[at];
     let machine = fleet.device(stage.device)?.machine;
     let bytes = StageBytes::new(work);
@@ -68,7 +68,10 @@ fn middle(plan: &Plan, at: usize, (chosen, head): (&[Standby], DeviceId), work: 
         let second = (start + 1..end).rev().take_while(|&cut| bytes.of(&(cut..end)) <= free).last();
         Some((device.id, first, second))
     };
-    let elsewhere = fleet.devices.iter().filter(|device| !device.excluded && device.machine != machine);
+    let elsewhere = fleet
+        .devices
+        .iter()
+        .filter(|device| !device.excluded && device.machine != machine && device.id.node != stage.device.node);
     let reaches: Vec<_> = elsewhere.filter_map(reach).collect();
     // Two of each suffice: at most one of them is the device that the other half needs.
     let mut firsts: Vec<(u32, DeviceId)> = reaches.iter().filter_map(|&(id, first, _)| Some((first?, id))).collect();
@@ -90,12 +93,12 @@ mod tests {
     use crate::standby::tests;
     use core::ops::Range;
 
-    const A: DeviceId = DeviceId([1; 16]);
-    const B: DeviceId = DeviceId([2; 16]);
-    const C: DeviceId = DeviceId([3; 16]);
-    const D: DeviceId = DeviceId([4; 16]);
-    const E: DeviceId = DeviceId([5; 16]);
-    const F: DeviceId = DeviceId([6; 16]);
+    const A: DeviceId = DeviceId::first([1; 16]);
+    const B: DeviceId = DeviceId::first([2; 16]);
+    const C: DeviceId = DeviceId::first([3; 16]);
+    const D: DeviceId = DeviceId::first([4; 16]);
+    const E: DeviceId = DeviceId::first([5; 16]);
+    const F: DeviceId = DeviceId::first([6; 16]);
 
     fn work() -> Work {
         Work { scratch_bytes: 1 << 10, ..tests::work() }
@@ -103,12 +106,12 @@ mod tests {
 
     /// Each device on its own machine.
     fn fleet(devices: &[(DeviceId, u64)]) -> Fleet {
-        tests::fleet(devices.iter().map(|&(id, memory)| tests::device(id, id.0[0].into(), memory)))
+        tests::fleet(devices.iter().map(|&(id, memory)| tests::device(id, id.node.0[0].into(), memory)))
     }
 
     /// The coordinator A has layers 0..2 and B has 2..8; the other devices are spare.
     fn cut(fleet: &Fleet, stages: &[(DeviceId, Range<u32>)]) -> Vec<(DeviceId, Range<u32>)> {
-        let options = Options { goal: Goal::Latency, head: A, losses: false };
+        let options = Options { goal: Goal::Latency, head: A.node, losses: false };
         let plan = Plan::new(stages, &work(), fleet, &options).unwrap();
         let cut = split_for_standbys(plan.clone(), &work(), fleet, &options);
         let more = cut.stages().len() - plan.stages().len();

@@ -8,7 +8,7 @@ pub(crate) mod search;
 
 use crate::cost::{self, StageBytes};
 use crate::explain::{self, Verdict};
-use crate::fleet::{Device, DeviceId, Fleet};
+use crate::fleet::{Device, DeviceId, Endpoint, Fleet, NodeKey};
 use crate::plan::{Goal, InvalidPlan, LAYERS_MAX, LossPlan, Options, Plan, PlanError};
 use crate::repair;
 use crate::work::Work;
@@ -60,16 +60,22 @@ pub fn plan(work: &Work, fleet: &Fleet, options: &Options) -> Result<Plan, PlanE
     Ok(plan.with_losses(losses))
 }
 
-/// The plan after the loss of each of the plan's devices but the coordinator: the repair with the smallest change.
+/// The plan after the loss of each of the plan's nodes but the coordinator: the repair with the smallest change.
 fn losses(plan: &Plan, work: &Work, fleet: &Fleet, options: &Options) -> Vec<LossPlan> {
-    let used = plan.stages().iter().map(|stage| stage.device).filter(|&device| device != options.head);
+    let mut used: Vec<NodeKey> = Vec::new();
+    for node in plan.stages().iter().map(|stage| stage.device.node) {
+        if node != options.head && !used.contains(&node) {
+            used.push(node);
+        }
+    }
     let alone = Options { losses: false, ..options.clone() };
-    used.map(|lost| {
-        let mut left = fleet.clone();
-        left.devices.retain(|device| device.id != lost);
-        LossPlan { lost, plan: repair::repair(plan, work, &left, &alone) }
-    })
-    .collect()
+    used.into_iter()
+        .map(|lost| {
+            let mut left = fleet.clone();
+            left.devices.retain(|device| device.id.node != lost);
+            LossPlan { lost, plan: repair::repair(plan, work, &left, &alone) }
+        })
+        .collect()
 }
 
 /// Rejects questions that make no sense or whose sums would overflow.
@@ -88,7 +94,7 @@ pub(crate) fn validate(work: &Work, fleet: &Fleet) -> Result<(), PlanError> {
     }
     let ids: BTreeSet<DeviceId> = fleet.devices.iter().map(|device| device.id).collect();
     if ids.len() != fleet.devices.len() {
-        return invalid("two nodes of the fleet have the same id".into());
+        return invalid("two devices of the fleet have the same id".into());
     }
     Ok(())
 }
@@ -262,14 +268,14 @@ impl<'a> Pool<'a> {
     /// link.
     pub(crate) fn problem(&self, bound: Option<u64>) -> Problem {
         let bounded = |busy: Option<u64>| busy.is_some_and(|ns| bound.is_none_or(|bound| ns <= bound));
-        let hop = |from: DeviceId, to: DeviceId, bytes: u64| match cost::between_ns(self.fleet, from, to, bytes) {
+        let hop = |from: Endpoint, to: Endpoint, bytes: u64| match cost::between_ns(self.fleet, from, to, bytes) {
             Some(ns) if bounded(cost::busy_ns(self.fleet, from, to, bytes)) => Score::from(ns) << TIE_BITS,
             _ => NEVER,
         };
         let head = self.options.head;
         let mut problem = self.linked(Rule::Sum, &hop);
         for (device, enter) in self.candidates.iter().zip(&mut problem.enter) {
-            *enter += if device.id == head { 0 } else { OFF_COORDINATOR };
+            *enter += if device.id.node == head { 0 } else { OFF_COORDINATOR };
         }
         problem.devices = self.candidates.iter().map(|device| self.costs(device, TIE_BITS, ONE_STAGE, bound)).collect();
         problem
@@ -277,7 +283,7 @@ impl<'a> Pool<'a> {
 
     /// Scores are the nanoseconds of the slowest stage or link.
     fn bottleneck_problem(&self) -> Problem {
-        let busy = |from: DeviceId, to: DeviceId, bytes: u64| {
+        let busy = |from: Endpoint, to: Endpoint, bytes: u64| {
             cost::busy_ns(self.fleet, from, to, bytes).map_or(NEVER, Score::from)
         };
         let mut problem = self.linked(Rule::Max, &busy);
@@ -286,10 +292,10 @@ impl<'a> Pool<'a> {
     }
 
     /// A problem with its links and no devices yet.
-    fn linked(&self, rule: Rule, hop: &dyn Fn(DeviceId, DeviceId, u64) -> Score) -> Problem {
-        let (head, activation) = (self.options.head, self.work.activation_bytes);
-        let ids: Vec<DeviceId> = self.candidates.iter().map(|device| device.id).collect();
-        let row = |from: DeviceId| ids.iter().map(|&to| hop(from, to, activation)).collect();
+    fn linked(&self, rule: Rule, hop: &dyn Fn(Endpoint, Endpoint, u64) -> Score) -> Problem {
+        let (head, activation) = (Endpoint::from(self.options.head), self.work.activation_bytes);
+        let ids: Vec<Endpoint> = self.candidates.iter().map(|device| device.id.into()).collect();
+        let row = |from: Endpoint| ids.iter().map(|&to| hop(from, to, activation)).collect();
         Problem {
             rule,
             guide: Guide::Fill,

@@ -34,7 +34,7 @@ pub mod tiles;
 pub mod explain;
 
 pub use fit::{CONTEXT_MIN, Fit, largest_fit};
-pub use fleet::{Device, DeviceId, Fleet, Link};
+pub use fleet::{Device, DeviceId, Endpoint, Fleet, IN_PROCESS, Link, NodeKey};
 pub use layers::plan;
 pub use plan::{Goal, InvalidPlan, LossPlan, Options, Plan, PlanError, Stage};
 pub use question::{Answer, GridStandbysQuestion, ModelAnswer, ModelQuestion, ModelStandbysQuestion, Question};

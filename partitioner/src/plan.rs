@@ -2,7 +2,7 @@
 //! wire passes the same structural checks as one built here, so every `Plan` satisfies them. Next: `cost.rs`.
 use crate::cost;
 use crate::explain::bytes;
-use crate::fleet::{DeviceId, Fleet};
+use crate::fleet::{DeviceId, Fleet, NodeKey};
 use crate::work::Work;
 use alloc::{boxed::Box, collections::BTreeSet, string::String, vec::Vec};
 use core::ops::Range;
@@ -30,7 +30,7 @@ pub struct Options {
     /// What to minimise.
     pub goal: Goal,
     /// The coordinator: tokens enter and leave the pipeline there.
-    pub head: DeviceId,
+    pub head: NodeKey,
     /// Also plan for the loss of each node in use.
     pub losses: bool,
 }
@@ -51,8 +51,8 @@ pub struct Stage {
 /// The plan after the loss of one node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LossPlan {
-    /// The node lost.
-    pub lost: DeviceId,
+    /// The node lost, with all its devices.
+    pub lost: NodeKey,
     /// The plan on the remaining nodes (without loss plans of its own), or why there is none.
     pub plan: Result<Plan, PlanError>,
 }
@@ -376,7 +376,7 @@ pub enum PlanError {
 /// Plans as records, for the wire and the store. A loss plan has no field for further loss plans, so that no sender can make a
 /// reader recurse. Reading checks every rule that depends on neither job nor fleet.
 mod wire {
-    use super::{DeviceId, InvalidPlan, LossPlan, Plan, PlanError, REASONS_MAX, Stage, check_stages};
+    use super::{DeviceId, InvalidPlan, LossPlan, NodeKey, Plan, PlanError, REASONS_MAX, Stage, check_stages};
     use alloc::{string::String, vec::Vec};
     use serde::{Deserialize, Serialize};
 
@@ -391,7 +391,7 @@ mod wire {
 
     #[derive(Serialize, Deserialize)]
     struct LossRecord {
-        lost: DeviceId,
+        lost: NodeKey,
         plan: Result<LeafRecord, PlanError>,
     }
 

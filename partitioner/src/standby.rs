@@ -5,7 +5,7 @@
 //! the rows. If one of the two is impossible it is warm: in memory, but its cache is built at the takeover. Without free memory
 //! on any node the stage is cold: a repair moves its weights first. Next: `halves.rs`.
 use crate::cost;
-use crate::fleet::{Device, DeviceId, Fleet};
+use crate::fleet::{Device, DeviceId, Endpoint, Fleet, NodeKey};
 use crate::plan::{Options, Plan, Stage};
 use crate::work::Work;
 use alloc::{collections::BTreeMap, vec::Vec};
@@ -73,12 +73,13 @@ pub fn standbys(plan: &Plan, work: &Work, fleet: &Fleet, options: &Options, kept
     let open = |(at, _): &(usize, &Stage)| kept.iter().all(|&(covered, _)| usize::from(covered) != *at);
     let mut stages: Vec<(usize, &Stage)> = plan.stages().iter().enumerate().filter(open).collect();
     // The coordinator's own stage last: its loss changes the coordinator too.
-    let own = |stage: &Stage| stage.device == options.head;
+    let own = |stage: &Stage| stage.device.node == options.head;
     stages.sort_by_key(|(at, stage)| (own(stage), Reverse(cost::weight_bytes(work, &stage.layers)), *at));
     let mut chosen: Vec<Standby> = Vec::with_capacity(stages.len());
     for (at, stage) in stages {
         let question = Question { plan, work, fleet, options, at, stage };
-        let candidates = fleet.devices.iter().filter(|device| device.id != stage.device);
+        // Another device of the owner's node is lost with it.
+        let candidates = fleet.devices.iter().filter(|device| device.id.node != stage.device.node);
         let asked = candidates.filter_map(|device| question.ask(device, loads.of(device.id)));
         let standby = asked.min_by_key(|(rank, _)| *rank).map_or_else(|| question.cold(), |(_, standby)| standby);
         if let Some(place) = &standby.place {
@@ -149,7 +150,7 @@ impl Question<'_> {
             Tier::Hot => 0,
             Tier::Warm | Tier::Cold | Tier::None => replay_ns(self.plan, self.work, self.fleet),
         };
-        let switch_ns = switch_ns(self.plan, self.fleet, self.options.head, &[self.stage.device], Some(device.id));
+        let switch_ns = switch_ns(self.plan, self.fleet, self.options.head, &[self.stage.device.node], Some(device.id));
         let stall_ns = switch_ns.saturating_add(replay).saturating_add(self.plan.token_ns());
         let rank =
             (same_machine, same_zone, load.parts, other_numerics, tier, stall_ns.saturating_add(step_ns), device.id);
@@ -163,8 +164,8 @@ impl Question<'_> {
     fn keeps_up(&self, device: &Device, load: Load, step_ns: u64) -> Option<bool> {
         let token_ns = self.plan.token_ns().max(1);
         let (from, bytes) = match self.at.checked_sub(1) {
-            Some(before) => (self.plan.stages()[before].device, self.work.activation_bytes),
-            None => (self.options.head, cost::TOKEN_BYTES),
+            Some(before) => (Endpoint::from(self.plan.stages()[before].device), self.work.activation_bytes),
+            None => (self.options.head.into(), cost::TOKEN_BYTES),
         };
         let copy_ns = cost::busy_ns(self.fleet, from, device.id, bytes)?;
         let most_ns = if load.owns { token_ns } else { token_ns.saturating_mul(SLOWER_MAX) };
@@ -176,11 +177,11 @@ impl Question<'_> {
         let stage = u16::try_from(self.at).unwrap_or(u16::MAX);
         let (same_machine, same_zone) = (false, false);
         let mut standby = Standby { stage, tier: Tier::Cold, place: None, same_machine, same_zone, stall_ns: None };
-        match self.plan.losses().iter().find(|loss| loss.lost == self.stage.device).map(|loss| &loss.plan) {
+        match self.plan.losses().iter().find(|loss| loss.lost == self.stage.device.node).map(|loss| &loss.plan) {
             None => {}
             Some(Err(_)) => standby.tier = Tier::None,
             Some(Ok(next)) => {
-                let lost = [self.stage.device];
+                let lost = [self.stage.device.node];
                 standby.stall_ns = Some(placed_ns(self.plan, next, self.work, self.fleet, (self.options.head, &lost)));
             }
         }
@@ -190,9 +191,9 @@ impl Question<'_> {
 
 /// Two round trips to the farthest remaining participant: the new epoch is announced and answered, then the first frame
 /// travels.
-fn switch_ns(plan: &Plan, fleet: &Fleet, head: DeviceId, lost: &[DeviceId], standby: Option<DeviceId>) -> u64 {
-    let others = plan.stages().iter().map(|stage| stage.device).filter(|device| !lost.contains(device));
-    let asked = others.chain(standby).filter(|&device| device != head);
+fn switch_ns(plan: &Plan, fleet: &Fleet, head: NodeKey, lost: &[NodeKey], standby: Option<DeviceId>) -> u64 {
+    let others = plan.stages().iter().map(|stage| stage.device).filter(|device| !lost.contains(&device.node));
+    let asked = others.chain(standby).filter(|&device| device.node != head);
     let slowest = asked.map(|device| fleet.link(head, device).rtt_ns).max().unwrap_or(0);
     slowest.saturating_mul(2)
 }
@@ -215,7 +216,7 @@ pub(crate) fn placed_ns(
     next: &Plan,
     work: &Work,
     fleet: &Fleet,
-    (head, lost): (DeviceId, &[DeviceId]),
+    (head, lost): (NodeKey, &[NodeKey]),
 ) -> u64 {
     let moved = crate::repair::moved_bytes(plan, next, work);
     let slowest = next.stages().iter().map(|stage| fleet.link(head, stage.device));
@@ -234,10 +235,10 @@ pub(crate) mod tests {
     use crate::work::Layer;
     use alloc::{collections::BTreeSet, string::String, vec};
 
-    const A: DeviceId = DeviceId([1; 16]);
-    const B: DeviceId = DeviceId([2; 16]);
-    const C: DeviceId = DeviceId([3; 16]);
-    const D: DeviceId = DeviceId([4; 16]);
+    const A: DeviceId = DeviceId::first([1; 16]);
+    const B: DeviceId = DeviceId::first([2; 16]);
+    const C: DeviceId = DeviceId::first([3; 16]);
+    const D: DeviceId = DeviceId::first([4; 16]);
 
     pub(crate) fn work() -> Work {
         Work {
@@ -266,6 +267,7 @@ pub(crate) mod tests {
         Device {
             id,
             name: String::new(),
+            label: String::new(),
             machine,
             zone: String::new(),
             memory,
@@ -292,7 +294,7 @@ pub(crate) mod tests {
     }
 
     fn options() -> Options {
-        Options { goal: Goal::Latency, head: A, losses: false }
+        Options { goal: Goal::Latency, head: A.node, losses: false }
     }
 
     fn split(fleet: &Fleet) -> Plan {
@@ -342,7 +344,7 @@ pub(crate) mod tests {
     fn a_link_that_cannot_carry_the_copy_makes_it_warm_and_no_memory_cold() {
         let mut fleet = of(&[(A, 1, 1 << 30), (B, 2, 1 << 30), (C, 3, 1 << 30)]);
         let hot = standbys(&split(&fleet), &work(), &fleet, &options(), &[])[1].clone();
-        fleet.links.insert((A, C), Link { rtt_ns: 200_000, bytes_per_second: 1_000_000 });
+        fleet.links.insert((A.node, C.node), Link { rtt_ns: 200_000, bytes_per_second: 1_000_000 });
         let warm = standbys(&split(&fleet), &work(), &fleet, &options(), &[])[1].clone();
         assert_eq!((hot.tier, warm.tier), (Tier::Hot, Tier::Warm));
         assert!(warm.stall_ns > hot.stall_ns, "{warm:?} {hot:?}");

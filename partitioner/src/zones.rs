@@ -2,7 +2,7 @@
 //!
 //! All nodes of a zone are lost at the same time. A part continues on its standby if that is in another zone; otherwise the
 //! lost parts are placed again on the remaining nodes. Next: `fit.rs`.
-use crate::fleet::{Device, DeviceId, Fleet};
+use crate::fleet::{Device, DeviceId, Fleet, NodeKey};
 use crate::plan::{Options, Plan};
 use crate::repair::repair;
 use crate::standby::{Standby, placed_ns};
@@ -67,7 +67,7 @@ pub fn model_losses(plan: &Plan, standbys: &[Standby], work: &Work, fleet: &Flee
             Some(stalls) => Outcome::Standbys { stall_ns: stalls.into_iter().max().flatten() },
             None => placed_again(plan, work, options, &zone),
         };
-        ZoneLoss { zone: zone.name.into(), coordinator: zone.has(options.head), parts, outcome: then }
+        ZoneLoss { zone: zone.name.into(), coordinator: zone.has_node(options.head), parts, outcome: then }
     };
     zones(fleet).map(of).collect()
 }
@@ -75,12 +75,12 @@ pub fn model_losses(plan: &Plan, standbys: &[Standby], work: &Work, fleet: &Flee
 fn placed_again(plan: &Plan, work: &Work, options: &Options, zone: &Zone<'_>) -> Outcome {
     let left = zone.left();
     // If the coordinator is lost too, another node replaces it.
-    let first = left.devices.iter().find(|device| !device.excluded).map(|device| device.id);
-    let head = if zone.has(options.head) { first.unwrap_or(options.head) } else { options.head };
+    let first = left.devices.iter().find(|device| !device.excluded).map(|device| device.id.node);
+    let head = if zone.has_node(options.head) { first.unwrap_or(options.head) } else { options.head };
     match repair(plan, work, &left, &Options { goal: options.goal, head, losses: false }) {
         Err(error) => Outcome::Ends { why: error.to_string() },
         Ok(next) => {
-            let lost: Vec<DeviceId> = zone.devices().map(|device| device.id).collect();
+            let lost: Vec<NodeKey> = zone.devices().map(|device| device.id.node).collect();
             Outcome::Placed { stall_ns: Some(placed_ns(plan, &next, work, &left, (head, &lost))) }
         }
     }
@@ -93,7 +93,7 @@ pub fn grid_losses(
     (standbys, hot): (&[TileStandby], bool),
     work: &GridWork,
     fleet: &Fleet,
-    head: DeviceId,
+    head: NodeKey,
 ) -> Vec<ZoneLoss> {
     let owners: Vec<(DeviceId, Block)> = plan.tiles().iter().map(|tile| (tile.device, tile.block)).collect();
     let devices: Vec<DeviceId> = owners.iter().map(|(device, _)| *device).collect();
@@ -113,7 +113,7 @@ pub fn grid_losses(
                 Err(error) => Outcome::Ends { why: error.to_string() },
             },
         };
-        ZoneLoss { zone: zone.name.into(), coordinator: zone.has(head), parts, outcome: then }
+        ZoneLoss { zone: zone.name.into(), coordinator: zone.has_node(head), parts, outcome: then }
     };
     zones(fleet).map(of).collect()
 }
@@ -137,6 +137,10 @@ impl Zone<'_> {
 
     fn has(&self, device: DeviceId) -> bool {
         self.devices().any(|of| of.id == device)
+    }
+
+    fn has_node(&self, node: NodeKey) -> bool {
+        self.devices().any(|of| of.id.node == node)
     }
 
     /// Parts whose owners are in the zone.
@@ -164,7 +168,7 @@ mod tests {
     use alloc::vec;
 
     fn device(id: u8, zone: &str, memory: u64) -> Device {
-        Device { zone: zone.into(), ..tests::device(DeviceId([id; 16]), id.into(), memory) }
+        Device { zone: zone.into(), ..tests::device(DeviceId::first([id; 16]), id.into(), memory) }
     }
 
     fn work() -> Work {
@@ -185,10 +189,10 @@ mod tests {
 
     #[test]
     fn the_loss_of_a_zone_leaves_a_model_on_standbys_or_ends_it() {
-        let options = Options { goal: Goal::Latency, head: DeviceId([1; 16]), losses: false };
+        let options = Options { goal: Goal::Latency, head: NodeKey([1; 16]), losses: false };
         let asked = |devices: Vec<Device>| {
             let fleet = fleet(devices);
-            let stages = [(DeviceId([1; 16]), 0..4), (DeviceId([2; 16]), 4..8)];
+            let stages = [(DeviceId::first([1; 16]), 0..4), (DeviceId::first([2; 16]), 4..8)];
             let plan = Plan::new(&stages, &work(), &fleet, &options).unwrap();
             let standbys = standbys(&plan, &work(), &fleet, &options, &[]);
             model_losses(&plan, &standbys, &work(), &fleet, &options)
@@ -231,7 +235,7 @@ mod tests {
             scratch_bytes: 1 << 20,
             pass_steps: 1,
         };
-        let head = DeviceId([1; 16]);
+        let head = NodeKey([1; 16]);
         let asked = |devices: Vec<Device>| {
             let fleet = fleet(devices);
             let plan = tiles::cut(&work, &fleet, &RuleRates::default(), Some(4)).unwrap();

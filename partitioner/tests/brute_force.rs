@@ -2,12 +2,35 @@
 mod fleets;
 
 use fleets::{Random, fleet, id, options, work};
-use partitioner::{Device, DeviceId, Fleet, Goal, Layer, Link, Options, Plan, PlanError, Work};
-use partitioner::{cost, moved_bytes, plan, repair};
-use std::collections::BTreeMap;
+use partitioner::{Device, DeviceId, Fleet, Goal, Layer, Link, NodeKey, Options, Plan, PlanError, Work};
+use partitioner::{cost, moved_bytes, plan, repair, standbys};
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 type Placement = Vec<(DeviceId, Range<u32>)>;
+
+/// More devices than a fleet of the tests has.
+const DEVICES_MAX: usize = 64;
+
+/// The same devices, two in each node and machine. Links are between nodes.
+fn boxes(mut fleet: Fleet) -> Fleet {
+    let place = |old: DeviceId| {
+        let number = (0..DEVICES_MAX).find(|&n| id(n) == old).expect("a device of `fleet`");
+        (number / 2, (number % 2) as u8)
+    };
+    let links = fleet.links.iter().filter_map(|((from, to), link)| {
+        let node = |node: &NodeKey| id(place(DeviceId { node: *node, index: 0 }).0).node;
+        let (from, to) = (node(from), node(to));
+        (from != to).then_some(((from, to), *link))
+    });
+    fleet.links = links.collect();
+    for device in &mut fleet.devices {
+        let (node, index) = place(device.id);
+        device.id = DeviceId { node: id(node).node, index };
+        (device.machine, device.label) = (node as u64, format!("gpu:{index}"));
+    }
+    fleet
+}
 
 /// Every valid placement: all orders of all subsets, all splits, kept if the constructor accepts them.
 fn every_plan(work: &Work, fleet: &Fleet, options: &Options) -> Vec<Plan> {
@@ -37,7 +60,7 @@ fn extend(work: &Work, fleet: &Fleet, options: &Options, so_far: &mut Placement,
 
 /// The tie-break after the goal: time, stages, whether the coordinator is not first.
 fn order(plan: &Plan, options: &Options) -> (u64, usize, bool) {
-    (plan.token_ns(), plan.stages().len(), plan.stages()[0].device != options.head)
+    (plan.token_ns(), plan.stages().len(), plan.stages()[0].device.node != options.head)
 }
 
 fn slowest(plan: &Plan, work: &Work, fleet: &Fleet, options: &Options) -> u64 {
@@ -62,11 +85,14 @@ fn check_shortage(error: &PlanError, seed: u64) {
 
 #[test]
 fn plans_equal_the_best_of_all_placements() {
-    let (mut planned, mut split, mut rejected, mut balanced) = (0, 0, 0, 0);
-    for seed in 0..600 {
+    let (mut planned, mut split, mut rejected, mut balanced, mut boxed) = (0, 0, 0, 0, 0);
+    for (seed, of_boxes) in (0..600).map(|seed| (seed, false)).chain((0..600).map(|seed| (seed, true))) {
         let mut random = Random::new(seed);
         let (devices, layers) = (1 + random.below(4) as usize, 1 + random.below(5) as usize);
         let (work, mut fleet) = (work(&mut random, layers), fleet(&mut random, devices));
+        if of_boxes {
+            fleet = boxes(fleet);
+        }
         if seed % 3 == 0 {
             // Equal devices, so that many splits take the same time.
             for device in &mut fleet.devices {
@@ -107,6 +133,9 @@ fn plans_equal_the_best_of_all_placements() {
                     assert_eq!(found.check(&work, &fleet, &options), Ok(()));
                     planned += 1;
                     split += usize::from(found.stages().len() > 1);
+                    let nodes = nodes_of(&found);
+                    let both = nodes.iter().any(|a| nodes.iter().any(|b| a.node == b.node && a.index != b.index));
+                    boxed += usize::from(both);
                 }
                 (Err(error), None) => {
                     check_shortage(&error, seed);
@@ -116,8 +145,8 @@ fn plans_equal_the_best_of_all_placements() {
             }
         }
     }
-    assert!(planned > 300 && split > 100 && rejected > 100, "{planned} planned, {split} split, {rejected} rejected");
-    assert!(balanced > 10, "{balanced} had a worse split with an equal time");
+    assert!(planned > 600 && split > 200 && rejected > 200, "{planned} planned, {split} split, {rejected} rejected");
+    assert!(balanced > 20 && boxed > 50, "{balanced} had a worse split with an equal time, {boxed} use a whole box");
 }
 
 /// A regression: ties went to the first placement found, and three equal nodes got 20, 31 and 29 layers.
@@ -126,6 +155,7 @@ fn among_equal_token_times_the_least_bottleneck_is_planned() {
     let device = |n: usize| Device {
         id: id(n),
         name: format!("3090-{n}"),
+        label: String::new(),
         machine: n as u64,
         zone: String::new(),
         memory: 18 << 30,
@@ -186,6 +216,7 @@ fn a_long_context_moves_layers_to_the_device_with_the_faster_cache() {
     let device = |n: usize, memory: u64, weights: u64, cache: u64| Device {
         id: id(n),
         name: format!("node-{n}"),
+        label: String::new(),
         machine: n as u64,
         zone: String::new(),
         memory,
@@ -253,26 +284,52 @@ fn repairs_move_the_fewest_bytes_of_all_placements() {
 }
 
 #[test]
-fn every_used_device_but_the_coordinator_has_a_plan_for_its_loss() {
+fn every_used_node_but_the_coordinator_has_a_plan_for_its_loss() {
     let mut survivable = 0;
     for seed in 0..300 {
         let mut random = Random::new(seed);
-        let (work, fleet) = (work(&mut random, 5), fleet(&mut random, 5));
+        let (work, mut fleet) = (work(&mut random, 5), fleet(&mut random, 5));
+        if seed % 2 == 1 {
+            fleet = boxes(fleet);
+        }
         let options = Options { losses: true, ..options(Goal::Latency) };
         let Ok(plan) = plan(&work, &fleet, &options) else {
             continue;
         };
-        let used: Vec<DeviceId> =
-            plan.stages().iter().map(|stage| stage.device).filter(|&used| used != id(0)).collect();
-        let lost: Vec<DeviceId> = plan.losses().iter().map(|loss| loss.lost).collect();
-        assert_eq!(used, lost, "seed {seed}");
+        let used: BTreeSet<NodeKey> =
+            plan.stages().iter().map(|stage| stage.device.node).filter(|&used| used != id(0).node).collect();
+        let lost: Vec<NodeKey> = plan.losses().iter().map(|loss| loss.lost).collect();
+        assert_eq!(used, lost.iter().copied().collect(), "seed {seed}");
+        assert_eq!(used.len(), lost.len(), "seed {seed}: a node is lost once, with all its devices");
         for loss in plan.losses() {
             let mut left = fleet.clone();
-            left.devices.retain(|device| device.id != loss.lost);
+            left.devices.retain(|device| device.id.node != loss.lost);
             let alone = Options { losses: false, ..options.clone() };
             assert_eq!(loss.plan, repair(&plan, &work, &left, &alone), "seed {seed}");
             survivable += usize::from(loss.plan.is_ok());
         }
     }
     assert!(survivable > 100, "{survivable}");
+}
+
+/// Another device of the owner's node would be lost with it.
+#[test]
+fn no_standby_is_on_its_owners_node() {
+    let (mut covered, mut beside) = (0, 0);
+    for seed in 0..300 {
+        let mut random = Random::new(seed);
+        let work = work(&mut random, 5);
+        let mut fleet = boxes(fleet(&mut random, 6));
+        fleet.devices.iter_mut().for_each(|device| device.memory *= 2);
+        let options = options(Goal::Latency);
+        let Ok(plan) = plan(&work, &fleet, &options) else { continue };
+        for standby in standbys(&plan, &work, &fleet, &options, &[]) {
+            let owner = plan.stages()[usize::from(standby.stage)].device;
+            let Some(place) = standby.place else { continue };
+            assert_ne!(place.device.node, owner.node, "seed {seed}");
+            covered += 1;
+            beside += usize::from(plan.stages().iter().any(|stage| stage.device.node == place.device.node));
+        }
+    }
+    assert!(covered > 100 && beside > 20, "{covered} standbys, {beside} on nodes that own another stage");
 }

@@ -179,7 +179,7 @@ fn the_shortlist_keeps_near_nodes() {
     };
     let devices: Vec<Device> = (0..134).map(node).collect();
     let pairs = (0..4).flat_map(|a| (0..4).map(move |b| (a, b))).filter(|(a, b)| a != b);
-    fleet = Fleet { devices, links: pairs.map(|(a, b)| ((id(a), id(b)), near)).collect(), default_link: far };
+    fleet = Fleet { devices, links: pairs.map(|(a, b)| ((id(a).node, id(b).node), near)).collect(), default_link: far };
     let plan = plan(&work, &fleet, &options).expect("it fits");
     assert!(plan.stages().iter().all(|stage| (0..4).any(|n| stage.device == id(n))), "{:?}", plan.stages());
     assert!(plan.token_ns() < 70_000_000, "{}", plan.token_ns());

@@ -7,7 +7,7 @@ use crate::host::HostId;
 use crate::options::Options;
 use crate::units;
 use crate::workload::WIDTH;
-use node_core::limits::{RAM_PAGES_MAX, REPLICAS_MAX};
+use node_core::limits::{DEVICES_MAX, RAM_PAGES_MAX, REPLICAS_MAX};
 use node_core::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -55,6 +55,9 @@ pub struct Mesh {
     pub layers: u32,
     /// Region of each host, from host 0 on; the rest are in region 0.
     pub regions: Vec<u32>,
+    /// Number of devices of each host, from host 0 on; the rest have one. Each has the memory of a host.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub devices: Vec<u32>,
     /// Hosts of three kinds: nominal, three times as fast with 1.5 times the memory, and 40 % as fast with 90 % of the
     /// memory.
     pub mixed: bool,
@@ -136,6 +139,7 @@ impl Default for Mesh {
             memory_mib: 297,
             layers: 12,
             regions: Vec::new(),
+            devices: Vec::new(),
             mixed: false,
             width: WIDTH,
             ram_pages: 0,
@@ -217,6 +221,9 @@ impl Case {
         }
         if self.mesh.memory_mib > MEMORY_MIB_MAX || self.mesh.regions.iter().any(|region| *region > REGIONS_MAX) {
             return Err(format!("expected at most {MEMORY_MIB_MAX} MiB of memory and regions 0 to {REGIONS_MAX}"));
+        }
+        if self.mesh.devices.iter().any(|count| !(1..=DEVICES_MAX as u32).contains(count)) {
+            return Err(format!("expected 1 to {DEVICES_MAX} devices of each host, found {:?}", self.mesh.devices));
         }
         if self.mesh.width == 0 || self.mesh.width > WIDTH_MAX {
             return Err(format!("expected rows of 1 to {WIDTH_MAX} elements, found {}", self.mesh.width));

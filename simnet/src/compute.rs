@@ -5,6 +5,7 @@
 //! every position exactly once and in order, under any partition into stages. `solo` computes the reference on one stage.
 use crate::grids::Saved;
 use crate::host::HostSpec;
+use node_core::config::{Capacity, DeviceCapacity};
 use node_core::id::{ContentId, Epoch, JobId, LoadId, PartId, RequestId, TensorId};
 use node_core::input::Input;
 use node_core::limits::CHALLENGE_STEPS;
@@ -43,28 +44,52 @@ pub struct RunTimes {
     pub(crate) done: Input,
 }
 
-/// The device of one host.
+/// One device of a host. Its work runs in order, beside that of the others.
 #[derive(Debug)]
-pub struct Executor {
-    skew_percent: u32,
+pub struct Unit {
     bytes_per_second: u64,
     step_ns: u64,
     layer_ns: u64,
     cache_bytes_per_second: u64,
-    cell_ns: u64,
-    ram_pages: u32,
     /// Memory for stages and tiles; the node's advert may claim another amount.
     pub memory: u64,
+    /// End of the work queued so far.
+    busy_until: Instant,
+    /// The current stall: when the queued work would have ended, and when the stall ends.
+    stalled: Option<(Instant, Instant)>,
+    /// The machine no longer has it: all its work and its loads fail.
+    pub gone: bool,
+}
+
+impl Unit {
+    fn new(device: &DeviceCapacity) -> Self {
+        Unit {
+            bytes_per_second: device.bytes_per_second,
+            step_ns: device.step_ns,
+            layer_ns: device.layer_ns,
+            cache_bytes_per_second: device.cache_bytes_per_second,
+            memory: device.memory_free,
+            busy_until: Instant(0),
+            stalled: None,
+            gone: false,
+        }
+    }
+}
+
+/// The devices of one host, and its memory of tensors.
+#[derive(Debug)]
+pub struct Executor {
+    skew_percent: u32,
+    cell_ns: u64,
+    ram_pages: u32,
+    /// Its devices, as in its node's advert.
+    pub units: Vec<Unit>,
     stages: BTreeMap<(JobId, PartId), Stage>,
     tensors: BTreeMap<TensorId, Cargo>,
     /// Simulation tiles.
     pub(crate) grids: crate::grids::GridDevice,
     /// Number of payloads received; the next one is named by it.
     arrivals: u64,
-    /// End of the work queued so far; work runs in order.
-    pub(crate) busy_until: Instant,
-    /// The current stall: when the queued work would have ended, and when the stall ends.
-    stalled: Option<(Instant, Instant)>,
     /// Never answers again (a driver deadlock).
     pub dead: bool,
     /// Number of upcoming batches that fail (a device reset).
@@ -79,6 +104,7 @@ pub struct Executor {
 
 #[derive(Debug)]
 struct Stage {
+    device: u8,
     epoch: Epoch,
     /// The load order that created it.
     load: LoadId,
@@ -97,19 +123,13 @@ impl Executor {
     pub(crate) fn new(spec: &HostSpec) -> Self {
         Executor {
             skew_percent: spec.skew_percent,
-            bytes_per_second: spec.capacity.bytes_per_second,
-            step_ns: spec.capacity.step_ns,
-            layer_ns: spec.capacity.layer_ns,
-            cache_bytes_per_second: spec.capacity.cache_bytes_per_second,
             cell_ns: spec.cell_ns,
             ram_pages: spec.ram_pages,
-            memory: spec.capacity.memory_free,
+            units: spec.capacity.devices.iter().map(Unit::new).collect(),
             stages: BTreeMap::new(),
             tensors: BTreeMap::new(),
             grids: crate::grids::GridDevice::default(),
             arrivals: 0,
-            busy_until: Instant(0),
-            stalled: None,
             dead: false,
             failures: 0,
             rejections: 0,
@@ -123,21 +143,51 @@ impl Executor {
         *self = Executor::new(spec);
     }
 
-    /// Work submitted from now on starts no earlier than `until`.
+    /// Work submitted from now on, on any device, starts no earlier than `until`.
     pub(crate) fn stall(&mut self, now: Instant, until: Instant) {
-        if until > self.busy_until {
-            let from = self.stalled.filter(|(_, end)| *end > now).map_or(self.busy_until.max(now), |(from, _)| from);
-            self.stalled = Some((from, until));
-            self.busy_until = until;
+        for unit in self.units.iter_mut().filter(|unit| until > unit.busy_until) {
+            let from = unit.stalled.filter(|(_, end)| *end > now).map_or(unit.busy_until.max(now), |(from, _)| from);
+            unit.stalled = Some((from, until));
+            unit.busy_until = until;
         }
     }
 
     /// Ends a stall early. Returns its scheduled end, and by how much results due from then on move forward.
     pub(crate) fn end_stall(&mut self, now: Instant) -> Option<(Instant, Duration)> {
-        let (from, until) = self.stalled.take().filter(|(_, until)| *until > now)?;
-        let less = until.since(from.max(now));
-        self.busy_until = self.busy_until - less;
-        Some((until, less))
+        let stalled = |unit: &Unit| unit.stalled.filter(|(_, until)| *until > now);
+        let ends = self.units.iter().filter_map(stalled).map(|(from, until)| (until, until.since(from.max(now))));
+        // Results of all devices move forward together, by the least of the times.
+        let end = ends.reduce(|(a, less), (b, other)| (a.max(b), less.min(other)));
+        for unit in &mut self.units {
+            if let (Some(_), Some((_, less))) = (unit.stalled.take().filter(|(_, until)| *until > now), end) {
+                unit.busy_until = unit.busy_until - less;
+            }
+        }
+        end
+    }
+
+    /// A device, by its place in the advert. The node never names another one.
+    fn unit(&mut self, device: u8) -> &mut Unit {
+        &mut self.units[usize::from(device)]
+    }
+
+    /// Whether a device takes a load now.
+    fn takes(&mut self, device: u8, bytes: u64) -> Result<(), String> {
+        let Some(unit) = self.units.get(usize::from(device)) else {
+            return Err(format!("there is no device {device}"));
+        };
+        if unit.gone {
+            return Err("the device is gone".into());
+        }
+        if self.rejections > 0 {
+            self.rejections -= 1;
+            return Err("out of memory".into());
+        }
+        let free = self.free_on(device);
+        if bytes > free {
+            return Err(format!("a part of {bytes} bytes, {free} are free"));
+        }
+        Ok(())
     }
 
     /// `Output::Load` of a stage: reserves its memory; its weights may still be in transfer. A stage that exceeds the free
@@ -153,24 +203,22 @@ impl Executor {
     ) -> Result<(), Box<(Instant, Input)>> {
         let (part, bytes) = (order.part, order.bytes_max);
         let old: Vec<Stage> = replaces.iter().filter_map(|part| self.stages.remove(&(job, *part))).collect();
-        let free = self.memory_free();
         let reject = |reason| {
             let rejection = Input::Loaded { job, part, load, result: Err(reason) };
             Err(Box::new((now + Duration::from_millis(1), rejection)))
         };
-        if self.rejections > 0 {
-            self.rejections -= 1;
-            return reject("out of memory".into());
-        }
-        if bytes > free {
-            return reject(format!("a stage of {bytes} bytes, {free} are free"));
+        if let Err(reason) = self.takes(order.device, bytes) {
+            return reject(reason);
         }
         let PartWork::Stage(stage) = order.work.clone() else { return reject("not a stage".into()) };
         let layers = stage.layers_of(part);
         let mut pages = Pages::of(stage.sequences, stage.context);
         pages.set_ram(self.ram_pages);
-        let resident = old.iter().any(|old| old.resident && old.layers == layers && old.order.content == stage.content);
-        let stage = Stage { epoch, load, resident, bytes, layers, order: stage, caches: BTreeMap::new(), pages };
+        let device = order.device;
+        let same = |old: &Stage| old.device == device && old.layers == layers && old.order.content == stage.content;
+        let resident = old.iter().any(|old| old.resident && same(old));
+        let stage =
+            Stage { device, epoch, load, resident, bytes, layers, order: stage, caches: BTreeMap::new(), pages };
         self.stages.insert((job, part), stage);
         Ok(())
     }
@@ -179,13 +227,14 @@ impl Executor {
     /// again meanwhile.
     pub fn load(&mut self, now: Instant, (job, part): (JobId, PartId), load: LoadId) -> Option<(Instant, Input)> {
         let stage = self.stages.get_mut(&(job, part)).filter(|stage| stage.load == load)?;
-        let bytes = stage.bytes;
+        let (bytes, device) = (stage.bytes, stage.device);
         let reading = Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / LOAD_BYTES_PER_SECOND);
         let took = if stage.resident { Duration::from_millis(1) } else { reading + Duration::from_millis(20) };
         stage.resident = true;
-        self.busy_until = self.busy_until.max(now) + took;
+        let ends = self.unit(device).busy_until.max(now) + took;
+        self.unit(device).busy_until = ends;
         let result = Ok(Loaded { bytes, ram_pages: self.ram_pages, step: None });
-        (!self.dead).then_some((self.busy_until, Input::Loaded { job, part, load, result }))
+        (!self.dead).then_some((ends, Input::Loaded { job, part, load, result }))
     }
 
     /// The weights are unavailable: frees the reserved memory.
@@ -202,11 +251,33 @@ impl Executor {
         }
     }
 
-    /// Memory that no stage or tile uses.
+    /// Memory of a device that no stage or tile uses.
+    pub fn free_on(&self, device: u8) -> u64 {
+        let stages = self.stages.values().filter(|stage| stage.device == device);
+        let taken = stages.fold(0u64, |sum, stage| sum.saturating_add(stage.bytes));
+        let taken = taken.saturating_add(self.grids.taken(device));
+        self.units.get(usize::from(device)).map_or(0, |unit| unit.memory.saturating_sub(taken))
+    }
+
+    /// The same of all devices together.
     pub fn memory_free(&self) -> u64 {
-        let taken = self.stages.values().fold(0u64, |sum, stage| sum.saturating_add(stage.bytes));
-        let taken = taken.saturating_add(self.grids.taken());
-        self.memory.saturating_sub(taken)
+        (0..self.units.len() as u8).map(|device| self.free_on(device)).sum()
+    }
+
+    /// The same of the device that has most.
+    pub fn largest_free(&self) -> u64 {
+        let there = (0..self.units.len() as u8).filter(|device| !self.units[usize::from(*device)].gone);
+        there.map(|device| self.free_on(device)).max().unwrap_or(0)
+    }
+
+    /// What the node advertises now.
+    pub(crate) fn capacity(&self, spec: &HostSpec) -> Capacity {
+        let mut capacity = spec.capacity.clone();
+        for (at, device) in (0..).zip(&mut capacity.devices) {
+            device.memory_free = self.free_on(at);
+            device.gone = self.units[usize::from(at)].gone;
+        }
+        capacity
     }
 
     /// `Output::Unload`.
@@ -228,10 +299,11 @@ impl Executor {
         let seen: u64 = items.iter().map(positions_seen).sum();
         let layers = self.stages.get(&(job, part)).map_or(0, |stage| stage.layers.len() as u64);
         let result = self.run_batch(run, items).map(RunResult::Batch);
-        let took = Duration::from_nanos(self.batch_ns(layers, rows, seen));
-        self.busy_until = self.busy_until.max(now) + took;
+        let took = Duration::from_nanos(self.batch_ns(run.device, layers, rows, seen));
+        let ends = self.unit(run.device).busy_until.max(now) + took;
+        self.unit(run.device).busy_until = ends;
         self.batches_took += took;
-        (!self.dead).then_some((self.busy_until, Input::Ran { job, part, work, result }))
+        (!self.dead).then_some((ends, Input::Ran { job, part, work, result }))
     }
 
     /// `Output::Challenge`. Returns when it ends, and the result.
@@ -245,19 +317,22 @@ impl Executor {
         let stage = self.stages.get(&(job, part)).filter(|stage| stage.epoch == epoch);
         let digest = stage.map(|stage| stage.layers.clone().fold(nonce, |row, layer| mix(u64::from(layer), row)));
         let layers = stage.map_or(0, |stage| stage.layers.len() as u64);
-        let step = Duration::from_nanos(self.batch_ns(layers, 1, 0));
-        self.busy_until = self.busy_until.max(now) + step.saturating_mul(CHALLENGE_STEPS);
+        let device = stage.map_or(0, |stage| stage.device);
+        let step = Duration::from_nanos(self.batch_ns(device, layers, 1, 0));
+        let ends = self.unit(device).busy_until.max(now) + step.saturating_mul(CHALLENGE_STEPS);
+        self.unit(device).busy_until = ends;
         let result = digest.ok_or_else(|| format!("no stage of {epoch:?} here"));
-        (!self.dead).then_some((self.busy_until, Input::Challenged { job, epoch, part, nonce, result }))
+        (!self.dead).then_some((ends, Input::Challenged { job, epoch, part, nonce, result }))
     }
 
     /// Cost of a batch as on a real device: one pass over the weights, 10 % more for each further row, and the cache of all
     /// positions that the rows attend to.
-    fn batch_ns(&self, layers: u64, rows: u64, seen: u64) -> u64 {
-        let pass = layers * LAYER_BYTES.saturating_mul(1_000_000_000) / self.bytes_per_second.max(1);
-        let fixed = self.step_ns + layers * self.layer_ns;
+    fn batch_ns(&self, device: u8, layers: u64, rows: u64, seen: u64) -> u64 {
+        let unit = &self.units[usize::from(device)];
+        let pass = layers * LAYER_BYTES.saturating_mul(1_000_000_000) / unit.bytes_per_second.max(1);
+        let fixed = unit.step_ns + layers * unit.layer_ns;
         let cache_bytes = layers * POSITION_BYTES * seen;
-        let attention = cache_bytes.saturating_mul(1_000_000_000) / self.cache_bytes_per_second.max(1);
+        let attention = cache_bytes.saturating_mul(1_000_000_000) / unit.cache_bytes_per_second.max(1);
         let predicted = fixed + pass + pass * rows.saturating_sub(1) / 10 + attention;
         predicted * u64::from(self.skew_percent) / 100 * u64::from(self.slow_percent) / 100
     }
@@ -269,6 +344,7 @@ impl Executor {
         self.failures = self.failures.saturating_sub(1);
         let results: Vec<_> = items.into_iter().map(|item| self.compute_item(run, item)).collect();
         let results: Result<Vec<ItemResult>, String> = results.into_iter().collect();
+        let fails = fails || self.unit(run.device).gone;
         let results = if fails { Err("the device was lost".into()) } else { results };
         if results.is_err() {
             made.iter().for_each(|tensor| drop(self.tensors.remove(tensor)));
@@ -297,14 +373,7 @@ impl Executor {
     /// `Output::Load` of a tile. A tile that exceeds the free memory is rejected.
     pub fn load_tile(&mut self, job: JobId, order: &Order, cells: Option<Saved>) -> Result<Loaded, String> {
         self.grids.drop_tile(job, order.part);
-        let (bytes, free) = (order.bytes_max, self.memory_free());
-        if self.rejections > 0 {
-            self.rejections -= 1;
-            return Err("out of memory".into());
-        }
-        if bytes > free {
-            return Err(format!("a tile of {bytes} bytes, {free} are free"));
-        }
+        self.takes(order.device, order.bytes_max)?;
         self.grids.load(job, order, cells)
     }
 
@@ -315,10 +384,12 @@ impl Executor {
         let halos = steps.halos_in.iter().map(|&(link, tensor)| (link, self.tensors.remove(&tensor))).collect();
         let cells = self.grids.cells_of(job, part).saturating_mul(u64::from(steps.to - steps.from));
         let percent = u64::from(self.skew_percent) * u64::from(self.slow_percent) / 100;
-        let took = Duration::from_nanos(self.step_ns + cells.saturating_mul(self.cell_ns) * percent / 100);
-        let begins = self.busy_until.max(now);
-        self.busy_until = begins + took;
-        let fails = self.failures > 0;
+        let took =
+            Duration::from_nanos(self.unit(run.device).step_ns + cells.saturating_mul(self.cell_ns) * percent / 100);
+        let unit = self.unit(run.device);
+        let begins = unit.busy_until.max(now);
+        unit.busy_until = begins + took;
+        let fails = unit.gone || self.failures > 0;
         self.failures = self.failures.saturating_sub(1);
         let made = if fails { Err("the device was lost".into()) } else { self.grids.run((job, part), steps, halos) };
         let mut sizes = Vec::new();
@@ -331,7 +402,7 @@ impl Executor {
             RunResult::Steps(made)
         });
         let done = Input::Ran { job, part, work, result };
-        let (halos_ready, ends) = (begins + took / 2, self.busy_until);
+        let (halos_ready, ends) = (begins + took / 2, begins + took);
         (!self.dead).then_some(RunTimes { halos_ready, sizes, ends, done })
     }
 
@@ -574,7 +645,7 @@ mod tests {
     const EPOCH: Epoch = Epoch { counter: 1, issuer: node_core::id::NodeId([1; 16]) };
 
     fn run(task: Task) -> Run {
-        Run { work: WorkId(1), job: JOB, epoch: EPOCH, part: PartId(0), task }
+        Run { work: WorkId(1), job: JOB, epoch: EPOCH, part: PartId(0), device: 0, task }
     }
 
     fn batch(device: &mut Executor, now: Instant) -> Option<Instant> {

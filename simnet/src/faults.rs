@@ -13,7 +13,7 @@ use node_core::time::{Duration, Instant};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::collections::BTreeMap;
 
-pub use draw::{Ground, any, disks, forgeries, losses, mend, swarm};
+pub use draw::{Ground, any, disks, forgeries, gone_devices, losses, mend, swarm};
 
 /// A fault, or the end of one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -70,6 +70,14 @@ pub enum Fault {
         host: HostId,
         /// Number of batches.
         failures: u32,
+    },
+    /// A device disappears: its parts fail, and its node reports it as gone. It is back when the process starts again, or at
+    /// `Mend`.
+    DeviceGone {
+        /// The host.
+        host: HostId,
+        /// The device, by its place in the node's advert.
+        device: u8,
     },
     /// The next stages or tiles to load are rejected as out of memory, whatever the host advertised.
     Refuse {
@@ -310,6 +318,7 @@ impl Fault {
             Fault::Crash(_)
             | Fault::Restart { .. }
             | Fault::Device { .. }
+            | Fault::DeviceGone { .. }
             | Fault::Refuse { .. }
             | Fault::DiskFails { .. }
             | Fault::Drift { .. }
@@ -333,6 +342,7 @@ impl Fault {
             | Fault::Slow { host, .. }
             | Fault::Stall { host, .. }
             | Fault::Device { host, .. }
+            | Fault::DeviceGone { host, .. }
             | Fault::Refuse { host, .. }
             | Fault::DiskFull { host, .. }
             | Fault::DiskFails { host, .. }

@@ -57,6 +57,7 @@ pub struct GridDevice {
 #[derive(Debug)]
 struct Tile {
     part: PartId,
+    device: u8,
     bytes: u64,
     order: TileOrder,
     links: Vec<TileLink>,
@@ -249,8 +250,8 @@ impl Tile {
 
 impl GridDevice {
     /// Memory of all tiles.
-    pub fn taken(&self) -> u64 {
-        self.tiles.values().map(|tile| tile.bytes).sum()
+    pub fn taken(&self, device: u8) -> u64 {
+        self.tiles.values().filter(|tile| tile.device == device).map(|tile| tile.bytes).sum()
     }
 
     /// Number of saved states.
@@ -260,7 +261,7 @@ impl GridDevice {
 
     /// `Output::Load` of a tile. `cells`: those of the checkpoint, if it starts from one.
     pub fn load(&mut self, job: JobId, order: &Order, cells: Option<Saved>) -> Result<Loaded, String> {
-        let (part, bytes) = (order.part, order.bytes_max);
+        let (part, device, bytes) = (order.part, order.device, order.bytes_max);
         let PartWork::Tile(order) = order.work.clone() else { return Err("not a tile".into()) };
         let (cells, step) = match order.start {
             TileStart::Initial => {
@@ -271,7 +272,7 @@ impl GridDevice {
             TileStart::Continue | TileStart::Snapshot => (None, None),
         };
         let links = order.links(part);
-        let mut made = Tile { part, bytes, order, links, step: step.unwrap_or(0), cells: None };
+        let mut made = Tile { part, device, bytes, order, links, step: step.unwrap_or(0), cells: None };
         if let Some(cells) = cells {
             made.fill(cells);
         }

@@ -2,7 +2,7 @@
 use crate::compute::Executor;
 use crate::disk::Disk;
 use crate::grids::Saved;
-use node_core::config::{Capacity, Config};
+use node_core::config::{Capacity, Config, DeviceCapacity};
 use node_core::id::{Generation, JobId, NodeId};
 use node_core::input::Input;
 use node_core::node::Node;
@@ -44,17 +44,20 @@ impl Default for HostSpec {
             capacity: Capacity {
                 machine: 0,
                 zone: String::new(),
-                device: "simulated".into(),
-                memory_total: 8 << 30,
-                memory_free: 8 << 30,
-                bytes_per_second: 20_000_000_000,
-                flops_per_second: 1_000_000_000_000,
-                copy_bytes_per_second: 20_000_000_000,
-                step_ns: 50_000,
-                layer_ns: 10_000,
-                cache_bytes_per_second: 200_000_000_000,
-                numerics: 1,
-                pass_steps: 1,
+                devices: vec![DeviceCapacity {
+                    device: "simulated".into(),
+                    memory_total: 8 << 30,
+                    memory_free: 8 << 30,
+                    bytes_per_second: 20_000_000_000,
+                    flops_per_second: 1_000_000_000_000,
+                    copy_bytes_per_second: 20_000_000_000,
+                    step_ns: 50_000,
+                    layer_ns: 10_000,
+                    cache_bytes_per_second: 200_000_000_000,
+                    numerics: 1,
+                    pass_steps: 1,
+                    gone: false,
+                }],
             },
             skew_percent: 100,
             cell_ns: CELL_NS,
@@ -64,23 +67,44 @@ impl Default for HostSpec {
 }
 
 impl HostSpec {
+    /// The same machine with this memory on each device.
+    #[must_use]
+    pub fn with_memory(mut self, bytes: u64) -> Self {
+        for device in &mut self.capacity.devices {
+            (device.memory_total, device.memory_free) = (bytes, bytes);
+        }
+        self
+    }
+
+    /// The same machine with this number of devices like its first one.
+    #[must_use]
+    pub fn with_devices(mut self, count: usize) -> Self {
+        let first = self.capacity.devices[0].clone();
+        let device = |at: usize| DeviceCapacity { device: format!("simulated:{at}"), ..first.clone() };
+        if count > 1 {
+            self.capacity.devices = (0..count).map(device).collect();
+        }
+        self
+    }
+
     /// The same machine scaled to one of three kinds by its number: as it is, three times as fast, or 40 % as fast.
     #[must_use]
     pub fn of_kind(mut self, number: usize) -> Self {
         let (speed_percent, memory_percent) = [(100, 100), (300, 150), (40, 90)][number % 3];
-        let capacity = &mut self.capacity;
-        for speed in [
-            &mut capacity.bytes_per_second,
-            &mut capacity.flops_per_second,
-            &mut capacity.copy_bytes_per_second,
-            &mut capacity.cache_bytes_per_second,
-        ] {
-            *speed = *speed * speed_percent / 100;
+        for device in &mut self.capacity.devices {
+            for speed in [
+                &mut device.bytes_per_second,
+                &mut device.flops_per_second,
+                &mut device.copy_bytes_per_second,
+                &mut device.cache_bytes_per_second,
+            ] {
+                *speed = *speed * speed_percent / 100;
+            }
+            for memory in [&mut device.memory_total, &mut device.memory_free] {
+                *memory = *memory * memory_percent / 100;
+            }
         }
         self.cell_ns = self.cell_ns * 100 / speed_percent;
-        for memory in [&mut capacity.memory_total, &mut capacity.memory_free] {
-            *memory = *memory * memory_percent / 100;
-        }
         self
     }
 }

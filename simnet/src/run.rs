@@ -141,16 +141,16 @@ impl<'a> Run<'a> {
         let checks = Checks::default();
         checks.watch(&mut world);
         let mut spec = HostSpec::default();
-        spec.capacity.memory_total = case.mesh.memory_mib << 20;
-        spec.capacity.memory_free = case.mesh.memory_mib << 20;
+        spec = spec.with_memory(case.mesh.memory_mib << 20);
         spec.ram_pages = case.mesh.ram_pages;
         if !case.simulations.is_empty() {
             // Slow enough that distributing a small grid pays off.
-            (spec.capacity.copy_bytes_per_second, spec.cell_ns) = (COPY_BYTES_PER_SECOND, CASE_CELL_NS);
+            (spec.capacity.devices[0].copy_bytes_per_second, spec.cell_ns) = (COPY_BYTES_PER_SECOND, CASE_CELL_NS);
         }
         for index in 0..case.mesh.hosts as usize {
             spec.region = case.mesh.regions.get(index).copied().unwrap_or(0);
             let spec = if case.mesh.mixed { spec.clone().of_kind(index) } else { spec.clone() };
+            let spec = spec.with_devices(case.mesh.devices.get(index).copied().unwrap_or(1) as usize);
             let host = world.add_host(spec);
             world.start(host);
         }

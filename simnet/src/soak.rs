@@ -76,6 +76,7 @@ pub fn draw(seed: u64, size: Size) -> Case {
             memory_mib,
             layers: if alone { 0 } else { LAYERS },
             regions,
+            devices: draw_devices(seed, size),
             mixed,
             width: if wide { WIDE } else { WIDTH },
             ram_pages: if chance(seed, "ram").random_bool(0.3) { RAM_PAGES } else { 0 },
@@ -93,10 +94,20 @@ pub fn draw(seed: u64, size: Size) -> Case {
                 all.extend(faults::disks(seed, &ground));
             }
             all.extend(faults::forgeries(seed, &ground));
+            all.extend(faults::gone_devices(seed, &ground, &draw_devices(seed, size)));
             all.sort_by_key(|timed| timed.at);
             all
         },
     }
+}
+
+/// In a fifth of the worlds, some hosts have two or three devices.
+fn draw_devices(seed: u64, size: Size) -> Vec<u32> {
+    let mut rng = chance(seed, "devices");
+    if !rng.random_bool(0.2) {
+        return Vec::new();
+    }
+    (0..size.hosts).map(|_| if rng.random_bool(0.4) { rng.random_range(2..=3) } else { 1 }).collect()
 }
 
 /// A draft model in an eighth of the cases: a smaller one, or the model itself where hosts have memory for it twice. A hash of

@@ -205,7 +205,10 @@ pub(crate) fn describe(event: &Event, host: &dyn Fn(NodeId) -> String, name: &dy
         Event::PeerDown { node, reason: DownReason::Failed } => format!("reports {} down", host(*node)),
         Event::JobPlaced { epoch, placement, .. } => match &**placement {
             Placement::Stages(stages) => {
-                let stages = stages.iter().map(|(node, of)| format!("{} {}", host(*node), layers(of)));
+                let stages = stages.iter().map(|(device, of)| {
+                    let at = if device.index > 0 { format!("/{}", device.index) } else { String::new() };
+                    format!("{}{at} {}", host((*device).into()), layers(of))
+                });
                 format!("places epoch {}: {}", epoch.counter, stages.collect::<Vec<_>>().join(", "))
             }
             Placement::Tiles { tiles, depth, step } => {

@@ -20,7 +20,6 @@ use crate::trace::Trace;
 use faults::{Ambush, End};
 use forgery::Known;
 use links::{GLANCE, Links};
-use node_core::config::Capacity;
 use node_core::id::{JobId, NodeId, PartId};
 use node_core::input::Input;
 use node_core::node::Node;
@@ -587,11 +586,10 @@ impl World {
         Ok(())
     }
 
-    /// The shell reports the free memory of its device after a delay.
-    fn measure_memory(&mut self, id: HostId) {
+    /// The shell reports the free memory of its devices, and which of them are gone, after a delay.
+    pub(super) fn measure_memory(&mut self, id: HostId) {
         let host = &self.hosts[id.index()];
-        let memory_free = host.executor.memory_free();
-        let capacity = Capacity { memory_free, ..host.spec.capacity.clone() };
+        let capacity = host.executor.capacity(&host.spec);
         self.answer(id, MEASURE, Input::CapacityChanged(capacity));
     }
 

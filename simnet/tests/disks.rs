@@ -40,7 +40,7 @@ fn mesh(seed: u64, n: usize, spec: &HostSpec) -> World {
 #[test]
 fn a_host_whose_disk_is_full_holds_no_stage_and_others_serve_the_model() {
     let mut spec = HostSpec::default();
-    (spec.capacity.memory_total, spec.capacity.memory_free) = (297 << 20, 297 << 20);
+    (spec.capacity.devices[0].memory_total, spec.capacity.devices[0].memory_free) = (297 << 20, 297 << 20);
     let mut world = mesh(1, 6, &spec);
     for host in [1, 2] {
         world.strike(Fault::DiskFull { host: HostId(host), lasts: ms(60_000) });
@@ -63,7 +63,7 @@ fn a_simulation_survives_full_disks_and_crashes_that_tear_writes() {
     let mut resumed = BTreeSet::new();
     for seed in 0..12 {
         let mut spec = HostSpec::default();
-        spec.capacity.copy_bytes_per_second = 100_000_000;
+        spec.capacity.devices[0].copy_bytes_per_second = 100_000_000;
         let mut world = mesh(seed, 4, &spec);
         world.inject(COORDINATOR, Input::Start { call: CallId(1), job: Box::new(JobSpec::Steps(grid(seed))) });
         world.run_for(ms(250 + 40 * seed));

@@ -107,7 +107,7 @@ fn with_room(layers: u64, zone: &str) -> HostSpec {
     let mut spec = HostSpec::default();
     // Weights, caches of 8 requests of 4096 positions, and the embedding and output head.
     let bytes = layers * (20 << 20) + layers * (8 * 4096 * position_bytes()) + (24 << 20);
-    (spec.capacity.memory_total, spec.capacity.memory_free) = (bytes, bytes);
+    (spec.capacity.devices[0].memory_total, spec.capacity.devices[0].memory_free) = (bytes, bytes);
     spec.capacity.zone = zone.into();
     spec
 }
@@ -153,7 +153,7 @@ fn the_owner_of_a_stage_takes_over_another_one_and_holds_both() {
                     0 => with_room(0, ""),
                     _ if host == slow => {
                         let mut spec = with_room(14, "");
-                        spec.capacity.bytes_per_second = spec.capacity.bytes_per_second * 10 / 16;
+                        spec.capacity.devices[0].bytes_per_second = spec.capacity.devices[0].bytes_per_second * 10 / 16;
                         spec
                     }
                     _ => with_room(5, ""),
@@ -257,7 +257,7 @@ impl Stepped {
     fn of(zones: &[&str], options: Options, (tier, checkpoint, seed): (Tier, Option<u32>, u64)) -> Stepped {
         let spec = |zone: &&str| {
             let mut spec = HostSpec::default();
-            (spec.capacity.copy_bytes_per_second, spec.capacity.zone) = (100_000_000, (*zone).into());
+            (spec.capacity.devices[0].copy_bytes_per_second, spec.capacity.zone) = (100_000_000, (*zone).into());
             spec
         };
         let mut world = mesh(options, zones.iter().map(spec).collect());

@@ -49,7 +49,7 @@ impl Room {
     fn serving(seed: u64) -> Room {
         let mut world = World::new(Options::lan(seed));
         let mut spec = HostSpec::default();
-        (spec.capacity.memory_total, spec.capacity.memory_free) = (MEMORY, MEMORY);
+        (spec.capacity.devices[0].memory_total, spec.capacity.devices[0].memory_free) = (MEMORY, MEMORY);
         let hosts = world.add_hosts(8, &spec);
         hosts.iter().for_each(|&host| world.start(host));
         hosts[1..].iter().for_each(|&host| world.introduce(host, COORDINATOR));
@@ -158,7 +158,7 @@ fn forged_messages_of_a_non_participant_change_no_simulation() {
 fn simulate(seed: u64, messages: u32) -> (Duration, Vec<String>) {
     let mut world = World::new(Options::lan(seed));
     let mut spec = HostSpec::default();
-    spec.capacity.copy_bytes_per_second = 100_000_000;
+    spec.capacity.devices[0].copy_bytes_per_second = 100_000_000;
     let hosts = world.add_hosts(4, &spec);
     hosts.iter().for_each(|&host| world.start(host));
     hosts[1..].iter().for_each(|&host| world.introduce(host, COORDINATOR));

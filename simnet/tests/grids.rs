@@ -84,7 +84,7 @@ fn spec(tier: Tier, depth: Option<u32>, checkpoint: Option<u32>, seed: u64) -> G
 
 fn add(world: &mut World) {
     let mut spec = HostSpec::default();
-    spec.capacity.copy_bytes_per_second = 100_000_000;
+    spec.capacity.devices[0].copy_bytes_per_second = 100_000_000;
     let id = world.add_hosts(1, &spec)[0];
     world.start(id);
     if id != SUBMITTER {

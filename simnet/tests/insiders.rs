@@ -29,7 +29,7 @@ fn ms(ms: u64) -> Duration {
 
 fn spec(memory: u64) -> HostSpec {
     let mut spec = HostSpec::default();
-    (spec.capacity.memory_total, spec.capacity.memory_free) = (memory, memory);
+    (spec.capacity.devices[0].memory_total, spec.capacity.devices[0].memory_free) = (memory, memory);
     spec
 }
 
@@ -249,7 +249,7 @@ fn a_job_avoids_a_host_that_overstates_its_memory() {
     let mut specs = vec![spec(MEMORY); 6];
     specs[3] = spec(8 << 30);
     let (mut world, hosts) = mesh(Options::lan(73), &specs);
-    world.host_mut(hosts[3]).executor.memory = 10 << 20;
+    world.host_mut(hosts[3]).executor.units[0].memory = 10 << 20;
     let mut work = serve(&mut world);
     assert!(
         !work.stages(&world).contains(&hosts[3]),

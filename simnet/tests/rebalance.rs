@@ -2,7 +2,6 @@
 //! when one is slower than advertised. A link or a machine that degrades for seconds moves nothing.
 #![expect(clippy::print_stdout, reason = "the test prints its measurements")]
 #![expect(clippy::wildcard_enum_match_arm, reason = "a test handles few of many events")]
-use node_core::config::Capacity;
 use node_core::id::CallId;
 use node_core::input::Input;
 use node_core::job::{PartView, ProgramView, WhatView};
@@ -28,8 +27,9 @@ struct Room {
 /// A host that reads weights at this many GB/s and offers this many MiB.
 fn spec(gigabytes: u64, memory_mib: u64) -> HostSpec {
     let mut spec = HostSpec::default();
-    spec.capacity.bytes_per_second = gigabytes * 1_000_000_000;
-    (spec.capacity.memory_total, spec.capacity.memory_free) = (memory_mib << 20, memory_mib << 20);
+    spec.capacity.devices[0].bytes_per_second = gigabytes * 1_000_000_000;
+    (spec.capacity.devices[0].memory_total, spec.capacity.devices[0].memory_free) =
+        (memory_mib << 20, memory_mib << 20);
     spec
 }
 
@@ -167,7 +167,8 @@ fn a_change_of_a_few_seconds_moves_nothing() {
     let node = room.world.host(stage).node_id;
     let capacity = room.world.host(spare).spec.capacity.clone();
     for _ in 0..6 {
-        let fast = Capacity { bytes_per_second: capacity.bytes_per_second * 10, ..capacity.clone() };
+        let mut fast = capacity.clone();
+        fast.devices[0].bytes_per_second *= 10;
         room.world.inject(COORDINATOR, Input::LinkMeasured { node, rtt_ns: 50_000_000, bytes_per_second: 1_000_000 });
         room.world.inject(spare, Input::CapacityChanged(fast));
         room.load_for(ms(8_000));
@@ -227,7 +228,7 @@ fn work_follows_measured_stage_times_in_both_directions() {
 #[test]
 fn a_challenge_is_compared_with_the_time_of_its_few_positions() {
     let mut host = spec(20, 297);
-    host.capacity.cache_bytes_per_second = 1_000_000_000;
+    host.capacity.devices[0].cache_bytes_per_second = 1_000_000_000;
     let mut room = Room::serving(&vec![host; 4]);
     room.work.run(&mut room.world, ms(40_000), |_, _| false);
     let measured = |told: &&simnet::Notification| matches!(told.event, Event::Measured { .. });

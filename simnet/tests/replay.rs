@@ -25,7 +25,7 @@ fn a_replayed_life_makes_the_same_decisions() {
     let ms = Duration::from_millis;
     let mut world = World::new(Options { loss_ppm: 10_000, ..Options::lan(11) });
     let mut spec = HostSpec::default();
-    (spec.capacity.memory_total, spec.capacity.memory_free) = (297 << 20, 297 << 20);
+    (spec.capacity.devices[0].memory_total, spec.capacity.devices[0].memory_free) = (297 << 20, 297 << 20);
     let hosts = world.add_hosts(6, &spec);
     let done = Done::default();
     world.observe(Box::new(done.clone()));

@@ -24,7 +24,8 @@ fn ms(milliseconds: u64) -> Duration {
 
 fn host(memory_mib: u64) -> HostSpec {
     let mut spec = HostSpec::default();
-    (spec.capacity.memory_total, spec.capacity.memory_free) = (memory_mib << 20, memory_mib << 20);
+    (spec.capacity.devices[0].memory_total, spec.capacity.devices[0].memory_free) =
+        (memory_mib << 20, memory_mib << 20);
     spec
 }
 

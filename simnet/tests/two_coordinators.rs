@@ -50,7 +50,7 @@ impl Room {
     fn new(options: Options, n: usize, memory: u64) -> Room {
         let mut world = World::new(options);
         let mut spec = HostSpec::default();
-        (spec.capacity.memory_total, spec.capacity.memory_free) = (memory, memory);
+        (spec.capacity.devices[0].memory_total, spec.capacity.devices[0].memory_free) = (memory, memory);
         let hosts = world.add_hosts(n, &spec);
         hosts.iter().for_each(|&host| world.start(host));
         hosts[1..].iter().for_each(|&host| world.introduce(host, hosts[0]));

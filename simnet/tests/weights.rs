@@ -44,7 +44,7 @@ impl Observer for Loads {
 fn mesh(seed: u64, n: usize) -> (World, Loads) {
     let mut world = World::new(Options::lan(seed));
     let mut spec = HostSpec::default();
-    (spec.capacity.memory_total, spec.capacity.memory_free) = (MEMORY, MEMORY);
+    (spec.capacity.devices[0].memory_total, spec.capacity.devices[0].memory_free) = (MEMORY, MEMORY);
     let hosts = world.add_hosts(n, &spec);
     hosts.iter().for_each(|&host| world.start(host));
     hosts[1..].iter().for_each(|&host| world.introduce(host, COORDINATOR));

@@ -151,8 +151,14 @@ impl Mesh {
         mesh
     }
 
-    /// Starts a node. All but the first join the first one's mesh. Only the first one uses the user's model cache.
+    /// Starts a node on the processor. All but the first join the first one's mesh. Only the first one uses the user's model
+    /// cache.
     pub(crate) fn start(&mut self, name: &str, memory: Option<u64>) {
+        self.start_on(name, "cpu", memory);
+    }
+
+    /// The same on these devices, each with this much memory.
+    pub(crate) fn start_on(&mut self, name: &str, devices: &str, memory: Option<u64>) {
         let join = self.nodes.first().map(|first| {
             let answer = first.post("/api/v1/invite", &json!({"ttl_s": 600, "uses": 1})).expect("an invitation");
             answer["ticket"].as_str().expect("a ticket").to_owned()
@@ -160,6 +166,7 @@ impl Mesh {
         let cache = join.is_some().then(|| self.cache_of(name));
         self.spawn(LocalNodeOptions {
             name: name.to_owned(),
+            device: Some(devices.to_owned()),
             memory,
             threads: Some(self.threads),
             join,

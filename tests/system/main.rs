@@ -7,6 +7,7 @@ mod client;
 mod commands;
 mod conversation;
 mod crowd;
+mod devices;
 mod dist;
 mod docs;
 mod drafts;

@@ -12,7 +12,7 @@ use serde::{Serialize, de::DeserializeOwned};
 
 /// Version of every encoding in this file and of the protocol it serves. A change of meaning needs a new number, and a new
 /// protocol name in `transport/src/version.rs`: connections with another name are rejected before a message is read.
-pub const PROTOCOL: u8 = 18;
+pub const PROTOCOL: u8 = 19;
 
 /// A decrypted datagram. Its second byte is its kind.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -100,7 +100,7 @@ pub fn encode_advert(advert: &Advert) -> Result<Vec<u8>, CodecError> {
 /// Decodes an advert. The caller verifies the signature.
 pub fn decode_advert(bytes: &[u8]) -> Result<Advert, CodecError> {
     within(bytes.len(), ADVERT_BYTES_MAX)?;
-    decode::<Advert, ADVERT_BYTES_MAX>("advert", versioned(bytes)?)
+    decode::<Advert, ADVERT_DECODED_MAX>("advert", versioned(bytes)?)
 }
 
 /// The node, generation and version of an advert, from its first bytes; the rest may be malformed.
@@ -228,6 +228,9 @@ const fn limited<const LIMIT: usize>() -> Bincode<Limit<LIMIT>> {
     bincode::config::standard().with_limit::<LIMIT>()
 }
 
+/// Bytes that an advert may claim while it is decoded: numbers claim their full size, of which they take a part, and the devices
+/// of a large box are mostly numbers.
+const ADVERT_DECODED_MAX: usize = 4 * ADVERT_BYTES_MAX;
 /// More than any header or member takes (three identities of at most 46 bytes each), and small enough for a stack buffer.
 const SWIM_ITEM_BYTES_MAX: usize = 256;
 

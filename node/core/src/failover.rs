@@ -4,11 +4,13 @@
 //! weighs it for the jobs that this node coordinates. `job` does the replay: it holds the token log. Next: `job.rs`.
 use crate::id::{Epoch, JobId, NodeId};
 use crate::limits::{EXCLUDED, LINK_CUT};
+use crate::place::{Place, PlaceSet};
 use crate::planted::{self, Planted};
 use crate::time::{Duration, Instant};
 use crate::work::DownReason;
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{format, string::String, vec::Vec};
+use partitioner::DeviceId;
 
 /// A decision of failover.
 #[expect(missing_docs, reason = "fields of variants are named after what they are")]
@@ -19,7 +21,7 @@ pub enum FailoverOutput {
     /// Place the job again without the excluded nodes.
     Replan { job: JobId },
     /// A standby is lost; the job continues.
-    StandbyLost { job: JobId, node: NodeId },
+    StandbyLost { job: JobId, place: Place },
     /// An executor failed while it ran the job's requests.
     Strike { job: JobId, reason: String },
     /// For the log.
@@ -39,17 +41,17 @@ struct Roster {
     epoch: Option<Epoch>,
     participants: BTreeSet<NodeId>,
     standbys: BTreeSet<NodeId>,
-    excluded: BTreeMap<NodeId, Instant>,
+    excluded: BTreeMap<Place, Instant>,
     /// Nodes that this coordinator hears but a neighbour reports silent: the neighbour, and since when.
     reported: BTreeMap<NodeId, (NodeId, Instant)>,
     /// When a report by this node last cost another node its place.
     believed: BTreeMap<NodeId, Instant>,
-    /// Participants that no longer hold their stage of the present placement, but may still be used.
-    emptied: BTreeSet<NodeId>,
+    /// Participants, or devices of theirs, that no longer hold their stages of the present placement, but may still be used.
+    emptied: PlaceSet,
     /// Requests received a strike for a failure under this placement.
     struck: bool,
-    /// When an executor last failed, per node.
-    failed: BTreeMap<NodeId, Instant>,
+    /// When an executor last failed.
+    failed: BTreeMap<Place, Instant>,
 }
 
 impl Roster {
@@ -96,7 +98,7 @@ impl Failover {
     ) {
         let roster = self.jobs.entry(job).or_default();
         roster.participants = participants.into_iter().collect();
-        roster.excluded.insert(silent.0, now + EXCLUDED);
+        roster.excluded.insert(Place::Node(silent.0), now + EXCLUDED);
         if roster.participants.contains(&silent.0) {
             self.lose(now, job, silent.0, silent.1);
         } else {
@@ -172,7 +174,7 @@ impl Failover {
             return;
         }
         for roster in self.jobs.values_mut() {
-            roster.excluded.remove(&node);
+            roster.excluded.retain(|place, _| place.node() != node);
         }
     }
 
@@ -182,28 +184,32 @@ impl Failover {
             return;
         }
         if let Some(roster) = self.jobs.get_mut(&job) {
-            roster.excluded.remove(&node);
+            roster.excluded.retain(|place, _| place.node() != node);
         }
     }
 
-    /// A participant no longer holds its stage: its executor failed, or (not `held`) the node restarted or dropped the job. A
-    /// standby takes the stage over; without one the stage is loaded again, possibly on the same node. A second executor
-    /// failure within a minute excludes the node. Only an executor failure counts against the running requests.
-    pub fn handle_stage_failed(&mut self, now: Instant, job: JobId, node: NodeId, held: bool, reason: String) {
+    /// A participant no longer holds its stages: the executor of a device failed, or (not `held`) the node restarted or
+    /// dropped the job. A standby takes the stage over; without one the stage is loaded again, possibly on the same device. A
+    /// second executor failure within a minute excludes the device. Only an executor failure counts against the running
+    /// requests.
+    pub fn handle_stage_failed(&mut self, now: Instant, job: JobId, place: Place, held: bool, reason: String) {
+        let node = place.node();
         let Some(roster) = self.jobs.get_mut(&job).filter(|roster| roster.has(node)) else { return };
-        if roster.standbys.remove(&node) {
-            roster.excluded.insert(node, now + EXCLUDED);
+        if roster.standbys.contains(&node) {
+            if roster.excluded.insert(place, now + EXCLUDED).is_some_and(|until| now < until) {
+                return;
+            }
             let what = format!("standby of job {:x} failed: {reason}", job.0);
             self.out.push_back(FailoverOutput::Rejected { from: node, what });
-            return self.out.push_back(FailoverOutput::StandbyLost { job, node });
+            return self.out.push_back(FailoverOutput::StandbyLost { job, place });
         }
-        if !roster.emptied.insert(node) {
+        if !roster.emptied.insert(place) {
             return;
         }
         let strikes = held && !core::mem::replace(&mut roster.struck, true);
-        let again = held && roster.failed.insert(node, now).is_some_and(|before| now.since(before) < EXCLUDED * 6);
+        let again = held && roster.failed.insert(place, now).is_some_and(|before| now.since(before) < EXCLUDED * 6);
         if again {
-            roster.excluded.insert(node, now + EXCLUDED);
+            roster.excluded.insert(place, now + EXCLUDED);
         }
         let what = format!("stage of job {:x} failed: {reason}", job.0);
         self.out.push_back(FailoverOutput::Rejected { from: node, what });
@@ -214,11 +220,12 @@ impl Failover {
         self.replan(job);
     }
 
-    /// A participant could not load its stage.
-    pub fn handle_unprepared(&mut self, now: Instant, job: JobId, node: NodeId, reason: &str) {
+    /// A device of a participant could not load its stage.
+    pub fn handle_unprepared(&mut self, now: Instant, job: JobId, device: DeviceId, reason: &str) {
+        let node = NodeId::from(device);
         let Some(roster) = self.jobs.get_mut(&job).filter(|roster| roster.has(node)) else { return };
-        roster.excluded.insert(node, now + EXCLUDED);
-        let owns = !roster.standbys.remove(&node);
+        roster.excluded.insert(Place::Device(device), now + EXCLUDED);
+        let owns = !roster.standbys.contains(&node);
         let what = format!("cannot hold a stage of job {:x}: {reason}", job.0);
         self.out.push_back(FailoverOutput::Rejected { from: node, what });
         if owns {
@@ -229,8 +236,8 @@ impl Failover {
     fn lose(&mut self, now: Instant, job: JobId, node: NodeId, silent: Duration) {
         let Some(roster) = self.jobs.get_mut(&job) else { return };
         if roster.standbys.remove(&node) {
-            roster.excluded.insert(node, now + EXCLUDED);
-            return self.out.push_back(FailoverOutput::StandbyLost { job, node });
+            roster.excluded.insert(Place::Node(node), now + EXCLUDED);
+            return self.out.push_back(FailoverOutput::StandbyLost { job, place: Place::Node(node) });
         }
         if !roster.participants.remove(&node) {
             roster.reported.remove(&node);
@@ -238,7 +245,7 @@ impl Failover {
         }
         roster.reported.retain(|&silent, &mut (by, _)| silent != node && by != node);
         if !planted::has(Planted::LostNotExcluded) {
-            roster.excluded.insert(node, now + EXCLUDED);
+            roster.excluded.insert(Place::Node(node), now + EXCLUDED);
         }
         let silent_ms = u64::try_from(silent.as_millis()).unwrap_or(u64::MAX);
         self.out.push_back(FailoverOutput::Lost { job, node, silent_ms });
@@ -263,17 +270,19 @@ impl Failover {
         assert!(over.is_none(), "failover watches {over:?}, which this node does not coordinate");
     }
 
-    /// Nodes that the job's next plan must not use.
-    pub fn excluded(&self, now: Instant, job: JobId) -> impl Iterator<Item = NodeId> + '_ {
+    /// Nodes and devices that the job's next plan must not use.
+    pub fn excluded(&self, now: Instant, job: JobId) -> PlaceSet {
         let excluded = self.jobs.get(&job).into_iter().flat_map(|roster| &roster.excluded);
         let lasts = move |until: Instant| now < until || planted::has(Planted::RejoinIgnored);
-        excluded.filter(move |(_, until)| lasts(**until)).map(|(&node, _)| node)
+        excluded.filter(move |(_, until)| lasts(**until)).map(|(&place, _)| place).collect()
     }
 
-    /// Nodes whose stages need a standby or another placement: the excluded ones, and those that no longer hold their stage.
-    pub fn lost(&self, now: Instant, job: JobId) -> impl Iterator<Item = NodeId> + '_ {
-        let emptied = self.jobs.get(&job).into_iter().flat_map(|roster| &roster.emptied).copied();
-        self.excluded(now, job).chain(emptied)
+    /// Nodes and devices whose stages need a standby or another placement: the excluded ones, and those that no longer hold
+    /// their stages.
+    pub fn lost(&self, now: Instant, job: JobId) -> PlaceSet {
+        let mut lost = self.excluded(now, job);
+        lost.extend(self.jobs.get(&job).into_iter().flat_map(|roster| roster.emptied.iter()));
+        lost
     }
 
     /// The next decision.
@@ -315,8 +324,8 @@ mod tests {
         let c = NodeId([3; 16]);
         failover.handle_standbys(JOB, [c]);
         failover.handle_silent(at(0), JOB, c, LEASE);
-        assert_eq!(outputs(&mut failover), vec![FailoverOutput::StandbyLost { job: JOB, node: c }]);
-        assert_eq!(failover.excluded(at(1), JOB).collect::<Vec<_>>(), vec![c]);
+        assert_eq!(outputs(&mut failover), vec![FailoverOutput::StandbyLost { job: JOB, place: Place::Node(c) }]);
+        assert_eq!(failover.excluded(at(1), JOB), PlaceSet::from_iter([c]));
     }
 
     fn outputs(failover: &mut Failover) -> Vec<FailoverOutput> {
@@ -332,9 +341,9 @@ mod tests {
             outputs(&mut failover),
             vec![FailoverOutput::Lost { job: JOB, node: A, silent_ms: 340 }, FailoverOutput::Replan { job: JOB }]
         );
-        assert_eq!(failover.excluded(at(2), JOB).collect::<Vec<_>>(), vec![A]);
+        assert_eq!(failover.excluded(at(2), JOB), PlaceSet::from_iter([A]));
         failover.handle_peer_up(A);
-        assert_eq!(failover.excluded(at(3), JOB).count(), 0);
+        assert!(failover.excluded(at(3), JOB).is_empty());
     }
 
     #[test]
@@ -414,54 +423,69 @@ mod tests {
         let mut failover = placed();
         let standby = NodeId([3; 16]);
         failover.handle_standbys(JOB, [standby]);
-        failover.handle_stage_failed(at(0), JOB, standby, true, "out of memory".into());
-        failover.handle_stage_failed(at(1), JOB, standby, true, "out of memory".into());
+        failover.handle_stage_failed(at(0), JOB, Place::Device(standby.device(0)), true, "out of memory".into());
+        failover.handle_stage_failed(at(1), JOB, Place::Device(standby.device(0)), true, "out of memory".into());
         let outputs = outputs(&mut failover);
         assert!(
             matches!(outputs[..], [FailoverOutput::Rejected { .. }, FailoverOutput::StandbyLost { .. }]),
             "{outputs:?}"
         );
-        assert_eq!(failover.excluded(at(2), JOB).collect::<Vec<_>>(), vec![standby]);
+        assert_eq!(failover.excluded(at(2), JOB), PlaceSet::from_iter([standby.device(0)]));
     }
 
     #[test]
     fn stages_that_fail_together_are_one_strike() {
         let mut failover = placed();
         for node in [A, B] {
-            failover.handle_stage_failed(at(0), JOB, node, true, "device lost".into());
+            failover.handle_stage_failed(at(0), JOB, Place::Device(node.device(0)), true, "device lost".into());
         }
         let strikes = |failover: &mut Failover| {
             outputs(failover).iter().filter(|output| matches!(output, FailoverOutput::Strike { .. })).count()
         };
         assert_eq!(strikes(&mut failover), 1);
         failover.handle_placed(JOB, epoch(2), [A, B]);
-        failover.handle_stage_failed(at(1), JOB, B, true, "out of memory".into());
+        failover.handle_stage_failed(at(1), JOB, Place::Device(B.device(0)), true, "out of memory".into());
         assert_eq!(strikes(&mut failover), 1, "another placement, another strike");
         failover.handle_placed(JOB, epoch(3), [A, B]);
-        failover.handle_stage_failed(at(2), JOB, A, false, "this node holds no stage of the job".into());
+        failover.handle_stage_failed(at(2), JOB, Place::Node(A), false, "this node holds no stage of the job".into());
         assert_eq!(strikes(&mut failover), 0, "no request caused it");
     }
 
     #[test]
     fn a_restarted_node_has_lost_its_stage_and_may_be_used() {
         let mut failover = placed();
-        failover.handle_stage_failed(at(0), JOB, A, false, "this node holds no stage of the job".into());
+        failover.handle_stage_failed(at(0), JOB, Place::Node(A), false, "this node holds no stage of the job".into());
         assert!(outputs(&mut failover).contains(&FailoverOutput::Replan { job: JOB }));
-        assert_eq!(failover.lost(at(1), JOB).collect::<Vec<_>>(), vec![A]);
-        assert_eq!(failover.excluded(at(1), JOB).count(), 0);
+        assert_eq!(failover.lost(at(1), JOB), PlaceSet::from_iter([A]));
+        assert!(failover.excluded(at(1), JOB).is_empty());
         failover.handle_placed(JOB, epoch(2), [A, B]);
-        assert_eq!(failover.lost(at(2), JOB).count(), 0);
+        assert!(failover.lost(at(2), JOB).is_empty());
     }
 
     #[test]
     fn a_device_that_fails_twice_is_excluded() {
         let mut failover = placed();
-        failover.handle_stage_failed(at(0), JOB, A, true, "out of memory".into());
-        assert_eq!(failover.excluded(at(1), JOB).count(), 0);
-        failover.handle_stage_failed(at(1), JOB, A, true, "out of memory".into());
-        assert_eq!(failover.excluded(at(2), JOB).count(), 0, "the same failure, reported twice");
+        failover.handle_stage_failed(at(0), JOB, Place::Device(A.device(0)), true, "out of memory".into());
+        assert!(failover.excluded(at(1), JOB).is_empty());
+        failover.handle_stage_failed(at(1), JOB, Place::Device(A.device(0)), true, "out of memory".into());
+        assert!(failover.excluded(at(2), JOB).is_empty(), "the same failure, reported twice");
         failover.handle_placed(JOB, epoch(2), [A, B]);
-        failover.handle_stage_failed(at(500), JOB, A, true, "out of memory".into());
-        assert_eq!(failover.excluded(at(501), JOB).collect::<Vec<_>>(), vec![A]);
+        failover.handle_stage_failed(at(500), JOB, Place::Device(A.device(0)), true, "out of memory".into());
+        assert_eq!(failover.excluded(at(501), JOB), PlaceSet::from_iter([A.device(0)]));
+    }
+
+    #[test]
+    fn the_failure_of_a_device_does_not_concern_its_siblings() {
+        let mut failover = placed();
+        for (epoch_number, at_ms) in [(1, 0), (2, 500)] {
+            failover.handle_placed(JOB, epoch(epoch_number), [A, B]);
+            failover.handle_stage_failed(at(at_ms), JOB, Place::Device(A.device(1)), true, "device lost".into());
+        }
+        let lost = failover.lost(at(501), JOB);
+        assert_eq!([lost.has(A.device(0)), lost.has(A.device(1)), lost.has(B.device(1))], [false, true, false]);
+        failover.handle_stage_failed(at(502), JOB, Place::Node(A), false, "this node holds no such part".into());
+        assert!(failover.lost(at(503), JOB).has(A.device(0)), "the node restarted");
+        failover.handle_peer_up(A);
+        assert!(failover.excluded(at(504), JOB).is_empty());
     }
 }

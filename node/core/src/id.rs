@@ -58,15 +58,28 @@ impl fmt::Display for NodeId {
     }
 }
 
-impl From<NodeId> for partitioner::DeviceId {
+impl NodeId {
+    /// A device of this node, in the planner.
+    pub fn device(self, index: u8) -> partitioner::DeviceId {
+        partitioner::DeviceId { node: self.into(), index }
+    }
+}
+
+impl From<NodeId> for partitioner::NodeKey {
     fn from(node: NodeId) -> Self {
-        partitioner::DeviceId(node.0)
+        partitioner::NodeKey(node.0)
+    }
+}
+
+impl From<partitioner::NodeKey> for NodeId {
+    fn from(node: partitioner::NodeKey) -> Self {
+        NodeId(node.0)
     }
 }
 
 impl From<partitioner::DeviceId> for NodeId {
     fn from(device: partitioner::DeviceId) -> Self {
-        NodeId(device.0)
+        device.node.into()
     }
 }
 

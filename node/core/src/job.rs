@@ -25,6 +25,7 @@ use crate::id::{CallId, Epoch, Generation, JobId, NodeId, PartId};
 use crate::limits::{EPOCHS_FORGOTTEN_MAX, EXCLUDED, JOBS_MAX};
 use crate::message::ToCoordinator;
 use crate::output::Event;
+use crate::place::{Place, PlaceSet};
 use crate::planted::{self, Planted};
 use crate::time::Instant;
 use crate::work::serve::{DoneReason, FromCaller, ModelSpec, Request, ToCaller};
@@ -81,11 +82,15 @@ struct PlanCall {
 pub enum ParticipantFailure {
     /// It cannot hold its part.
     Unprepared {
+        /// Its device that should hold it.
+        device: u8,
         /// Reason.
         reason: String,
     },
     /// A part failed, or (not `held`) the node does not hold it.
     Failed {
+        /// The device, or the node if more than a device failed.
+        place: Place,
         /// Whether the node holds the part.
         held: bool,
         /// Reason.
@@ -184,12 +189,12 @@ impl Jobs {
                     None => (None, ResidentBytes::new(), None),
                 };
                 let asked = JobQuestion::Model { work: model.work.clone(), repair: None, present, caller: true };
-                PlannerQuestion { job, resident, without: BTreeSet::new(), what: asked }
+                PlannerQuestion { job, resident, without: PlaceSet::default(), what: asked }
             }
             PlanSpec::Grid(work, depth) => {
                 let (work, depth) = (work.clone(), *depth);
                 let asked = JobQuestion::Grid { work, depth, rates: RuleRates::default(), present: None };
-                PlannerQuestion { job: None, resident: ResidentBytes::new(), without: BTreeSet::new(), what: asked }
+                PlannerQuestion { job: None, resident: ResidentBytes::new(), without: PlaceSet::default(), what: asked }
             }
         };
         self.plans.insert(call, PlanCall { what: Box::new(what), standbys, cut: None });
@@ -239,7 +244,8 @@ impl Jobs {
                 let owners = plan.tiles().iter().map(|tile| (tile.device, tile.block)).collect();
                 let (work, depth, step_ns) = (work.clone(), plan.depth(), plan.step_ns());
                 let what = JobQuestion::GridStandbys { work, owners, depth, step_ns, kept: Vec::new() };
-                let ask = PlannerQuestion { job: None, resident: ResidentBytes::new(), without: BTreeSet::new(), what };
+                let ask =
+                    PlannerQuestion { job: None, resident: ResidentBytes::new(), without: PlaceSet::default(), what };
                 asked.cut = Some(plan);
                 self.plans.insert(call, asked);
                 self.out.push_back(JobOutput::Ask { asked: QuestionOrigin::Caller(call), ask: Box::new(ask) });
@@ -383,21 +389,25 @@ impl Jobs {
         }
         let complaint = match say {
             ToCoordinator::Prepared { part, result: Err(reason) } => {
+                let device = job.device_of(part, from);
                 job.handle_unprepared(now, from, part, &reason, out)?;
                 // An owner of another part is only unfit as this part's standby.
                 let owns = job.owners().contains(&from) && job.role(from, part) != Some(Role::Owner);
-                (!owns).then_some(ParticipantFailure::Unprepared { reason })
+                (!owns).then_some(ParticipantFailure::Unprepared { device, reason })
             }
             ToCoordinator::Failed { part, held, reason } => {
                 let role = job.role(from, part)?;
                 let owns = job.owners().contains(&from);
+                let device = from.device(job.device_of(part, from));
+                // A node that does not hold its part has restarted.
+                let place = if held { Place::Device(device) } else { Place::Node(from) };
                 if role == Role::Standby {
                     job.drop_standby(now, part, out);
-                    job.unfit.insert(from, now + EXCLUDED);
+                    job.unfit.insert(device, now + EXCLUDED);
                 }
                 // A failed executor may have damaged the node's own tile. For a stage, the next batch would show it.
                 let both = held && !matches!(job.workload, Workload::Serve(_));
-                (role == Role::Owner || both || !owns).then_some(ParticipantFailure::Failed { held, reason })
+                (role == Role::Owner || both || !owns).then_some(ParticipantFailure::Failed { place, held, reason })
             }
             say @ (ToCoordinator::Prepared { .. }
             | ToCoordinator::Fetched { .. }
@@ -407,7 +417,8 @@ impl Jobs {
             | ToCoordinator::Stage(_)
             | ToCoordinator::Tile(_)) => {
                 let result = job.handle_report(now, from, epoch, say, out);
-                result.err().map(|reason| ParticipantFailure::Failed { held: true, reason })
+                let place = Place::Node(from);
+                result.err().map(|reason| ParticipantFailure::Failed { place, held: true, reason })
             }
         };
         self.sweep(now);
@@ -463,7 +474,7 @@ impl Jobs {
         let Some(job) = self.jobs.get_mut(&id).filter(believed) else { return };
         if theirs.issuer == me {
             job.skip_epochs(theirs);
-            job.replan(now, &BTreeSet::new(), &mut self.out);
+            job.replan(now, &PlaceSet::default(), &mut self.out);
         } else if job.may_succeed(theirs.issuer) {
             job.handle_claim(now, from, theirs, &mut self.out);
         }
@@ -495,8 +506,8 @@ impl Jobs {
 
     // ---- losses
 
-    /// The job is placed again. The `lost` nodes do not hold their parts any more.
-    pub fn handle_replan(&mut self, now: Instant, job: JobId, lost: &BTreeSet<NodeId>) {
+    /// The job is placed again. The `lost` nodes and devices do not hold their parts any more.
+    pub fn handle_replan(&mut self, now: Instant, job: JobId, lost: &PlaceSet) {
         if let Some(job) = self.jobs.get_mut(&job) {
             if planted::has(Planted::LossFailsRequests)
                 && let Some(serve) = job.serve()
@@ -513,10 +524,10 @@ impl Jobs {
         self.jobs.values_mut().for_each(|job| job.was_absent = true);
     }
 
-    /// A standby is lost.
-    pub fn handle_standby_lost(&mut self, now: Instant, job: JobId, node: NodeId) {
+    /// The standbys on a node or a device are lost.
+    pub fn handle_standby_lost(&mut self, now: Instant, job: JobId, place: Place) {
         if let Some(job) = self.jobs.get_mut(&job) {
-            job.handle_standby_lost(now, node, &mut self.out);
+            job.handle_standby_lost(now, &PlaceSet::from_iter([place]), &mut self.out);
         }
     }
 
@@ -558,14 +569,15 @@ impl Jobs {
 
     /// A lost participant is heard again. Returns whether the job waits for the other `lost` nodes before it asks for a
     /// plan.
-    pub fn awaits_others(&mut self, now: Instant, job: JobId, lost: &BTreeSet<NodeId>) -> bool {
+    pub fn awaits_others(&mut self, now: Instant, job: JobId, lost: &PlaceSet) -> bool {
         self.jobs.get_mut(&job).is_some_and(|job| job.awaits_others(now, lost))
     }
 
-    /// A member joined or left, or memory became free. The `draining` nodes take no new work.
-    pub fn handle_fleet_changed(&mut self, now: Instant, draining: &BTreeSet<NodeId>) {
+    /// A member joined or left, or memory became free. The `draining` nodes take no new work, the `gone` devices hold no parts
+    /// any more.
+    pub fn handle_fleet_changed(&mut self, now: Instant, draining: &BTreeSet<NodeId>, gone: &PlaceSet) {
         self.replicas.handle_fleet_changed(now);
-        self.jobs.values_mut().for_each(|job| job.handle_fleet_changed(now, draining, &mut self.out));
+        self.jobs.values_mut().for_each(|job| job.handle_fleet_changed(now, (draining, gone), &mut self.out));
     }
 
     // ---- time
@@ -627,7 +639,7 @@ impl Jobs {
 
     // ---- views
 
-    /// Bytes that nodes hold for a job, as they reported.
+    /// Bytes that devices hold for a job, as their nodes reported.
     pub fn holdings(&self, job: JobId) -> ResidentBytes {
         self.jobs.get(&job).map(Job::holdings).unwrap_or_default()
     }

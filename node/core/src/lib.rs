@@ -21,6 +21,7 @@ pub mod message;
 pub mod node;
 pub mod output;
 pub mod part;
+pub mod place;
 pub mod planted;
 pub mod record;
 mod speeds;

@@ -17,6 +17,9 @@ pub const ADVERT_NAME_BYTES_MAX: usize = 64;
 pub const ZONE_BYTES_MAX: usize = 32;
 /// Addresses of one kind in an advert: a node has a few interfaces, and the first reachable address is used.
 pub const ADVERT_ADDRS_MAX: usize = 4;
+/// Devices of one node: a machine has at most eight or ten cards besides its processor, and the advert of sixteen devices of two
+/// kinds fits into a datagram.
+pub const DEVICES_MAX: usize = 16;
 /// Bytes of the largest control message: a full push-pull of 2,000 members with adverts, or a plan with its manifest.
 pub const MESSAGE_BYTES_MAX: usize = 4 << 20;
 /// Members in the table: foca scans the table linearly for every packet.

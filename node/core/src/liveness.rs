@@ -32,8 +32,8 @@ pub enum LivenessOutput {
 pub struct Liveness {
     jobs: BTreeMap<JobId, Watch>,
     next_beat: Option<Instant>,
-    /// When the executor last completed work of any job: all jobs share one executor.
-    answered: Instant,
+    /// When each device last completed work of any job: all jobs share its executor.
+    answered: BTreeMap<u8, Instant>,
     output: VecDeque<LivenessOutput>,
 }
 
@@ -42,8 +42,14 @@ struct Watch {
     epoch: Epoch,
     leases: BTreeMap<NodeId, Lease>,
     done: u64,
+    /// By device.
+    running: BTreeMap<u8, Operations>,
+}
+
+/// Work of one job on one device.
+struct Operations {
     /// Predicted times of the operations given to the executor and not completed, oldest first.
-    running: VecDeque<Duration>,
+    budgets: VecDeque<Duration>,
     /// When the oldest of them started, or the last completion.
     since: Instant,
 }
@@ -76,8 +82,7 @@ impl Liveness {
             epoch,
             leases: BTreeMap::new(),
             done: 0,
-            running: VecDeque::new(),
-            since: now,
+            running: BTreeMap::new(),
         });
         watch.epoch = epoch;
         watch.leases.retain(|node, _| neighbours.contains(node));
@@ -95,25 +100,29 @@ impl Liveness {
         }
     }
 
-    /// The executor received work that should take `budget`.
-    pub fn handle_work_started(&mut self, now: Instant, job: JobId, budget: Duration) {
+    /// The executor of a device received work that should take `budget`.
+    pub fn handle_work_started(&mut self, now: Instant, job: JobId, device: u8, budget: Duration) {
         let Some(watch) = self.jobs.get_mut(&job) else { return };
-        if watch.running.is_empty() {
-            watch.since = now;
+        let idle = || Operations { budgets: VecDeque::new(), since: now };
+        let running = watch.running.entry(device).or_insert_with(idle);
+        if running.budgets.is_empty() {
+            running.since = now;
         }
         // The executor works in order, so only the oldest operation is running; a longer queue means that the executor stalled.
-        if watch.running.len() < RUNNING_MAX {
-            watch.running.push_back(budget);
+        if running.budgets.len() < RUNNING_MAX {
+            running.budgets.push_back(budget);
         }
     }
 
-    /// The executor completed the oldest work.
-    pub fn handle_work_done(&mut self, now: Instant, job: JobId) {
+    /// The executor of a device completed its oldest work.
+    pub fn handle_work_done(&mut self, now: Instant, job: JobId, device: u8) {
         let Some(watch) = self.jobs.get_mut(&job) else { return };
-        watch.running.pop_front();
+        if let Some(running) = watch.running.get_mut(&device) {
+            running.budgets.pop_front();
+            running.since = now;
+        }
         watch.done += 1;
-        watch.since = now;
-        self.answered = now;
+        self.answered.insert(device, now);
     }
 
     /// A heartbeat arrived; its seal authenticates `from`. Nodes outside the job are ignored.
@@ -164,7 +173,8 @@ impl Liveness {
         assert!(self.output.is_empty(), "{} outputs of liveness are not routed", self.output.len());
         assert_eq!(self.next_beat.is_some(), !self.jobs.is_empty(), "heartbeats are sent while a job is shared");
         for (job, watch) in &self.jobs {
-            assert!(watch.running.len() <= RUNNING_MAX, "{} operations of {job:?} run", watch.running.len());
+            let most = watch.running.values().map(|running| running.budgets.len()).max().unwrap_or(0);
+            assert!(most <= RUNNING_MAX, "{most} operations of {job:?} run");
             watch.leases.values().for_each(Lease::assert_invariants);
         }
     }
@@ -178,19 +188,32 @@ impl Liveness {
         }
     }
 
-    /// Work of one job may wait for that of another. So the elapsed time counts from the executor's last completion, and the
-    /// budget is the longest of all running operations.
+    /// Work of one job may wait for that of another. So the elapsed time counts from the last completion on the device, and
+    /// the budget is the longest of all operations that run there. Of several devices, the most overdue one is reported.
     fn beat(&mut self, now: Instant) {
-        let longest = self.jobs.values().filter_map(|watch| watch.running.front()).max().copied();
+        let mut longest: BTreeMap<u8, Duration> = BTreeMap::new();
+        for (&device, running) in self.jobs.values().flat_map(|watch| &watch.running) {
+            if let Some(&budget) = running.budgets.front() {
+                let longest = longest.entry(device).or_insert(budget);
+                *longest = budget.max(*longest);
+            }
+        }
         for (job, watch) in &self.jobs {
-            let budget = longest.filter(|_| !watch.running.is_empty());
-            let since = watch.since.max(self.answered);
+            let busy = watch.running.iter().filter(|(_, running)| !running.budgets.is_empty());
+            let operations = busy.filter_map(|(device, running)| {
+                let answered = self.answered.get(device).copied().unwrap_or_default();
+                Some((now.since(running.since.max(answered)), *longest.get(device)?))
+            });
+            let late = |&(elapsed, budget): &(Duration, Duration)| {
+                i128::from(micros(elapsed)) - i128::from(lease::STALLED_FACTOR) * i128::from(micros(budget))
+            };
+            let worst = operations.max_by_key(late);
             let heartbeat = Heartbeat {
                 job: *job,
                 epoch: watch.epoch,
                 done: watch.done,
-                op_elapsed_us: budget.map_or(0, |_| micros(now.since(since))),
-                op_budget_us: budget.map_or(0, micros),
+                op_elapsed_us: worst.map_or(0, |(elapsed, _)| micros(elapsed)),
+                op_budget_us: worst.map_or(0, |(_, budget)| micros(budget)),
             };
             let to: Vec<NodeId> = watch.leases.keys().copied().collect();
             self.output.extend(to.into_iter().map(|to| LivenessOutput::SendHeartbeat { to, heartbeat }));

@@ -21,7 +21,7 @@ use crate::speeds::MeasuredSpeeds;
 use crate::time::{Duration, Instant};
 use crate::work::steps::SaveKind;
 use crate::work::{DownReason, HeldPart, Payload, Takeover};
-use alloc::collections::{BTreeSet, VecDeque};
+use alloc::collections::VecDeque;
 use alloc::{format, string::String, vec::Vec};
 
 mod invariants;
@@ -361,11 +361,11 @@ impl Node {
                 }
             }
             Message::ToCoordinator { job, epoch, say } => match self.jobs.handle_message(now, from, job, epoch, say) {
-                Some(ParticipantFailure::Unprepared { reason }) => {
-                    self.failover.handle_unprepared(now, job, from, &reason)
+                Some(ParticipantFailure::Unprepared { device, reason }) => {
+                    self.failover.handle_unprepared(now, job, from.device(device), &reason)
                 }
-                Some(ParticipantFailure::Failed { held, reason }) => {
-                    self.failover.handle_stage_failed(now, job, from, held, reason);
+                Some(ParticipantFailure::Failed { place, held, reason }) => {
+                    self.failover.handle_stage_failed(now, job, place, held, reason);
                 }
                 None => {}
             },
@@ -434,9 +434,8 @@ impl Node {
         if self.jobs.is_empty() {
             return;
         }
-        let fleet = self.membership.fleet();
-        let draining = fleet.devices.iter().filter(|device| device.excluded).map(|device| device.id.into()).collect();
-        self.jobs.handle_fleet_changed(self.now, &draining);
+        let (draining, gone) = (self.membership.draining(), self.membership.gone());
+        self.jobs.handle_fleet_changed(self.now, &draining, &gone);
     }
 
     fn peer_down(&mut self, node: NodeId, reason: DownReason) {
@@ -474,7 +473,7 @@ impl Node {
             LivenessOutput::Stalled { job, node, elapsed } => self.failover.handle_silent(now, job, node, elapsed),
             LivenessOutput::Back { job, node } if self.jobs.epoch_of(job).is_some() => {
                 self.failover.handle_back(job, node);
-                let lost: BTreeSet<NodeId> = self.failover.excluded(now, job).collect();
+                let lost = self.failover.excluded(now, job);
                 if !self.jobs.awaits_others(now, job, &lost) {
                     self.fleet_changed();
                 }
@@ -510,8 +509,8 @@ impl Node {
                 self.liveness.handle_unwatch(job);
                 self.parts.handle_left(self.now, job, successor);
             }
-            JobOutput::Measured { job, node, work, layers, measured } => {
-                self.measured(job, node, &work, &layers, measured);
+            JobOutput::Measured { job, device, work, layers, measured } => {
+                self.measured(job, device, &work, &layers, measured);
             }
             JobOutput::Drafting(_) => {} // between jobs, which have routed it
             JobOutput::Notify(event) => self.notify(event),
@@ -550,8 +549,10 @@ impl Node {
                 self.send_frame(to, header, Payload::Tensors(shared), false);
             }
             PartOutput::Frame { to, header, payload, copy } => self.send_frame(to, header, payload, copy),
-            PartOutput::WorkStarted { job, budget } => self.liveness.handle_work_started(self.now, job, budget),
-            PartOutput::WorkDone { job } => self.liveness.handle_work_done(self.now, job),
+            PartOutput::WorkStarted { job, device, budget } => {
+                self.liveness.handle_work_started(self.now, job, device, budget);
+            }
+            PartOutput::WorkDone { job, device } => self.liveness.handle_work_done(self.now, job, device),
             PartOutput::Connect { node } => self.membership.connect(self.now, node),
             PartOutput::Watch { job, epoch, nodes } => {
                 // Neighbours may not have been connected before.

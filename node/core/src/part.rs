@@ -49,8 +49,8 @@ pub struct Parts {
     fetches: BTreeMap<(JobId, PartId), Fetch>,
     /// Runs at the executor, including those of dropped parts.
     in_flight: BTreeMap<WorkId, Flight>,
-    /// When the executor last answered a run.
-    answered: Instant,
+    /// When the executor of each device last answered a run.
+    answered: BTreeMap<u8, Instant>,
     /// Takes no new work (drain, leave).
     draining: bool,
     names: Names,
@@ -112,6 +112,7 @@ struct Fetch {
 #[derive(Debug)]
 struct Flight {
     job: JobId,
+    device: u8,
     started: Instant,
     budget: Duration,
     makes: Vec<TensorId>,
@@ -184,7 +185,16 @@ impl LocalPart {
         let what = self.run.view(&self.order, part);
         let bytes = (self.load == Load::Resident).then_some(self.bytes);
         let standby = self.order.standby.is_some();
-        HeldPart { job, name: self.order.name.clone(), epoch: self.epoch, part, standby, bytes, what }
+        HeldPart {
+            job,
+            name: self.order.name.clone(),
+            epoch: self.epoch,
+            part,
+            device: self.order.device,
+            standby,
+            bytes,
+            what,
+        }
     }
 }
 
@@ -202,7 +212,7 @@ impl Parts {
             jobs: BTreeMap::new(),
             fetches: BTreeMap::new(),
             in_flight: BTreeMap::new(),
-            answered: Instant::default(),
+            answered: BTreeMap::new(),
             draining: false,
             names: Names::default(),
             held_at: Instant::default(),
@@ -350,9 +360,9 @@ impl Parts {
     /// A run is done, or failed.
     pub fn handle_ran(&mut self, now: Instant, part: PartId, work: WorkId, result: Result<RunResult, String>) {
         let Some(flight) = self.in_flight.remove(&work) else { return };
-        self.answered = now;
-        let job = flight.job;
-        self.out.push_back(PartOutput::WorkDone { job });
+        let (job, device) = (flight.job, flight.device);
+        self.answered.insert(device, now);
+        self.out.push_back(PartOutput::WorkDone { job, device });
         let held =
             self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&part)).filter(|held| held.run.runs(work));
         let Some(held) = held else {
@@ -398,8 +408,8 @@ impl Parts {
                 if !known.answer_due
                     && let Some(started) = known.run.start_batch(now, alone, &mut self.names)
                 {
-                    let epoch = held.epoch;
-                    start(now, (job, epoch, part), started, &mut self.in_flight, &mut self.out);
+                    let to = (job, held.epoch, part, known.order.device);
+                    start(now, to, started, &mut self.in_flight, &mut self.out);
                     return self.out.pop_front();
                 }
             }
@@ -413,28 +423,43 @@ impl Parts {
         for (&part, known) in held.parts.iter_mut().filter(|(_, known)| known.load == Load::Resident) {
             let paused = known.answer_due;
             if let Some(started) = known.run.start(now, paused, &mut self.names, &mut self.out) {
-                start(now, (job, held.epoch, part), started, &mut self.in_flight, &mut self.out);
+                let to = (job, held.epoch, part, known.order.device);
+                start(now, to, started, &mut self.in_flight, &mut self.out);
             }
         }
     }
 
-    /// Since when the executor has been busy with one run, perhaps of a part that was dropped. It completes one run
-    /// after the other, in an order of its own.
-    fn busy_since(&self) -> Option<Instant> {
-        let oldest = self.in_flight.values().map(|flight| flight.started).min()?;
-        Some(oldest.max(self.answered))
+    /// The devices that compute: since when each has been busy with one run, perhaps of a part that was dropped, and when it
+    /// counts as stalled: it is then busy with one run for far longer than predicted for any. Each completes one run after the
+    /// other, in an order of its own.
+    fn busy(&self) -> BTreeMap<u8, (Instant, Instant)> {
+        let mut busy: BTreeMap<u8, (Instant, Duration)> = BTreeMap::new();
+        for flight in self.in_flight.values() {
+            let (oldest, most) = busy.entry(flight.device).or_insert((flight.started, Duration::ZERO));
+            *oldest = flight.started.min(*oldest);
+            *most = RUN_MIN.max(flight.budget * 4).max(*most);
+        }
+        let since = |(device, (oldest, most)): (u8, (Instant, Duration))| {
+            let since = self.answered.get(&device).map_or(oldest, |answered| oldest.max(*answered));
+            (device, (since, since + most))
+        };
+        busy.into_iter().map(since).collect()
     }
 
-    /// When the executor counts as stalled: it is then busy with one run for far longer than predicted for any.
+    /// When the first device counts as stalled.
     pub fn stalled_at(&self) -> Option<Instant> {
-        let budget = self.in_flight.values().map(|flight| RUN_MIN.max(flight.budget * 4)).max()?;
-        Some(self.busy_since()? + budget)
+        self.busy().into_values().map(|(_, stalled_at)| stalled_at).min()
     }
 
-    /// How long the executor has been busy with one run, if it counts as stalled.
+    /// How long a device has been busy with one run, if one counts as stalled.
     pub fn stalled(&self, now: Instant) -> Option<Duration> {
-        self.stalled_at().filter(|at| *at <= now)?;
-        self.busy_since().map(|since| now.since(since))
+        let stalled = self.busy().into_values().filter(|(_, at)| *at <= now);
+        stalled.map(|(since, _)| now.since(since)).max()
+    }
+
+    /// How long this device has been busy with one run, if it counts as stalled.
+    fn device_stalled(&self, now: Instant, device: u8) -> Option<Duration> {
+        self.busy().get(&device).filter(|(_, at)| *at <= now).map(|(since, _)| now.since(*since))
     }
 
     /// This node wakes up late: it was stopped, and its executor perhaps too. No run counts as late for that, and an
@@ -553,19 +578,19 @@ fn tile(jobs: &mut BTreeMap<JobId, HeldJob>, job: JobId, part: PartId) -> Option
     jobs.get_mut(&job)?.parts.get_mut(&part)?.run.tile()
 }
 
-/// Gives a run to the executor.
+/// Gives a run to the executor of a device.
 fn start(
     now: Instant,
-    (job, epoch, part): (JobId, Epoch, PartId),
+    (job, epoch, part, device): (JobId, Epoch, PartId, u8),
     started: Started,
     in_flight: &mut BTreeMap<WorkId, Flight>,
     out: &mut Out,
 ) {
     let Started { work, task, budget, before, makes } = started;
     out.extend(before.into_iter().map(PartOutput::Shell));
-    in_flight.insert(work, Flight { job, started: now, budget, makes });
-    out.push_back(PartOutput::WorkStarted { job, budget });
-    out.push_back(PartOutput::Shell(Output::Run(Box::new(Run { work, job, epoch, part, task }))));
+    in_flight.insert(work, Flight { job, device, started: now, budget, makes });
+    out.push_back(PartOutput::WorkStarted { job, device, budget });
+    out.push_back(PartOutput::Shell(Output::Run(Box::new(Run { work, job, epoch, part, device, task }))));
 }
 
 /// A run shorter than this never counts as stalled, whatever was predicted.

@@ -181,7 +181,7 @@ const LENGTH_BYTES: usize = 4;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Capacity;
+    use crate::config::{Capacity, DeviceCapacity};
     use crate::id::{CallId, Generation, NodeId};
     use crate::work::QuestionOrigin;
     use alloc::vec;
@@ -191,17 +191,20 @@ mod tests {
         let capacity = Capacity {
             machine: 1,
             zone: String::new(),
-            device: "cpu".into(),
-            memory_total: 2,
-            memory_free: 1,
-            bytes_per_second: 3,
-            flops_per_second: 4,
-            copy_bytes_per_second: 8,
-            step_ns: 5,
-            layer_ns: 9,
-            cache_bytes_per_second: 10,
-            numerics: 6,
-            pass_steps: 1,
+            devices: vec![DeviceCapacity {
+                device: "cpu".into(),
+                memory_total: 2,
+                memory_free: 1,
+                bytes_per_second: 3,
+                flops_per_second: 4,
+                copy_bytes_per_second: 8,
+                step_ns: 5,
+                layer_ns: 9,
+                cache_bytes_per_second: 10,
+                numerics: 6,
+                pass_steps: 1,
+                gone: false,
+            }],
         };
         let config = Config {
             node: NodeId([7; 16]),

@@ -10,14 +10,14 @@ pub mod serve;
 pub mod steps;
 
 use crate::id::{CallId, ContentId, Epoch, JobId, NodeId, PartId, RequestId, TensorId, WorkId};
-use crate::limits::{PARTS_MAX, PREVIOUS_COORDINATORS_MAX, SUCCESSORS_MAX};
+use crate::limits::{DEVICES_MAX, PARTS_MAX, PREVIOUS_COORDINATORS_MAX, SUCCESSORS_MAX};
 use alloc::collections::BTreeSet;
 use alloc::{boxed::Box, format, string::String, vec::Vec};
 use core::net::SocketAddr;
 use core::ops::Range;
 use log::TokenLog;
-use partitioner::Tier;
 use partitioner::tiles::{Block, GridWork};
+use partitioner::{DeviceId, Tier};
 use serde::{Deserialize, Serialize};
 use serve::{Item, ItemResult, ModelSpec, Position, ServeRecord, StageOrder};
 use steps::{GridSpec, SimulationId, StepsRecord, TileFigures, TileOrder, TileResult, TileWork};
@@ -63,6 +63,8 @@ pub struct Order {
     pub part: PartId,
     /// Owners of all parts, indexed by part.
     pub owners: Vec<NodeId>,
+    /// The receiver's device for it, by its place in the advert.
+    pub device: u8,
     /// The tier, if the receiver is the part's standby. `None` if it is the owner.
     pub standby: Option<Tier>,
     /// Other parts of this job at the receiver, as owner or standby. The receiver drops stages that are not listed.
@@ -97,14 +99,15 @@ impl Order {
         self.successors.contains(&node) || self.previous.contains(&node)
     }
 
-    /// Whether state loaded for `other` can be used for this order: same part of the same partition. Owners may differ.
+    /// Whether state loaded for `other` can be used for this order: same part of the same partition, on the same device.
+    /// Owners may differ.
     pub fn is_same_part(&self, other: &Order) -> bool {
         let same = match (&self.work, &other.work) {
             (PartWork::Stage(a), PartWork::Stage(b)) => a.is_same_stage(self.part, b, other.part),
             (PartWork::Tile(a), PartWork::Tile(b)) => a.is_same_cut(b),
             (PartWork::Stage(_), PartWork::Tile(_)) | (PartWork::Tile(_), PartWork::Stage(_)) => false,
         };
-        self.part == other.part && same
+        self.part == other.part && self.device == other.device && same
     }
 
     /// Whether this order repeats `before`. `other_parts` may differ.
@@ -127,6 +130,9 @@ impl Order {
                 self.successors.len(),
                 self.previous.len()
             ));
+        }
+        if usize::from(self.device) >= DEVICES_MAX {
+            return Some(format!("the order names device {}, expected less than {DEVICES_MAX}", self.device));
         }
         if self.other_parts.len() > PARTS_MAX {
             return Some(format!("{} other parts at this node, expected at most {PARTS_MAX}", self.other_parts.len()));
@@ -174,7 +180,9 @@ impl Order {
 /// A participant's answer to an order: the part is loaded or kept.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ready {
-    /// Memory that it takes, in bytes.
+    /// The device that it is on.
+    pub device: u8,
+    /// Memory that it takes there, in bytes.
     pub bytes: u64,
     /// Pages that a stage has in RAM beside those of its device.
     pub ram_pages: u32,
@@ -245,7 +253,7 @@ pub struct Loaded {
     pub step: Option<u32>,
 }
 
-/// Work for the executor. Runs of one part execute in order. Each is answered by `Input::Ran`.
+/// Work for the executor of a device. Runs of one part execute in order. Each is answered by `Input::Ran`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Run {
     /// Id used in the answers.
@@ -256,6 +264,8 @@ pub struct Run {
     pub epoch: Epoch,
     /// The part.
     pub part: PartId,
+    /// The device that holds it.
+    pub device: u8,
     /// The task.
     pub task: Task,
 }
@@ -289,6 +299,8 @@ pub struct HeldPart {
     pub epoch: Epoch,
     /// The part.
     pub part: PartId,
+    /// The device that it is on, by its place in this node's advert.
+    pub device: u8,
     /// Whether it is held as a standby.
     pub standby: bool,
     /// Memory that it takes, in bytes. `None` while it loads or after it failed.
@@ -327,6 +339,8 @@ pub struct Record {
 /// A part in a [`Record`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PartRecord {
+    /// Its owner's device.
+    pub device: u8,
     /// Memory that the plan allows it, in bytes.
     pub bytes: u64,
     /// Predicted nanoseconds per token or step on its owner.
@@ -340,6 +354,8 @@ pub struct PartRecord {
 pub struct StandbyRecord {
     /// Node id.
     pub node: NodeId,
+    /// The node's device.
+    pub device: u8,
     /// Its tier.
     pub tier: Tier,
     /// Whether it can take the part over.
@@ -446,8 +462,8 @@ pub enum DownReason {
 /// Where the parts of a job are placed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Placement {
-    /// Stages in order: node and layers.
-    Stages(Vec<(NodeId, Range<u32>)>),
+    /// Stages in order: device and layers.
+    Stages(Vec<(DeviceId, Range<u32>)>),
     /// Tiles of a grid.
     Tiles {
         /// Node and cells, by tile.

@@ -94,7 +94,7 @@ pub(super) fn bench(global: &Global, args: &BenchArgs) -> Result<(), Failure> {
 #[derive(Debug, clap::Args)]
 struct DeviceArgs {
     /// Compute device: auto, cpu, cuda[:i] or vulkan[:i], where i is the number of the GPU
-    #[arg(long, value_name = "DEVICE", default_value = "auto", env = "MESHNODE_DEVICE", value_parser = compute::device)]
+    #[arg(long, value_name = "DEVICE", default_value = "auto", env = "MESHNODE_DEVICE", value_parser = compute::one_device)]
     device: String,
     /// Compute threads on the CPU [default: one per core]
     #[arg(long, value_name = "N", env = "MESHNODE_THREADS", value_parser = compute::threads)]
@@ -118,7 +118,7 @@ Examples:
   meshnode selftest --device cuda --json")]
 pub(super) struct SelftestArgs {
     /// Compute device: auto, cpu, cuda[:i] or vulkan[:i], where i is the number of the GPU [default: auto]
-    #[arg(long, value_name = "DEVICE", env = "MESHNODE_DEVICE", value_parser = compute::device)]
+    #[arg(long, value_name = "DEVICE", env = "MESHNODE_DEVICE", value_parser = compute::one_device)]
     device: Option<String>,
 }
 

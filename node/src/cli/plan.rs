@@ -204,7 +204,7 @@ pub(super) fn stages(stages: &[StageView]) -> String {
         let step = stage.step_ms.filter(|ms| *ms > 0.0);
         rows.push(vec![
             i.to_string(),
-            stage.name.clone(),
+            format!("{} {}", stage.name, stage.device).trim_end().to_owned(),
             layers(&(stage.first_layer..stage.end_layer)),
             memory,
             step.map_or_else(|| "–".into(), |ms| format!("{ms:.2}")),
@@ -234,7 +234,8 @@ pub(super) fn standbys(standbys: &[StandbyView]) -> String {
         });
         let stall = standby.stall_ms.map_or_else(|| "–".into(), |ms| format!("about {ms:.0} ms"));
         let (tier, state) = (standby.tier.clone(), standby.state.clone());
-        rows.push(vec![standby.stage.to_string(), name.to_owned(), tier, state, stall]);
+        let name = format!("{name} {}", standby.device).trim_end().to_owned();
+        rows.push(vec![standby.stage.to_string(), name, tier, state, stall]);
     }
     format!("\n{}", render(&rows))
 }

@@ -113,7 +113,7 @@ impl Service {
         let mut options = UpOptions::solo(data_dir.path().to_owned(), global.models_dir());
         options.cache_bytes = global.cache_bytes();
         options.device = compute.device.clone().or_else(|| file.device.clone()).unwrap_or(options.device);
-        options.memory = compute.memory.or(file.memory).map(|s| s.0);
+        (options.memory, options.memory_of) = compute.limits(file.memory.as_ref());
         options.threads = compute.threads.or(file.threads);
         let runtime = runtime()?;
         let any = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0);

@@ -130,6 +130,10 @@ impl NodeArgs {
 
     fn options(&self, global: &Global, join: Vec<String>) -> UpOptions {
         let file = &global.file;
+        let (memory, memory_of) = match self.client {
+            true => (Some(0), Vec::new()),
+            false => self.compute.limits(file.memory.as_ref()),
+        };
         UpOptions {
             name: self.name.clone().or_else(|| file.name.clone()).unwrap_or_else(hostname),
             zone: self.zone.clone().or_else(|| file.zone.clone()),
@@ -146,7 +150,8 @@ impl NodeArgs {
                 true => "cpu".into(),
                 false => self.compute.device.clone().or_else(|| file.device.clone()).unwrap_or_else(|| "auto".into()),
             },
-            memory: if self.client { Some(0) } else { self.compute.memory.or(file.memory).map(|s| s.0) },
+            memory,
+            memory_of,
             spill: self.spill.or(file.spill).map(|size| size.0),
             threads: self.compute.threads.or(file.threads),
             idle_unload: self.idle_unload.or(file.idle_unload),
@@ -264,7 +269,7 @@ fn run_node(global: &Global, args: &NodeArgs, join: Vec<String>) -> Result<(), F
     result
 }
 
-/// Names a GPU that stays idle, because a node uses one device, and the command that starts a second node on it.
+/// Names a GPU that stays idle, because `--device` does not name it, and the command that starts a second node on it.
 /// `number` counts the idle GPUs, so that each suggestion has its own ports and data directory.
 fn idle_gpu_advice(options: &UpOptions, api: SocketAddr, gpu: &Device, number: usize) -> String {
     let suffix = gpu.id.to_string().replace(':', "");
@@ -273,11 +278,12 @@ fn idle_gpu_advice(options: &UpOptions, api: SocketAddr, gpu: &Device, number: u
     data_dir.push(format!("-{suffix}"));
     let zone = options.zone.as_ref().map(|zone| format!(" --zone '{}'", zone.name())).unwrap_or_default();
     format!(
-        "{} ({}, {}) stays idle: a node uses one device. Start a second node on it with:\n  meshnode join \"$(meshnode --api {api} \
+        "{} ({}, {}) stays idle: add it to --device {}, or start a second node on it with:\n  meshnode join \"$(meshnode --api {api} \
          invite)\" --device {} --name {}-{suffix}{zone} --data-dir {} --port {} --api {}",
         gpu.id,
         gpu.name,
         Size(gpu.memory_total),
+        options.device,
         gpu.id,
         options.name,
         data_dir.to_string_lossy(),

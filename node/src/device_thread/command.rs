@@ -1,4 +1,4 @@
-//! The commands of the device thread.
+//! The commands of a device thread.
 use crate::residency::Key;
 use kernels_grids::Region;
 use kernels_models::stage::Stage;
@@ -10,7 +10,7 @@ use node_core::work::steps::TileOrder;
 use partitioner::Tier;
 use std::sync::{Arc, mpsc};
 
-/// A command for the device thread.
+/// A command for a device thread.
 pub(crate) enum Command {
     /// Hold a part from now on.
     Load {
@@ -95,10 +95,17 @@ pub(crate) enum Command {
         /// The part.
         key: Key,
     },
+    /// Drop a part, which another device of this node holds now, with its saved states.
+    Vacate {
+        /// The part.
+        key: Key,
+    },
     /// Drop all parts of a job.
     Unload {
         /// The job.
         job: JobId,
+        /// No other device holds parts of it: what is saved of the job can go too.
+        alone: bool,
     },
     /// A device has reached the mark of a launched run.
     MarkReached,

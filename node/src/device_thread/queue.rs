@@ -88,6 +88,7 @@ fn kind(work: &Work) -> Kind {
             | Command::Restore { .. }
             | Command::Keep { .. }
             | Command::Drop { .. }
+            | Command::Vacate { .. }
             | Command::Unload { .. }
             | Command::MarkReached,
         ) => Kind::Other,
@@ -107,7 +108,7 @@ mod tests {
 
     fn run(job: JobId, work: u64, task: Task) -> Command {
         let epoch = Epoch { counter: 1, issuer: NodeId([0; 16]) };
-        Command::Run(Box::new(Run { work: WorkId(work), job, epoch, part: PartId(0), task }))
+        Command::Run(Box::new(Run { work: WorkId(work), job, epoch, part: PartId(0), device: 0, task }))
     }
 
     fn steps(work: u64) -> Command {

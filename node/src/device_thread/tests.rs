@@ -1,6 +1,7 @@
 //! Tests of the device thread through its queue: commands in, inputs of the core out.
 use super::*;
 use crate::config::UpOptions;
+use crate::device::Devices;
 use crate::driver::queue::{DriverQueue, channel};
 use crate::residency::Residency;
 use kernels_models::stage::{ResidentBytes, Rows, SequenceId, Stage, StageError, Submitted};
@@ -30,9 +31,11 @@ impl Bench {
         let (driver, queue) = channel();
         let folder = std::env::temp_dir();
         let options = UpOptions { device: device.into(), threads: Some(2), ..UpOptions::solo(folder.clone(), folder) };
-        let device = Arc::new(Compute::open(&options).unwrap());
-        let residency = Arc::new(Residency::new(device.capacity.clone(), |_| {}));
-        let shared = Shared { tensors: Arc::default(), states: Arc::default(), residency, driver, device };
+        let devices = Devices::open(&options).unwrap();
+        let (device, capacity) = (devices.all[0].clone(), devices.capacity);
+        let residency = Arc::new(Residency::new(capacity, |_| {}));
+        let (tensors, states, suspected) = Default::default();
+        let shared = Shared { tensors, states, residency, driver, device, suspected };
         Self { commands: spawn(shared).unwrap().0, queue, works: 0 }
     }
 
@@ -79,7 +82,7 @@ impl Bench {
     }
 
     fn give(&self, job: JobId, task: Task) {
-        let run = Run { work: WorkId(self.works), job, epoch: EPOCH, part: PartId(0), task };
+        let run = Run { work: WorkId(self.works), job, epoch: EPOCH, part: PartId(0), device: 0, task };
         self.commands.send(Command::Run(Box::new(run))).unwrap();
     }
 

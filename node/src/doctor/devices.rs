@@ -1,7 +1,7 @@
 //! Checks of GPUs, drivers and the chosen device.
 use super::Finding;
 use crate::config::Size;
-use kernels::device::{DeviceChoice, DeviceId};
+use kernels::device::{DeviceId, DeviceList};
 
 pub(super) fn examine(requested: &str) -> Vec<Finding> {
     let probe = kernels_gpu::probe_report();
@@ -18,8 +18,11 @@ pub(super) fn examine(requested: &str) -> Vec<Finding> {
         let seen = format!("{}: {} of {} used by compiled kernels", dir.display(), Size(used), Size(limit));
         findings.push(Finding::ok("kernel cache", seen));
     }
-    findings.push(match requested.parse::<DeviceChoice>().and_then(|choice| choice.pick(&probe.devices).cloned()) {
-        Ok(device) => Finding::ok("device", format!("{requested}: computes on {} ({})", device.id, device.name)),
+    findings.push(match requested.parse::<DeviceList>().and_then(|list| list.pick(&probe.devices)) {
+        Ok(used) => {
+            let used: Vec<String> = used.iter().map(|device| format!("{} ({})", device.id, device.name)).collect();
+            Finding::ok("device", format!("{requested}: computes on {}", used.join(" and ")))
+        }
         Err(error) => {
             Finding::fail("device", error.to_string(), "choose another with --device, or see the lines above")
         }

@@ -71,7 +71,7 @@ impl NodeHandle {
                     let tier = tier_name(StandbyTier::None).to_owned();
                     return PlannedStandby::Missing { tile, node: (), tier, back_to: back_to.to_owned() };
                 };
-                let node = hex(&NodeId(standby.device.0));
+                let node = hex(&NodeId::from(standby.device));
                 let [usual, most] = stalls_ms(tier, &work, &plan, standby);
                 let snapshots = (tier == StandbyTier::Warm).then_some(standby.snapshot_every_ns as f64 / 1e9);
                 PlannedStandby::Found {
@@ -118,7 +118,7 @@ fn report(
     let cells = simulation.grid().region().cells() as f64;
     let step_ns = plan.step_ns().max(1) as f64;
     let tiles = plan.tiles().iter().map(|tile| {
-        let node = hex(&NodeId(tile.device.0));
+        let node = hex(&NodeId::from(tile.device));
         PlannedTile {
             name: names.get(&node).cloned(),
             node,

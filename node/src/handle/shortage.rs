@@ -159,8 +159,9 @@ mod tests {
 
     fn fleet(memories: &[u64]) -> Fleet {
         let device = |(at, &memory): (usize, &u64)| Device {
-            id: DeviceId([at as u8; 16]),
+            id: DeviceId::first([at as u8; 16]),
             name: format!("n{at}"),
+            label: String::new(),
             machine: at as u64,
             zone: String::new(),
             memory,

@@ -14,7 +14,7 @@ use partitioner::tiles::Block;
 impl Shell {
     /// Fetches the simulation, then creates the tile with the initial state that its order names.
     pub(super) fn load_tile(&self, ordered: Ordered, bytes_max: u64, standby: Option<Tier>, order: Box<TileOrder>) {
-        let Ordered { key: (job, part), epoch, load, sources } = ordered;
+        let Ordered { key: (job, part), epoch, load, sources, device } = ordered;
         let key = (job, part);
         let checkpoint = match order.start {
             TileStart::Checkpoint { step } => Some(self.cells_of(epoch.issuer, job, step)),
@@ -26,10 +26,10 @@ impl Shell {
             Command::Load { key, epoch, load, bytes_max, part }
         };
         if let Some(simulation) = self.submissions.hold_simulation(job, id.content) {
-            return self.submit(load_command(simulation));
+            return self.submit(key, load_command(simulation));
         }
         let (submissions, runtime, driver) = (self.submissions.clone(), self.runtime.clone(), self.driver.clone());
-        let (commands, residency) = (self.commands.clone(), self.residency.clone());
+        let (commands, residency) = (device.commands, self.residency.clone());
         self.runtime.spawn_blocking(move || {
             let is_current = match answered(|| submissions.fetch_simulation(&runtime, job, id, &sources), Err) {
                 Ok(simulation) => residency.install(key, load, || {

@@ -17,11 +17,11 @@ use std::time::{Duration, Instant};
 impl Shell {
     /// Fetches the weights, loads the stage, warms it up, and hands it to the device thread.
     pub(super) fn load_stage(&self, ordered: Ordered, name: String, bytes_max: u64, order: StageOrder) {
-        let Ordered { key: (job, part), epoch, load, sources } = ordered;
+        let Ordered { key: (job, part), epoch, load, sources, device } = ordered;
         let key = (job, part);
         self.last_options.note(&order);
         let (library, ask) = (self.library.clone(), Arc::new(EndpointAsk(self.endpoint.clone())));
-        let (driver, commands, device) = (self.driver.clone(), self.commands.clone(), self.device.clone());
+        let (driver, commands, device) = (self.driver.clone(), device.commands, device.compute);
         let residency = self.residency.clone();
         let failed = {
             let (residency, driver) = (residency.clone(), driver.clone());

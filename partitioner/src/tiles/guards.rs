@@ -140,6 +140,10 @@ impl Assignment<'_> {
         let taken = owned.chain(assigned).map(bytes).fold(0, u64::saturating_add);
         let room = device.memory.saturating_sub(taken);
         let same = self.fleet.device(*owner).map(|owner| owner.numerics) == Some(device.numerics);
-        !device.excluded && device.id != *owner && same && device.copy_bytes_per_second > 0 && room >= bytes(block)
+        !device.excluded
+            && device.id.node != owner.node
+            && same
+            && device.copy_bytes_per_second > 0
+            && room >= bytes(block)
     }
 }

@@ -24,8 +24,9 @@ fn d2q9(width: u64, height: u64) -> GridWork {
 
 fn device(id: u8, gigabytes: u64, memory: u64) -> Device {
     Device {
-        id: DeviceId([id; 16]),
+        id: DeviceId::first([id; 16]),
         name: String::new(),
+        label: String::new(),
         machine: id.into(),
         zone: String::new(),
         memory,
@@ -125,7 +126,7 @@ fn tiles_are_as_large_as_their_machines_are_fast() {
     let [a, b] = plan.tiles() else { panic!("two tiles") };
     assert!(a.compute_ns.abs_diff(b.compute_ns) * 100 < a.compute_ns, "equal times");
     // Measured with the rule itself, the first device is the faster one.
-    let measured = vec![(DeviceId([1; 16]), 900), (DeviceId([2; 16]), 100)];
+    let measured = vec![(DeviceId::first([1; 16]), 900), (DeviceId::first([2; 16]), 100)];
     let plan = cut(&d2q9(2048, 4096), &fleet, &RuleRates { measured, unmeasured: 500 }, None).unwrap();
     assert_eq!(plan.tiles()[0].block.cells(), 2048 * 3072);
 }
@@ -146,7 +147,7 @@ fn memory_comes_before_speed() {
     let fleet = fleet(vec![device(1, 100, small), device(2, 1, 8 << 30)], 0, 10_000_000_000);
     let work = d2q9(2048, 2048);
     let plan = cut(&work, &fleet, &RuleRates::default(), None).unwrap();
-    let tile = plan.tiles().iter().find(|tile| tile.device == DeviceId([1; 16])).unwrap();
+    let tile = plan.tiles().iter().find(|tile| tile.device == DeviceId::first([1; 16])).unwrap();
     assert!(tile.bytes <= small && tile.bytes > small / 2, "{}", tile.bytes);
     let none = Fleet { devices: vec![device(1, 100, small)], ..fleet };
     assert!(matches!(cut(&work, &none, &RuleRates::default(), None), Err(GridError::Memory { .. })));
@@ -330,7 +331,7 @@ fn similar_speeds_measured_on_one_machine_are_averaged() {
     assert_eq!(rows(vec![of_machine(1, 10, 5), of_machine(2, 15, 6)], &paces), [819, 1229]);
     assert_eq!(rows(vec![of_machine(1, 10, 5), of_machine(2, 30, 5)], &paces), [512, 1536]);
     // Once rates are measured with the rule, they apply.
-    let measured = vec![(DeviceId([1; 16]), 1000), (DeviceId([2; 16]), 1600)];
+    let measured = vec![(DeviceId::first([1; 16]), 1000), (DeviceId::first([2; 16]), 1600)];
     let paces = RuleRates { measured, unmeasured: 1300 };
     assert_eq!(rows(vec![of_machine(1, 12, 5), of_machine(2, 15, 5)], &paces), [788, 1260]);
 }
@@ -361,7 +362,7 @@ fn a_partition_is_compared_with_a_better_one() {
     let shared = question(Vec::new(), Some((both, even.depth()))).answer().unwrap();
     assert!(shared.before_ns().unwrap().abs_diff(2 * even.step_ns()) < even.step_ns() / 10, "{shared:?}");
     let mut gone = owners;
-    gone[1].0 = DeviceId([9; 16]);
+    gone[1].0 = DeviceId::first([9; 16]);
     assert_eq!(question(Vec::new(), Some((gone, 1))).answer().unwrap().before_ns(), None);
 }
 
@@ -378,7 +379,7 @@ fn each_tile_has_a_standby_if_memory_allows() {
         let devices = (0..4).map(|id| device(id as u8 + 1, speed(id), tile * 26 / 9)).collect();
         let fleet = fleet(devices, 0, 10_000_000_000);
         let rows = |id: u64| Block { from: [0, 208 * id, 0], to: [832, 208 * (id + 1), 1] };
-        let owners: Vec<_> = (0..4).map(|id| (DeviceId([id as u8 + 1; 16]), rows(id))).collect();
+        let owners: Vec<_> = (0..4).map(|id| (DeviceId::first([id as u8 + 1; 16]), rows(id))).collect();
         let room = fleet.devices[0].memory;
         assert!((2 * tile..3 * tile).contains(&room), "{room} for tiles of {tile}");
         let found = standbys(&work, &owners, 8, &fleet, &[]);
@@ -387,7 +388,7 @@ fn each_tile_has_a_standby_if_memory_allows() {
         assert_eq!(devices.len(), 4, "{order}: each has memory for one");
         assert!(found.iter().all(|standby| standby.device != owners[usize::from(standby.tile)].0));
         // Three nodes that are each other's standbys leave the fourth tile to its own owner: one assignment must change.
-        let kept = [0, 1, 2].map(|tile: u8| (u16::from(tile), DeviceId([(tile + 1) % 3 + 1; 16])));
+        let kept = [0, 1, 2].map(|tile: u8| (u16::from(tile), DeviceId::first([(tile + 1) % 3 + 1; 16])));
         let found = standbys(&work, &owners, 8, &fleet, &kept);
         let [changed, last] = found[..] else { panic!("{found:?}") };
         assert_eq!((last.tile, changed.device), (3, owners[3].0), "{found:?}");

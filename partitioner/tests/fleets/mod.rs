@@ -29,7 +29,7 @@ impl Random {
 pub(crate) fn id(n: usize) -> DeviceId {
     let mut bytes = [0; 16];
     bytes[..8].copy_from_slice(&(n as u64).to_be_bytes());
-    DeviceId(bytes)
+    DeviceId::first(bytes)
 }
 
 /// A job with uneven layers.
@@ -62,6 +62,7 @@ pub(crate) fn fleet(random: &mut Random, devices: usize) -> Fleet {
     let mut device = |random: &mut Random, n: usize| Device {
         id: id(n),
         name: format!("node-{n}"),
+        label: String::new(),
         machine: n as u64,
         zone: String::new(),
         memory: 100 + random.below(900),
@@ -83,7 +84,7 @@ pub(crate) fn fleet(random: &mut Random, devices: usize) -> Fleet {
     for from in 0..devices {
         for to in (0..devices).filter(|&to| to != from) {
             if random.below(3) > 0 {
-                links.insert((id(from), id(to)), link(random));
+                links.insert((id(from).node, id(to).node), link(random));
             }
         }
     }
@@ -95,5 +96,5 @@ pub(crate) fn fleet(random: &mut Random, devices: usize) -> Fleet {
 
 /// Options with device 0 as coordinator.
 pub(crate) fn options(goal: Goal) -> Options {
-    Options { goal, head: id(0), losses: false }
+    Options { goal, head: id(0).node, losses: false }
 }

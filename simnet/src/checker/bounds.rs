@@ -68,7 +68,7 @@ impl Observer for Bounds {
                 .retain(|(holder, of, number, _), _| (*holder, *of) != (host, *job) || !replaces.contains(number));
         }
         let Output::Run(run) = output else { return };
-        let Run { work, job, part, epoch, task } = &**run;
+        let Run { work, job, part, epoch, device: _, task } = &**run;
         let Task::Batch(items) = task else {
             if let Some(running) = seen.tiles.insert((host, *job, *part), *work) {
                 let ms = at.0 / 1_000_000;

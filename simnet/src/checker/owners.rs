@@ -1,5 +1,5 @@
-//! Each stage or tile has one owner per epoch, which is not its own standby. An owner has one stage (or both halves of one)
-//! besides those that it took over. A node that was reported lost gets no part before it is heard again, a banned node none
+//! Each stage or tile has one owner per epoch, which is not its own standby. A device has one stage (or both halves of one)
+//! besides those that its node took over. A node that was reported lost gets no part before it is heard again, a banned node none
 //! at all. A successor takes a simulation over only if more than half of its participants ask for it.
 use crate::host::HostId;
 use crate::world::{Observer, World};
@@ -12,6 +12,7 @@ use node_core::message::{Message, ToParticipant};
 use node_core::output::{Event, Output};
 use node_core::time::{Duration, Instant};
 use node_core::work::{Order, PartWork, Placement};
+use partitioner::DeviceId;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -25,7 +26,7 @@ pub struct Owners {
 #[derive(Default)]
 struct Seen {
     /// Owners of the stages of a job under an epoch, as its coordinator announced them.
-    owners: BTreeMap<(JobId, Epoch), BTreeMap<PartId, NodeId>>,
+    owners: BTreeMap<(JobId, Epoch), BTreeMap<PartId, DeviceId>>,
     /// Standbys of stages. Such a node may own several stages once it has taken over.
     standbys: BTreeSet<(JobId, PartId, NodeId)>,
     /// Owners of tiles. A node may own several: those that it was the standby of.
@@ -132,24 +133,26 @@ impl Seen {
         self.heard.insert((host, *from), at);
     }
 
-    fn own(&mut self, job: JobId, epoch: Epoch, part: PartId, node: NodeId) -> Option<String> {
-        let owners = self.owners.entry((job, epoch)).or_default();
-        let before = owners.insert(part, node).filter(|before| *before != node);
+    fn own(&mut self, job: JobId, epoch: Epoch, part: PartId, device: DeviceId) -> Option<String> {
+        let (owners, node) = (self.owners.entry((job, epoch)).or_default(), NodeId::from(device));
+        let before = owners.insert(part, device).filter(|before| *before != device);
         if let Some(before) = before {
-            return Some(format!("{node} and {before} own part {part} under {epoch:?}"));
+            return Some(format!("{device:?} and {before:?} own part {part} under {epoch:?}"));
         }
         let took_over = |at: &PartId| self.standbys.contains(&(job, *at, node));
         // A stage that is split for two standbys is two parts of its owner, one after the other.
         let halves = |at: PartId| at == part.after() || Some(at) == part.before();
         let apart = |at: PartId| at != part && !halves(at) && !took_over(&at);
-        let other = owners.iter().find(|(at, owner)| **owner == node && apart(**at));
-        other.filter(|_| !took_over(&part)).map(|(at, _)| format!("{node} owns parts {part} and {at} under {epoch:?}"))
+        let other = owners.iter().find(|(at, owner)| **owner == device && apart(**at));
+        let both = |(at, _)| format!("device {} of {node} owns parts {part} and {at} under {epoch:?}", device.index);
+        other.filter(|_| !took_over(&part)).map(both)
     }
 
     fn add_standby(&mut self, job: JobId, epoch: Epoch, part: PartId, node: NodeId) -> Option<String> {
         self.standbys.insert((job, part, node));
         let owner = self.owners.get(&(job, epoch))?.get(&part)?;
-        (*owner == node).then(|| format!("{node} is listed as standby of part {part} and owns it under {epoch:?}"))
+        (NodeId::from(*owner) == node)
+            .then(|| format!("{node} is listed as standby of part {part} and owns it under {epoch:?}"))
     }
 }
 
@@ -180,7 +183,7 @@ impl Observer for Owners {
                     match (&order.work, order.standby) {
                         (PartWork::Tile(_), _) => seen.own_tile(job, epoch, &order, *to),
                         (PartWork::Stage(_), Some(_)) => seen.add_standby(job, epoch, order.part, *to),
-                        (PartWork::Stage(_), None) => seen.own(job, epoch, order.part, *to),
+                        (PartWork::Stage(_), None) => seen.own(job, epoch, order.part, to.device(order.device)),
                     }
                 }
                 Ok(Message::ToParticipant { job, epoch, say: ToParticipant::Standby { part, node: Some(node) } }) => {
@@ -199,12 +202,16 @@ impl Observer for Owners {
                 None
             }
             Output::Notify(Event::JobPlaced { job, epoch, placement, .. }) => {
-                let (nodes, route): (Vec<NodeId>, bool) = match &**placement {
-                    Placement::Stages(stages) => (stages.iter().map(|(node, _)| *node).collect(), true),
-                    Placement::Tiles { tiles, .. } => (tiles.iter().map(|(node, _)| *node).collect(), false),
+                let stages: &[_] = match &**placement {
+                    Placement::Stages(stages) => stages,
+                    Placement::Tiles { .. } => &[],
                 };
-                let mut parts = nodes.iter().zip(0..).filter(|_| route);
-                let owned = parts.find_map(|(node, at)| seen.own(*job, *epoch, PartId(at), *node));
+                let nodes: Vec<NodeId> = match &**placement {
+                    Placement::Stages(stages) => stages.iter().map(|(device, _)| (*device).into()).collect(),
+                    Placement::Tiles { tiles, .. } => tiles.iter().map(|(node, _)| *node).collect(),
+                };
+                let mut parts = stages.iter().zip(0..);
+                let owned = parts.find_map(|((device, _), at)| seen.own(*job, *epoch, PartId(at), *device));
                 let unfit = nodes.iter().find_map(|node| Some((*node, seen.unfit(at, host, *job, *node)?)));
                 owned.or(unfit.map(|(node, why)| format!("places {epoch:?} on {node}, {why}")))
             }

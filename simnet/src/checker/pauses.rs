@@ -181,7 +181,9 @@ impl Observer for Pauses {
         let job_of = |seen: &Record, call: &CallId| seen.calls.get(&(host, *call)).copied();
         let entry = match event {
             Event::JobPlaced { job, placement, .. } => Some(match &**placement {
-                Placement::Stages(stages) => Seen::Placed(*job, stages.iter().map(|(node, _)| *node).collect()),
+                Placement::Stages(stages) => {
+                    Seen::Placed(*job, stages.iter().map(|(device, _)| (*device).into()).collect())
+                }
                 Placement::Tiles { tiles, .. } => Seen::Placed(*job, tiles.iter().map(|(node, _)| *node).collect()),
             }),
             Event::JobReady { job, .. } if seen.simulations.contains_key(job) => None,

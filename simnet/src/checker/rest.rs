@@ -34,7 +34,7 @@ pub fn orphans(world: &World) -> Vec<String> {
         if !node.parts().any(|held| matches!(held.what, HeldWork::Tile { .. })) && states > 0 {
             wrong.push(format!("host {} holds {states} saved tile states, but no tile", host.id.0));
         }
-        let taken = host.spec.capacity.memory_free.saturating_sub(host.executor.memory_free());
+        let taken = host.spec.capacity.memory_free().saturating_sub(host.executor.memory_free());
         if !holds && taken > 0 {
             wrong.push(format!("host {} holds no part, but {taken} bytes are in use", host.id.0));
         }

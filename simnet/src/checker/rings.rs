@@ -111,8 +111,8 @@ impl Observer for Rings {
             Output::Notify(Event::JobPlaced { job, placement, .. }) => {
                 if let Placement::Stages(stages) = &**placement {
                     seen.part_of.retain(|(of, _), _| of != job);
-                    for (at, (node, _)) in stages.iter().enumerate() {
-                        seen.part_of.entry((*job, *node)).or_default().insert(PartId::of(at));
+                    for (at, (device, _)) in stages.iter().enumerate() {
+                        seen.part_of.entry((*job, (*device).into())).or_default().insert(PartId::of(at));
                     }
                 }
                 None

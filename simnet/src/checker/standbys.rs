@@ -85,7 +85,7 @@ impl Seen {
         let room = |host: &Host| {
             let usable = host.runs() && !host.leaves && host.node_id != tile.owner;
             let bytes = tile.bytes.unwrap_or(tile.bytes_max);
-            usable && host.executor.memory_free() >= bytes + bytes / MARGIN
+            usable && host.executor.largest_free() >= bytes + bytes / MARGIN
         };
         let ms = now.since(*since).as_millis();
         match standby {
@@ -108,7 +108,7 @@ pub fn missing(world: &World, work: &Workload) -> Vec<String> {
     let Some(view) = job(world, work) else { return Vec::new() };
     let idle = |owner: NodeId, bytes: u64| {
         let free = world.hosts().filter(|host| host.runs() && !host.leaves && host.node_id != owner);
-        free.map(|host| host.executor.memory_free()).any(|free| free >= bytes + bytes / MARGIN)
+        free.map(|host| host.executor.largest_free()).any(|free| free >= bytes + bytes / MARGIN)
     };
     let covered =
         |part: &PartView| part.standby.as_ref().is_some_and(|standby| standby.node.is_some() && standby.resident);

@@ -70,7 +70,11 @@ impl Survival {
 
     /// Records whether the hosts that a coordinator can use have memory for `bytes` together.
     pub fn look(&self, world: &World, coordinator: HostId, bytes: u64) {
-        let room: u64 = usable(world, coordinator).map(|host| host.spec.capacity.memory_free).sum();
+        let of = |host: &Host| {
+            let there = host.spec.capacity.devices.iter().zip(&host.executor.units).filter(|(_, unit)| !unit.gone);
+            there.map(|(device, _)| device.memory_free).sum::<u64>()
+        };
+        let room: u64 = usable(world, coordinator).map(of).sum();
         let mut seen = self.seen.borrow_mut();
         let now = world.now();
         let before = seen.room.remove(&coordinator).filter(|(_, last)| *last + LOOKED > now);

@@ -73,6 +73,20 @@ pub fn forgeries(seed: u64, ground: &Ground) -> Schedule {
     forgeries.into_iter().filter(|_| ground.hosts > 1).collect()
 }
 
+/// In half of the worlds with hosts of several devices, one of these disappears. `devices`: their number on each host.
+pub fn gone_devices(seed: u64, ground: &Ground, devices: &[u32]) -> Schedule {
+    let mut rng = chance(seed, "gone devices");
+    let several: Vec<usize> = (0..devices.len()).filter(|&host| devices[host] > 1).collect();
+    if several.is_empty() || rng.random_bool(0.5) {
+        return Vec::new();
+    }
+    let span_us = u64::try_from(ground.span.as_micros()).unwrap_or(u64::MAX).max(1);
+    let at = Instant(0) + Duration::from_micros(rng.random_range(0..span_us));
+    let host = several[rng.random_range(0..several.len())];
+    let device = rng.random_range(0..devices[host]) as u8;
+    Vec::from([Timed { at, fault: Fault::DeviceGone { host: HostId(host as u32), device } }])
+}
+
 /// Disks that are full for a while or fail, in 15 % of the seeds.
 pub fn disks(seed: u64, ground: &Ground) -> Schedule {
     let mut rng = chance(seed, "disks");

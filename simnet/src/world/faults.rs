@@ -79,6 +79,12 @@ impl World {
                 self.hosts[host.index()].executor.stall(self.now, self.now + lasts);
             }
             Fault::Device { host, failures } => self.hosts[host.index()].executor.failures += failures,
+            Fault::DeviceGone { host, device } => {
+                if let Some(unit) = self.hosts[host.index()].executor.units.get_mut(usize::from(device)) {
+                    unit.gone = true;
+                    self.measure_memory(host);
+                }
+            }
             Fault::Refuse { host, loads } => self.hosts[host.index()].executor.rejections += loads,
             Fault::DiskFull { host, lasts } => {
                 self.hosts[host.index()].disk.full = true;
@@ -279,6 +285,10 @@ impl World {
             (disk.full, disk.failures) = (false, 0);
             let executor = &mut self.hosts[index].executor;
             (executor.slow_percent, executor.failures, executor.rejections) = (100, 0, 0);
+            if executor.units.iter().any(|unit| unit.gone) {
+                executor.units.iter_mut().for_each(|unit| unit.gone = false);
+                self.measure_memory(id);
+            }
             self.inject(id, Input::Drain(false));
             if self.hosts[index].leaves {
                 self.crash(id); // it has left the mesh and was about to exit

@@ -315,7 +315,12 @@ impl Subject {
                 let has = PartState::Stage(vec![Position { request, have: position, kept_from: 0 }]);
                 ToCoordinator::Prepared {
                     part,
-                    result: Ok(Ready { bytes: self.order.bytes_max, ram_pages: u32::MAX, has }),
+                    result: Ok(Ready {
+                        device: self.order.device,
+                        bytes: self.order.bytes_max,
+                        ram_pages: u32::MAX,
+                        has,
+                    }),
                 }
             }
             7 => ToCoordinator::Prepared { part, result: Err("made up".into()) },
@@ -359,7 +364,7 @@ impl Tile {
     /// Messages of the tile's holders to the coordinator.
     fn to_coordinator(&self, number: u32) -> Option<ToCoordinator> {
         let Tile { part, step, kind, .. } = *self;
-        let ready = Ready { bytes: 1, ram_pages: 0, has: PartState::Tile { step, kept: Vec::new() } };
+        let ready = Ready { device: 0, bytes: 1, ram_pages: 0, has: PartState::Tile { step, kept: Vec::new() } };
         Some(match number {
             10 => ToCoordinator::Prepared { part, result: Ok(ready) },
             11 => ToCoordinator::Prepared { part, result: Err("made up".into()) },

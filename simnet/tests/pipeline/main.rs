@@ -40,7 +40,7 @@ impl Room {
     fn empty(options: Options, n: usize, memory: u64) -> (World, Vec<HostId>) {
         let mut world = World::new(options);
         let mut spec = HostSpec::default();
-        (spec.capacity.memory_total, spec.capacity.memory_free) = (memory, memory);
+        (spec.capacity.devices[0].memory_total, spec.capacity.devices[0].memory_free) = (memory, memory);
         let hosts = world.add_hosts(n, &spec);
         hosts.iter().for_each(|&host| world.start(host));
         hosts[1..].iter().for_each(|&host| world.introduce(host, hosts[0]));
@@ -553,7 +553,7 @@ fn missing_memory_is_reported_until_a_host_joins() {
     });
     assert!(reason.as_ref().is_some_and(|reason| reason.contains("are missing")), "{reason:?}");
     let mut spec = HostSpec::default();
-    (spec.capacity.memory_total, spec.capacity.memory_free) = (HOST_MEMORY, HOST_MEMORY);
+    (spec.capacity.devices[0].memory_total, spec.capacity.devices[0].memory_free) = (HOST_MEMORY, HOST_MEMORY);
     let third = world.add_host(spec);
     world.start(third);
     world.introduce(third, COORDINATOR);

@@ -1,7 +1,8 @@
 //! Golden bytes, garbage and mutations: what the codec accepts and what it rejects.
 use super::*;
-use crate::config::Capacity;
+use crate::config::{Capacity, DeviceCapacity};
 use crate::id::{CallId, ContentId, Epoch, Generation, JobId, NodeId, PartId, RequestId};
+use crate::limits::DEVICES_MAX;
 use crate::message::{FromStage, FromTile, ToCoordinator, ToParticipant, ToStage, ToTile};
 use crate::work::serve::{
     DoneReason, FromCaller, Logged, Logprobs, ModelSpec, Position, Priority, Request, RequestKey, Sampled, Sampling,
@@ -127,10 +128,11 @@ fn to_coordinator() -> Vec<ToCoordinator> {
     let logprobs = Some(Box::new(Logprobs { sampled_e6: -12_345, top_e6 }));
     let sampled = Sampled { token: 49_151, logprobs, embedding: Some(vec![1.0f32.to_bits(), (-0.5f32).to_bits()]) };
     vec![
-        ToCoordinator::Prepared { part, result: Ok(Ready { bytes: 1 << 29, ram_pages: 7, has }) },
+        ToCoordinator::Prepared { part, result: Ok(Ready { device: 1, bytes: 1 << 29, ram_pages: 7, has }) },
         ToCoordinator::Prepared {
             part,
             result: Ok(Ready {
+                device: 0,
                 bytes: 1 << 20,
                 ram_pages: 0,
                 has: PartState::Tile { step: 12, kept: vec![(PartId(0), 8)] },
@@ -159,6 +161,7 @@ fn order(work: PartWork) -> Order {
         name: String::from("a job"),
         part: PartId(1),
         owners: vec![NodeId([1; 16]), NodeId([2; 16])],
+        device: 1,
         standby: Some(Tier::Hot),
         bytes_max: 1 << 30,
         successors: vec![NodeId([2; 16])],
@@ -213,10 +216,10 @@ fn tile() -> PartWork {
 }
 
 fn record(program: ProgramRecord) -> Record {
-    let standby = StandbyRecord { node: NodeId([2; 16]), tier: Tier::Hot, ready: true, snapshot_ms: 2000 };
+    let standby = StandbyRecord { node: NodeId([2; 16]), device: 3, tier: Tier::Hot, ready: true, snapshot_ms: 2000 };
     let parts = vec![
-        PartRecord { bytes: 1 << 30, step_ns: 1_000_000, standby: Some(standby) },
-        PartRecord { bytes: 1 << 29, step_ns: 500_000, standby: None },
+        PartRecord { device: 2, bytes: 1 << 30, step_ns: 1_000_000, standby: Some(standby) },
+        PartRecord { device: 0, bytes: 1 << 29, step_ns: 500_000, standby: None },
     ];
     Record { parts, program }
 }
@@ -268,17 +271,20 @@ fn advert() -> Advert {
         capacity: Capacity {
             machine: 77,
             zone: String::from("attic"),
-            device: String::from("cpu"),
-            memory_total: 16 << 30,
-            memory_free: 12 << 30,
-            bytes_per_second: 20_000_000_000,
-            flops_per_second: 500_000_000_000,
-            copy_bytes_per_second: 20_000_000_000,
-            step_ns: 30_000,
-            layer_ns: 6_000,
-            cache_bytes_per_second: 15_000_000_000,
-            numerics: 42,
-            pass_steps: 1,
+            devices: vec![DeviceCapacity {
+                device: String::from("cpu"),
+                memory_total: 16 << 30,
+                memory_free: 12 << 30,
+                bytes_per_second: 20_000_000_000,
+                flops_per_second: 500_000_000_000,
+                copy_bytes_per_second: 20_000_000_000,
+                step_ns: 30_000,
+                layer_ns: 6_000,
+                cache_bytes_per_second: 15_000_000_000,
+                numerics: 42,
+                pass_steps: 1,
+                gone: false,
+            }],
         },
         holds: vec![ContentId([6; 32])],
         draining: true,
@@ -310,9 +316,34 @@ fn every_message_survives_a_round_trip() {
     }
 }
 
+#[test]
+fn the_devices_of_a_large_box_fit_into_an_advert() {
+    let card = DeviceCapacity {
+        memory_total: 141 << 30,
+        memory_free: 139 << 30,
+        bytes_per_second: 3_600_000_000_000,
+        flops_per_second: 500_000_000_000_000,
+        copy_bytes_per_second: 4_000_000_000_000,
+        cache_bytes_per_second: 1_500_000_000_000,
+        numerics: u64::MAX,
+        ..advert().capacity.devices[0].clone()
+    };
+    let named = |index: usize| alloc::format!("cuda:{index} NVIDIA H200 NVL");
+    let cards = (1..DEVICES_MAX).map(|index| DeviceCapacity { device: named(index), ..card.clone() });
+    let mut advert = advert();
+    advert.name = "a name of sixty-four bytes, which is the longest one that fits..".into();
+    advert.capacity.devices.extend(cards);
+    advert.capacity.devices[3].gone = true;
+    let bytes = encode_advert(&advert).expect("it fits");
+    assert_eq!(decode_advert(&bytes), Ok(advert.clone()));
+    advert.capacity.devices.push(card);
+    let bytes = encode_advert(&advert).expect("it fits too, but is one device too many");
+    assert!(decode_advert(&bytes).is_err());
+}
+
 /// The bytes when the protocol got its number. If this fails, either the change is a mistake or `PROTOCOL` must increase.
 #[test]
-fn golden_bytes_of_protocol_18() {
+fn golden_bytes_of_protocol_19() {
     let say = ToCoordinator::Stage(FromStage::Token { request: REQUEST, position: 41, sampled: 49_151.into() });
     let token = Message::ToCoordinator { job: JOB, epoch: EPOCH, say };
     let bytes = encode_advert(&advert()).unwrap();
@@ -326,12 +357,12 @@ fn golden_bytes_of_protocol_18() {
             hex(&blake3::hash(&bytes).as_bytes()[..8]),
         ],
         [
-            "1204fd08070605040302010710090909090909090909090909090909090600fb2c0129fbffbf0000",
-            "1201",
-            "1203fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
-            "120105fb2c01",
-            "121001010101010101010101010101010101fc00d2496b032608080808080808",
-            "dcba36c5124bd7c9",
+            "1304fd08070605040302010710090909090909090909090909090909090600fb2c0129fbffbf0000",
+            "1301",
+            "1303fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
+            "130105fb2c01",
+            "131001010101010101010101010101010101fc00d2496b032608080808080808",
+            "976ee15c73167ad6",
         ]
     );
 }

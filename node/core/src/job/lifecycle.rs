@@ -3,11 +3,12 @@
 //! A lost part continues at its standby if the standby has the state that it needs. Otherwise all parts are placed from
 //! scratch, and lost work is recomputed from what the coordinator keeps: a token log or a checkpoint. Next:
 //! `standbys.rs`, `rebalance.rs`, `succession.rs` beside this file, then `serve.rs` and `steps.rs`.
+mod holdings;
 mod invariants;
 mod placement;
 
 use super::domains::Domains;
-use super::output::{JobOutput, Out, ResidentBytes};
+use super::output::{JobOutput, Out};
 use super::part::Part;
 use super::rebalance::Rebalance;
 use super::refusals::Refusals;
@@ -19,14 +20,16 @@ use crate::id::{CallId, Epoch, JobId, NodeId, PartId};
 use crate::limits::{DEGRADED_MAX, EXCLUDED, PREPARE_RETRY, STANDBY_RETRY};
 use crate::message::{ToCoordinator, ToParticipant};
 use crate::output::Event;
+use crate::place::PlaceSet;
 use crate::time::Instant;
 use crate::work::serve::DoneReason;
 use crate::work::steps::SaveKind;
 use crate::work::{Ending, Ready, Resume};
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::{format, string::String, vec::Vec};
+use holdings::Held;
 use partitioner::tiles::GridError;
-use partitioner::{Answer, PlanError};
+use partitioner::{Answer, DeviceId, PlanError};
 
 /// A job that this node coordinates.
 ///
@@ -60,8 +63,8 @@ pub(super) struct Job {
     pub(super) known: BTreeSet<NodeId>,
     /// Counts the partitions adopted. A part number identifies a part only within one partition.
     cut: u32,
-    /// For each node, the bytes that it reported by part, and the partition (`cut`) of these parts.
-    resident: BTreeMap<NodeId, (u32, BTreeMap<PartId, u64>)>,
+    /// What each node reported to hold.
+    resident: BTreeMap<NodeId, Held>,
     /// Placements tried since the job last ran.
     attempts: u32,
     /// Since when there has been no plan. `None` once the job runs again.
@@ -75,8 +78,8 @@ pub(super) struct Job {
     pub(super) apart: BTreeSet<NodeId>,
     /// When to look for missing standbys. `None` while none is missing or no new node could help.
     pub(super) standbys_due: Option<Instant>,
-    /// Nodes that could not be a standby under the present placement, and until when they are not asked again.
-    pub(super) unfit: BTreeMap<NodeId, Instant>,
+    /// Devices that could not hold a standby under the present placement, and until when they are not asked again.
+    pub(super) unfit: BTreeMap<DeviceId, Instant>,
     refusals: Refusals,
     pub(super) rebalance: Rebalance,
     /// Previous coordinators of the job, most recent first.
@@ -227,6 +230,13 @@ impl Job {
         }
     }
 
+    /// The device of a node that the present placement has for a part. The first one if there is none.
+    pub(super) fn device_of(&self, part: PartId, node: NodeId) -> u8 {
+        let Some(known) = self.parts.get(part.index()) else { return 0 };
+        let standby = known.standby.as_ref().filter(|standby| standby.node == node).map(|standby| standby.device);
+        if known.owner == node { known.device } else { standby.unwrap_or(0) }
+    }
+
     /// Whether a node was ever ordered to hold a part, or coordinated the job before.
     pub(super) fn knows(&self, node: NodeId) -> bool {
         self.known.contains(&node) || self.previous.contains(&node)
@@ -250,37 +260,6 @@ impl Job {
         self.degraded.as_ref().filter(|_| self.is_degraded()).map(|degraded| degraded.reason.clone())
     }
 
-    // ---- bytes that nodes hold
-
-    /// Bytes that nodes hold for the job.
-    pub(super) fn holdings(&self) -> ResidentBytes {
-        self.resident.iter().map(|(&node, (_, parts))| (node, parts.values().sum())).collect()
-    }
-
-    /// Bytes that a node holds of a part.
-    pub(super) fn bytes_at(&self, part: PartId, node: NodeId) -> Option<u64> {
-        self.resident.get(&node).and_then(|(_, parts)| parts.get(&part)).copied()
-    }
-
-    /// Records what a node reports to hold. Returns whether the part is new at the node.
-    pub(super) fn note_resident(&mut self, node: NodeId, part: PartId, bytes: u64) -> bool {
-        let cut = self.cut;
-        let (known, parts) = self.resident.entry(node).or_insert_with(|| (cut, BTreeMap::new()));
-        if core::mem::replace(known, cut) != cut {
-            parts.clear();
-        }
-        parts.insert(part, bytes).is_none()
-    }
-
-    /// A node is ordered to hold a part.
-    pub(super) fn note_asked(&mut self, node: NodeId) {
-        self.known.insert(node);
-    }
-
-    pub(super) fn forget_resident(&mut self, node: NodeId) {
-        self.resident.remove(&node);
-    }
-
     // ---- preparing
 
     /// A participant is ready. When all owners are, the job runs.
@@ -298,7 +277,7 @@ impl Job {
         }
         // Recorded also if the placement was given up meanwhile: the node still holds the part, so the next plan may
         // use that memory.
-        let loaded = self.note_resident(from, part, ready.bytes);
+        let loaded = self.note_resident(from.device(ready.device), part, ready.bytes);
         if epoch != self.epoch {
             return;
         }
@@ -369,21 +348,20 @@ impl Job {
         reason: &str,
         out: &mut Out,
     ) -> Option<Role> {
-        let role = self.role(from, part);
+        let (role, device) = (self.role(from, part), from.device(self.device_of(part, from)));
         // An owner that cannot be a standby as well still holds its own part.
         if role == Some(Role::Standby)
-            && let Some((_, parts)) = self.resident.get_mut(&from)
+            && let Some(held) = self.resident.get_mut(&from)
         {
-            parts.remove(&part);
-        } else {
-            self.resident.remove(&from);
+            held.parts.remove(&part);
+        } else if self.forget_device(device) {
             self.waiting.remove(&from);
         }
         let role = role?;
         match role {
             Role::Owner => self.refusals.note(from, reason),
             Role::Standby => {
-                self.unfit.insert(from, now + EXCLUDED);
+                self.unfit.insert(device, now + EXCLUDED);
                 self.drop_standby(now, part, out);
             }
         }
@@ -428,7 +406,7 @@ impl Job {
 
     /// Asks for a fallback plan without some nodes of the present placement. The present placement continues until
     /// there is one.
-    fn ask_fallback(&mut self, now: Instant, without: BTreeSet<NodeId>, out: &mut Out) {
+    fn ask_fallback(&mut self, now: Instant, without: PlaceSet, out: &mut Out) {
         let what = self.workload.ask(true);
         let question = self.ask(without, what, out);
         self.timeout.ask(now, question);
@@ -441,7 +419,7 @@ impl Job {
         if !self.is_running() || !own {
             return;
         }
-        let lost = BTreeSet::from([self.me]);
+        let lost = PlaceSet::from_iter([self.me]);
         let able = |part: &Part| part.owner != self.me || part.standby.as_ref().is_some_and(|standby| standby.ready);
         if self.workload.can_promote() && self.parts.iter().all(able) {
             return self.replan(now, &lost, out);
@@ -518,12 +496,22 @@ impl Job {
 
     // ---- the mesh
 
-    /// The mesh changed. The `draining` nodes take no new work.
-    pub(super) fn handle_fleet_changed(&mut self, now: Instant, draining: &BTreeSet<NodeId>, out: &mut Out) {
+    /// The mesh changed. The `draining` nodes take no new work, the `gone` devices hold no parts any more.
+    pub(super) fn handle_fleet_changed(
+        &mut self,
+        now: Instant,
+        (draining, gone): (&BTreeSet<NodeId>, &PlaceSet),
+        out: &mut Out,
+    ) {
         if self.is_degraded() {
-            return self.replan(now, &BTreeSet::new(), out);
+            return self.replan(now, &PlaceSet::default(), out);
         }
         self.outdated = true;
+        let placed = matches!(self.phase, Phase::Preparing { .. } | Phase::Running);
+        if placed && self.parts.iter().any(|part| gone.has(part.place())) {
+            return self.replan(now, gone, out);
+        }
+        self.handle_standby_lost(now, gone, out);
         self.draining.clone_from(draining);
         self.release_draining_standbys(now, out);
         self.hand_over(now, out);
@@ -592,7 +580,7 @@ impl Job {
     pub(super) fn handle_wakeup(&mut self, now: Instant, out: &mut Out) {
         match self.phase {
             Phase::Preparing { .. } if self.timeout.due() <= now => {
-                let missing = self.parts.iter().filter(|part| part.ready.is_none()).map(|part| part.owner).collect();
+                let missing = self.parts.iter().filter(|part| part.ready.is_none()).map(Part::place).collect();
                 self.ask_fallback(now, missing, out);
             }
             Phase::Preparing { retry_at } if retry_at <= now => {
@@ -602,7 +590,7 @@ impl Job {
             Phase::Running => self.running_wakeup(now, out),
             Phase::Degraded { retry_at } if retry_at <= now => {
                 self.give_up_waiting(now, out);
-                self.replan(now, &BTreeSet::new(), out);
+                self.replan(now, &PlaceSet::default(), out);
             }
             Phase::Planning { .. } | Phase::Preparing { .. } | Phase::Degraded { .. } => {}
         }
@@ -618,7 +606,7 @@ impl Job {
             && let Some(reason) = serve.requests.handle_wakeup(now, out)
         {
             serve.requests.strike(now, &reason, out);
-            return self.replan(now, &BTreeSet::new(), out);
+            return self.replan(now, &PlaceSet::default(), out);
         }
         self.report_standbys(now, out);
         if self.standbys_due.is_some_and(|due| due <= now) {

@@ -2,18 +2,19 @@
 use crate::id::{CallId, ContentId, Epoch, JobId, NodeId, RequestId};
 use crate::message::{FrameHeader, ToParticipant};
 use crate::output::{Event, Output};
+use crate::place::PlaceSet;
 use crate::time::Duration;
 use crate::work::QuestionOrigin;
 use crate::work::serve::{FromCaller, Sampling, ToCaller};
 use alloc::boxed::Box;
-use alloc::collections::{BTreeSet, VecDeque};
+use alloc::collections::VecDeque;
 use alloc::vec::Vec;
 use core::ops::Range;
 use partitioner::tiles::{Block, GridWork, RuleRates};
 use partitioner::{DeviceId, Plan, Work};
 
-/// Bytes that nodes hold for a job.
-pub type ResidentBytes = Vec<(NodeId, u64)>;
+/// Bytes that devices hold for a job.
+pub type ResidentBytes = Vec<(DeviceId, u64)>;
 
 /// An action for the router.
 #[expect(missing_docs, reason = "fields of variants are named after what they are")]
@@ -38,8 +39,8 @@ pub enum JobOutput {
     Tell { to: NodeId, call: CallId, say: ToCaller },
     /// To the coordinator of a job: a message about a caller of this node.
     Call { to: NodeId, job: JobId, call: CallId, say: FromCaller },
-    /// A node answered challenges.
-    Measured { job: JobId, node: NodeId, work: Box<Work>, layers: Range<u32>, measured: Measured },
+    /// A node answered challenges with this device.
+    Measured { job: JobId, device: DeviceId, work: Box<Work>, layers: Range<u32>, measured: Measured },
     /// Between two jobs of this node. [`Jobs`](super::Jobs) routes it itself.
     Drafting(Drafting),
     /// For callers and logs.
@@ -74,7 +75,7 @@ pub struct Steering {
 /// Queue of outputs.
 pub(super) type Out = VecDeque<JobOutput>;
 
-/// Time that a node took for [`CHALLENGE_STEPS`](crate::limits::CHALLENGE_STEPS) steps of some layers.
+/// Time that a device took for [`CHALLENGE_STEPS`](crate::limits::CHALLENGE_STEPS) steps of some layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Measured {
     /// The shortest of several answers, including the round trip.
@@ -92,10 +93,10 @@ pub struct Measured {
 pub struct PlannerQuestion {
     /// The job that asks; `None` for a caller that only asks for a plan.
     pub job: Option<JobId>,
-    /// Bytes that nodes hold for the job. Its next plan may use them.
+    /// Bytes that devices hold for the job. Its next plan may use them.
     pub resident: ResidentBytes,
-    /// Nodes to leave out.
-    pub without: BTreeSet<NodeId>,
+    /// Nodes and devices to leave out.
+    pub without: PlaceSet,
     /// The question.
     pub what: JobQuestion,
 }

@@ -3,12 +3,14 @@ use crate::id::NodeId;
 use crate::planted::{self, Planted};
 use crate::time::Instant;
 use crate::work::{Cursors, PartState, Ready};
-use partitioner::Tier;
+use partitioner::{DeviceId, Tier};
 
 /// A part of the present placement.
 #[derive(Clone, Debug)]
 pub(super) struct Part {
     pub(super) owner: NodeId,
+    /// Its owner's device.
+    pub(super) device: u8,
     /// Memory that the plan allows it, in bytes.
     pub(super) bytes: u64,
     /// Predicted nanoseconds per token or step on its owner.
@@ -22,6 +24,8 @@ pub(super) struct Part {
 #[derive(Clone, Debug)]
 pub(super) struct Standby {
     pub(super) node: NodeId,
+    /// The node's device. Never one of the owner's node, which would be lost with it.
+    pub(super) device: u8,
     pub(super) tier: Tier,
     pub(super) bytes: u64,
     pub(super) step_ns: u64,
@@ -42,23 +46,30 @@ pub(super) struct Standby {
 }
 
 impl Part {
-    pub(super) fn new(owner: NodeId, bytes: u64, step_ns: u64) -> Self {
-        Part { owner, bytes, step_ns, ready: None, standby: None }
+    pub(super) fn new(device: DeviceId, bytes: u64, step_ns: u64) -> Self {
+        Part { owner: device.into(), device: device.index, bytes, step_ns, ready: None, standby: None }
+    }
+
+    /// Its owner's device.
+    pub(super) fn place(&self) -> DeviceId {
+        self.owner.device(self.device)
     }
 
     /// Its standby becomes its owner.
     pub(super) fn promote(&mut self) -> Option<Standby> {
         let standby =
             if planted::has(Planted::StandbyPromotedTwice) { self.standby.clone() } else { self.standby.take() }?;
-        (self.owner, self.bytes, self.step_ns) = (standby.node, standby.bytes, standby.step_ns);
+        (self.owner, self.device) = (standby.node, standby.device);
+        (self.bytes, self.step_ns) = (standby.bytes, standby.step_ns);
         Some(standby)
     }
 }
 
 impl Standby {
-    pub(super) fn new(now: Instant, node: NodeId, tier: Tier, (bytes, step_ns): (u64, u64)) -> Self {
+    pub(super) fn new(now: Instant, device: DeviceId, tier: Tier, (bytes, step_ns): (u64, u64)) -> Self {
         Standby {
-            node,
+            node: device.into(),
+            device: device.index,
             tier,
             bytes,
             step_ns,
@@ -69,6 +80,11 @@ impl Standby {
             cursors: Cursors::All(0),
             reported: false,
         }
+    }
+
+    /// Its device.
+    pub(super) fn place(&self) -> DeviceId {
+        self.node.device(self.device)
     }
 
     pub(super) fn is_prepared(&self) -> bool {

@@ -12,10 +12,11 @@ use crate::id::{NodeId, PartId};
 use crate::limits::{FETCH_MAX, MOVE_EVERY, MOVE_GAIN_PERCENT, MOVE_QUIET, MOVE_REVIEWS, PREPARE_RETRY, STANDBY_RETRY};
 use crate::message::ToParticipant;
 use crate::output::Event;
+use crate::place::PlaceSet;
 use crate::time::Instant;
 use crate::work::{Order, PredictedChange};
 use alloc::boxed::Box;
-use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::collections::BTreeMap;
 use alloc::{format, string::String, vec::Vec};
 use partitioner::{Answer, ModelAnswer, Plan, explain};
 
@@ -151,7 +152,7 @@ impl Job {
         let leaving = self.leaving_uncovered();
         let Workload::Serve(serve) = &self.workload else { return };
         let what = serve.ask_better(leaving);
-        let number = self.ask(BTreeSet::new(), what, out);
+        let number = self.ask(PlaceSet::default(), what, out);
         self.rebalance.question = Some(Question { number, leaving });
     }
 
@@ -238,6 +239,7 @@ impl Job {
             name: self.name.clone(),
             part,
             owners: plan.stages().iter().map(|stage| stage.device.into()).collect(),
+            device: plan.stages().get(part.index()).map_or(0, |stage| stage.device.index),
             standby: None,
             bytes_max: plan.stages().get(part.index()).map_or(0, |stage| stage.bytes),
             successors: Vec::new(),
@@ -294,7 +296,8 @@ impl Job {
 
     /// A member is down. A move that depends on it is abandoned.
     pub(super) fn handle_gone(&mut self, now: Instant, node: NodeId, out: &mut Out) {
-        if self.rebalance.moving.as_ref().is_some_and(|moving| moving.plan.stage_of(node.into()).is_some()) {
+        let uses = |plan: &Plan| plan.stages().iter().any(|stage| NodeId::from(stage.device) == node);
+        if self.rebalance.moving.as_ref().is_some_and(|moving| uses(&moving.plan)) {
             self.abandon_move(now, Some(node), "it is down", out);
         }
     }

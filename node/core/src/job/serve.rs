@@ -62,13 +62,13 @@ impl Serve {
     pub(super) fn inherited(
         job: JobId,
         counter: u32,
-        (order, owners): (&StageOrder, &[NodeId]),
+        (order, owners): (&StageOrder, &[DeviceId]),
         record: ServeRecord,
         log: TokenLog,
     ) -> Self {
         let ServeRecord { model, plan } = record;
         let ordered = |plan: &Plan| {
-            let placed = plan.stages().iter().map(|stage| (NodeId::from(stage.device), stage.layers.clone()));
+            let placed = plan.stages().iter().map(|stage| (stage.device, stage.layers.clone()));
             placed.eq(owners.iter().copied().zip(order.layers.iter().cloned()))
         };
         let plan = plan.filter(|plan| ordered(plan));
@@ -113,7 +113,7 @@ impl Serve {
 
     /// Adopts a plan. Returns its parts.
     pub(super) fn adopt(&mut self, plan: Plan) -> Vec<Part> {
-        let part = |stage: &Stage| Part::new(stage.device.into(), stage.bytes, stage.step_ns);
+        let part = |stage: &Stage| Part::new(stage.device, stage.bytes, stage.step_ns);
         let parts: Vec<Part> = plan.stages().iter().map(part).collect();
         self.tiers.retain(|part, _| part.index() < parts.len());
         self.plan = Some(Box::new(plan));
@@ -131,7 +131,7 @@ impl Serve {
         let Some(plan) = &self.plan else { return };
         let Some(layers) = plan.stages().get(part.index()).map(|stage| stage.layers.clone()) else { return };
         let (bytes, step_ns) = (standby.bytes, standby.step_ns);
-        let stage = Stage { device: standby.node.into(), layers, bytes, step_ns };
+        let stage = Stage { device: standby.place(), layers, bytes, step_ns };
         if let Ok(next) = plan.clone().with_stage(part.index(), stage) {
             self.plan = Some(Box::new(next));
         }
@@ -160,7 +160,7 @@ impl Serve {
 
     pub(super) fn placement(&self) -> Placement {
         let stages = self.plan.as_deref().map(Plan::stages).unwrap_or_default();
-        Placement::Stages(stages.iter().map(|stage| (stage.device.into(), stage.layers.clone())).collect())
+        Placement::Stages(stages.iter().map(|stage| (stage.device, stage.layers.clone())).collect())
     }
 
     /// There is no placement, and the job no longer waits for one.
@@ -279,18 +279,18 @@ impl Serve {
 
     // ---- calibration
 
-    /// Challenges the next node that is due, this one included, to measure its speed.
+    /// Challenges the next device that is due, those of this node included, to measure its speed.
     pub(super) fn challenge(&mut self, now: Instant, epoch: Epoch, parts: &[Part], out: &mut Out) {
         let Some(plan) = &self.plan else { return };
         let layers = |index: usize| plan.stages().get(index).map(|stage| stage.layers.clone());
         let mut holders = Vec::new();
         let mut numbers = BTreeMap::new();
         for (index, part) in parts.iter().enumerate() {
-            let standby = part.standby.as_ref().filter(|standby| standby.is_prepared()).map(|standby| standby.node);
-            for node in core::iter::once(part.owner).chain(standby) {
-                if let Some(layers) = layers(index).filter(|_| !numbers.contains_key(&node)) {
-                    numbers.insert(node, PartId::of(index));
-                    holders.push((node, layers));
+            let standby = part.standby.as_ref().filter(|standby| standby.is_prepared()).map(Standby::place);
+            for device in core::iter::once(part.place()).chain(standby) {
+                if let Some(layers) = layers(index).filter(|_| !numbers.contains_key(&device)) {
+                    numbers.insert(device, PartId::of(index));
+                    holders.push((device, layers));
                 }
             }
         }
@@ -298,7 +298,7 @@ impl Serve {
             && let Some(&part) = numbers.get(&to)
         {
             out.push_back(JobOutput::Message {
-                to,
+                to: to.into(),
                 job: self.job,
                 epoch,
                 say: ToParticipant::Challenge { part, nonce },
@@ -317,10 +317,10 @@ impl Serve {
     ) {
         let quiet = self.requests.quiet();
         let Some(found) = self.calibration.handle_answer(now, node, nonce, result.is_ok(), quiet) else { return };
-        let MeasuredSpeed { layers, took, quiet, nonce } = found;
+        let MeasuredSpeed { device, layers, took, quiet, nonce } = found;
         let measured = Measured { took, quiet, nonce, digest: result.unwrap_or_default() };
         let (job, work) = (self.job, Box::new(self.model.work.clone()));
-        out.push_back(JobOutput::Measured { job, node, work, layers, measured });
+        out.push_back(JobOutput::Measured { job, device, work, layers, measured });
     }
 
     /// Measures all nodes again.

@@ -9,12 +9,12 @@ use crate::id::{NodeId, PartId};
 use crate::limits::{PREPARE_RETRY, STANDBY_RETRY};
 use crate::message::ToParticipant;
 use crate::output::Event;
+use crate::place::PlaceSet;
 use crate::planted::{self, Planted};
 use crate::time::Instant;
 use crate::work::{Cursors, Ready};
 use alloc::collections::BTreeSet;
 use alloc::vec::Vec;
-use partitioner::DeviceId;
 use partitioner::tiles::TileStandby;
 
 impl Job {
@@ -29,9 +29,8 @@ impl Job {
         if planted::has(Planted::NoStandbys) || !self.is_running() || !self.lacks_standbys() {
             return;
         }
-        let kept = |(at, part): (usize, &Part)| {
-            part.standby.as_ref().map(|standby| (PartId::of(at).0, DeviceId::from(standby.node)))
-        };
+        let kept =
+            |(at, part): (usize, &Part)| part.standby.as_ref().map(|standby| (PartId::of(at).0, standby.place()));
         let kept = self.parts.iter().enumerate().filter_map(kept).collect();
         if let Some(what) = self.workload.ask_standbys(&self.parts, kept) {
             self.unfit.retain(|_, until| *until > now);
@@ -50,8 +49,8 @@ impl Job {
                 serve.set_tier(part, standby.tier, standby.stall_ns);
             }
             let Some(place) = standby.place else { continue };
-            let (node, costs) = (place.device.into(), (place.bytes, place.step_ns));
-            new.push((part, Standby::new(now, node, standby.tier, costs)));
+            let costs = (place.bytes, place.step_ns);
+            new.push((part, Standby::new(now, place.device, standby.tier, costs)));
         }
         self.add_standbys(now, new, out);
     }
@@ -65,7 +64,7 @@ impl Job {
         for &TileStandby { tile, device, snapshot_every_ns } in chosen {
             let Some(part) = self.parts.get_mut(usize::from(tile)) else { continue };
             let snapshot_ms = u32::try_from(snapshot_every_ns / 1_000_000).unwrap_or(u32::MAX);
-            let standby = Standby::new(now, device.into(), tier, (part.bytes, part.step_ns));
+            let standby = Standby::new(now, device, tier, (part.bytes, part.step_ns));
             let before = part.standby.take();
             new.push((PartId(tile), Standby { snapshot_ms, ..standby }));
             if let Some(before) = before {
@@ -260,9 +259,9 @@ impl Job {
         self.publish_record(out);
     }
 
-    /// A node that is a standby is lost.
-    pub(super) fn handle_standby_lost(&mut self, now: Instant, node: NodeId, out: &mut Out) {
-        let stands = |part: &Part| part.standby.as_ref().is_some_and(|standby| standby.node == node);
+    /// Standbys are lost.
+    pub(super) fn handle_standby_lost(&mut self, now: Instant, lost: &PlaceSet, out: &mut Out) {
+        let stands = |part: &Part| part.standby.as_ref().is_some_and(|standby| lost.has(standby.place()));
         let parts: Vec<PartId> = (0..self.parts.len()).filter(|&at| stands(&self.parts[at])).map(PartId::of).collect();
         parts.into_iter().for_each(|part| self.drop_standby(now, part, out));
     }
@@ -270,7 +269,7 @@ impl Job {
     /// Releases standbys on draining nodes.
     pub(super) fn release_draining_standbys(&mut self, now: Instant, out: &mut Out) {
         let leaving: Vec<NodeId> = self.standby_nodes().intersection(&self.draining).copied().collect();
-        leaving.into_iter().for_each(|node| self.handle_standby_lost(now, node, out));
+        leaving.into_iter().for_each(|node| self.handle_standby_lost(now, &PlaceSet::from_iter([node]), out));
     }
 
     /// Hands parts of draining nodes over to their standbys once those are current. Without a current standby a part
@@ -288,7 +287,7 @@ impl Job {
         let all = |node: &NodeId| self.parts.iter().filter(|part| part.owner == *node).all(|part| leaves(&part));
         let leaving: BTreeSet<NodeId> = leaving.into_iter().filter(all).collect();
         if !leaving.is_empty() {
-            self.replan(now, &leaving, out);
+            self.replan(now, &leaving.into_iter().collect(), out);
         }
     }
 }

@@ -9,6 +9,7 @@ use super::part::{Part, Standby};
 use crate::id::{Epoch, JobId, NodeId, PartId};
 use crate::message::{FromTile, ToParticipant};
 use crate::output::Event;
+use crate::place::PlaceSet;
 use crate::time::{Duration, Instant};
 use crate::work::steps::{GridSpec, Report, SaveKind, StepsEvent, StepsRecord, TileFigures, TileOrder, TileStart};
 use crate::work::{PartState, PartWork, Placement, ProgramRecord, Resume};
@@ -200,7 +201,7 @@ impl Steps {
     }
 
     fn owners(&self, parts: &[Part]) -> Vec<(DeviceId, Block)> {
-        parts.iter().zip(&self.tiles).map(|(part, tile)| (part.owner.into(), tile.block)).collect()
+        parts.iter().zip(&self.tiles).map(|(part, tile)| (part.place(), tile.block)).collect()
     }
 
     /// Adopts a partition. Returns its parts.
@@ -216,7 +217,7 @@ impl Steps {
         self.tiles = plan.tiles().iter().map(tile).collect();
         self.collected.restart();
         self.fetching.clear();
-        plan.tiles().iter().map(|tile| Part::new(tile.device.into(), tile.bytes, tile.compute_ns)).collect()
+        plan.tiles().iter().map(|tile| Part::new(tile.device, tile.bytes, tile.compute_ns)).collect()
     }
 
     fn start_step(&self) -> u32 {
@@ -257,11 +258,11 @@ impl Steps {
         }
     }
 
-    /// These nodes are lost. States that they saved cannot be fetched any more; they are announced again by standbys or
-    /// after a rollback.
-    pub(super) fn lost(&mut self, nodes: &alloc::collections::BTreeSet<NodeId>, out: &mut Out) {
-        self.rates.lost(nodes);
-        self.fetching.retain(|_, fetch| !nodes.contains(&fetch.from));
+    /// These nodes and devices are lost. States that they saved are not fetched any more; they are announced again by standbys
+    /// or after a rollback.
+    pub(super) fn lost(&mut self, lost: &PlaceSet, out: &mut Out) {
+        self.rates.lost(lost);
+        self.fetching.retain(|_, fetch| !lost.touches(fetch.from));
         self.fetch_next(out);
     }
 

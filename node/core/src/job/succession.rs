@@ -16,6 +16,7 @@ use crate::work::serve::ToCaller;
 use crate::work::{Ending, Inherited, PartRecord, PartWork, ProgramRecord, Record, StandbyRecord, Takeover};
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::{boxed::Box, format, vec::Vec};
+use partitioner::DeviceId;
 
 impl Job {
     /// Successors under the present epoch, in order.
@@ -125,10 +126,9 @@ impl Job {
                     return None;
                 }
                 let inherited = Inherited::Serve { model: serve.model.clone() };
-                (
-                    Workload::Serve(Serve::inherited(id, counter, (stage, &order.owners), (**serve).clone(), log)),
-                    inherited,
-                )
+                let owners = order.owners.iter().zip(&record.parts);
+                let owners: Vec<DeviceId> = owners.map(|(owner, record)| owner.device(record.device)).collect();
+                (Workload::Serve(Serve::inherited(id, counter, (stage, &owners), (**serve).clone(), log)), inherited)
             }
             (PartWork::Tile(_), ProgramRecord::Serve(_)) | (PartWork::Stage(_), ProgramRecord::Steps(_)) => {
                 return None;
@@ -147,9 +147,10 @@ impl Job {
         }
         // The next placement may use the memory that the participants hold, if it gives them other parts.
         for (at, record) in record.parts.iter().enumerate() {
-            let nodes = order.owners.get(at).copied().into_iter().chain(record.standby.map(|standby| standby.node));
-            for node in nodes {
-                job.note_resident(node, PartId::of(at), record.bytes);
+            let owner = order.owners.get(at).map(|owner| owner.device(record.device));
+            let standby = record.standby.map(|standby| standby.node.device(standby.device));
+            for device in owner.into_iter().chain(standby) {
+                job.note_resident(device, PartId::of(at), record.bytes);
             }
         }
         let (from, inherited) = (epoch.issuer, Box::new(inherited));
@@ -280,17 +281,23 @@ const CLAIMS_QUIET: Duration = Duration::from_millis(500);
 fn part_record(part: &Part) -> PartRecord {
     let standby = part.standby.as_ref().map(|standby| StandbyRecord {
         node: standby.node,
+        device: standby.device,
         tier: standby.tier,
         ready: standby.ready,
         snapshot_ms: standby.snapshot_ms,
     });
-    PartRecord { bytes: part.bytes, step_ns: part.step_ns, standby }
+    PartRecord { device: part.device, bytes: part.bytes, step_ns: part.step_ns, standby }
 }
 
 fn part(owner: NodeId, record: &PartRecord) -> Part {
-    let mut part = Part::new(owner, record.bytes, record.step_ns);
+    let mut part = Part::new(owner.device(record.device), record.bytes, record.step_ns);
     part.standby = record.standby.map(|known| {
-        let standby = Standby::new(Instant::default(), known.node, known.tier, (record.bytes, record.step_ns));
+        let standby = Standby::new(
+            Instant::default(),
+            known.node.device(known.device),
+            known.tier,
+            (record.bytes, record.step_ns),
+        );
         Standby { ready: known.ready, snapshot_ms: known.snapshot_ms, ..standby }
     });
     part

@@ -8,8 +8,8 @@ use crate::work::steps::TileFigures;
 use crate::work::steps::{Schedule, SimulationId, StepsRecord, TileOrder, TileStart};
 use crate::work::{Order, PartRecord, PartState, PartWork, ProgramRecord, Ready, Record, StandbyRecord};
 use alloc::vec;
-use partitioner::Tier;
 use partitioner::tiles::{Block, GridWork};
+use partitioner::{DeviceId, Tier};
 
 const ME: NodeId = NodeId([1; 16]);
 const JOB: JobId = JobId(7);
@@ -58,6 +58,7 @@ fn inherited(standbys: [Option<NodeId>; 4]) -> (Jobs, Epoch) {
         name: "a".into(),
         part: PartId(0),
         owners: (0..4).map(owner).collect(),
+        device: 0,
         standby: None,
         bytes_max: 1 << 20,
         successors: vec![owner(0)],
@@ -66,8 +67,8 @@ fn inherited(standbys: [Option<NodeId>; 4]) -> (Jobs, Epoch) {
         work: PartWork::Tile(tile),
     };
     let parts = standbys.map(|node| {
-        let standby = node.map(|node| StandbyRecord { node, tier: Tier::Hot, ready: true, snapshot_ms: 0 });
-        PartRecord { bytes: 1 << 20, step_ns: 1, standby }
+        let standby = node.map(|node| StandbyRecord { node, device: 0, tier: Tier::Hot, ready: true, snapshot_ms: 0 });
+        PartRecord { device: 0, bytes: 1 << 20, step_ns: 1, standby }
     });
     let start = TileStart::Continue;
     let steps = StepsRecord { tier: Tier::Hot, depth: None, step_ns: 1, start, checkpoint: None, rates: vec![0; 4] };
@@ -135,7 +136,8 @@ fn an_owner_that_announces_more_than_its_tile_has_is_not_believed() {
     let (mut jobs, epoch) = running();
     let rejected = saved(&mut jobs, epoch, 1, SaveKind::Checkpoint, BYTES + 1).expect("it is rejected");
     let expected = "tile 1 announces a checkpoint of 8193 bytes, its cells have 8192";
-    assert_eq!(rejected, ParticipantFailure::Failed { held: true, reason: expected.into() });
+    let place = Place::Node(owner(1));
+    assert_eq!(rejected, ParticipantFailure::Failed { place, held: true, reason: expected.into() });
     assert_eq!(fetched(&mut jobs), [0; 0]);
     assert_eq!(saved(&mut jobs, epoch, 1, SaveKind::Checkpoint, BYTES), None);
     assert_eq!(fetched(&mut jobs), [1]);
@@ -160,7 +162,7 @@ fn ordered(jobs: &mut Jobs) -> Vec<(NodeId, TileStart)> {
 fn a_standby_that_failed_is_released() {
     let standby = NodeId([20; 16]);
     let (mut jobs, _) = inherited([Some(standby), None, None, None]);
-    jobs.handle_standby_lost(Instant::default(), JOB, standby);
+    jobs.handle_standby_lost(Instant::default(), JOB, Place::Node(standby));
     let released = core::iter::from_fn(|| jobs.poll_output(Instant::default())).any(|output| {
         matches!(output, JobOutput::Message { to, say: ToParticipant::Release { part: PartId(0) }, .. } if to == standby)
     });
@@ -173,9 +175,9 @@ fn owners_lost_one_after_the_other_are_both_replaced_by_their_standbys() {
     let standby = |tile: u16| NodeId([20 + tile as u8; 16]);
     let (mut jobs, _) = inherited([0, 1, 2, 3].map(|tile| Some(standby(tile))));
     let now = Instant::default();
-    jobs.handle_replan(now, JOB, &[owner(1)].into());
+    jobs.handle_replan(now, JOB, &PlaceSet::from_iter([owner(1)]));
     assert_eq!(ordered(&mut jobs)[1], (standby(1), TileStart::Continue));
-    jobs.handle_replan(now, JOB, &[owner(1), owner(2)].into());
+    jobs.handle_replan(now, JOB, &PlaceSet::from_iter([owner(1), owner(2)]));
     let tiles = [owner(0), standby(1), standby(2), owner(3)];
     assert_eq!(ordered(&mut jobs), tiles.map(|node| (node, TileStart::Continue)));
 }
@@ -193,7 +195,7 @@ fn standbys_are_announced_again_under_a_new_placement() {
         let mut say = |from, say| jobs.handle_message(now, from, JOB, epoch, say);
         let prepared = |part| {
             let has = PartState::Tile { step: 0, kept: Vec::new() };
-            ToCoordinator::Prepared { part: PartId(part), result: Ok(Ready { bytes: 1, ram_pages: 0, has }) }
+            ToCoordinator::Prepared { part: PartId(part), result: Ok(Ready { device: 0, bytes: 1, ram_pages: 0, has }) }
         };
         for (tile, from) in (0..).zip(owners) {
             say(from, prepared(tile));
@@ -223,7 +225,7 @@ fn standbys_are_announced_again_under_a_new_placement() {
 #[test]
 fn a_successor_that_places_the_tiles_again_counts_what_participants_hold_as_free() {
     let (mut jobs, _) = running();
-    jobs.handle_replan(Instant::default(), JOB, &[owner(1)].into());
+    jobs.handle_replan(Instant::default(), JOB, &PlaceSet::from_iter([owner(1)]));
     let asked = core::iter::from_fn(|| jobs.poll_output(Instant::default())).find_map(|output| match output {
         JobOutput::Ask { ask, .. } => Some(ask.resident),
         JobOutput::Message { .. }
@@ -238,8 +240,8 @@ fn a_successor_that_places_the_tiles_again_counts_what_participants_hold_as_free
         | JobOutput::Watch { .. }
         | JobOutput::Unwatch { .. } => None,
     });
-    let held: Vec<(NodeId, u64)> = asked.expect("it asks for a placement").into_iter().collect();
-    assert_eq!(held, [0, 1, 2, 3].map(|tile| (owner(tile), 1 << 20)));
+    let held: Vec<(DeviceId, u64)> = asked.expect("it asks for a placement").into_iter().collect();
+    assert_eq!(held, [0, 1, 2, 3].map(|tile| (owner(tile).device(0), 1 << 20)));
 }
 
 #[test]

@@ -90,6 +90,8 @@ pub enum ProgramView {
 pub struct PartView {
     /// Its owner.
     pub owner: NodeId,
+    /// Its owner's device, by its place in the node's advert.
+    pub device: u8,
     /// Bytes that its owner reported to hold. `None` until it is loaded.
     pub bytes: Option<u64>,
     /// Memory that the plan allows it, in bytes.
@@ -125,6 +127,8 @@ pub enum WhatView {
 pub struct StandbyView {
     /// Node id. `None` if no node can be the standby.
     pub node: Option<NodeId>,
+    /// The node's device, by its place in the node's advert.
+    pub device: u8,
     /// Tier: of a stage the present one, so that `Hot` is current; of a tile the planned one.
     pub tier: Tier,
     /// Whether it has what it needs to take the part over: weights in memory, or a tile's cells.
@@ -161,6 +165,7 @@ impl Job {
     fn part_view(&self, number: PartId, part: &Part) -> PartView {
         PartView {
             owner: part.owner,
+            device: part.device,
             bytes: self.bytes_at(number, part.owner),
             bytes_max: part.bytes,
             step_ns: part.step_ns,

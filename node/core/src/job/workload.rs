@@ -9,10 +9,10 @@ pub(super) use super::steps::Then;
 use super::view::{ProgramView, StandbyView, WhatView};
 use crate::id::{Epoch, NodeId, PartId};
 use crate::message::ToCoordinator;
+use crate::place::PlaceSet;
 use crate::time::Instant;
 use crate::work::steps::{SaveKind, TileFigures};
 use crate::work::{Figures, PartState, PartWork, Placement, ProgramRecord, Resume};
-use alloc::collections::BTreeSet;
 use alloc::{string::String, vec::Vec};
 use partitioner::tiles::Block;
 use partitioner::{DeviceId, Plan, Tier};
@@ -116,11 +116,11 @@ impl Workload {
         }
     }
 
-    /// These nodes are lost.
-    pub(super) fn lost(&mut self, nodes: &BTreeSet<NodeId>, out: &mut Out) {
+    /// These nodes and devices are lost.
+    pub(super) fn lost(&mut self, lost: &PlaceSet, out: &mut Out) {
         match self {
             Workload::Serve(_) => {}
-            Workload::Steps(steps) => steps.lost(nodes, out),
+            Workload::Steps(steps) => steps.lost(lost, out),
         }
     }
 
@@ -386,7 +386,7 @@ impl Workload {
     pub(super) fn standby_view(&self, part: PartId, standby: Option<&Standby>) -> Option<StandbyView> {
         let current = standby.is_some_and(|standby| self.is_current(standby));
         let resident = standby.is_some_and(|standby| standby.ready);
-        let node = standby.map(|standby| standby.node);
+        let (node, device) = (standby.map(|standby| standby.node), standby.map_or(0, |standby| standby.device));
         match self {
             Workload::Serve(serve) => {
                 let known = serve.tiers().get(&part).copied();
@@ -398,11 +398,11 @@ impl Workload {
                     (Some(_), _) | (None, Tier::Hot | Tier::Warm | Tier::Cold) => Tier::Cold,
                 };
                 let shown = known.is_some() || node.is_some();
-                shown.then_some(StandbyView { node, tier, resident, current, step: None, stall_ns })
+                shown.then_some(StandbyView { node, device, tier, resident, current, step: None, stall_ns })
             }
             Workload::Steps(_) => standby.map(|standby| {
                 let step = standby.ready.then(|| standby.at(0));
-                StandbyView { node, tier: standby.tier, resident, current, step, stall_ns: None }
+                StandbyView { node, device, tier: standby.tier, resident, current, step, stall_ns: None }
             }),
         }
     }

@@ -147,4 +147,4 @@ impl Lease {
 /// An operation shorter than this is never stalled, whatever was predicted.
 const STALLED_MIN: Duration = Duration::from_secs(1);
 /// Multiple of its predicted time after which an operation is stalled.
-const STALLED_FACTOR: u32 = 4;
+pub(super) const STALLED_FACTOR: u32 = 4;

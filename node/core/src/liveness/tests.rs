@@ -155,10 +155,10 @@ fn slow_is_not_stalled() {
 fn heartbeats_report_the_running_operation() {
     let mut liveness = Liveness::new();
     liveness.handle_watch(Instant(0), JOB, EPOCH, &[A, B]);
-    liveness.handle_work_started(Instant(0), JOB, ms(30));
-    liveness.handle_work_started(Instant(0), JOB, ms(40));
+    liveness.handle_work_started(Instant(0), JOB, 0, ms(30));
+    liveness.handle_work_started(Instant(0), JOB, 0, ms(40));
     let now = Instant(0) + ms(10);
-    liveness.handle_work_done(now, JOB);
+    liveness.handle_work_done(now, JOB, 0);
     let now = now + ms(15);
     liveness.handle_wakeup(now);
     let sent: Vec<_> = core::iter::from_fn(|| liveness.poll_output()).collect();
@@ -178,8 +178,8 @@ fn work_that_waits_for_another_jobs_work_is_not_late() {
     let mut liveness = Liveness::new();
     liveness.handle_watch(Instant(0), JOB, EPOCH, &[A]);
     liveness.handle_watch(Instant(0), OTHER, EPOCH, &[B]);
-    liveness.handle_work_started(Instant(0), JOB, ms(2000));
-    liveness.handle_work_started(Instant(0), OTHER, ms(20));
+    liveness.handle_work_started(Instant(0), JOB, 0, ms(2000));
+    liveness.handle_work_started(Instant(0), OTHER, 0, ms(20));
     let reported = |liveness: &mut Liveness, now| {
         liveness.handle_wakeup(now);
         let all = core::iter::from_fn(|| liveness.poll_output());
@@ -190,8 +190,34 @@ fn work_that_waits_for_another_jobs_work_is_not_late() {
         all.last().map(|heartbeat| (heartbeat.op_elapsed_us, heartbeat.op_budget_us)).expect("a heartbeat")
     };
     assert_eq!(reported(&mut liveness, Instant(0) + ms(1900)), (1_900_000, 2_000_000));
-    liveness.handle_work_done(Instant(0) + ms(1950), JOB);
+    liveness.handle_work_done(Instant(0) + ms(1950), JOB, 0);
     assert_eq!(reported(&mut liveness, Instant(0) + ms(1960)), (10_000, 20_000));
+}
+
+#[test]
+fn devices_are_busy_beside_each_other() {
+    let mut liveness = Liveness::new();
+    liveness.handle_watch(Instant(0), JOB, EPOCH, &[A]);
+    liveness.handle_work_started(Instant(0), JOB, 0, ms(2000));
+    let reported = |liveness: &mut Liveness, now| {
+        liveness.handle_wakeup(now);
+        let all = core::iter::from_fn(|| liveness.poll_output());
+        let all = all.filter_map(|output| {
+            let LivenessOutput::SendHeartbeat { heartbeat, .. } = output else { return None };
+            Some((heartbeat.op_elapsed_us, heartbeat.op_budget_us))
+        });
+        all.last().expect("a heartbeat")
+    };
+    for step in 0..80 {
+        liveness.handle_work_started(Instant(0) + ms(step * 20), JOB, 1, ms(20));
+        liveness.handle_work_done(Instant(0) + ms(step * 20 + 20), JOB, 1);
+    }
+    let now = Instant(0) + ms(1700);
+    assert_eq!(reported(&mut liveness, now), (1_700_000, 2_000_000), "short runs on another device change nothing");
+    liveness.handle_work_started(now, JOB, 1, ms(20));
+    assert_eq!(reported(&mut liveness, now + ms(1500)), (1_500_000, 20_000), "the device that is most overdue");
+    liveness.handle_work_done(now + ms(1600), JOB, 1);
+    assert_eq!(reported(&mut liveness, now + ms(1650)), (3_350_000, 2_000_000));
 }
 
 #[test]

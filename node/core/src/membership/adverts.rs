@@ -1,9 +1,11 @@
 //! Adverts: each node's signed description of itself. The newest version wins; gossip spreads it in a few rounds, and push-pull
 //! repairs the rest.
 use crate::codec;
-use crate::config::{Capacity, Config};
+use crate::config::{Capacity, Config, DeviceCapacity};
 use crate::id::{ContentId, Generation, NodeId};
-use crate::limits::{ADVERT_ADDRS_MAX, ADVERT_HOLDINGS_MAX, ADVERT_NAME_BYTES_MAX, MEMBERS_MAX, ZONE_BYTES_MAX};
+use crate::limits::{
+    ADVERT_ADDRS_MAX, ADVERT_HOLDINGS_MAX, ADVERT_NAME_BYTES_MAX, DEVICES_MAX, MEMBERS_MAX, ZONE_BYTES_MAX,
+};
 use crate::message::{Advert, SignedAdvert};
 use crate::time::{Duration, Instant};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -113,13 +115,17 @@ impl Adverts {
         let old = core::mem::replace(&mut self.own.capacity, bounded(capacity));
         let new = &self.own.capacity;
         let moved = |a: u64, b: u64| a.abs_diff(b) > a.max(b) / 20;
-        let worth_telling = moved(old.memory_free, new.memory_free)
-            || moved(old.bytes_per_second, new.bytes_per_second)
-            || moved(old.flops_per_second, new.flops_per_second)
-            || moved(old.copy_bytes_per_second, new.copy_bytes_per_second)
-            || moved(old.cache_bytes_per_second, new.cache_bytes_per_second)
-            || (old.machine, &old.zone, &old.device, old.memory_total, old.numerics)
-                != (new.machine, &new.zone, &new.device, new.memory_total, new.numerics);
+        let changed = |(old, new): (&DeviceCapacity, &DeviceCapacity)| {
+            moved(old.memory_free, new.memory_free)
+                || moved(old.bytes_per_second, new.bytes_per_second)
+                || moved(old.flops_per_second, new.flops_per_second)
+                || moved(old.copy_bytes_per_second, new.copy_bytes_per_second)
+                || moved(old.cache_bytes_per_second, new.cache_bytes_per_second)
+                || (&old.device, old.memory_total, old.numerics, old.gone)
+                    != (&new.device, new.memory_total, new.numerics, new.gone)
+        };
+        let worth_telling = old.devices.iter().zip(&new.devices).any(changed)
+            || (old.machine, &old.zone, old.devices.len()) != (new.machine, &new.zone, new.devices.len());
         self.touch(if worth_telling { now } else { now + SMALL_CHANGES });
     }
 
@@ -233,10 +239,12 @@ impl Adverts {
                 self.signing = Some((self.tokens, bytes.clone()));
                 out.push(AdvertOutput::Sign { token: self.tokens, bytes });
             }
-            // Only the holdings can make it too long: name, addresses and the other texts are truncated to fit.
+            // Only the holdings, or many different devices, can make it too long: name, addresses and the other texts are
+            // truncated to fit. One device always fits.
             Err(_) => {
-                self.own.holds.pop();
-                self.dirty = (!self.own.holds.is_empty()).then_some(now);
+                let devices = &mut self.own.capacity.devices;
+                let shorter = self.own.holds.pop().is_some() || devices.len() > 1 && devices.pop().is_some();
+                self.dirty = shorter.then_some(now);
             }
         }
     }
@@ -283,10 +291,14 @@ impl Adverts {
     }
 }
 
-/// A capacity whose texts are truncated to fit an advert.
-fn bounded(capacity: Capacity) -> Capacity {
-    let device = cut(&capacity.device, ADVERT_NAME_BYTES_MAX);
-    Capacity { device, zone: cut(&capacity.zone, ZONE_BYTES_MAX), ..capacity }
+/// A capacity whose lists and texts are truncated to fit an advert.
+fn bounded(mut capacity: Capacity) -> Capacity {
+    capacity.zone = cut(&capacity.zone, ZONE_BYTES_MAX);
+    capacity.devices.truncate(DEVICES_MAX);
+    for device in &mut capacity.devices {
+        device.device = cut(&device.device, ADVERT_NAME_BYTES_MAX);
+    }
+    capacity
 }
 
 /// The longest prefix of whole characters with at most `most` bytes.

@@ -1,7 +1,7 @@
 //! Realistic fleets, planned from their nodes' adverts: such a plan must be as good as one from true figures. All steps between
 //! a measured device and the plan are the product's own: capacities, adverts, gossip, measured links.
 use super::tests::{Bench, ms};
-use crate::config::{Capacity, Measured, Speed};
+use crate::config::{Capacity, DeviceCapacity, Measured, Speed};
 use alloc::collections::BTreeMap;
 use alloc::string::String;
 use alloc::vec;
@@ -137,7 +137,7 @@ fn cases() -> Vec<Case> {
 }
 
 /// A machine's measured device, with an error of `error` thousandths.
-fn measured(n: usize, machine: &Machine, advert: Advert, error: i64) -> Measured {
+fn measured(machine: &Machine, advert: Advert, error: i64) -> Measured {
     let wrong = |speed: f64| (speed * (1000 + error) as f64 / 1000.0) as u64;
     let flops = match (machine.gpu, advert) {
         (true, Advert::WithoutPrefill) => 0.0,
@@ -145,7 +145,6 @@ fn measured(n: usize, machine: &Machine, advert: Advert, error: i64) -> Measured
         (true, Advert::Measured | Advert::WithoutCache) | (false, _) => machine.prefill * 1e12,
     };
     Measured {
-        machine: n as u64 + 1,
         device: String::from(if machine.gpu { "cuda:0" } else { "cpu" }),
         memory_free: (machine.free * GIB) as u64,
         own_memory: machine.gpu,
@@ -172,7 +171,8 @@ impl Case {
         let mut bench = Bench::new(self.machines.len());
         for (n, (machine, _)) in self.machines.iter().enumerate() {
             let error = (n as i64 * 13 + 7) % 41 - 20;
-            let capacity = Capacity::of(measured(n, machine, advert, error), None);
+            let device = DeviceCapacity::of(measured(machine, advert, error), None);
+            let capacity = Capacity { machine: n as u64 + 1, zone: String::new(), devices: vec![device] };
             bench.nodes[n].handle_capacity(bench.now, capacity);
         }
         bench.pass(ms(8000));
@@ -188,14 +188,15 @@ impl Case {
     fn truth(&self, ids: &[DeviceId]) -> Fleet {
         let all = 0..self.machines.len();
         let pairs = all.clone().flat_map(|a| all.clone().map(move |b| (a, b))).filter(|(a, b)| a != b);
-        let links: BTreeMap<_, _> = pairs.map(|(a, b)| ((ids[a], ids[b]), self.link(a, b))).collect();
+        let links: BTreeMap<_, _> = pairs.map(|(a, b)| ((ids[a].node, ids[b].node), self.link(a, b))).collect();
         let device = |(n, (machine, _)): (usize, &(Machine, u8))| {
-            let capacity = Capacity::of(measured(n, machine, Advert::Measured, 0), None);
+            let capacity = DeviceCapacity::of(measured(machine, Advert::Measured, 0), None);
             Device {
                 id: ids[n],
                 name: String::new(),
-                machine: capacity.machine,
-                zone: capacity.zone.clone(),
+                label: String::new(),
+                machine: n as u64 + 1,
+                zone: String::new(),
                 memory: capacity.memory_free,
                 bytes_per_second: capacity.bytes_per_second,
                 flops_per_second: capacity.flops_per_second,
@@ -215,8 +216,8 @@ impl Case {
     /// the prediction of the latter plan.
     fn token_ns(&self, advert: Advert) -> [u64; 3] {
         let bench = self.mesh(advert);
-        let ids: Vec<DeviceId> = bench.ids.iter().map(|&id| id.into()).collect();
-        let options = Options { goal: Goal::Latency, head: ids[self.head], losses: false };
+        let ids: Vec<DeviceId> = bench.ids.iter().map(|id| id.device(0)).collect();
+        let options = Options { goal: Goal::Latency, head: ids[self.head].node, losses: false };
         let truth = self.truth(&ids);
         let best = partitioner::plan(&self.work, &truth, &options).expect("it fits");
         let seen = bench.nodes[self.head].fleet();

@@ -1,6 +1,7 @@
 //! Membership of a few nodes on a lossless network with a manual clock: joins, silence, goodbyes, forgeries.
 #![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many outputs")]
 use super::*;
+use crate::config::DeviceCapacity;
 use crate::message::{Advert, SignedAdvert};
 use alloc::format;
 use alloc::string::String;
@@ -33,17 +34,20 @@ fn config(n: usize) -> Config {
         capacity: Capacity {
             machine: n as u64,
             zone: String::new(),
-            device: String::from("cpu"),
-            memory_total: 1 << 30,
-            memory_free: 1 << 30,
-            bytes_per_second: 1 << 30,
-            flops_per_second: 1 << 30,
-            copy_bytes_per_second: 1 << 30,
-            step_ns: 1000,
-            layer_ns: 0,
-            cache_bytes_per_second: 0,
-            numerics: 1,
-            pass_steps: 1,
+            devices: vec![DeviceCapacity {
+                device: String::from("cpu"),
+                memory_total: 1 << 30,
+                memory_free: 1 << 30,
+                bytes_per_second: 1 << 30,
+                flops_per_second: 1 << 30,
+                copy_bytes_per_second: 1 << 30,
+                step_ns: 1000,
+                layer_ns: 0,
+                cache_bytes_per_second: 0,
+                numerics: 1,
+                pass_steps: 1,
+                gone: false,
+            }],
         },
     }
 }
@@ -183,7 +187,7 @@ fn a_silent_node_is_down_within_a_second() {
         let down = (i, MembershipOutput::PeerDown { node: dead, reason: DownReason::Failed });
         assert!(bench.seen.contains(&down), "node {i} did not report it");
         assert_eq!(bench.nodes[i].member(dead).map(|m| m.state), Some(MemberState::Down(DownReason::Failed)));
-        assert!(!bench.nodes[i].fleet().devices.iter().any(|device| device.id == dead.into()));
+        assert!(!bench.nodes[i].fleet().devices.iter().any(|device| device.id.node == dead.into()));
     }
     // It was only deaf: notified that it was declared down, it refutes that, and keeps its identity.
     bench.deaf.clear();
@@ -268,7 +272,7 @@ fn a_banned_node_stays_out_whatever_others_claim() {
     for i in [0, 1] {
         assert!(!bench.nodes[i].is_alive(out) && bench.alive(i) == 3, "node {i}");
         assert!(!bench.seen.contains(&(i, MembershipOutput::PeerUp { node: out })), "node {i}");
-        assert!(!bench.nodes[i].fleet().devices.iter().any(|device| device.id == out.into()));
+        assert!(!bench.nodes[i].fleet().devices.iter().any(|device| device.id.node == out.into()));
     }
 }
 
@@ -280,7 +284,7 @@ fn a_stale_advert_replaces_nothing() {
     let current = |bench: &Bench| bench.nodes[0].member(id).and_then(|m| m.advert).cloned().unwrap();
     let kept = bench.nodes[0].adverts.newer_than(Vec::new(), |node| node == id).pop().unwrap();
     let mut capacity = config(1).capacity;
-    capacity.memory_free /= 2;
+    capacity.devices[0].memory_free /= 2;
     bench.nodes[1].handle_capacity(bench.now, capacity);
     bench.pass(ms(2000));
     let newer = current(&bench);
@@ -328,20 +332,22 @@ fn own_changes_reach_all_members_and_small_ones_wait() {
     let mut bench = Bench::new(4);
     bench.pass(ms(5000));
     let mut capacity = config(1).capacity;
-    capacity.memory_free /= 2;
+    capacity.devices[0].memory_free /= 2;
     bench.nodes[1].handle_capacity(bench.now, capacity.clone());
     bench.pass(ms(1000));
     let seen = |bench: &Bench, i: usize| {
-        bench.nodes[i].member(bench.ids[1]).and_then(|m| m.advert).map(|a| a.capacity.memory_free)
+        bench.nodes[i].member(bench.ids[1]).and_then(|m| m.advert).map(|a| a.capacity.devices[0].memory_free)
     };
     assert!([0, 2, 3].iter().all(|i| seen(&bench, *i) == Some(1 << 29)));
-    capacity.memory_free -= 1000;
+    capacity.devices[0].memory_free -= 1000;
     bench.nodes[1].handle_capacity(bench.now, capacity);
     bench.pass(ms(5000));
     assert_eq!(seen(&bench, 0), Some(1 << 29), "a change of a millionth is not worth a round of gossip");
     bench.nodes[1].handle_drain(bench.now, true);
     bench.pass(ms(2000));
-    assert!(bench.nodes[0].fleet().devices.iter().any(|device| device.id == bench.ids[1].into() && device.excluded));
+    assert!(
+        bench.nodes[0].fleet().devices.iter().any(|device| device.id.node == bench.ids[1].into() && device.excluded)
+    );
 }
 
 #[test]
@@ -428,15 +434,15 @@ fn a_node_whose_clock_went_back_can_rejoin() {
     bench.pass(ms(5000));
     // It restarts without its store, and its clock is far in the past.
     let mut again = Config { generation: Generation(3), ..config(2) };
-    again.capacity.memory_free /= 4;
+    again.capacity.devices[0].memory_free /= 4;
     bench.nodes[2] = Membership::new(&again, bench.now, 99);
     bench.introduce(2, 0);
     bench.pass(ms(5000));
     assert!((0..3).all(|i| bench.alive(i) == 2), "{:?}", (0..3).map(|i| bench.alive(i)).collect::<Vec<_>>());
     let came_back = bench.nodes[0].member(bench.ids[2]);
     assert!(came_back.is_some_and(|member| member.generation > Generation(1000)));
-    let offered = came_back.and_then(|member| member.advert).map(|advert| advert.capacity.memory_free);
-    assert_eq!(offered, Some(again.capacity.memory_free), "its new advert outranks the old one");
+    let offered = came_back.and_then(|member| member.advert).map(|advert| advert.capacity.devices[0].memory_free);
+    assert_eq!(offered, Some(again.capacity.devices[0].memory_free), "its new advert outranks the old one");
 }
 
 #[test]

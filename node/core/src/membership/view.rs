@@ -1,10 +1,12 @@
 //! Views of the membership table, for status, routing and planning.
 use super::{Membership, UNMEASURED};
-use crate::config::Capacity;
+use crate::config::{Capacity, DeviceCapacity};
 use crate::id::{ContentId, Generation, NodeId};
 use crate::message::Advert;
+use crate::place::PlaceSet;
 use crate::work::DownReason;
-use alloc::collections::BTreeMap;
+use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::string::String;
 use alloc::vec::Vec;
 use core::net::SocketAddr;
 use partitioner::{Device, Fleet, Link};
@@ -134,7 +136,7 @@ impl Membership {
         }
         // Links between other nodes are not measured from here: the slowest of this node's links is a fair guess.
         let default_link = links.values().copied().reduce(slower).unwrap_or(UNMEASURED);
-        let devices = adverts.values().map(|advert| self.device(advert)).collect();
+        let devices = adverts.values().flat_map(|advert| self.devices(advert)).collect();
         Fleet { devices, links, default_link }
     }
 
@@ -150,24 +152,44 @@ impl Membership {
         advert.map(|advert| &advert.capacity)
     }
 
-    fn device(&self, advert: &Advert) -> Device {
-        let capacity = &advert.capacity;
-        Device {
-            id: advert.node.into(),
+    fn devices(&self, advert: &Advert) -> Vec<Device> {
+        let (capacity, several) = (&advert.capacity, advert.capacity.devices.len() > 1);
+        let excluded = advert.draining || (advert.node == self.node && self.left);
+        let device = |(index, device): (u8, &DeviceCapacity)| Device {
+            id: advert.node.device(index),
             name: advert.name.clone(),
+            label: if several { device.label().into() } else { String::new() },
             machine: capacity.machine,
             zone: capacity.zone.clone(),
-            memory: capacity.memory_free,
-            bytes_per_second: capacity.bytes_per_second,
-            flops_per_second: capacity.flops_per_second,
-            copy_bytes_per_second: capacity.copy_bytes_per_second,
-            step_ns: capacity.step_ns,
-            layer_ns: capacity.layer_ns,
-            cache_bytes_per_second: capacity.cache_bytes_per_second,
-            numerics: capacity.numerics,
-            pass_steps: capacity.pass_steps,
-            excluded: advert.draining || (advert.node == self.node && self.left),
-        }
+            memory: device.memory_free,
+            bytes_per_second: device.bytes_per_second,
+            flops_per_second: device.flops_per_second,
+            copy_bytes_per_second: device.copy_bytes_per_second,
+            step_ns: device.step_ns,
+            layer_ns: device.layer_ns,
+            cache_bytes_per_second: device.cache_bytes_per_second,
+            numerics: device.numerics,
+            pass_steps: device.pass_steps,
+            excluded: excluded || device.gone,
+        };
+        (0..).zip(&capacity.devices).map(device).collect()
+    }
+
+    /// Live nodes, this one included, that take no new work.
+    pub fn draining(&self) -> BTreeSet<NodeId> {
+        let others = self.alive().filter(|node| self.adverts.get(*node).is_some_and(|advert| advert.draining));
+        let own = (self.adverts.own().draining || self.left).then_some(self.node);
+        others.chain(own).collect()
+    }
+
+    /// Devices that their nodes report as gone.
+    pub fn gone(&self) -> PlaceSet {
+        let adverts = self.alive().filter_map(|node| self.adverts.get(node)).chain([self.adverts.own()]);
+        let gone = adverts.flat_map(|advert| {
+            let devices = (0..).zip(&advert.capacity.devices).filter(|(_, device)| device.gone);
+            devices.map(|(index, _)| advert.node.device(index))
+        });
+        gone.collect()
     }
 }
 

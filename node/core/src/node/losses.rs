@@ -22,11 +22,11 @@ impl Node {
         match output {
             FailoverOutput::Lost { job, node, silent_ms } => self.notify(Event::Lost { job, node, silent_ms }),
             FailoverOutput::Replan { job } => {
-                let lost = self.failover.lost(self.now, job).collect();
+                let lost = self.failover.lost(self.now, job);
                 self.jobs.handle_replan(self.now, job, &lost);
             }
-            FailoverOutput::StandbyLost { job, node } => {
-                self.jobs.handle_standby_lost(self.now, job, node);
+            FailoverOutput::StandbyLost { job, place } => {
+                self.jobs.handle_standby_lost(self.now, job, place);
             }
             FailoverOutput::Strike { job, reason } => self.jobs.handle_strike(self.now, job, &reason),
             FailoverOutput::Rejected { from, what } => self.refused(Some(from), what),

@@ -29,7 +29,7 @@ impl Node {
         let PlannerQuestion { job, resident, without, what } = ask;
         let mut fleet = job.map_or_else(|| self.fleet(), |job| self.fleet_for(job, &resident));
         for device in &mut fleet.devices {
-            device.excluded |= without.contains(&device.id.into());
+            device.excluded |= without.has(device.id);
         }
         match what {
             JobQuestion::Model { work, repair, present, caller } => {
@@ -80,46 +80,46 @@ impl Node {
         self.notify(Event::Fleet { call, fleet: Box::new(fleet), options: self.plan_options(false) });
     }
 
-    /// A node answered challenges. Its time (the shortest of them, and whether no request ran meanwhile) is compared
-    /// with its advert.
+    /// A node answered challenges with one of its devices. Its time (the shortest of them, and whether no request ran
+    /// meanwhile) is compared with its advert.
     pub(super) fn measured(
         &mut self,
         job: JobId,
-        node: NodeId,
+        device: DeviceId,
         work: &Work,
         layers: &Range<u32>,
         Measured { took, quiet, nonce, digest }: Measured,
     ) {
         let fleet = self.membership.fleet();
         // Challenges begin at position 0, so their rows attend to almost nothing.
-        let step_ns = |device| partitioner::cost::stage_ns_at(work, device, layers, 1, 0);
-        let expected = fleet.device(node.into()).and_then(step_ns);
-        let (Some(step_ns), Some(numerics)) = (expected, self.membership.capacity(node).map(|says| says.numerics))
-        else {
-            return;
-        };
+        let Some(known) = fleet.device(device) else { return };
+        let numerics = known.numerics;
+        let Some(step_ns) = partitioner::cost::stage_ns_at(work, known, layers, 1, 0) else { return };
+        let node = NodeId::from(device);
         let way_ns = self.membership.member(node).and_then(|member| member.rtt_ns).unwrap_or(0);
         let took_ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
         let expected_ns = step_ns.saturating_mul(CHALLENGE_STEPS.into());
-        let news = self.speeds.handle_measured(node, numerics, Timing { took_ns, way_ns, expected_ns, quiet });
+        let news = self.speeds.handle_measured(device, numerics, Timing { took_ns, way_ns, expected_ns, quiet });
         if let Some(percent) = news {
             self.notify(Event::Measured { node, percent });
             self.fleet_changed();
         }
-        if let Some(what) = self.speeds.handle_digest(job, layers, node, numerics, (nonce, digest)) {
+        if let Some(what) = self.speeds.handle_digest(job, layers, device, numerics, (nonce, digest)) {
             self.refused(Some(node), what);
         }
     }
 
     /// The mesh as a job may use it: members that are alive, without those that the job lost. Memory that the job holds
-    /// counts as free, up to the total memory of a node.
-    pub(super) fn fleet_for(&self, job: JobId, resident: &[(NodeId, u64)]) -> Fleet {
+    /// counts as free, up to the total memory of a device.
+    pub(super) fn fleet_for(&self, job: JobId, resident: &[(DeviceId, u64)]) -> Fleet {
         let mut fleet = self.fleet();
-        let excluded: Vec<DeviceId> = self.failover.excluded(self.now, job).map(DeviceId::from).collect();
+        let excluded = self.failover.excluded(self.now, job);
         for device in &mut fleet.devices {
-            device.excluded |= excluded.contains(&device.id);
-            let own = resident.iter().filter(|(node, _)| DeviceId::from(*node) == device.id).map(|(_, bytes)| bytes);
-            let total = self.membership.capacity(device.id.into()).map_or(0, |capacity| capacity.memory_total);
+            device.excluded |= excluded.has(device.id);
+            let own = resident.iter().filter(|(held, _)| *held == device.id).map(|(_, bytes)| bytes);
+            let capacity = self.membership.capacity(device.id.into());
+            let known = capacity.and_then(|capacity| capacity.device(device.id.index));
+            let total = known.map_or(0, |device| device.memory_total);
             device.memory = device.memory.saturating_add(own.sum()).min(total.max(device.memory));
         }
         fleet

@@ -2,7 +2,7 @@
 //! wrong position, token or cache shows in the answer.
 #![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many events")]
 use super::*;
-use crate::config::Capacity;
+use crate::config::{Capacity, DeviceCapacity};
 use crate::id::{CallId, ContentId, Epoch, Generation, PartId, RequestId, TensorId};
 use crate::job::{ProgramView, WhatView};
 use crate::message::ToParticipant;
@@ -154,17 +154,20 @@ impl Mesh {
         let capacity = Capacity {
             machine: n.into(),
             zone: String::new(),
-            device: "cpu".into(),
-            memory_total: memory,
-            memory_free: memory,
-            bytes_per_second: 1_000_000,
-            flops_per_second: 1_000_000,
-            copy_bytes_per_second: 1_000_000,
-            step_ns: 1000,
-            layer_ns: 0,
-            cache_bytes_per_second: 0,
-            numerics: 1,
-            pass_steps: 1,
+            devices: vec![DeviceCapacity {
+                device: "cpu".into(),
+                memory_total: memory,
+                memory_free: memory,
+                bytes_per_second: 1_000_000,
+                flops_per_second: 1_000_000,
+                copy_bytes_per_second: 1_000_000,
+                step_ns: 1000,
+                layer_ns: 0,
+                cache_bytes_per_second: 0,
+                numerics: 1,
+                pass_steps: 1,
+                gone: false,
+            }],
         };
         let config = Config {
             node: id(n),
@@ -351,7 +354,7 @@ impl Mesh {
         let host = &self.nodes[&me];
         let taken: u64 = host.stage.values().map(|stage| stage.layers.len() as u64 * LAYER_BYTES).sum();
         let mut capacity = host.node.membership().own().capacity.clone();
-        capacity.memory_free = host.memory.saturating_sub(taken);
+        capacity.devices[0].memory_free = host.memory.saturating_sub(taken);
         self.post(Duration::ZERO, me, Input::CapacityChanged(capacity));
     }
 

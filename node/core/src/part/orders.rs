@@ -60,7 +60,7 @@ impl Parts {
         } else if asked_again {
             None
         } else {
-            self.stalled(now).map(|elapsed| {
+            self.device_stalled(now, order.device).map(|elapsed| {
                 format!("the executor is stalled: it has been busy with one run for {} ms", elapsed.as_millis())
             })
         };
@@ -163,7 +163,8 @@ impl Parts {
     /// Answers an order, if it can be answered now.
     pub(super) fn answer(&mut self, now: Instant, job: JobId, part: PartId) {
         let Some(held) = self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&part)) else { return };
-        let (epoch, bytes, ram_pages) = (held.epoch, held.bytes, held.ram_pages);
+        let (epoch, device) = (held.epoch, held.order.device);
+        let (bytes, ram_pages) = (held.bytes, held.ram_pages);
         if matches!(held.load, Load::Loading(_)) || held.run.is_busy() || !core::mem::take(&mut held.answer_due) {
             return;
         }
@@ -172,7 +173,7 @@ impl Parts {
         let Some(has) = held.run.answer(now, epoch, &held.order, reroute, &mut self.out) else { return };
         let result = match &held.load {
             Load::Failed(reason) => Err(reason.clone()),
-            Load::Loading(_) | Load::Resident => Ok(Ready { bytes, ram_pages, has }),
+            Load::Loading(_) | Load::Resident => Ok(Ready { device, bytes, ram_pages, has }),
         };
         let failed = result.is_err();
         self.report(job, epoch, ToCoordinator::Prepared { part, result });

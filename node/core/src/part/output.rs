@@ -26,10 +26,10 @@ pub enum PartOutput {
     Stale { to: NodeId, job: JobId, mine: Epoch },
     /// Rows or a halo for another part, or a copy for its standby. The payload stays with the shell until it is discarded.
     Frame { to: NodeId, header: FrameHeader, payload: Payload, copy: bool },
-    /// The executor has a run that should take `budget`.
-    WorkStarted { job: JobId, budget: Duration },
-    /// The executor answered a run.
-    WorkDone { job: JobId },
+    /// The executor of a device has a run that should take `budget`.
+    WorkStarted { job: JobId, device: u8, budget: Duration },
+    /// The executor of a device answered a run.
+    WorkDone { job: JobId, device: u8 },
     /// Connect to this node: the connection will be needed.
     Connect { node: NodeId },
     /// Exchange heartbeats about the job with these nodes, and no others.

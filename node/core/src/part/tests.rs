@@ -35,6 +35,7 @@ fn order_of(context: u32, owners: &[NodeId], part: u16, standby: Option<Tier>) -
         name: "a model".into(),
         part: PartId(part),
         owners: owners.into(),
+        device: 0,
         standby,
         bytes_max: 100,
         successors: Vec::new(),

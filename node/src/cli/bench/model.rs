@@ -1,5 +1,5 @@
 //! `bench decode` and `bench prefill`: a model file, or random weights in the shape of a model, on the CPU or a GPU.
-use crate::cli::compute::{device, threads};
+use crate::cli::compute::{one_device, threads};
 use crate::cli::failure::Failure;
 use crate::cli::global::{Global, answer};
 use crate::cli::model::fetch;
@@ -27,7 +27,7 @@ pub(in crate::cli) struct ModelArgs {
     #[arg(long, value_name = "FILE", requires = "shape")]
     write: Option<PathBuf>,
     /// Compute device: cpu, cuda[:i], vulkan[:i] or auto, where i is the number of the GPU
-    #[arg(long, value_name = "DEVICE", default_value = "cpu", env = "MESHNODE_DEVICE", value_parser = device)]
+    #[arg(long, value_name = "DEVICE", default_value = "cpu", env = "MESHNODE_DEVICE", value_parser = one_device)]
     device: String,
     /// Compute threads [default: on the CPU one measurement with one thread and one with one per core]
     #[arg(long, value_name = "N", env = "MESHNODE_THREADS", value_parser = threads)]

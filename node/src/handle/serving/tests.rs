@@ -267,6 +267,7 @@ fn job(id: u64, head: bool, nodes: &[&str]) -> JobView {
     let stage = |node: &&str| StageView {
         node: (*node).into(),
         name: String::new(),
+        device: String::new(),
         first_layer: 0,
         end_layer: 1,
         bytes: 1,

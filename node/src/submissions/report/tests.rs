@@ -45,11 +45,19 @@ fn figures(compute_ns: u64, halo_ns: u64, wait_ns: u64) -> TileFigures {
 
 /// The core's view of the job, with one tile.
 fn coordinated(tile: TileFigures, standby: Option<NodeId>) -> JobView {
-    let standby =
-        StandbyView { node: standby, tier: Tier::Warm, resident: true, current: true, step: Some(8), stall_ns: None };
+    let standby = StandbyView {
+        node: standby,
+        device: 0,
+        tier: Tier::Warm,
+        resident: true,
+        current: true,
+        step: Some(8),
+        stall_ns: None,
+    };
     let part = PartView {
         busy: None,
         owner: OTHER,
+        device: 0,
         bytes: Some(1),
         bytes_max: 1,
         step_ns: 1,
@@ -71,7 +79,16 @@ fn coordinated(tile: TileFigures, standby: Option<NodeId>) -> JobView {
 
 fn held(part: u16, standby: bool, step: u32, bytes: Option<u64>) -> HeldPart {
     let (name, epoch) = ("plate".into(), Epoch { counter: 3, issuer: OTHER });
-    HeldPart { job: JOB, name, epoch, part: PartId(part), standby, bytes, what: HeldWork::Tile { step, steps: 1000 } }
+    HeldPart {
+        job: JOB,
+        name,
+        epoch,
+        part: PartId(part),
+        device: 0,
+        standby,
+        bytes,
+        what: HeldWork::Tile { step, steps: 1000 },
+    }
 }
 
 fn holding(tiles: Vec<HeldPart>) -> ReportContext {

@@ -7,19 +7,20 @@ use crate::job::workload::NewPlan;
 use crate::limits::{DEGRADED_RETRY, HEARTBEAT, PLACE_ATTEMPTS_MAX, PREPARE_RETRY};
 use crate::message::ToParticipant;
 use crate::output::Event;
+use crate::place::{Place, PlaceSet};
 use crate::time::{Duration, Instant};
 use crate::work::{Ending, Order, QuestionOrigin};
 use alloc::boxed::Box;
 use alloc::collections::BTreeSet;
 use alloc::{format, string::String, vec::Vec};
-use partitioner::Answer;
 use partitioner::tiles::GridError;
+use partitioner::{Answer, DeviceId};
 
 impl Job {
     /// Asks the planner. The job must remember the number returned: an answer to any other question is ignored.
-    pub(in crate::job) fn ask(&mut self, mut without: BTreeSet<NodeId>, what: JobQuestion, out: &mut Out) -> u32 {
+    pub(in crate::job) fn ask(&mut self, mut without: PlaceSet, what: JobQuestion, out: &mut Out) -> u32 {
         if matches!(what, JobQuestion::Model { .. }) {
-            without.extend(&self.apart);
+            without.extend(self.apart.iter().copied().map(Place::Node));
         }
         self.questions = self.questions.wrapping_add(1);
         let (job, question) = (self.id, self.questions);
@@ -34,12 +35,12 @@ impl Job {
     pub(in crate::job) fn plan(&mut self, out: &mut Out) {
         self.outdated = false;
         let what = self.workload.ask(false);
-        let question = self.ask(BTreeSet::new(), what, out);
+        let question = self.ask(PlaceSet::default(), what, out);
         self.phase = Phase::Planning { question };
     }
 
     /// Parts are lost. Standbys take over, or all parts are placed from scratch.
-    pub(in crate::job) fn replan(&mut self, now: Instant, lost: &BTreeSet<NodeId>, out: &mut Out) {
+    pub(in crate::job) fn replan(&mut self, now: Instant, lost: &PlaceSet, out: &mut Out) {
         self.workload.stop(out);
         self.forget_move(now, out);
         self.note_lost(now, lost);
@@ -60,14 +61,14 @@ impl Job {
 
     /// Leases expire one after the other, and each loss may lead to another placement. So this counts how many of the
     /// nodes that took part at first are lost within [`LOST_TOGETHER`].
-    fn note_lost(&mut self, now: Instant, lost: &BTreeSet<NodeId>) {
+    fn note_lost(&mut self, now: Instant, lost: &PlaceSet) {
         let participants = self.participants();
         let (since, all, gone) = &mut self.lost_lately;
         if *all == 0 || now.since(*since) > LOST_TOGETHER {
             (*since, *all) = (now, participants.len());
             gone.clear();
         }
-        gone.extend(participants.intersection(lost));
+        gone.extend(participants.into_iter().filter(|node| lost.touches(*node)));
         self.was_absent |= 2 * gone.len() >= (*all).max(2);
     }
 
@@ -79,11 +80,11 @@ impl Job {
 
     /// Standbys become the owners of all lost parts, if each lost part has a standby that can. All or none: a promoted
     /// standby is no longer a standby.
-    pub(in crate::job) fn promote(&mut self, now: Instant, lost: &BTreeSet<NodeId>, out: &mut Out) -> bool {
+    pub(in crate::job) fn promote(&mut self, now: Instant, lost: &PlaceSet, out: &mut Out) -> bool {
         let placed = matches!(self.phase, Phase::Preparing { .. } | Phase::Running);
-        let gone = |part: &Part| lost.contains(&part.owner);
+        let gone = |part: &Part| lost.has(part.place());
         let goes_on = self.inherited || self.parts.iter().any(gone);
-        let able = |part: &Part| part.standby.as_ref().is_some_and(|s| s.ready && !lost.contains(&s.node));
+        let able = |part: &Part| part.standby.as_ref().is_some_and(|s| s.ready && !lost.has(s.place()));
         if !placed
             || !goes_on
             || !self.workload.can_promote()
@@ -94,10 +95,10 @@ impl Job {
         let epoch = Epoch { counter: self.epoch.counter.saturating_add(1), ..self.epoch };
         for (index, part) in self.parts.iter_mut().enumerate() {
             let (number, job) = (PartId::of(index), self.id);
-            if part.standby.as_ref().is_some_and(|standby| lost.contains(&standby.node)) {
+            if part.standby.as_ref().is_some_and(|standby| lost.has(standby.place())) {
                 part.standby = None;
             }
-            if lost.contains(&part.owner)
+            if lost.has(part.place())
                 && let Some(standby) = part.promote()
             {
                 self.workload.promoted(number, &standby);
@@ -151,17 +152,17 @@ impl Job {
         let kept: Vec<bool> =
             (0..self.parts.len()).map(|at| self.workload.is_same_part(&found, PartId::of(at))).collect();
         let before = core::mem::take(&mut self.parts);
-        let old_owners: Vec<NodeId> = before.iter().map(|part| part.owner).collect();
+        let old_owners: Vec<DeviceId> = before.iter().map(Part::place).collect();
         self.cut = self.cut.wrapping_add(1);
         self.parts = self.workload.adopt(found);
-        // Nodes that own another part than before need their memory for it, so they do not stay standbys.
-        let stays = |(at, owner): (usize, NodeId)| kept.get(at) == Some(&true) && old_owners.get(at) == Some(&owner);
-        let owners = self.owners().into_iter().enumerate();
-        let moved: BTreeSet<NodeId> = owners.filter(|owned| !stays(*owned)).map(|(_, owner)| owner).collect();
+        // Devices that own another part than before need their memory for it, so they do not stay standbys.
+        let stays = |(at, owner): (usize, DeviceId)| kept.get(at) == Some(&true) && old_owners.get(at) == Some(&owner);
+        let owners = self.parts.iter().map(Part::place).enumerate();
+        let moved: BTreeSet<DeviceId> = owners.filter(|owned| !stays(*owned)).map(|(_, owner)| owner).collect();
         // Standbys of unchanged parts stay.
         for ((part, old), _) in self.parts.iter_mut().zip(before).zip(&kept).filter(|(_, kept)| **kept) {
             let owner = part.owner;
-            let stays = |standby: &Standby| standby.node != owner && !moved.contains(&standby.node);
+            let stays = |standby: &Standby| standby.node != owner && !moved.contains(&standby.place());
             part.standby = old.standby.filter(stays);
             if let Some(standby) = &mut part.standby {
                 standby.ask_again(now);
@@ -227,6 +228,7 @@ impl Job {
             name: self.name.clone(),
             part,
             owners: self.owners(),
+            device: standby.map_or(known.device, |standby| standby.device),
             other_parts: self.parts_of(node).filter(|&beside| beside != part).collect(),
             standby: standby.map(|standby| standby.tier),
             bytes_max: standby.map_or(known.bytes, |standby| standby.bytes),
@@ -290,8 +292,8 @@ impl Job {
     /// A lost participant is heard again. Returns whether the job waits for the other `lost` nodes before it asks for a
     /// plan. If this node itself stood still, they are heard within the next heartbeats, and the parts that they hold
     /// need not be loaded again.
-    pub(in crate::job) fn awaits_others(&mut self, now: Instant, lost: &BTreeSet<NodeId>) -> bool {
-        let awaited = self.resident.keys().any(|node| lost.contains(node));
+    pub(in crate::job) fn awaits_others(&mut self, now: Instant, lost: &PlaceSet) -> bool {
+        let awaited = self.resident.keys().any(|node| lost.touches(*node));
         let Phase::Degraded { retry_at } = &mut self.phase else { return false };
         if awaited {
             *retry_at = (*retry_at).min(now + HEARTBEAT * 2);

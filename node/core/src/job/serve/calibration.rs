@@ -9,17 +9,18 @@ use crate::limits::{CHALLENGE_EVERY, CHALLENGE_MAX, CHALLENGE_SOON, CHALLENGES};
 use crate::time::{Duration, Instant};
 use alloc::collections::{BTreeMap, VecDeque};
 use core::ops::Range;
+use partitioner::DeviceId;
 
 /// Challenges of one model.
 #[derive(Debug, Default)]
 pub(super) struct Calibration {
-    by_node: BTreeMap<NodeId, Probe>,
+    by_device: BTreeMap<DeviceId, Probe>,
     running: Option<Running>,
 }
 
 #[derive(Debug, Default)]
 struct Probe {
-    /// The layers that the node holds. The answers are dropped when it holds others.
+    /// The layers that the device holds. The answers are dropped when it holds others.
     layers: Range<u32>,
     /// Times of the last [`CHALLENGES`] answers, and whether no request ran meanwhile.
     took: VecDeque<(Duration, bool)>,
@@ -30,9 +31,10 @@ struct Probe {
     asked: (u64, u32),
 }
 
-/// Measured speed of a node, once enough challenges were answered.
+/// Measured speed of a device, once enough challenges were answered.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct MeasuredSpeed {
+    pub(super) device: DeviceId,
     pub(super) layers: Range<u32>,
     /// The shortest time of the last answers.
     pub(super) took: Duration,
@@ -44,7 +46,7 @@ pub(super) struct MeasuredSpeed {
 
 #[derive(Debug)]
 struct Running {
-    node: NodeId,
+    device: DeviceId,
     nonce: u64,
     sent: Instant,
     /// Result of `Requests::quiet` at that time.
@@ -52,18 +54,19 @@ struct Running {
 }
 
 impl Calibration {
-    /// The next challenge, if one is due: the node and the nonce. `holders`: nodes and the layers that they hold in
+    /// The next challenge, if one is due: the device and the nonce. `holders`: devices and the layers that they hold in
     /// memory.
     pub(super) fn next(
         &mut self,
         now: Instant,
         job: JobId,
-        holders: &[(NodeId, Range<u32>)],
+        holders: &[(DeviceId, Range<u32>)],
         quiet: Option<u64>,
-    ) -> Option<(NodeId, u64)> {
-        self.by_node.retain(|node, probe| holders.iter().any(|(held, layers)| held == node && *layers == probe.layers));
-        for (node, layers) in holders {
-            self.by_node.entry(*node).or_insert_with(|| Probe {
+    ) -> Option<(DeviceId, u64)> {
+        self.by_device
+            .retain(|device, probe| holders.iter().any(|(held, layers)| held == device && *layers == probe.layers));
+        for (device, layers) in holders {
+            self.by_device.entry(*device).or_insert_with(|| Probe {
                 layers: layers.clone(),
                 took: VecDeque::new(),
                 needed: CHALLENGES,
@@ -72,25 +75,25 @@ impl Calibration {
             });
         }
         if let Some(lost) = self.running.take_if(|running| now.since(running.sent) >= CHALLENGE_MAX)
-            && let Some(probe) = self.by_node.get_mut(&lost.node)
+            && let Some(probe) = self.by_device.get_mut(&lost.device)
         {
             probe.due = now + CHALLENGE_MAX;
         }
         if self.running.is_some() {
             return None;
         }
-        let (&node, probe) = self.by_node.iter_mut().min_by_key(|(_, probe)| probe.due)?;
+        let (&device, probe) = self.by_device.iter_mut().min_by_key(|(_, probe)| probe.due)?;
         if probe.due > now {
             return None;
         }
         let period = now.0 / CHALLENGE_EVERY.as_nanos() as u64;
         probe.asked = if probe.asked.0 == period { (period, probe.asked.1 + 1) } else { (period, 0) };
         let nonce = nonce_of(job, &probe.layers, probe.asked);
-        self.running = Some(Running { node, nonce, sent: now, quiet });
-        Some((node, nonce))
+        self.running = Some(Running { device, nonce, sent: now, quiet });
+        Some((device, nonce))
     }
 
-    /// A node answered. Returns its layers and the time that they took, once enough answers are known.
+    /// A node answered. Returns the device, its layers and the time that they took, once enough answers are known.
     pub(super) fn handle_answer(
         &mut self,
         now: Instant,
@@ -99,8 +102,8 @@ impl Calibration {
         done: bool,
         quiet: Option<u64>,
     ) -> Option<MeasuredSpeed> {
-        let running = self.running.take_if(|running| running.node == node && running.nonce == nonce)?;
-        let probe = self.by_node.get_mut(&node)?;
+        let running = self.running.take_if(|running| NodeId::from(running.device) == node && running.nonce == nonce)?;
+        let probe = self.by_device.get_mut(&running.device)?;
         if !done {
             probe.due = now + CHALLENGE_MAX; // it had no memory for the challenge
             return None;
@@ -112,12 +115,18 @@ impl Calibration {
         probe.needed = probe.needed.saturating_sub(1);
         probe.due = now + if probe.needed == 0 { CHALLENGE_EVERY } else { CHALLENGE_SOON };
         let &(took, quiet) = probe.took.iter().min_by_key(|(took, _)| *took)?;
-        (probe.took.len() >= CHALLENGES).then(|| MeasuredSpeed { layers: probe.layers.clone(), took, quiet, nonce })
+        (probe.took.len() >= CHALLENGES).then(|| MeasuredSpeed {
+            device: running.device,
+            layers: probe.layers.clone(),
+            took,
+            quiet,
+            nonce,
+        })
     }
 
     /// Measures all nodes again. What slowed one down may have passed.
     pub(super) fn repeat(&mut self, now: Instant) {
-        for probe in self.by_node.values_mut() {
+        for probe in self.by_device.values_mut() {
             probe.needed = CHALLENGES;
             probe.due = probe.due.min(now + CHALLENGE_SOON);
         }
@@ -127,7 +136,7 @@ impl Calibration {
     pub(super) fn next_wakeup(&self) -> Option<Instant> {
         match &self.running {
             Some(running) => Some(running.sent + CHALLENGE_MAX),
-            None => self.by_node.values().map(|probe| probe.due).min(),
+            None => self.by_device.values().map(|probe| probe.due).min(),
         }
     }
 }
@@ -144,8 +153,8 @@ mod tests {
     use super::*;
     use alloc::vec::Vec;
 
-    const A: NodeId = NodeId([1; 16]);
-    const B: NodeId = NodeId([2; 16]);
+    const A: DeviceId = DeviceId::first([1; 16]);
+    const B: DeviceId = DeviceId::first([2; 16]);
 
     #[test]
     fn each_holder_is_challenged_in_turn_and_the_fastest_answer_counts() {
@@ -158,7 +167,9 @@ mod tests {
                 assert_eq!(calibration.next(now, JobId(1), &holders, Some(round)), None, "one at a time");
                 now = now + Duration::from_millis(10 + round % 7);
                 let begun = if node == A { round } else { round + 1 };
-                said.extend(calibration.handle_answer(now, node, nonce, true, Some(begun)).map(|found| (node, found)));
+                said.extend(
+                    calibration.handle_answer(now, node.into(), nonce, true, Some(begun)).map(|found| (node, found)),
+                );
             }
             now = now + Duration::from_millis(20);
         }
@@ -167,7 +178,7 @@ mod tests {
             [A, B, A, B, A, B],
             "three each, none for a minute"
         );
-        let of = |wanted: NodeId| {
+        let of = |wanted: DeviceId| {
             asked.iter().filter(|(node, _)| *node == wanted).map(|(_, nonce)| *nonce).collect::<Vec<_>>()
         };
         assert_eq!(of(A), of(B), "rows of equal questions are compared");
@@ -187,7 +198,7 @@ mod tests {
             let due = calibration.next_wakeup().expect("a challenge is due");
             let (node, nonce) = calibration.next(due, JobId(1), &holders, None).expect("it is sent");
             let now = due + Duration::from_millis(millis);
-            let found = calibration.handle_answer(now, node, nonce, true, None);
+            let found = calibration.handle_answer(now, node.into(), nonce, true, None);
             if repeat {
                 calibration.repeat(now);
             }
@@ -211,6 +222,6 @@ mod tests {
         let late = calibration.next_wakeup().expect("its answer is awaited");
         let (second, other) = calibration.next(late, JobId(1), &holders, None).expect("the other one's turn");
         assert_ne!((first, nonce), (second, other), "other layers, other rows");
-        assert_eq!(calibration.handle_answer(late, first, nonce, true, None), None, "too late");
+        assert_eq!(calibration.handle_answer(late, first.into(), nonce, true, None), None, "too late");
     }
 }

@@ -4,20 +4,21 @@
 //! other work. Links change, and nodes join. The coordinator adopts a better partition if the gain soon makes up for
 //! rolling back to the last checkpoint (early on: to the initial state).
 use super::Steps;
-use crate::id::NodeId;
 use crate::job::output::JobQuestion;
 use crate::job::part::Part;
 use crate::limits::{RATES_EVERY, RATES_SETTLE, RATES_WARM_UP, RATES_WINDOW};
+use crate::place::PlaceSet;
 use crate::time::{Duration, Instant};
 use crate::work::PredictedChange;
-use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
+use partitioner::DeviceId;
 use partitioner::tiles::{GridPlan, RuleRates};
 
-/// Measured rates of a job's nodes.
+/// Measured rates of a job's devices.
 #[derive(Debug, Default)]
 pub(super) struct Rates {
-    paces: BTreeMap<NodeId, u32>,
+    paces: BTreeMap<DeviceId, u32>,
     /// Steps completed and nanoseconds computed by each tile when the measurement began.
     marks: Vec<(u32, u64)>,
     marked_at: Instant,
@@ -30,8 +31,8 @@ pub(super) struct Rates {
     times: u32,
     /// The mesh changed after the present partition was planned.
     changed: bool,
-    /// Nodes that the job lost. Rebalancing does not move it back to them.
-    lost: BTreeSet<NodeId>,
+    /// Nodes and devices that the job lost. Rebalancing does not move it back to them.
+    lost: PlaceSet,
 }
 
 impl Rates {
@@ -53,8 +54,8 @@ impl Rates {
         self.at = self.at.or(Some(now + RATES_SETTLE));
     }
 
-    pub(super) fn lost(&mut self, nodes: &BTreeSet<NodeId>) {
-        self.lost.extend(nodes);
+    pub(super) fn lost(&mut self, lost: &PlaceSet) {
+        self.lost.extend(lost.iter());
     }
 
     /// The tiles run. `loaded`: they were loaded for this placement. The first steps are slower than later ones, so the
@@ -74,10 +75,7 @@ impl Rates {
     pub(super) fn paces(&self) -> RuleRates {
         let sum: u64 = self.paces.values().map(|&pace| u64::from(pace)).sum();
         let others = sum.checked_div(self.paces.len() as u64).map_or(RuleRates::AS_PREDICTED, |mean| mean as u32);
-        RuleRates {
-            measured: self.paces.iter().map(|(&node, &pace)| (node.into(), pace)).collect(),
-            unmeasured: others,
-        }
+        RuleRates { measured: self.paces.iter().map(|(&device, &pace)| (device, pace)).collect(), unmeasured: others }
     }
 }
 
@@ -111,7 +109,7 @@ impl Steps {
             self.rates.at = Some(now + RATES_WINDOW);
             return None;
         }
-        let measured = parts.iter().all(|part| self.rates.paces.contains_key(&part.owner));
+        let measured = parts.iter().all(|part| self.rates.paces.contains_key(&part.place()));
         measured.then(|| self.what(Some((self.owners(parts), self.depth))))
     }
 
@@ -135,7 +133,7 @@ impl Steps {
     }
 
     /// Nodes that a better partition must not use, because the job lost them.
-    pub(in crate::job) fn distrusted(&self) -> BTreeSet<NodeId> {
+    pub(in crate::job) fn distrusted(&self) -> PlaceSet {
         self.rates.lost.clone()
     }
 
@@ -158,7 +156,7 @@ impl Steps {
                 continue;
             }
             let pace = u128::from(tile.rate) * u128::from(part.step_ns) / u128::from(took);
-            paces.push((part.owner, u32::try_from(pace).unwrap_or(u32::MAX).clamp(PACE_LEAST, PACE_MOST)));
+            paces.push((part.place(), u32::try_from(pace).unwrap_or(u32::MAX).clamp(PACE_LEAST, PACE_MOST)));
         }
         self.rates.paces.extend(paces);
         true
@@ -168,8 +166,8 @@ impl Steps {
     pub(in crate::job) fn gains(&mut self, now: Instant, plan: &GridPlan, parts: &[Part]) -> Option<PredictedChange> {
         let before = plan.before_ns().filter(|_| !self.computed)?;
         let after = plan.step_ns();
-        let takes_part = |node: NodeId| parts.iter().any(|part| part.owner == node);
-        let joins = plan.tiles().iter().any(|tile| !takes_part(tile.device.into()));
+        let takes_part = |device: DeviceId| parts.iter().any(|part| part.place() == device);
+        let joins = plan.tiles().iter().any(|tile| !takes_part(tile.device));
         let percent = if joins { GAIN_JOINS_PERCENT } else { GAIN_PERCENT };
         if after.saturating_mul(100) > before.saturating_mul(100 - percent) {
             return None;

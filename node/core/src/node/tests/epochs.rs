@@ -26,6 +26,7 @@ fn a_stranger_to_a_job_moves_neither_its_stages_nor_its_epoch() {
         name: "stolen".into(),
         part: PartId(0),
         owners: vec![stage],
+        device: 0,
         standby: None,
         bytes_max: 1,
         successors: Vec::new(),

@@ -42,6 +42,7 @@ fn tile_order(part: u16, standby: Option<Tier>) -> Box<Order> {
         part: PartId(part),
         owners: (0..3).map(owner).collect(),
         other_parts: Vec::new(),
+        device: 0,
         standby,
         bytes_max: 1 << 20,
         successors: Vec::new(),
@@ -200,7 +201,7 @@ fn parts_of_a_coordinator_that_stood_down_are_dropped_unless_the_next_one_orders
 #[test]
 fn the_successor_that_has_the_last_checkpoint_goes_first() {
     let succeeds = |parts: &mut Parts| outputs(parts).iter().any(|output| matches!(output, PartOutput::Succeed(_)));
-    let part = PartRecord { bytes: 1, step_ns: 1, standby: None };
+    let part = PartRecord { device: 0, bytes: 1, step_ns: 1, standby: None };
     let steps = StepsRecord {
         tier: Tier::None,
         depth: None,
