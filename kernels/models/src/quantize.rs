@@ -229,7 +229,7 @@ fn check_paths(file: &ModelFile, out: &Path, force: bool) -> Result<(), Quantize
     let is_out = |path: &Path| {
         std::fs::metadata(path).is_ok_and(|found| (found.dev(), found.ino()) == (there.dev(), there.ino()))
     };
-    if file.files().any(|path| is_out(path)) {
+    if file.files().any(is_out) {
         return Err(QuantizeError::Same { path: out.to_owned() });
     }
     if there.is_dir() || !force {

@@ -72,8 +72,8 @@ pub struct ModelFile {
 }
 
 impl ModelFile {
-    /// Opens a complete model: a GGUF file, any part of a split one, a folder with safetensors, or a `.mesh` file. Checks every count, offset,
-    /// string and shape in its header, and that all tensors of the architecture are present with the right shapes.
+    /// Opens a complete model: a GGUF file, any part of a split one, a folder with safetensors, or a `.mesh` file. Checks every
+    /// count, offset, string and shape in its header, and that all tensors of the architecture are present with the right shapes.
     ///
     /// # Errors
     /// [`WeightsError`]: unreadable, locked, truncated, malformed, or an unsupported model.

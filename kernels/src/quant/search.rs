@@ -2,8 +2,8 @@
 //!
 //! A block's codes follow from its scale and minimum, and the best scale and minimum for given codes are a linear least-squares
 //! problem. So the search alternates between the two, from several starting scales, as ggml's `make_qkx2_quants` does. It differs in
-//! three ways: the error is not weighted; every start is refined to rest; and the factors of a super-block are fitted again to the
-//! integers that its scales and minima became.
+//! three ways: the error is not weighted; every start is refined several times; and the factors of a super-block are fitted again to
+//! the integers that its scales and minima became.
 //!
 //! All operations are f32 without fusing, so every instruction set gives the same blocks.
 use half::f16;

@@ -5,7 +5,7 @@
 //! small, and choose what is computed.
 use std::collections::BTreeMap;
 
-use kernels::quant::QuantType;
+use kernels::quant::{QuantType, SUPER_BLOCK};
 use kernels::tile::{Layout, ROWS};
 
 use super::encode::{blocks, finite, squares};
@@ -42,9 +42,9 @@ impl Formats {
                 _ if is_vector(tensor) => return Ok(QuantType::F32),
                 _ if is_fixed(tensor) => return Ok(tensor.quant),
                 Bits::Keep => return Ok(tensor.quant),
-                Bits::Four => {
-                    ladder(tensor).into_iter().find(|kind| *kind != QuantType::Iq4Nl || tensor.cols % 256 != 0)
-                }
+                Bits::Four => ladder(tensor)
+                    .into_iter()
+                    .find(|kind| *kind != QuantType::Iq4Nl || !tensor.cols.is_multiple_of(SUPER_BLOCK)),
                 Bits::Eight => ladder(tensor).into_iter().find(|kind| Layout::of(*kind).bits == 8),
                 Bits::Sixteen => None,
                 Bits::Auto { .. } => unreachable!("formats of a measurement"),

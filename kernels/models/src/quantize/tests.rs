@@ -29,10 +29,9 @@ fn logits(file: &Arc<ModelFile>, activations: Activations) -> Vec<u32> {
     let mut stage = crate::load_cpu_stage(file.clone(), options).unwrap();
     let tokens = [5, 77, 260, 3, 9, 41];
     let rows = Rows { sequence: 1, position: 0, input: RowsIn::Tokens(&tokens), output: RequestedOutput::Logits };
-    match stage.forward(&mut Threads::new(2).unwrap(), &[rows]).unwrap().remove(0) {
-        RowsOut::Logits(logits) => logits.iter().map(|logit| logit.to_bits()).collect(),
-        other => panic!("found {other:?}"),
-    }
+    let out = stage.forward(&mut Threads::new(2).unwrap(), &[rows]).unwrap().remove(0);
+    let RowsOut::Logits(logits) = out else { panic!("found {out:?}") };
+    logits.iter().map(|logit| logit.to_bits()).collect()
 }
 
 fn format_of<'a>(written: &'a Written, name: &str) -> &'a str {
@@ -160,7 +159,8 @@ fn an_interrupted_file_is_continued() {
 fn formats_follow_the_bits() {
     let dir = tempfile::tempdir().unwrap();
     let small = TinyModel { heads: 1, kv_heads: 1, ffn: 256, layers: 1, ..TinyModel::default() };
-    let experts = TinyModel { architecture: Architecture::Qwen3Moe, experts: Some([2, 1]), quant: QuantType::F32, ..small };
+    let experts =
+        TinyModel { architecture: Architecture::Qwen3Moe, experts: Some([2, 1]), quant: QuantType::F32, ..small };
     let source = experts.open();
     for (bits, format, error) in [
         (Bits::Four, "Q4_K", 0.12),
@@ -220,11 +220,11 @@ fn more_bits_go_where_the_error_is() {
     let dir = tempfile::tempdir().unwrap();
     let narrow = TinyModel { width: 64, heads: 1, kv_heads: 1, ffn: 256, layers: 2, ..TinyModel::default() };
     let mut writer = TinyModel { quant: QuantType::F16, ..narrow }.writer();
-    // The output of this matrix is a hundred times as large as that of the others.
+    // The output of this matrix hardly counts.
     let tensor = writer.tensors_mut().iter_mut().find(|tensor| tensor.name == "blk.1.ffn_down.weight").unwrap();
     for weight in tensor.bytes.chunks_exact_mut(2) {
         let number = half::f16::from_le_bytes([weight[0], weight[1]]).to_f32();
-        weight.copy_from_slice(&half::f16::from_f32(number * 100.0).to_le_bytes());
+        weight.copy_from_slice(&half::f16::from_f32(number / 1000.0).to_le_bytes());
     }
     let source = ModelFile::from_bytes(writer.write().into()).unwrap();
     let mut previous = 0.0;
@@ -235,12 +235,13 @@ fn more_bits_go_where_the_error_is() {
         assert!(written.bits_per_weight > previous);
         previous = written.bits_per_weight;
         let sensitivity = |name: &str| written.tensors.iter().find(|tensor| tensor.name == name).unwrap().sensitivity;
-        let largest = sensitivity("blk.1.ffn_down.weight").unwrap();
-        assert!(largest > sensitivity("blk.1.attn_q.weight").unwrap() && largest < 1.0, "{largest}");
+        let [least, other] =
+            ["blk.1.ffn_down.weight", "blk.1.attn_output.weight"].map(|name| sensitivity(name).unwrap());
+        assert!(least > 0.0 && least < other / 10.0, "{least} {other}");
         assert_eq!(sensitivity("blk.1.attn_norm.weight"), None);
         if target == 6.0 {
-            assert_eq!(format_of(&written, "blk.1.ffn_down.weight"), "Q8_0", "{written:?}");
-            assert!(written.tensors.iter().any(|tensor| tensor.format == "IQ4_NL" || tensor.format == "Q4_K"));
+            assert!(matches!(format_of(&written, "blk.1.ffn_down.weight"), "IQ4_NL" | "Q4_K"), "{written:?}");
+            assert!(written.tensors.iter().any(|tensor| tensor.format == "Q8_0"), "{written:?}");
         }
         if target == 16.0 {
             assert!(written.tensors.iter().all(|tensor| tensor.relative_error == Some(0.0)));
@@ -259,7 +260,8 @@ fn weights_that_are_not_finite_are_rejected_by_name_and_place() {
         ("blk.0.ffn_up.weight", 3, 0, f32::INFINITY),
         ("blk.0.attn_norm.weight", 9, 0, f32::NEG_INFINITY),
     ] {
-        let tiny = TinyModel { quant: QuantType::F32, layers: 1, heads: 1, kv_heads: 1, ffn: 256, ..TinyModel::default() };
+        let tiny =
+            TinyModel { quant: QuantType::F32, layers: 1, heads: 1, kv_heads: 1, ffn: 256, ..TinyModel::default() };
         let mut writer = tiny.writer();
         let tensor = writer.tensors_mut().iter_mut().find(|tensor| tensor.name == name).unwrap();
         tensor.bytes[4 * (row * 256 + column)..][..4].copy_from_slice(&number.to_le_bytes());

@@ -114,7 +114,10 @@ fn read(bytes: &Bytes, file_len: u64) -> Result<(Header, [u8; 32]), WeightsError
         )));
     }
     let hashes = read_hashes(header, reader.at, chunk_count)?;
-    // Fewer chunks than bytes: each tensor and its padding have at least one byte each.
+    // The header bounds the count, and the count the chunks of a file, which may be one hole of any length.
+    if (file_len - header_len) / chunk::CHUNK_BYTES_MAX > chunk_count.into() {
+        return Err(gguf::malformed(44, &format!("the chunks of {file_len} bytes"), &chunk_count.to_string()));
+    }
     let expected = recorded(header_len, file_len, &tensors).count();
     if expected != hashes.len() {
         return Err(gguf::malformed(44, &format!("the hashes of {expected} chunks"), &format!("{chunk_count}")));
