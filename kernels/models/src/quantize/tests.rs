@@ -228,7 +228,7 @@ fn more_bits_go_where_the_error_is() {
     }
     let source = ModelFile::from_bytes(writer.write().into()).unwrap();
     let mut previous = 0.0;
-    for target in [4.6, 6.0, 16.0] {
+    for target in [4.6, 6.0, 17.0] {
         let written = write(&source, &dir.path().join(format!("{target}.mesh")), Bits::Auto { target }).unwrap();
         assert!(written.bits_per_weight <= target + 0.01, "{target}: {}", written.bits_per_weight);
         assert!(written.bits_per_weight > target - 1.0, "{target}: {}", written.bits_per_weight);
@@ -243,7 +243,8 @@ fn more_bits_go_where_the_error_is() {
             assert!(matches!(format_of(&written, "blk.1.ffn_down.weight"), "IQ4_NL" | "Q4_K"), "{written:?}");
             assert!(written.tensors.iter().any(|tensor| tensor.format == "Q8_0"), "{written:?}");
         }
-        if target == 16.0 {
+        // Tiles pad the rows of the vocabulary, so the source has a little more than 16 bits.
+        if target == 17.0 {
             assert!(written.tensors.iter().all(|tensor| tensor.relative_error == Some(0.0)));
         }
     }
