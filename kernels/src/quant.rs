@@ -4,6 +4,8 @@
 //! that value rounded once, which equals ggml's scalar code.
 use half::{bf16, f16};
 
+pub mod search;
+
 /// A storage format of tensor rows. A row is a whole number of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum QuantType {

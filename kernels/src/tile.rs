@@ -18,6 +18,10 @@ use half::f16;
 use crate::order::{BLOCK, GROUP, WeightBlock};
 use crate::quant::{IQ4_VALUES, MXFP4_VALUES, QuantType, iq4_xs_scale, k_scale_min, mxfp4_exponent, q3_k_scale};
 
+mod check;
+
+pub use check::check;
+
 /// Rows per tile.
 pub const ROWS: usize = 16;
 

@@ -22,6 +22,7 @@ mod model;
 mod plan;
 mod print;
 mod progress;
+mod quantize;
 mod run;
 mod serve;
 mod service;
@@ -122,6 +123,8 @@ enum Command {
     Pull(model::PullArgs),
     /// Show what a model's files hold: its shape, formats, and the memory it needs
     Inspect(inspect::InspectArgs),
+    /// Write a model as a .mesh file, exactly or with fewer bits per weight
+    Quantize(quantize::QuantizeArgs),
     /// Show how the mesh would partition a model or a simulation (JOB.toml), and why
     Plan(plan::PlanArgs),
     /// Prompt a model
@@ -173,6 +176,7 @@ impl Command {
             Command::Jobs => mesh::jobs(global),
             Command::Pull(args) => model::pull(global, &args),
             Command::Inspect(args) => inspect::inspect(global, &args),
+            Command::Quantize(args) => quantize::quantize(global, &args),
             Command::Plan(args) => plan::plan(global, &args),
             Command::Run(args) => run::run(global, &args),
             Command::Serve(args) => serve::serve(global, &args),
@@ -240,12 +244,12 @@ mod tests {
     fn the_list_of_commands_is_complete() {
         let names: Vec<String> = command().get_subcommands().map(|c| c.get_name().to_owned()).collect();
         for name in
-            "up join leave drain invite approve ban status peers jobs pull inspect plan run serve submit watch cancel bench selftest demo open doctor completions"
+            "up join leave drain invite approve ban status peers jobs pull inspect quantize plan run serve submit watch cancel bench selftest demo open doctor completions"
                 .split(' ')
         {
             assert!(names.contains(&name.to_owned()), "{name} is missing");
         }
-        assert_eq!(names.len(), 24, "unexpected command: {names:?}");
+        assert_eq!(names.len(), 25, "unexpected command: {names:?}");
     }
 
     #[test]

@@ -198,7 +198,7 @@ fn cached_models(models_dir: &Path) -> Finding {
         for path in std::fs::read_dir(dir).into_iter().flatten().filter_map(Result::ok).map(|e| e.path()) {
             if path.is_dir() && depth < 3 {
                 directories.push((path, depth + 1));
-            } else if path.extension().is_some_and(|e| e == "gguf") {
+            } else if path.extension().is_some_and(|e| e == "gguf" || e == "mesh") {
                 models.push(path);
             }
         }

@@ -208,7 +208,7 @@ impl<'a> Reference<'a> {
 }
 
 /// Finds a model on this machine, by path, known name, `hf:OWNER/REPO/FILE`, `hf:OWNER/REPO`, or the name (with or without
-/// `.gguf` and the number of a part) of a file in the cache. The result is a file, the first one of several, or the file that
+/// `.gguf` or `.mesh` and the number of a part) of a file in the cache. The result is a file, the first one of several, or the file that
 /// describes the weights of a folder.
 pub(crate) fn locate(reference: &str, models_dir: &Path) -> Option<PathBuf> {
     let found = match Reference::parse(reference).ok()? {
@@ -218,7 +218,9 @@ pub(crate) fn locate(reference: &str, models_dir: &Path) -> Option<PathBuf> {
         Reference::Path(path) if path.is_dir() && !is_name(reference) => parts::weights_in(path)?,
         Reference::Path(path) if is_name(reference) => {
             let exact = models_dir.join(path);
-            let single = || Some(models_dir.join(format!("{reference}.gguf"))).filter(|file| file.is_file());
+            let named =
+                |ending: &str| Some(models_dir.join(format!("{reference}.{ending}"))).filter(|file| file.is_file());
+            let single = || named("gguf").or_else(|| named("mesh"));
             let here = parts::weights_in(path).or_else(|| Some(exact.clone()).filter(|file| file.is_file()));
             here.or_else(|| parts::weights_in(&exact)).or_else(single).or_else(|| split_named(reference, models_dir))?
         }
@@ -241,9 +243,9 @@ pub(crate) fn is_cached(name: &str, models_dir: &Path) -> bool {
     locate(name, models_dir).is_some_and(|at| !is_path || (is_name(name) && at.starts_with(models_dir)))
 }
 
-/// The name under which a request may mean a model: the stem of a `.gguf` path or hub reference, else the name itself.
+/// The name under which a request may mean a model: the stem of a `.gguf` or `.mesh` path or hub reference, else the name itself.
 pub(crate) fn name_in_request(name: &str) -> &str {
-    let Some(stem) = name.strip_suffix(".gguf") else { return name };
+    let Some(stem) = name.strip_suffix(".gguf").or_else(|| name.strip_suffix(".mesh")) else { return name };
     parts::split_stem(Path::new(name)).or_else(|| stem.rsplit('/').next()).unwrap_or(name)
 }
 
@@ -371,7 +373,7 @@ fn require_space(dir: &Path, need: u64) -> Result<(), PullError> {
 pub(crate) enum PullError {
     /// Not a valid model reference.
     #[error(
-        "`{0}` is not a model reference: expected a known name, hf:OWNER/REPO/FILE, hf:OWNER/REPO, or the path of a .gguf file or of \
+        "`{0}` is not a model reference: expected a known name, hf:OWNER/REPO/FILE, hf:OWNER/REPO, or the path of a .gguf or .mesh file or of \
          a folder with safetensors"
     )]
     Reference(String),
@@ -385,7 +387,7 @@ pub(crate) enum PullError {
     Folder(String),
     /// A path or name that does not exist.
     #[error(
-        "no file or folder `{reference}` in this directory or in the cache: expected the path of a .gguf file or of a folder with \
+        "no file or folder `{reference}` in this directory or in the cache: expected the path of a .gguf or .mesh file or of a folder with \
          safetensors, hf:OWNER/REPO/FILE, hf:OWNER/REPO, or one of: {known}"
     )]
     NoFile {

@@ -100,7 +100,7 @@ impl Library {
         for entry in std::fs::read_dir(&self.models_dir).into_iter().flatten().flatten() {
             let path = entry.path();
             let path = parts::weights_in(&path).unwrap_or(path);
-            if path.extension().is_some_and(|e| e == "gguf" || e == "safetensors" || e == "json")
+            if path.extension().is_some_and(|e| e == "gguf" || e == "mesh" || e == "safetensors" || e == "json")
                 && self.side_file(&path).exists()
                 && let Err(e) = self.add(&path)
             {

@@ -113,6 +113,30 @@ fn a_damaged_model_is_rejected_with_its_name() {
     assert!(said.contains("broken.gguf"), "{said}");
 }
 
+/// The same weights as tiles give the same tokens; fewer bits give a smaller file that still answers.
+#[test]
+fn a_mesh_file_gives_the_same_tokens() {
+    let Some(model) = require(model()) else { return };
+    let dir = tempfile::tempdir().expect("a folder");
+    let model = model.to_string_lossy();
+    let [kept, small] = ["kept.mesh", "small.mesh"].map(|name| dir.path().join(name).to_string_lossy().into_owned());
+    let written = json(&run(&["quantize", &model, &kept, "--json"]));
+    let seen = json(&run(&["inspect", &kept, "--hash", "--json"]));
+    assert_eq!(seen["content"], written["content"]);
+    assert_eq!((seen["tiles"].as_bool(), seen["verified"].as_bool()), (Some(true), Some(true)));
+    let tokens = |model: &str| {
+        let flags = ["--prompt", "Why is the sky blue?", "--greedy", "--max-tokens", "12", "--json"];
+        json(&run(&[&["run", model][..], &flags].concat()))["token_ids"].clone()
+    };
+    assert_eq!(tokens(&kept), tokens(&model));
+    let output = run(&["quantize", &model, &kept]);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(2) && said.contains("--force"), "{said}");
+    let auto = json(&run(&["quantize", &kept, &small, "--bits", "auto", "--target-bpw", "4.7", "--json"]));
+    assert!(auto["file_bytes"].as_u64() < written["file_bytes"].as_u64(), "{auto}");
+    assert_eq!(tokens(&small).as_array().map(Vec::len), Some(12));
+}
+
 #[test]
 fn a_model_larger_than_the_mesh_says_how_much_is_missing() {
     let Some(model) = require(model()) else { return };

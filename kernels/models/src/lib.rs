@@ -7,6 +7,7 @@ pub mod chat_template;
 pub mod constraint;
 pub mod decoder;
 pub mod model;
+pub mod quantize;
 pub mod recipe;
 pub mod rotary;
 pub mod sampler;

@@ -9,17 +9,19 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bytes::Bytes;
+use kernels::quant::QuantType;
 
 use crate::chat_template::{ChatTemplate, ChatTemplateError};
 use crate::stage::Activations;
 use crate::tokenizer::{Tokenizer, TokenizerError};
 
-mod chunk;
+pub(crate) mod chunk;
 pub mod config;
 pub(crate) mod error;
 mod gguf;
 mod header;
 pub mod index;
+pub(crate) mod mesh;
 pub mod metadata;
 pub mod parts;
 mod safetensors;
@@ -35,8 +37,9 @@ pub use config::{
 pub use error::WeightsError;
 pub use index::{IndexError, ShardIndex};
 pub use metadata::Metadata;
-pub use tensor::{TensorInfo, TensorView};
+pub use tensor::{Stored, TensorInfo, TensorView};
 
+use config::QueryKeyOrder;
 use gguf::split;
 use parts::Files;
 use source::Source;
@@ -62,11 +65,15 @@ pub struct ModelFile {
     tensors: Vec<TensorInfo>,
     by_name: BTreeMap<String, usize>,
     config: ModelConfig,
+    /// Row order of the query and key matrices.
+    order: QueryKeyOrder,
+    /// Hashes of the chunks after the header, if the header records them.
+    hashes: Option<Vec<[u8; 32]>>,
 }
 
 impl ModelFile {
-    /// Opens a complete model: a GGUF file, any part of a split one, or a folder with safetensors. Checks every count, offset,
-    /// string and shape in its header, and that all tensors of the architecture are present with the right shapes.
+    /// Opens a complete model: a GGUF file, any part of a split one, a folder with safetensors, or a `.mesh` file. Checks every
+    /// count, offset, string and shape in its header, and that all tensors of the architecture are present with the right shapes.
     ///
     /// # Errors
     /// [`WeightsError`]: unreadable, locked, truncated, malformed, or an unsupported model.
@@ -120,7 +127,13 @@ impl ModelFile {
     fn parse(source: Source, path: Option<PathBuf>, folder: bool) -> Result<Arc<Self>, WeightsError> {
         let beside = path.as_deref().filter(|_| folder).and_then(Path::parent);
         let header = header::read(&source, |bytes, len| {
-            if safetensors::recognise(bytes) { safetensors::parse(bytes, len, beside) } else { gguf::parse(bytes, len) }
+            if mesh::recognise(bytes) {
+                mesh::parse(bytes, len)
+            } else if safetensors::recognise(bytes) {
+                safetensors::parse(bytes, len, beside)
+            } else {
+                gguf::parse(bytes, len)
+            }
         })?;
         if let Some(split) = split::Split::of(&header.metadata)? {
             return Err(WeightsError::Unsupported(format!(
@@ -135,8 +148,8 @@ impl ModelFile {
         let config =
             ModelConfig::read(&header.metadata, header.layout, |name| by_name.get(name).map(|&i| &header.tensors[i]))?;
         config.check_tensors(&header.tensors, &by_name)?;
-        let gguf::Header { header_len, metadata, tensors, layout: _ } = header;
-        Ok(Arc::new(Self { source, path, folder, header_len, metadata, tensors, by_name, config }))
+        let gguf::Header { header_len, metadata, tensors, layout: order, hashes } = header;
+        Ok(Arc::new(Self { source, path, folder, header_len, metadata, tensors, by_name, config, order, hashes }))
     }
 
     /// Checks that the file is unchanged since it was opened: its length, and its modification time unless it is being filled
@@ -173,8 +186,8 @@ impl ModelFile {
     }
 
     fn view<'a>(&'a self, info: &'a TensorInfo) -> TensorView<'a> {
-        let TensorInfo { name, quant, rows, cols, range } = info;
-        TensorView { name, quant: *quant, rows: *rows, cols: *cols, source: &self.source, range }
+        let TensorInfo { name, quant, rows, cols, stored, range } = info;
+        TensorView { name, quant: *quant, rows: *rows, cols: *cols, stored: *stored, source: &self.source, range }
     }
 
     /// Copies a byte range of the file. Holes of a partial file read as zeros.
@@ -201,6 +214,48 @@ impl ModelFile {
     #[must_use]
     pub fn file_len(&self) -> u64 {
         self.source.len()
+    }
+
+    /// The hashes of the chunks after the header that a `.mesh` file records; `None` for other files.
+    #[must_use]
+    pub fn recorded_hashes(&self) -> Option<&[[u8; 32]]> {
+        self.hashes.as_deref()
+    }
+
+    /// The files that the model's bytes are in; none if it is in memory.
+    pub(crate) fn files(&self) -> impl Iterator<Item = &Path> {
+        self.source.paths()
+    }
+
+    /// Row order of the query and key matrices.
+    pub(crate) fn query_key_order(&self) -> QueryKeyOrder {
+        self.order
+    }
+
+    /// The same model with other weights in one tensor: rows in the format `quant`, `[rows, cols]` as before.
+    ///
+    /// # Panics
+    /// If there is no such tensor, or `bytes` are not its rows.
+    pub(crate) fn replacing(&self, name: &str, quant: QuantType, bytes: Bytes) -> Arc<Self> {
+        let place = self.by_name[name];
+        let mut tensors = self.tensors.clone();
+        let TensorInfo { rows, cols, .. } = tensors[place];
+        assert_eq!(quant.row_bytes(cols).map(|row| row * rows), Some(bytes.len()), "rows of {name}");
+        let start = self.source.len();
+        let range = start..start + bytes.len() as u64;
+        tensors[place] = TensorInfo { name: name.to_owned(), quant, rows, cols, stored: Stored::Rows, range };
+        Arc::new(Self {
+            source: Source::join([self.source.clone(), Source::memory(bytes)], 1),
+            path: None,
+            folder: false,
+            header_len: self.header_len,
+            metadata: self.metadata.clone(),
+            tensors,
+            by_name: self.by_name.clone(),
+            config: self.config.clone(),
+            order: self.order,
+            hashes: None,
+        })
     }
 
     /// Whether the file was opened with holes.

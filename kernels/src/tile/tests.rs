@@ -89,6 +89,43 @@ fn non_finite_numbers_are_found() {
     }
 }
 
+/// Tiles that come from a file as tiles: each of their numbers in turn is infinite, then NaN.
+#[test]
+fn non_finite_numbers_in_tiles_are_found() {
+    for kind in QUANT_TYPES {
+        let (rows, cols) = (20, 512);
+        let (_, tiles) = matrix(kind, rows, cols, 5);
+        assert_eq!(check(kind, cols, 32, &tiles), Ok(()), "{}", kind.name());
+        let layout = Layout::of(kind);
+        let (size, numbers, blocks) = match (kind, layout.scales) {
+            (QuantType::F32, _) => (4, ROWS * GROUP, 1),
+            (_, Scales::None) => (2, ROWS * GROUP, 1),
+            (_, Scales::Half) => (2, 2 * ROWS, 2),
+            (_, Scales::HalfAndMinimum) => (2, 4 * ROWS, 2),
+            (_, Scales::Bytes) => (2, 2 * ROWS, 1),
+            (_, Scales::SignedBytes | Scales::Sixteens) => (2, ROWS, 1),
+        };
+        // The second tile of the second row of tiles.
+        let tile = layout.matrix_bytes(ROWS, cols) + layout.tile_bytes;
+        for number in 0..numbers {
+            // Infinity in four bytes; NaN as BF16, and as f16.
+            let bad = if size == 4 {
+                &[0, 0, 0x80, 0xff][..]
+            } else if kind == QuantType::Bf16 {
+                &[0x80, 0x7f]
+            } else {
+                &[1, 0x7c]
+            };
+            let mut tiles = tiles.clone();
+            tiles[tile + 2 * layout.block_bytes * usize::from(layout.bits > 0) + number * size..][..size]
+                .copy_from_slice(bad);
+            let column = GROUP + if layout.bits == 0 { number / ROWS } else { number / ROWS % blocks * BLOCK };
+            let expected = BadBlock { row: 48 + number % ROWS, column, reason: BadWeights::NotFinite };
+            assert_eq!(check(kind, cols, 32, &tiles), Err(expected), "{} number {number}", kind.name());
+        }
+    }
+}
+
 #[test]
 fn scales_of_mxfp4_are_exact_or_rejected() {
     for scale in 0..=u8::MAX {

@@ -6,6 +6,7 @@ use super::progress::Bar;
 use super::table::{render, row};
 use crate::config::Size;
 use crate::pull::Progress;
+use kernels_models::quantize::bits_per_weight;
 use kernels_models::stage::Activations;
 use kernels_models::weights::{ModelFile, ShardIndex};
 use serde::Serialize;
@@ -17,14 +18,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 Examples:
   meshnode inspect smollm2-135m
   meshnode inspect Qwen3-30B-A3B-Q4_K_M-00001-of-00002.gguf --tensors
-  meshnode inspect smollm2-135m --hash --json | jq .content")]
+  meshnode inspect smollm2-135m --hash --json | jq .content
+  meshnode inspect model.mesh --hash                               verify all of it")]
 pub(super) struct InspectArgs {
-    /// smollm2-135m, hf:OWNER/REPO/FILE, hf:OWNER/REPO, or the path of a .gguf file or of a folder with safetensors
+    /// smollm2-135m, hf:OWNER/REPO/FILE, hf:OWNER/REPO, or the path of a .gguf or .mesh file or of a folder with safetensors
     model: String,
     /// List all tensors
     #[arg(long)]
     tensors: bool,
-    /// Compute the content ids by which peers fetch the model and its tensors: reads all files once
+    /// Compute the content ids by which peers fetch the model and its tensors: reads all files once. A .mesh file has them in its
+    /// header, and all its bytes are compared with them
     #[arg(long)]
     hash: bool,
 }
@@ -49,7 +52,13 @@ struct Seen {
     cache_bytes: u64,
     /// Bytes in the files by format.
     formats: BTreeMap<&'static str, u64>,
+    /// Bits per weight of the matrices, as they are in the files.
+    bits_per_weight: f64,
+    /// Whether the matrices are tiles: a `.mesh` file.
+    tiles: bool,
     content: Option<String>,
+    /// Whether all bytes were compared with the content id.
+    verified: bool,
     tensors: Option<Vec<Tensor>>,
 }
 
@@ -66,7 +75,11 @@ struct Tensor {
 pub(super) fn inspect(global: &Global, args: &InspectArgs) -> Result<(), Failure> {
     let path = model::fetch(global, &args.model)?;
     let file = ModelFile::open(&path).map_err(|e| Failure::failed(format!("{}: {e}", path.display())))?;
-    let index = args.hash.then(|| hashed(&file)).transpose()?;
+    let index = match args.hash {
+        true => Some(hashed(&file)?),
+        false => ShardIndex::recorded(&file).map_err(|e| Failure::failed(format!("{}: {e}", path.display())))?,
+    };
+    let is_mesh = file.recorded_hashes().is_some();
     let config = file.config();
     let costs = file.costs(Activations::Int8);
     let mut formats = BTreeMap::new();
@@ -93,6 +106,9 @@ pub(super) fn inspect(global: &Global, args: &InspectArgs) -> Result<(), Failure
         token_bytes: read + costs.head_bytes,
         cache_bytes: costs.layers.iter().map(|layer| layer.kv_bytes_per_token).sum(),
         formats,
+        bits_per_weight: bits_per_weight(&file),
+        tiles: is_mesh,
+        verified: is_mesh && args.hash,
         content: index.as_ref().map(|index| hex(index.content_id())),
         tensors: args.tensors.then(|| tensors(&file, index.as_ref())),
     };
@@ -116,8 +132,8 @@ fn tensors(file: &ModelFile, index: Option<&ShardIndex>) -> Vec<Tensor> {
 
 /// Hashes all files, with a progress bar.
 fn hashed(file: &ModelFile) -> Result<ShardIndex, Failure> {
-    let (bar, done) = (Bar::new(), AtomicU64::new(0));
-    bar.start("hashing", 0, Some(file.file_len()));
+    let (bar, done) = (Bar::new("hashing"), AtomicU64::new(0));
+    bar.start("the model", 0, Some(file.file_len()));
     let progress = |bytes: u64| bar.at(done.fetch_add(bytes, Ordering::Relaxed) + bytes);
     ShardIndex::build(file, progress).map_err(|e| Failure::failed(e.to_string()))
 }
@@ -138,13 +154,20 @@ fn text(seen: &Seen) -> String {
         row(["name", &seen.name]),
         row(["path", &seen.path]),
         row(["shape", &shape]),
-        row(["files", &format!("{}: {}", size(seen.file_bytes), formats.join(", "))]),
+        row([
+            "files",
+            &format!("{}, {:.2} bits per weight: {}", size(seen.file_bytes), seen.bits_per_weight, formats.join(", ")),
+        ]),
         row([
             "memory",
             &format!("{} of weights, {} of cache per token", size(seen.weight_bytes), size(seen.cache_bytes)),
         ]),
         row(["decoding", &format!("reads {} of weights per token", size(seen.token_bytes))]),
     ];
+    if seen.tiles {
+        let form = "tiles, which engines load without conversion";
+        rows.push(row(["form", &format!("{form}{}", if seen.verified { "; all hashes are right" } else { "" })]));
+    }
     rows.extend(seen.content.iter().map(|content| row(["content", content])));
     let mut text = render(&rows);
     if let Some(tensors) = &seen.tensors {

@@ -19,7 +19,7 @@ Examples:
 Of a split .gguf file name any part: all are fetched, several at once. Of a repository with safetensors, the model's folder is fetched.
 An interrupted download resumes where it stopped. Set HF_TOKEN for private files, and HF_ENDPOINT for a mirror.")]
 pub(super) struct PullArgs {
-    /// smollm2-135m, hf:OWNER/REPO/FILE, hf:OWNER/REPO, or the path of a .gguf file or of a folder with safetensors
+    /// smollm2-135m, hf:OWNER/REPO/FILE, hf:OWNER/REPO, or the path of a .gguf or .mesh file or of a folder with safetensors
     model: String,
 }
 
@@ -36,13 +36,13 @@ pub(super) fn fetch(global: &Global, model: &str) -> Result<PathBuf, Failure> {
     if let Some(path) = pull::locate(model, &models_dir) {
         return Ok(path);
     }
-    Ok(pull::fetch(model, &models_dir, &Sources::from_env(), &Bar::new())?)
+    Ok(pull::fetch(model, &models_dir, &Sources::from_env(), &Bar::new("fetching"))?)
 }
 
 /// A model and its options.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct ModelArgs {
-    /// smollm2-135m, hf:OWNER/REPO/FILE, hf:OWNER/REPO, or the path of a .gguf file or of a folder with safetensors
+    /// smollm2-135m, hf:OWNER/REPO/FILE, hf:OWNER/REPO, or the path of a .gguf or .mesh file or of a folder with safetensors
     pub(super) model: String,
     /// Type of the activations in matrix products on CPUs: int8 is faster, f32 more accurate [default: as served, else
     /// int8]
@@ -133,7 +133,7 @@ impl ModelArgs {
 
 /// Whether a model is given by its path, not by a name.
 fn is_path(model: &str) -> bool {
-    model.contains('/') && !model.starts_with("hf:") || model.ends_with(".gguf")
+    model.contains('/') && !model.starts_with("hf:") || model.ends_with(".gguf") || model.ends_with(".mesh")
 }
 
 fn absolute(path: &str) -> String {

@@ -4,12 +4,17 @@ use crate::pull::Progress;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::time::Duration;
 
-/// A progress bar for a download.
-pub(super) struct Bar(ProgressBar);
+/// A progress bar of work on bytes.
+pub(super) struct Bar {
+    bar: ProgressBar,
+    /// What is done, for logs.
+    verb: &'static str,
+}
 
 impl Bar {
-    pub(super) fn new() -> Self {
-        Self(ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr()))
+    /// `verb`: what is done, as in "fetching".
+    pub(super) fn new(verb: &'static str) -> Self {
+        Self { bar: ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr()), verb }
     }
 }
 
@@ -19,30 +24,30 @@ impl Progress for Bar {
             Some(_) => "{msg} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec} {eta}",
             None => "{msg} {spinner} {bytes} {bytes_per_sec}",
         };
-        self.0.set_style(ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()));
-        self.0.set_message(what.to_owned());
-        self.0.reset();
+        self.bar.set_style(ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()));
+        self.bar.set_message(what.to_owned());
+        self.bar.reset();
         if let Some(total) = total {
-            self.0.set_length(total);
+            self.bar.set_length(total);
         }
-        self.0.set_position(from);
-        if self.0.is_hidden() {
-            remark(format!("fetching {what}"));
+        self.bar.set_position(from);
+        if self.bar.is_hidden() {
+            remark(format!("{} {what}", self.verb).trim_start());
         }
     }
 
     fn at(&self, bytes: u64) {
-        self.0.set_position(bytes);
+        self.bar.set_position(bytes);
     }
 
     fn note(&self, text: &str) {
-        self.0.suspend(|| remark(text));
+        self.bar.suspend(|| remark(text));
     }
 }
 
 impl Drop for Bar {
     fn drop(&mut self) {
-        self.0.finish_and_clear();
+        self.bar.finish_and_clear();
     }
 }
 

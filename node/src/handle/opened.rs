@@ -25,7 +25,7 @@ impl NodeHandle {
                 return NodeError::NotFound(crate::pull::PullError::Folder(model.0.clone()).to_string());
             }
             NodeError::NotFound(format!(
-                "no model `{}` here: give the path of a .gguf file or of a folder with safetensors, or fetch it with `meshnode pull {}`",
+                "no model `{}` here: give the path of a .gguf or .mesh file or of a folder with safetensors, or fetch it with `meshnode pull {}`",
                 model.0, model.0
             ))
         })?;
@@ -184,7 +184,7 @@ pub(super) fn work(file: &ModelFile, options: &ModelOptions) -> partitioner::Wor
 }
 
 /// The name under which a model is served: `dir/SmolLM2-135M-Instruct.Q4_1.gguf` becomes `SmolLM2-135M-Instruct.Q4_1`,
-/// `dir/X-00001-of-00003.gguf` becomes `X`, a folder of weights its folder name, and a cached name stays as it is.
+/// `dir/X.mesh` and `dir/X-00001-of-00003.gguf` become `X`, a folder of weights its folder name, and a cached name stays as it is.
 fn model_name(reference: &str) -> String {
     let path = std::path::Path::new(reference);
     let is_inside = [parts::FOLDER_WEIGHTS, parts::FOLDER_INDEX].iter().any(|name| path.ends_with(name));
@@ -195,7 +195,7 @@ fn model_name(reference: &str) -> String {
         return name.to_string_lossy().into_owned();
     }
     match path.extension() {
-        Some(extension) if extension == "gguf" => parts::split_stem(path)
+        Some(extension) if extension == "gguf" || extension == "mesh" => parts::split_stem(path)
             .map_or_else(|| path.file_stem().unwrap_or_default().to_string_lossy().into_owned(), str::to_owned),
         // Of the hub, the repository or a directory of it.
         _ => match reference.strip_prefix("hf:") {
@@ -214,6 +214,7 @@ mod tests {
         for (reference, name) in [
             ("dir/SmolLM2.Q4_1.gguf", "SmolLM2.Q4_1"),
             ("/x/Big-00002-of-00003.gguf", "Big"),
+            ("dir/Big.Q4.mesh", "Big.Q4"),
             ("hf:owner/repo/dir/Big-00001-of-00003.gguf", "Big"),
             ("hf:Qwen/Qwen3-4B", "Qwen3-4B"),
             ("smollm2-135m", "smollm2-135m"),

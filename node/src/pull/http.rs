@@ -145,14 +145,21 @@ pub(super) fn finish(
             return Err(PullError::Checksum { source_name: source.to_owned(), expected: expected.to_owned(), found });
         }
     }
-    let looks_like_gguf = || -> std::io::Result<bool> {
+    let begins_with = |expected: &str| -> std::io::Result<bool> {
         let mut magic = [0; 4];
         File::open(part)?.read_exact(&mut magic)?;
-        Ok(&magic == b"GGUF")
+        Ok(magic == expected.as_bytes())
     };
-    if target.extension().is_some_and(|e| e == "gguf") && !looks_like_gguf().unwrap_or(false) {
+    let magic = [("gguf", "GGUF"), ("mesh", "MESH")];
+    let magic = magic.into_iter().find(|(extension, _)| target.extension().is_some_and(|e| e == *extension));
+    if let Some((_, magic)) = magic
+        && !begins_with(magic).unwrap_or(false)
+    {
         remove(part)?;
-        return Err(failed(source, "the file does not begin with GGUF, so it is not a model: it was removed".into()));
+        return Err(failed(
+            source,
+            format!("the file does not begin with {magic}, so it is not a model: it was removed"),
+        ));
     }
     file.sync_all().map_err(|e| PullError::storage(part, e))?;
     std::fs::rename(part, target).map_err(|e| PullError::storage(target, e))

@@ -226,7 +226,7 @@ pub enum RopeKind {
 
 /// Row order of the query and key matrices: GGUF's converter interleaves Llama's halves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum QueryKeyOrder {
+pub(crate) enum QueryKeyOrder {
     Gguf,
     HuggingFace,
 }
@@ -581,14 +581,19 @@ impl ModelConfig {
 
 /// Bytes of a tensor in memory: a matrix as tiles, a vector as f32.
 fn resident_bytes(tensor: &TensorInfo) -> u64 {
-    if (tensor.rows == 1 && !tensor.name.ends_with(SHARED_GATE)) || tensor.name.ends_with(".bias") {
+    if is_vector(&tensor.name, tensor.rows) {
         return (tensor.rows * tensor.cols * size_of::<f32>()) as u64;
     }
     tile::Layout::of(tensor.quant).matrix_bytes(tensor.rows, tensor.cols) as u64
 }
 
+/// Whether engines keep a tensor as numbers, not as tiles: norms, biases, sinks and factors.
+pub(crate) fn is_vector(name: &str, rows: usize) -> bool {
+    (rows == 1 && !name.ends_with(SHARED_GATE)) || name.ends_with(".bias")
+}
+
 /// The block that a tensor belongs to, `blk.N.…`.
-fn layer_of(name: &str) -> Option<usize> {
+pub(crate) fn layer_of(name: &str) -> Option<usize> {
     let (number, _) = name.strip_prefix("blk.")?.split_once('.')?;
     // Only the canonical spelling counts: "07" is not layer 7.
     number.parse().ok().filter(|n: &usize| n.to_string() == number)

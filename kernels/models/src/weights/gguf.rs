@@ -10,7 +10,7 @@ use kernels::quant::QuantType;
 use super::config::QueryKeyOrder;
 use super::error::WeightsError;
 use super::metadata::{Array, Element, Metadata, Value};
-use super::tensor::TensorInfo;
+use super::tensor::{Stored, TensorInfo};
 
 pub(super) mod split;
 
@@ -23,7 +23,7 @@ const TEXT_MAX: u64 = 16 << 20;
 /// Maximum bytes per row, so that every row fits into one chunk of a shard index (the widest published model needs 0.25 MiB).
 pub(super) const ROW_BYTES_MAX: usize = super::chunk::CHUNK_BYTES_MAX as usize;
 /// Maximum number of tensors; mixtures with hundreds of experts per layer have about ten thousand.
-const TENSORS_MAX: u64 = 1 << 17;
+pub(super) const TENSORS_MAX: u64 = 1 << 17;
 
 /// A validated header.
 pub(super) struct Header {
@@ -34,6 +34,8 @@ pub(super) struct Header {
     pub tensors: Vec<TensorInfo>,
     /// Row order of the query and key matrices.
     pub layout: QueryKeyOrder,
+    /// Hashes of the chunks after the header, if the header records them.
+    pub hashes: Option<Vec<[u8; 32]>>,
 }
 
 /// Parses and validates the header. `bytes`: the file of `file_len` bytes, or a prefix of it; if the header does not end within
@@ -60,7 +62,7 @@ pub(super) fn parse(bytes: &Bytes, file_len: u64) -> Result<Header, WeightsError
         .ok_or_else(|| malformed(reader.at, "an aligned start of data", "an overflow"))?;
     let tensors = place(table, header_len, alignment, file_len)?;
     // If the data would begin past the end of the file, there is no data.
-    Ok(Header { header_len: header_len.min(file_len), metadata, tensors, layout: QueryKeyOrder::Gguf })
+    Ok(Header { header_len: header_len.min(file_len), metadata, tensors, layout: QueryKeyOrder::Gguf, hashes: None })
 }
 
 fn read_magic(reader: &mut Reader<'_>) -> Result<u32, WeightsError> {
@@ -78,7 +80,7 @@ fn read_magic(reader: &mut Reader<'_>) -> Result<u32, WeightsError> {
     reader.u32("version")
 }
 
-fn read_entries(reader: &mut Reader<'_>, count: u64) -> Result<BTreeMap<String, Value>, WeightsError> {
+pub(super) fn read_entries(reader: &mut Reader<'_>, count: u64) -> Result<BTreeMap<String, Value>, WeightsError> {
     const SMALLEST: u64 = 8 + 1 + 4 + 1;
     reader.expect_count("metadata entries", count, SMALLEST)?;
     let mut entries = BTreeMap::new();
@@ -110,6 +112,7 @@ pub(super) struct TableEntry {
     pub quant: QuantType,
     pub rows: usize,
     pub cols: usize,
+    pub stored: Stored,
     pub offset: u64,
     pub size: u64,
 }
@@ -164,7 +167,7 @@ fn read_table_row(reader: &mut Reader<'_>) -> Result<TableEntry, WeightsError> {
         return Err(bad(&format!("rows of at most {ROW_BYTES_MAX} bytes")));
     }
     let size = (row_bytes as u64).checked_mul(rows as u64).ok_or_else(|| bad("a size that fits 64 bit"))?;
-    Ok(TableEntry { name, quant, rows, cols, offset, size })
+    Ok(TableEntry { name, quant, rows, cols, stored: Stored::Rows, offset, size })
 }
 
 /// Converts offsets to file ranges, sorted by position. Checks that they are aligned, inside the file and do not overlap.
@@ -175,7 +178,7 @@ pub(super) fn place(
     file_len: u64,
 ) -> Result<Vec<TensorInfo>, WeightsError> {
     let mut tensors = Vec::with_capacity(table.len());
-    for TableEntry { name, quant, rows, cols, offset, size } in table {
+    for TableEntry { name, quant, rows, cols, stored, offset, size } in table {
         if !offset.is_multiple_of(alignment) {
             let found = format!("tensor {name:?} at {offset}");
             return Err(WeightsError::Malformed(format!(
@@ -189,7 +192,7 @@ pub(super) fn place(
         if range.end > file_len {
             return Err(WeightsError::Truncated { what: format!("tensor {name:?}"), need: range.end, have: file_len });
         }
-        tensors.push(TensorInfo { name, quant, rows, cols, range });
+        tensors.push(TensorInfo { name, quant, rows, cols, stored, range });
     }
     tensors.sort_by(|a, b| (a.range.start, &a.name).cmp(&(b.range.start, &b.name)));
     for pair in tensors.windows(2) {
@@ -203,7 +206,7 @@ pub(super) fn place(
     Ok(tensors)
 }
 
-fn unsupported_type(name: &str, kind: u32) -> WeightsError {
+pub(super) fn unsupported_type(name: &str, kind: u32) -> WeightsError {
     let known = match kind {
         9 => " (Q8_1)",
         10 => " (Q2_K)",
@@ -235,9 +238,9 @@ fn unsupported_type(name: &str, kind: u32) -> WeightsError {
 }
 
 /// A cursor in the file. Reads past the end report what was being read.
-struct Reader<'a> {
-    bytes: &'a [u8],
-    at: usize,
+pub(super) struct Reader<'a> {
+    pub bytes: &'a [u8],
+    pub at: usize,
 }
 
 impl<'a> Reader<'a> {
@@ -249,18 +252,18 @@ impl<'a> Reader<'a> {
         Ok(taken)
     }
 
-    fn u32(&mut self, what: &str) -> Result<u32, WeightsError> {
+    pub(super) fn u32(&mut self, what: &str) -> Result<u32, WeightsError> {
         let b = self.take(4, what)?;
         Ok(u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
     }
 
-    fn u64(&mut self, what: &str) -> Result<u64, WeightsError> {
+    pub(super) fn u64(&mut self, what: &str) -> Result<u64, WeightsError> {
         let b = self.take(8, what)?;
         Ok(u64::from_le_bytes([b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]]))
     }
 
     /// A length-prefixed string of 1 to `NAME_MAX` bytes.
-    fn name(&mut self, what: &str) -> Result<String, WeightsError> {
+    pub(super) fn name(&mut self, what: &str) -> Result<String, WeightsError> {
         let start = self.at;
         let len = self.u64(what)?;
         if !(1..=NAME_MAX).contains(&len) {
@@ -271,18 +274,17 @@ impl<'a> Reader<'a> {
     }
 
     fn value(&mut self, kind: u32, key: &str) -> Result<Value, WeightsError> {
-        const ARRAY: u32 = 9;
         let start = self.at;
-        if kind == ARRAY {
+        if kind == Element::ARRAY {
             let kind = self.u32(key)?;
-            let element = element(kind).ok_or_else(|| {
+            let element = Element::from_gguf(kind).ok_or_else(|| {
                 malformed(start, &format!("an array of scalars or strings in {key:?}"), &kind_name(kind))
             })?;
             let count = self.u64(key)?;
             return Ok(Value::Array(self.array(element, count, key)?));
         }
-        let element =
-            element(kind).ok_or_else(|| malformed(start, &format!("a type of value for {key:?}"), &kind_name(kind)))?;
+        let element = Element::from_gguf(kind)
+            .ok_or_else(|| malformed(start, &format!("a type of value for {key:?}"), &kind_name(kind)))?;
         let Some(size) = element.size() else {
             let len = self.u64(key)?;
             if len > TEXT_MAX {
@@ -318,7 +320,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Rejects a count that the rest of the file cannot hold, before looping `count` times.
-    fn expect_count(&self, what: &str, count: u64, smallest: u64) -> Result<(), WeightsError> {
+    pub(super) fn expect_count(&self, what: &str, count: u64, smallest: u64) -> Result<(), WeightsError> {
         let left = (self.bytes.len() - self.at) as u64;
         match count.checked_mul(smallest) {
             Some(bytes) if bytes <= left => Ok(()),
@@ -332,28 +334,10 @@ impl<'a> Reader<'a> {
     }
 }
 
-fn element(kind: u32) -> Option<Element> {
-    Some(match kind {
-        0 => Element::U8,
-        1 => Element::I8,
-        2 => Element::U16,
-        3 => Element::I16,
-        4 => Element::U32,
-        5 => Element::I32,
-        6 => Element::F32,
-        7 => Element::Bool,
-        8 => Element::Text,
-        10 => Element::U64,
-        11 => Element::I64,
-        12 => Element::F64,
-        _ => return None,
-    })
-}
-
 fn kind_name(kind: u32) -> String {
-    if kind == 9 { "an array in an array".to_owned() } else { format!("type {kind}") }
+    if kind == Element::ARRAY { "an array in an array".to_owned() } else { format!("type {kind}") }
 }
 
-fn malformed(at: usize, expected: &str, found: &str) -> WeightsError {
+pub(super) fn malformed(at: usize, expected: &str, found: &str) -> WeightsError {
     WeightsError::Malformed(format!("at byte {at}: expected {expected}, found {found}"))
 }

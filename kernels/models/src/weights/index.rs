@@ -9,7 +9,7 @@ use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use serde::{Deserialize, Serialize};
 
 use super::ModelFile;
-use super::chunk::{Chunk, Content};
+use super::chunk::{self, Chunk, Content};
 use super::error::WeightsError;
 
 pub use super::chunk::CHUNK_BYTES_MAX;
@@ -35,21 +35,59 @@ impl ShardIndex {
     ///
     /// # Errors
     /// [`IndexError::Partial`]: the file has holes, so its content is incomplete. [`IndexError::Unreadable`]: it cannot be
-    /// read, or was modified while it was hashed.
+    /// read, or was modified while it was hashed. [`IndexError::Damaged`]: a chunk has not the hash that the file's header
+    /// records.
     pub fn build(file: &ModelFile, progress: impl Fn(u64) + Sync) -> Result<Self, IndexError> {
         if file.is_partial() {
             return Err(IndexError::Partial);
         }
-        let hashed = |(range, content): (Range<u64>, Content)| {
-            let bytes = file.read(&range)?;
+        let unreadable = |e: WeightsError| IndexError::Unreadable(e.to_string());
+        let hashed = |(range, content): chunk::Place| {
+            let bytes = file.read(&range).map_err(unreadable)?;
             let hash = blake3::hash(&bytes).into();
             progress(bytes.len() as u64);
             Ok(Chunk { range, content, hash })
         };
-        let chunks = layout(file).into_par_iter().map(hashed).collect::<Result<Vec<Chunk>, WeightsError>>();
-        let unreadable = |e: WeightsError| IndexError::Unreadable(e.to_string());
-        let chunks = chunks.and_then(|chunks| file.check_unchanged().map(|()| chunks)).map_err(unreadable)?;
-        Ok(Self { file_len: file.file_len(), header_len: file.header_range().end, chunks })
+        let chunks = layout(file).into_par_iter().map(hashed).collect::<Result<Vec<Chunk>, IndexError>>()?;
+        file.check_unchanged().map_err(unreadable)?;
+        let index = Self { file_len: file.file_len(), header_len: file.header_range().end, chunks };
+        match file.recorded_hashes() {
+            Some(recorded) => index.agrees(file, recorded).map(|()| index),
+            None => Ok(index),
+        }
+    }
+
+    /// The index that the header of a `.mesh` file records: only the header is read and hashed. `None` for other files.
+    ///
+    /// # Errors
+    /// The header cannot be read.
+    pub fn recorded(file: &ModelFile) -> Result<Option<Self>, WeightsError> {
+        let Some(recorded) = file.recorded_hashes() else { return Ok(None) };
+        let header_len = file.header_range().end;
+        let (mut chunks, mut recorded) = (Vec::new(), recorded.iter());
+        for (range, content) in layout(file) {
+            let hash = match content {
+                Content::Header => blake3::hash(&file.read(&range)?).into(),
+                Content::Rows { .. } | Content::Padding => *recorded.next().unwrap_or(&[0; 32]),
+            };
+            chunks.push(Chunk { range, content, hash });
+        }
+        Ok(Some(Self { file_len: file.file_len(), header_len, chunks }))
+    }
+
+    /// Compares the chunks after the header with recorded hashes.
+    fn agrees(&self, file: &ModelFile, recorded: &[[u8; 32]]) -> Result<(), IndexError> {
+        let chunks = self.chunks.iter().enumerate().filter(|(_, chunk)| chunk.content != Content::Header);
+        let Some(((number, chunk), _)) = chunks.zip(recorded).find(|((_, chunk), hash)| chunk.hash != **hash) else {
+            return Ok(());
+        };
+        let place = match &chunk.content {
+            Content::Rows { tensor, rows } => {
+                format!("tensor {:?}, rows {rows:?}", file.tensors()[*tensor as usize].name)
+            }
+            Content::Header | Content::Padding => "padding".to_owned(),
+        };
+        Err(IndexError::Damaged { chunk: number, place, range: chunk.range.clone() })
     }
 
     /// Length of the file.
@@ -77,7 +115,7 @@ impl ShardIndex {
     }
 
     /// Content id of each tensor, in the order of [`ModelFile::tensors`]: the blake3 hash of the hashes of its chunks. Equal tensors
-    /// have equal ids in every file.
+    /// have equal ids in every file that stores them in the same way.
     #[must_use]
     pub fn tensor_ids(&self) -> Vec<[u8; 32]> {
         let rows = |chunk: &Chunk| match &chunk.content {
@@ -211,35 +249,8 @@ impl<'de> Deserialize<'de> for ShardIndex {
     }
 }
 
-/// The chunks of a file, derived from its header alone.
-fn layout(file: &ModelFile) -> Vec<(Range<u64>, Content)> {
-    let mut chunks = Vec::new();
-    let (header, end) = (file.header_range().end, file.file_len());
-    split(&mut chunks, 0..header, &Content::Header);
-    let data = file.tensors().first().map_or(end, |tensor| tensor.range.start);
-    split(&mut chunks, header..data, &Content::Padding);
-    let starts = file.tensors().iter().skip(1).map(|tensor| tensor.range.start).chain([end]);
-    for ((number, tensor), next) in file.tensors().iter().enumerate().zip(starts) {
-        let (row_bytes, rows) = (tensor.row_bytes(), tensor.rows as u64);
-        // Each row fits into a chunk; checked when the file was opened.
-        let step = (CHUNK_BYTES_MAX / row_bytes).max(1);
-        for first in (0..rows).step_by(step as usize) {
-            let last = rows.min(first + step);
-            let range = tensor.range.start + first * row_bytes..tensor.range.start + last * row_bytes;
-            chunks.push((range, Content::Rows { tensor: number as u32, rows: first..last }));
-        }
-        split(&mut chunks, tensor.range.end..next, &Content::Padding);
-    }
-    chunks
-}
-
-fn split(chunks: &mut Vec<(Range<u64>, Content)>, range: Range<u64>, content: &Content) {
-    let mut start = range.start;
-    while start < range.end {
-        let end = range.end.min(start + CHUNK_BYTES_MAX);
-        chunks.push((start..end, content.clone()));
-        start = end;
-    }
+fn layout(file: &ModelFile) -> Vec<chunk::Place> {
+    chunk::layout(file.header_range().end, file.file_len(), file.tensors())
 }
 
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
@@ -259,6 +270,19 @@ pub enum IndexError {
     /// The file cannot be read.
     #[error("{0}")]
     Unreadable(String),
+    /// A chunk has not the hash that the header records.
+    #[error(
+        "the file is damaged: chunk {chunk} ({place}, bytes {}..{}) has not the hash that the header records; fetch the file again, \
+         or write it again with `meshnode quantize`", range.start, range.end
+    )]
+    Damaged {
+        /// Number of the chunk.
+        chunk: usize,
+        /// What it holds.
+        place: String,
+        /// Its bytes in the file.
+        range: Range<u64>,
+    },
     /// The bytes are not a valid index.
     #[error("malformed shard index: {0}")]
     Malformed(String),

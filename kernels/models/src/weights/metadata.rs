@@ -62,6 +62,29 @@ pub enum Element {
 }
 
 impl Element {
+    /// GGUF's number of an array, which is no type of elements.
+    pub(super) const ARRAY: u32 = 9;
+    /// All types.
+    const ALL: [Self; 12] = [
+        Self::U8,
+        Self::I8,
+        Self::U16,
+        Self::I16,
+        Self::U32,
+        Self::I32,
+        Self::F32,
+        Self::Bool,
+        Self::Text,
+        Self::U64,
+        Self::I64,
+        Self::F64,
+    ];
+
+    /// The type of a number in GGUF.
+    pub(super) fn from_gguf(id: u32) -> Option<Self> {
+        Self::ALL.into_iter().find(|element| element.gguf_id() == id)
+    }
+
     /// Bytes of one element; `None` for strings.
     #[must_use]
     pub fn size(self) -> Option<usize> {
@@ -71,6 +94,24 @@ impl Element {
             Self::U32 | Self::I32 | Self::F32 => Some(4),
             Self::U64 | Self::I64 | Self::F64 => Some(8),
             Self::Text => None,
+        }
+    }
+
+    /// The type's number in GGUF.
+    pub(super) fn gguf_id(self) -> u32 {
+        match self {
+            Self::U8 => 0,
+            Self::I8 => 1,
+            Self::U16 => 2,
+            Self::I16 => 3,
+            Self::U32 => 4,
+            Self::I32 => 5,
+            Self::F32 => 6,
+            Self::Bool => 7,
+            Self::Text => 8,
+            Self::U64 => 10,
+            Self::I64 => 11,
+            Self::F64 => 12,
         }
     }
 
@@ -111,6 +152,45 @@ impl Metadata {
     /// The bytes up to the end of the last entry.
     pub(super) fn bytes(&self) -> &Bytes {
         &self.bytes
+    }
+
+    /// Key/values as GGUF writes them, in the order of their keys. Numbers are 64 bits wide; arrays stay as they are.
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::new();
+        let text = |out: &mut Vec<u8>, text: &str| {
+            out.extend((text.len() as u64).to_le_bytes());
+            out.extend(text.as_bytes());
+        };
+        for (key, value) in &self.entries {
+            text(&mut out, key);
+            let kind = match value {
+                Value::Unsigned(_) => Element::U64.gguf_id(),
+                Value::Signed(_) => Element::I64.gguf_id(),
+                Value::Float(_) => Element::F64.gguf_id(),
+                Value::Bool(_) => Element::Bool.gguf_id(),
+                Value::Text(_) => Element::Text.gguf_id(),
+                Value::Array(_) => Element::ARRAY,
+            };
+            out.extend(kind.to_le_bytes());
+            match value {
+                Value::Unsigned(v) => out.extend(v.to_le_bytes()),
+                Value::Signed(v) => out.extend(v.to_le_bytes()),
+                Value::Float(v) => out.extend(v.to_le_bytes()),
+                Value::Bool(v) => out.push(u8::from(*v)),
+                Value::Text(v) => text(&mut out, v),
+                Value::Array(array) => {
+                    out.extend(array.element.gguf_id().to_le_bytes());
+                    out.extend((array.len as u64).to_le_bytes());
+                    out.extend(&self.bytes[array.range.clone()]);
+                }
+            }
+        }
+        out
+    }
+
+    /// Number of keys.
+    pub(super) fn len(&self) -> usize {
+        self.entries.len()
     }
 
     /// The value of a key.

@@ -19,6 +19,7 @@ use super::header;
 use super::metadata::{Array, Element, Metadata, Value};
 use super::parts::FOLDER_INDEX;
 use super::source::Source;
+use super::tensor::Stored;
 
 /// Maximum bytes of the JSON header; the format's own limit.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
@@ -214,7 +215,13 @@ pub(super) fn parse(bytes: &[u8], file_len: u64, folder: Option<&Path>) -> Resul
             odd.name, odd.range.start
         )));
     }
-    Ok(Header { header_len: data, metadata: builder.finish(), tensors, layout: QueryKeyOrder::HuggingFace })
+    Ok(Header {
+        header_len: data,
+        metadata: builder.finish(),
+        tensors,
+        layout: QueryKeyOrder::HuggingFace,
+        hashes: None,
+    })
 }
 
 fn embedded_config(listed: &BTreeMap<String, Json>) -> Option<&str> {
@@ -315,7 +322,7 @@ fn entry(name: &str, listed: &Listed) -> Result<TableEntry, WeightsError> {
     if end.checked_sub(start) != Some(size) {
         return Err(wrong(&format!("expected {size} bytes, found the range {start}..{end}")));
     }
-    Ok(TableEntry { name: gguf_name(name), quant, rows, cols, offset: start, size })
+    Ok(TableEntry { name: gguf_name(name), quant, rows, cols, stored: Stored::Rows, offset: start, size })
 }
 
 /// Maps `model.layers.3.mlp.up_proj.weight` to `blk.3.ffn_up.weight`. Unknown names are kept and rejected later, by name.

@@ -123,6 +123,11 @@ impl Source {
         })
     }
 
+    /// Paths of the files, as they were opened.
+    pub(super) fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.files().map(|file| file.path.as_path())
+    }
+
     /// Whether all bytes are in memory.
     pub(super) fn is_memory(&self) -> bool {
         self.files().next().is_none()
@@ -182,6 +187,27 @@ impl Source {
         }
     }
 
+    /// Reads the bytes from `start` into `out`, straight from the file.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub(super) fn read_into(&self, start: u64, out: &mut [u8]) -> Result<(), WeightsError> {
+        let end = start.checked_add(out.len() as u64).filter(|end| *end <= self.len()).ok_or_else(|| {
+            let what = format!("{} bytes from byte {start}", out.len());
+            WeightsError::Truncated { what, need: start.saturating_add(out.len() as u64), have: self.len() }
+        })?;
+        let first = self.pieces.partition_point(|piece| piece.start + piece.len <= start);
+        let mut rest = out;
+        for piece in self.pieces[first..].iter().take_while(|piece| piece.start < end) {
+            let skip = start.saturating_sub(piece.start);
+            let count = piece.len.min(end - piece.start) - skip;
+            let (here, behind) = rest.split_at_mut(count as usize);
+            piece.read_into(skip, here)?;
+            rest = behind;
+        }
+        Ok(())
+    }
+
     /// See [`super::ModelFile::check_unchanged`].
     pub(super) fn check_unchanged(&self) -> Result<(), WeightsError> {
         self.files().try_for_each(OpenFile::check_unchanged)
@@ -193,23 +219,31 @@ impl Piece {
     fn read(&self, skip: u64, count: usize) -> Result<Bytes, WeightsError> {
         match &self.place {
             Place::Memory(bytes) => Ok(bytes.slice(skip as usize..skip as usize + count)),
-            Place::File { file, at } => file.read(at + skip, count),
+            Place::File { file, at } => {
+                let mut bytes = vec![0; count];
+                file.read_into(at + skip, &mut bytes)?;
+                Ok(bytes.into())
+            }
         }
+    }
+
+    /// As [`Self::read`], into `out`.
+    fn read_into(&self, skip: u64, out: &mut [u8]) -> Result<(), WeightsError> {
+        match &self.place {
+            Place::Memory(bytes) => out.copy_from_slice(&bytes[skip as usize..skip as usize + out.len()]),
+            Place::File { file, at } => file.read_into(at + skip, out)?,
+        }
+        Ok(())
     }
 }
 
 impl OpenFile {
-    fn read(&self, start: u64, count: usize) -> Result<Bytes, WeightsError> {
-        let mut bytes = vec![0; count];
-        match self.file.read_exact_at(&mut bytes, start) {
-            Ok(()) => Ok(bytes.into()),
-            Err(error) => {
-                if error.kind() == ErrorKind::UnexpectedEof {
-                    self.check_unchanged()?; // a better error: the file was truncated
-                }
-                Err(self.failed(error))
-            }
+    fn read_into(&self, start: u64, out: &mut [u8]) -> Result<(), WeightsError> {
+        let Err(error) = self.file.read_exact_at(out, start) else { return Ok(()) };
+        if error.kind() == ErrorKind::UnexpectedEof {
+            self.check_unchanged()?; // a better error: the file was truncated
         }
+        Err(self.failed(error))
     }
 
     fn check_unchanged(&self) -> Result<(), WeightsError> {

@@ -375,6 +375,14 @@ fn tiny_vocabulary(w: &mut GgufWriter) -> usize {
     tokens.len()
 }
 
+/// Gives the changed header of a `.mesh` file its hash, if the file has a whole header.
+pub fn seal_mesh(bytes: &mut [u8]) {
+    let len = super::mesh::header_len(bytes).and_then(|len| usize::try_from(len).ok());
+    if let Some(header) = len.filter(|len| *len >= super::mesh::HEAD_BYTES).and_then(|len| bytes.get_mut(..len)) {
+        super::mesh::seal(header);
+    }
+}
+
 /// Path of the real model: `MESHNODE_MODEL`, else the cache of `meshnode pull`, downloading it there if missing. Prints SKIPPED
 /// and returns `None` if it is not available.
 ///
