@@ -354,7 +354,7 @@ fn an_embedding_is_the_normalised_row_of_the_last_token() {
     let tokens: Vec<u32> = (0..23).map(|i| (i * 37 + 11) % 250).collect();
     for architecture in Architecture::ALL {
         for (quant, tied) in [(QuantType::Q8_0, true), (QuantType::F16, false)] {
-            let tiny = TinyModel { architecture, quant, tied, pooled: true, layers: 2, ..TinyModel::default() };
+            let tiny = TinyModel { quant, tied, pooled: true, ..TinyModel::of(architecture) };
             agrees(tiny, &tokens);
         }
     }

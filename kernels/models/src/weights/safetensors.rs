@@ -639,7 +639,17 @@ fn merges(model: &Json) -> Result<Vec<(&str, &str)>, WeightsError> {
 
 /// GGUF's name of a pre-tokenizer, recognised by its regular expression. The tokenizer rejects an unknown one.
 fn pre_tokenizer(json: &Json) -> &str {
+    // Letters in upper case, then in lower case; a slash ends punctuation.
+    const CASES: [&str; 2] =
+        [r"[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]*[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]+", r"[^\\s\\p{L}\\p{N}]+[\\r\\n/]*"];
     let text = json.to_string();
+    if CASES.iter().all(|part| text.contains(part)) {
+        if text.contains(r"\\p{N}{1,3}") && text.contains("(?i:'s|'t|'re|'ve|'m|'ll|'d)?") {
+            return "gpt-4o";
+        } else if text.contains(r"|\\p{N}| ?[^") && !text.contains("'ll") {
+            return "tekken";
+        }
+    }
     if text.contains(r"\\p{N}{1,3}") && !text.contains(r"\\p{Lu}") {
         "llama-bpe"
     } else if text.contains(r"|\\p{N}| ?[^") && !text.contains(r"\\p{Lu}") {

@@ -243,6 +243,24 @@ fn a_folder_gives_the_same_model_as_its_gguf() {
     }
 }
 
+/// The expressions of Phi-4-mini and Ministral 3, as their files have them.
+#[test]
+fn pre_tokenizers_are_recognised_by_their_expressions() {
+    let upper = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+";
+    let mixed = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*";
+    let rest = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+    let endings = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?";
+    let named = |regex: String| {
+        let split = json!({"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated"});
+        let json = json!({"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "use_regex": false}]});
+        super::pre_tokenizer(&json).to_owned()
+    };
+    let digits = r"\p{N}{1,3}";
+    assert_eq!(named(format!("{upper}{endings}|{mixed}{endings}|{digits}|{rest}")), "gpt-4o");
+    assert_eq!(named(format!(r"{upper}|{mixed}|\p{{N}}|{rest}")), "tekken");
+    assert_eq!(named(format!("{upper}|{mixed}|{digits}|{rest}")), "unknown (tokenizer.json)");
+}
+
 /// Layers that predict later tokens are no part of the model, and other families have none.
 #[test]
 fn predictors_in_a_folder_are_not_used() {
