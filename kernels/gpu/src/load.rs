@@ -20,6 +20,7 @@ use crate::engine::memory::{Memory, buffer_max};
 use crate::error::failed;
 use crate::platform::{Platform, array};
 use crate::product::operands::Matrix;
+use crate::shapes::is_router;
 use crate::upload::Upload;
 
 pub(crate) mod random;
@@ -212,13 +213,14 @@ impl<'a, R: Platform> Loader<'a, R> {
                 let (sum, copy) = by_slabs(upload, file, threads, joined, &buffer, phases)?;
                 (buffer, sum, copy)
             }
-            Route::Whole => {
-                let (tiles, sum) = timed(&mut phases.convert_s, || whole(file, threads, joined))?;
-                (timed(&mut phases.upload_s, || self.memory.created(tiles, name))?, sum, 0)
-            }
-            Route::Random(strips) => {
+            Route::Random(strips) if !is_router(name) => {
                 let (buffer, sum) = random::matrix(self.memory, strips, joined)?;
                 (buffer, sum, 0)
+            }
+            // A router is in the file even if other matrices are generated.
+            Route::Whole | Route::Random(_) => {
+                let (tiles, sum) = timed(&mut phases.convert_s, || whole(file, threads, joined))?;
+                (timed(&mut phases.upload_s, || self.memory.created(tiles, name))?, sum, 0)
             }
         };
         self.sent(Sent { name: name.clone(), words: joined.bytes() / 4, sum, buffer: buffer.clone(), copy })?;

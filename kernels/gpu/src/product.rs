@@ -13,18 +13,20 @@ use crate::tiles::NIBBLES;
 mod experts;
 mod few;
 mod gates;
+mod groups;
 mod matrices;
 pub(crate) mod operands;
 mod panel;
 mod plain;
 
-pub(crate) use experts::{ExpertMatrix, ExpertRows, Pairs, expert_product};
+pub(crate) use experts::{ExpertMatrix, ExpertRows, Pairs, expert_product, grouped};
 use few::{FEW, Shape, few_kernel};
 pub(crate) use gates::{gate_product, gates};
+pub(crate) use groups::{Groups, group};
 use operands::{Activations, Finish, Matrix, Target};
 pub(crate) use panel::PARTS_WORDS;
-use panel::{GATHERERS, PANEL_ROWS, gather_kernel, panel_kernel, panel_tokens, parts};
-use plain::plain_kernel;
+use panel::{GATHERERS, PANEL_ROWS, Share, gather_kernel, panel_kernel, panel_tokens, parts};
+use plain::{plain_kernel, plain_tokens};
 
 /// Matrices with at least this number of tile rows let a plane compute two of them.
 const TWO_STRIPS: usize = 1024;
@@ -46,11 +48,12 @@ pub(crate) fn product<R: Platform>(
     let bias = target.bias.unwrap_or(&x.scales);
     let bias_len = if finish.bias { target.width } else { 4 };
     if !(integers && able.matrices) {
-        // SAFETY: the launch has one cube per tile row and activation row; units stay within them.
+        let tokens = plain_tokens(matrix.kind, count);
+        // SAFETY: the launch has cubes for all tile rows and activation rows; rows past the last one read it and write nothing.
         unsafe {
             plain_kernel::launch_unchecked::<R>(
                 client,
-                CubeCount::Static(strips as u32, count as u32, 1),
+                CubeCount::Static(strips as u32, count.div_ceil(tokens) as u32, 1),
                 CubeDim::new_2d(ROWS as u32, CHUNKS as u32),
                 array(&matrix.tiles, matrix.words()),
                 array(&x.floats, count * x.cols),
@@ -59,9 +62,11 @@ pub(crate) fn product<R: Platform>(
                 array(bias, bias_len),
                 array(target.rows, count * target.stride),
                 matrix.cols as u32,
+                count as u32,
                 target.stride as u32,
                 target.offset as u32,
                 target.width as u32,
+                tokens,
                 matrix.kind,
                 integers,
                 finish,
@@ -95,15 +100,20 @@ pub(crate) fn product<R: Platform>(
                 array(&x.codes, x.code_words(count)),
                 array(&x.scales, x.scale_words(count)),
                 array(bias, bias_len),
+                array(&x.codes, 1),
+                array(&x.codes, 1),
                 array(y, y_len),
                 NIBBLES,
                 matrix.groups() as u32,
                 strips as u32,
+                0,
+                0,
+                1,
                 count as u32,
                 stride as u32,
                 offset as u32,
                 target.width as u32,
-                parts.is_some(),
+                if parts.is_some() { Share::Chunks } else { Share::Whole },
                 matrix.kind,
                 panel_finish,
                 able,

@@ -68,6 +68,11 @@ pub const SHAPES: [Shape; 14] = [
 /// Bytes of random blocks that a matrix repeats: the values do not affect timings.
 const PATTERN_BYTES: usize = 1 << 20;
 
+/// Whether a matrix chooses experts. Its rows must differ, so it repeats no pattern.
+pub(crate) fn is_router(name: &str) -> bool {
+    name.ends_with("ffn_gate_inp.weight")
+}
+
 /// Layout of the GGUF file of a shape.
 struct Plan {
     /// Everything before the tensors' data.
@@ -85,10 +90,14 @@ struct Planned {
 }
 
 impl Planned {
-    /// The f32 bytes of a vector, or of the biases of all experts: zeros for biases, else ones. `None` for a matrix.
-    fn vector(&self) -> Option<Vec<u8>> {
-        let number = if self.name.ends_with("bias") { 0f32 } else { 1f32 };
+    /// The f32 bytes of a vector, of the biases of all experts, or of a router: zeros for biases, ones for vectors. `None` for other
+    /// matrices.
+    fn numbers(&self) -> Option<Vec<u8>> {
         let len = (self.range.end - self.range.start) as usize / 4;
+        if is_router(&self.name) {
+            return Some(random_blocks(QuantType::F32, len, self.range.start));
+        }
+        let number = if self.name.ends_with("bias") { 0f32 } else { 1f32 };
         (self.rows == 1 || self.name.ends_with("bias")).then(|| number.to_le_bytes().repeat(len))
     }
 }
@@ -113,8 +122,8 @@ impl Shape {
         for tensor in &plan.tensors {
             file.write_all(&[0; ALIGNMENT as usize][..(tensor.range.start - at) as usize])?;
             at = tensor.range.end;
-            if let Some(vector) = tensor.vector() {
-                file.write_all(&vector)?;
+            if let Some(numbers) = tensor.numbers() {
+                file.write_all(&numbers)?;
                 continue;
             }
             let mut left = (tensor.range.end - tensor.range.start) as usize;
@@ -292,9 +301,9 @@ impl Plan {
     fn write_without_matrices(&self, mut file: File) -> io::Result<()> {
         file.write_all(&self.header)?;
         for tensor in &self.tensors {
-            if let Some(vector) = tensor.vector() {
+            if let Some(numbers) = tensor.numbers() {
                 file.seek(SeekFrom::Start(tensor.range.start))?;
-                file.write_all(&vector)?;
+                file.write_all(&numbers)?;
             }
         }
         file.set_len(self.len)

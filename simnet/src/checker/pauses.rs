@@ -124,7 +124,7 @@ impl Pauses {
     /// All losses that [`LIMIT`] applies to. `node` maps hosts to nodes.
     pub fn losses(&self, node: impl Fn(HostId) -> NodeId) -> Vec<Loss> {
         let seen = self.seen.borrow();
-        let mut stories = Stories::new(&seen.simulations);
+        let mut stories = Stories::new(&seen.simulations, seen.calls.values().copied().collect());
         let mut losses = Vec::new();
         for (index, (at, host, entry)) in seen.entries.iter().enumerate() {
             let dead: Option<Vec<NodeId>> = match entry {

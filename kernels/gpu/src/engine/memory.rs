@@ -14,8 +14,8 @@ use crate::attention::{Heads, Partials};
 use crate::draw::{DRAWN_MAX, DrawScratch};
 use crate::error::{failed, guarded, input};
 use crate::platform::Platform;
-use crate::product::PARTS_WORDS;
 use crate::product::operands::Activations;
+use crate::product::{Groups, PARTS_WORDS};
 
 /// Maximum rows of a forward pass.
 pub(super) const ROWS: usize = 512;
@@ -143,6 +143,7 @@ pub(super) struct MixtureScratch {
     pub(super) scores: Handle,
     /// Experts and their factors, `[rows, used]`.
     pub(super) choices: [Handle; 2],
+    pub(super) groups: Groups,
     /// `[rows, used, width]`
     pub(super) outputs: Handle,
     /// Gates and outputs of the shared expert.
@@ -175,6 +176,10 @@ impl Scratch {
         // Rows of experts.
         let pairs = ROWS * used;
         let some = |rows: usize, cols: usize| Activations::new(client, rows.max(1), cols.max(1));
+        let groups = || {
+            let [order, small, large] = Groups::words(pairs, experts).map(|words| floats(words.max(1)));
+            Groups { order, blocks: [small, large] }
+        };
         let scratch = memory.exact(|| Self {
             hidden: floats(ROWS * config.width),
             delta: floats(ROWS * config.width),
@@ -188,6 +193,7 @@ impl Scratch {
             mixture: MixtureScratch {
                 scores: floats((ROWS * experts).max(1)),
                 choices: [floats(pairs.max(1)), floats(pairs.max(1))],
+                groups: groups(),
                 outputs: floats((ROWS * used * config.width).max(1)),
                 shared: [floats(ROWS), floats(if shared > 0 { ROWS * config.width } else { 1 })],
                 shared_gated: some(if shared > 0 { ROWS } else { 1 }, shared),
@@ -201,7 +207,8 @@ impl Scratch {
         let [experts, weights] = &mixture.choices;
         let [gates, outputs] = &mixture.shared;
         let others = [hidden, delta, qkv, queries, &partials.values, &partials.sums, both, parts];
-        let mixture = [&mixture.scores, experts, weights, &mixture.outputs, gates, outputs];
+        let Groups { order, blocks: [small, large] } = &mixture.groups;
+        let mixture = [&mixture.scores, experts, weights, order, small, large, &mixture.outputs, gates, outputs];
         let others: Vec<&Handle> = others.into_iter().chain(mixture).collect();
         activations.as_flattened().iter().chain(&others).try_for_each(|handle| memory.check(handle, "scratch"))?;
         Ok(scratch)
@@ -225,7 +232,8 @@ pub(super) fn scratch_bytes(config: &ModelConfig, heads: &Heads, options: &Stage
     let activations = 2 * (config.width + heads.queries() + config.ffn); // floats, codes, scales
     let last = config.has_head(&options.layers);
     let drawn = if last { 4 * DRAWN_MAX * config.vocab + DrawScratch::bytes(config.vocab) } else { 0 };
-    ((ROWS * (per_row + activations) + rotary + PARTS_WORDS) * 4 + PARTIAL_BYTES + drawn) as u64
+    let groups: usize = Groups::words(ROWS * used, experts).into_iter().sum();
+    ((ROWS * (per_row + activations) + rotary + PARTS_WORDS + groups) * 4 + PARTIAL_BYTES + drawn) as u64
 }
 
 /// Rejects a stage that cannot fit: a full device computes wrong numbers instead of failing.

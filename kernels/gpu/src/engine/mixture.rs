@@ -13,7 +13,7 @@ use crate::experts::{Choices, SharedOutput, combine, route, scale_rows};
 use crate::load::{Loader, Part};
 use crate::platform::Platform;
 use crate::product::operands::Matrix;
-use crate::product::{ExpertMatrix, ExpertRows, Pairs, expert_product};
+use crate::product::{ExpertMatrix, ExpertRows, Groups, Pairs, expert_product, group, grouped};
 use crate::rows::gated;
 
 /// The weights of a mixture.
@@ -161,7 +161,11 @@ impl<R: Platform> GpuEngine<R> {
         let weights::Experts { count: all, used, width, on_input, .. } = experts.config;
         let corrections = experts.corrections.as_ref();
         route(client, self.able, scores, corrections, all, experts.config.routing(), count, &choices);
-        let pairs = Pairs { x: &scratch.x, experts: &choices.experts, count: count * used, each: used };
+        let groups = self.groups(experts, count);
+        if let Some(groups) = groups {
+            group(client, &choices.experts, all, count * used, groups);
+        }
+        let pairs = Pairs { x: &scratch.x, experts: &choices.experts, count: count * used, each: used, groups };
         let integers = self.integers();
         for (index, matrix) in experts.inputs.iter().enumerate() {
             let bias = experts.biases.as_ref().map(|[inputs, _]| {
@@ -201,8 +205,9 @@ impl<R: Platform> GpuEngine<R> {
     ) {
         let (scratch, width, choices) = (&self.scratch, self.config.width, self.choices(experts));
         let mixture = &scratch.mixture;
-        let (pairs, on_input) = (count * experts.config.used, experts.config.on_input);
-        let pairs = Pairs { x: &mixture.gated, experts: &choices.experts, count: pairs, each: 1 };
+        let (groups, on_input) = (self.groups(experts, count), experts.config.on_input);
+        let all = count * experts.config.used;
+        let pairs = Pairs { x: &mixture.gated, experts: &choices.experts, count: all, each: 1, groups };
         let bias = experts.biases.as_ref().map(|[_, down]| down);
         let out = ExpertRows { rows: &mixture.outputs, stride: width, offset: 0, bias };
         expert_product(client, self.able, &experts.down, &pairs, self.integers(), &out);
@@ -218,6 +223,12 @@ impl<R: Platform> GpuEngine<R> {
             SharedOutput { gates, outputs }
         });
         combine(client, self.able, &mixture.outputs, &choices, !on_input, shared.as_ref(), count, width, hidden);
+    }
+
+    /// Where pairs are sorted by expert, if those of one expert are computed together in a pass of `count` rows.
+    fn groups(&self, experts: &Experts, count: usize) -> Option<&Groups> {
+        let grouped = grouped(self.able, self.integers(), count * experts.config.used, experts.config.count);
+        grouped.then_some(&self.scratch.mixture.groups)
     }
 
     fn integers(&self) -> bool {

@@ -1,5 +1,5 @@
-//! Products of rows with the matrices of the experts that were chosen for them. Each pair of a row and an expert is computed by
-//! itself, so rows of different experts share no pass over weights.
+//! Products of rows with the matrices of the experts that were chosen for them. Of few pairs of a row and an expert, each is computed
+//! by itself; of many, those of one expert share a pass over its weights.
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use kernels::order::CHUNKS;
@@ -7,8 +7,10 @@ use kernels::quant::QuantType;
 use kernels::tile::{Layout, ROWS};
 
 use super::few::{Shape, share_sums, strip_sums};
-use super::operands::{Activations, Matrix};
-use super::plain::{chunk_sum, total_of};
+use super::groups::{BLOCK_PAIRS, Groups, blocks_max};
+use super::operands::{Activations, Finish, Matrix};
+use super::panel::{PANEL_ROWS, Share, panel_kernel, panel_tokens};
+use super::plain::{chunk_sums, total_of};
 use crate::arithmetic::Features;
 use crate::inline::await_previous;
 use crate::platform::{Platform, array};
@@ -36,7 +38,17 @@ pub(crate) struct Pairs<'a> {
     /// Number of pairs; pair i computes row `i / each`.
     pub(crate) count: usize,
     pub(crate) each: usize,
+    /// The pairs by expert, if those of one expert are computed together.
+    pub(crate) groups: Option<&'a Groups>,
 }
+
+/// Whether the pairs of one expert should be computed together: each expert has a few on average.
+pub(crate) fn grouped(able: Features, integers: bool, pairs: usize, experts: usize) -> bool {
+    able.matrices && integers && pairs >= GROUPED_PAIRS * experts
+}
+
+/// Pairs per expert from which on they are computed together.
+const GROUPED_PAIRS: usize = 2;
 
 /// Outputs of pairs: columns `offset ..` of rows of `stride` elements; those of the second matrix follow those of the first.
 pub(crate) struct ExpertRows<'a> {
@@ -88,6 +100,47 @@ pub(crate) fn expert_product<R: Platform>(
                 matrix.kind,
                 integers,
                 biased,
+                able,
+            );
+        }
+        return;
+    }
+    if let Some(groups) = pairs.groups {
+        let table = BLOCK_PAIRS.iter().position(|block| *block == panel_tokens(matrix.kind));
+        let blocks = &groups.blocks[table.expect("a table for each number of rows of a cube")];
+        let [order_len, small, large] = Groups::words(pairs.count, experts.count);
+        let blocks_len = [small, large][table.unwrap_or_default()];
+        // SAFETY: blocks and places are those of `group`; tile rows past the last one of the expert read the last and write nothing.
+        unsafe {
+            panel_kernel::launch_unchecked::<R>(
+                client,
+                CubeCount::Static(
+                    blocks_max(pairs.count, experts.count, panel_tokens(matrix.kind)) as u32,
+                    experts.rows.div_ceil(PANEL_ROWS) as u32,
+                    experts.matrices as u32,
+                ),
+                CubeDim::new_2d(32, 8),
+                array(&matrix.tiles, matrix.words()),
+                array(&matrix.tiles, matrix.words()),
+                array(&x.codes, x.code_words(rows)),
+                array(&x.scales, x.scale_words(rows)),
+                array(bias, bias_len),
+                array(&groups.order, order_len),
+                array(blocks, blocks_len),
+                array(y, pairs.count * stride),
+                NIBBLES,
+                matrix.groups() as u32,
+                strips as u32,
+                first as u32,
+                (all / ROWS) as u32,
+                pairs.each as u32,
+                pairs.count as u32,
+                stride as u32,
+                offset as u32,
+                experts.rows as u32,
+                Share::Expert,
+                matrix.kind,
+                Finish { bias: biased, add: false },
                 able,
             );
         }
@@ -151,9 +204,25 @@ fn plain_expert_kernel(
     let from = CUBE_POS_Z * all_strips + experts[pair] * strips;
     let of_matrix = (first + from) as usize + strip;
     let token = pair / each as usize;
-    let sum =
-        chunk_sum(tiles, floats, codes, scales, of_matrix, token, row, chunk, cols as usize, kind, integers, able);
-    let mut total = total_of(sum, row, chunk);
+    let mut sums = Array::<f32>::new(1usize);
+    chunk_sums(
+        tiles,
+        floats,
+        codes,
+        scales,
+        of_matrix,
+        token,
+        token,
+        row,
+        chunk,
+        cols as usize,
+        &mut sums,
+        1usize,
+        kind,
+        integers,
+        able,
+    );
+    let mut total = total_of(sums[0], row, chunk);
     if chunk == 0 {
         if comptime!(biased) {
             total += bias[(from as usize + strip) * comptime!(ROWS) + row];

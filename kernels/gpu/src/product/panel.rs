@@ -2,12 +2,14 @@
 //! 32 rows for up to 32.
 //!
 //! Planes share the tiles and activations of a group of columns in shared memory. While one group is multiplied, the next two are
-//! copied asynchronously. Of a small product several cubes compute different chunks, which are then added in order.
+//! copied asynchronously. Of a small product several cubes compute different chunks, which are then added in order. Of a product with
+//! the matrices of experts, a cube computes one block of rows of one expert (`groups.rs`).
 use cubecl::prelude::*;
 use kernels::order::CHUNKS;
 use kernels::quant::QuantType;
 use kernels::tile::{Layout, ROWS, Scales};
 
+use super::groups::BLOCK_WORDS;
 use super::matrices::multiply;
 use super::operands::{Finish, finish_element};
 use crate::arithmetic::Features;
@@ -138,11 +140,24 @@ pub(super) fn gather_kernel(
     finish_element(y, token * stride as usize + offset as usize + row, total, bias, row, finish);
 }
 
+/// Which products a cube computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Share {
+    /// All chunks of a matrix.
+    Whole,
+    /// Some chunks of a matrix.
+    Chunks,
+    /// All chunks of an expert's matrix, for a block of pairs.
+    Expert,
+}
+
 /// Writes the elements of a unit, whose first matrix row is `first_row` and first token `first_token`. Token 0 is row `base` of `y`.
 #[cube]
 fn write_elements(
     totals: &SharedMemory<f32>,
     bias: &Array<f32>,
+    first_bias: usize,
+    order: &Array<u32>,
     y: &mut Array<f32>,
     unit: usize,
     first_row: usize,
@@ -153,6 +168,7 @@ fn write_elements(
     offset: usize,
     width: usize,
     #[comptime] across: usize,
+    #[comptime] share: Share,
     #[comptime] finish: Finish,
 ) {
     // Not unrolled: the addresses of all elements would take too many registers.
@@ -164,7 +180,11 @@ fn write_elements(
             let token = first_token + tile % across * 8 + comptime!(element % 2);
             if token < count && row < width {
                 let total = totals[(4 * tile + element) * comptime!(UNITS) + unit];
-                finish_element(y, (base + token) * stride + offset + row, total, bias, row, finish);
+                let mut out = base + token;
+                if comptime!(share == Share::Expert) {
+                    out = order[token] as usize;
+                }
+                finish_element(y, out * stride + offset + row, total, bias, first_bias + row, finish);
             }
         }
     }
@@ -181,6 +201,7 @@ fn begin_group(
     group: u32,
     stage: usize,
     unit: usize,
+    first_strip: u32,
     last_strip: u32,
     groups: u32,
     tokens_here: u32,
@@ -194,7 +215,7 @@ fn begin_group(
             let mut from = sources.pair;
             if comptime!(i > 0) {
                 let piece = unit as u32 + comptime!((i * UNITS) as u32);
-                from = pair_source(piece, CUBE_POS_Y * comptime!(CUBE_STRIPS as u32), last_strip, groups, kind);
+                from = pair_source(piece, first_strip, last_strip, groups, kind);
             }
             begin_copy::<Vector<u32, Const<2>>>(
                 pairs,
@@ -230,6 +251,12 @@ fn begin_group(
     }
 }
 
+/// The activation row of a token; of an expert's block, that of the pair at this place, or of the last pair.
+#[cube]
+fn row_of(order: &Array<u32>, token: usize, count: usize, each: u32, #[comptime] share: Share) -> usize {
+    if comptime!(share == Share::Expert) { (order[min(token, count - 1)] / each) as usize } else { token }
+}
+
 #[cube(launch_unchecked, address_type = "u64")]
 pub(super) fn panel_kernel(
     pairs: &Array<Vector<u32, Const<2>>>,
@@ -237,26 +264,50 @@ pub(super) fn panel_kernel(
     codes: &Array<Vector<u32, Const<4>>>,
     scales: &Array<Vector<f32, Const<4>>>,
     bias: &Array<f32>,
+    order: &Array<u32>,
+    blocks: &Array<u32>,
     y: &mut Array<f32>,
     nibbles: u32,
     groups: u32,
     strips: u32,
+    first: u32,
+    all_strips: u32,
+    each: u32,
     count: u32,
     stride: u32,
     offset: u32,
     width: u32,
-    #[comptime] parted: bool,
+    #[comptime] share: Share,
     #[comptime] kind: QuantType,
     #[comptime] finish: Finish,
     #[comptime] able: Features,
 ) {
     let lane = UNIT_POS_X as usize;
-    let (across, tokens) = comptime!((eights(kind), panel_tokens(kind)));
-    let (plane, groups, count) = (UNIT_POS_Y as usize, groups as usize, count as usize);
+    let (across, tokens, parted) = comptime!((eights(kind), panel_tokens(kind), share == Share::Chunks));
+    let (plane, groups) = (UNIT_POS_Y as usize, groups as usize);
     let (g, t, unit) = (lane / 4, lane % 4, plane * 32 + lane);
-    let (first_strip, first_token) = (CUBE_POS_Y as usize * CUBE_STRIPS, CUBE_POS_X as usize * tokens);
+    // Tokens `first_token .. count` of the tile rows `begin ..`.
+    let mut begin = 0usize.runtime();
+    let mut first_token = CUBE_POS_X as usize * tokens;
+    let mut count = count as usize;
+    let mut offset = offset as usize;
+    let mut first_bias = 0usize.runtime();
+    if comptime!(share == Share::Expert) {
+        let block = CUBE_POS_X as usize * comptime!(BLOCK_WORDS);
+        if blocks[block + 2] == 0u32 {
+            terminate!();
+        }
+        let from = CUBE_POS_Z * all_strips + blocks[block] * strips;
+        begin = (first + from) as usize;
+        first_bias = from as usize * comptime!(ROWS);
+        first_token = blocks[block + 1] as usize;
+        count = first_token + blocks[block + 2] as usize;
+        offset += (CUBE_POS_Z * strips) as usize * comptime!(ROWS);
+    }
+    let first_row = CUBE_POS_Y as usize * CUBE_STRIPS * comptime!(ROWS);
+    let first_strip = begin + CUBE_POS_Y as usize * CUBE_STRIPS;
     let (strip, token) = (plane / TOKEN_PLANES * PANEL_STRIPS, plane % TOKEN_PLANES * comptime!(8 * across));
-    let last_strip = strips as usize - 1;
+    let last_strip = begin + strips as usize - 1;
     let elements = comptime!(PANEL_STRIPS * across * 4);
     let mut sums = Array::<f32>::new(elements);
     // Sums of the finished chunks, `[element, unit]`, in shared memory: in registers they would halve the number of resident cubes.
@@ -282,8 +333,8 @@ pub(super) fn panel_kernel(
     let sources = Sources {
         pair: pair_source(unit as u32, first_strip as u32, last_strip as u32, groups as u32, kind),
         single: u32::cast_from(tile * comptime!(tile_words(kind)) + comptime!(code_words(kind)) + unit % in_scales * 4),
-        code: u32::cast_from((first_token + unit / 4) * groups * 4 + unit % 4),
-        scale: u32::cast_from((first_token + unit / 2) * groups * 2 + unit % 2),
+        code: u32::cast_from(row_of(order, first_token + unit / 4, count, each, share) * groups * 4 + unit % 4),
+        scale: u32::cast_from(row_of(order, first_token + unit / 2, count, each, share) * groups * 2 + unit % 2),
     };
     let (first_chunk, last_chunk) = chunks(parted);
     let groups = groups as u32;
@@ -303,6 +354,7 @@ pub(super) fn panel_kernel(
                 first,
                 i,
                 unit,
+                first_strip as u32,
                 last_strip as u32,
                 groups,
                 tokens_here,
@@ -334,6 +386,7 @@ pub(super) fn panel_kernel(
                     next,
                     to,
                     unit,
+                    first_strip as u32,
                     last_strip as u32,
                     groups,
                     tokens_here,
@@ -412,16 +465,19 @@ pub(super) fn panel_kernel(
             write_elements(
                 &totals,
                 bias,
+                first_bias,
+                order,
                 y,
                 unit,
-                (first_strip + strip) * comptime!(ROWS) + 2 * g,
+                first_row + strip * comptime!(ROWS) + 2 * g,
                 first_token + token + 2 * t,
                 base,
                 count,
                 stride as usize,
-                offset as usize,
+                offset,
                 width as usize,
                 across,
+                share,
                 finish,
             );
         }

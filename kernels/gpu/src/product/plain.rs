@@ -11,6 +11,14 @@ use crate::tiles::{code_words, row_scales, slot_codes, tile_words, weight};
 /// Columns of unquantised weights that are loaded at once.
 const BATCH: usize = 16;
 
+/// Activation rows per cube: several rows of unquantised weights share the loaded weights.
+pub(super) const fn plain_tokens(kind: QuantType, count: usize) -> usize {
+    if Layout::of(kind).bits == 0 && count >= SHARED_ROWS { SHARED_ROWS } else { 1 }
+}
+
+/// Activation rows that share loaded weights.
+const SHARED_ROWS: usize = 8;
+
 #[cube(launch_unchecked)]
 pub(super) fn plain_kernel(
     tiles: &Array<u32>,
@@ -20,79 +28,122 @@ pub(super) fn plain_kernel(
     bias: &Array<f32>,
     y: &mut Array<f32>,
     cols: u32,
+    count: u32,
     stride: u32,
     offset: u32,
     width: u32,
+    #[comptime] tokens: usize,
     #[comptime] kind: QuantType,
     #[comptime] integers: bool,
     #[comptime] finish: Finish,
     #[comptime] able: Features,
 ) {
     let (row, chunk) = (UNIT_POS_X as usize, UNIT_POS_Y as usize);
-    let (strip, token) = (CUBE_POS_X as usize, CUBE_POS_Y as usize);
-    let sum = chunk_sum(tiles, floats, codes, scales, strip, token, row, chunk, cols as usize, kind, integers, able);
-    let total = total_of(sum, row, chunk);
+    let (strip, token, count) = (CUBE_POS_X as usize, CUBE_POS_Y as usize * tokens, count as usize);
+    let mut sums = Array::<f32>::new(tokens);
+    chunk_sums(
+        tiles,
+        floats,
+        codes,
+        scales,
+        strip,
+        token,
+        count - 1,
+        row,
+        chunk,
+        cols as usize,
+        &mut sums,
+        tokens,
+        kind,
+        integers,
+        able,
+    );
     let element = strip * comptime!(ROWS) + row;
-    if chunk == 0 && element < width as usize {
-        let at = token * stride as usize + offset as usize + element;
-        finish_element(y, at, total, bias, element, finish);
+    #[unroll]
+    for i in 0..tokens {
+        let total = total_of(sums[i], row, chunk);
+        if chunk == 0 && element < width as usize && token + i < count {
+            let at = (token + i) * stride as usize + offset as usize + element;
+            finish_element(y, at, total, bias, element, finish);
+        }
     }
 }
 
-/// The sum of one chunk of the product of a matrix row, row `row` of tile row `strip`, with an activation row.
+/// The sums of one chunk of the products of a matrix row, row `row` of tile row `strip`, with activation rows `token ..`. In place
+/// of rows past row `last`, it reads that one.
 #[cube]
-pub(super) fn chunk_sum(
+pub(super) fn chunk_sums(
     tiles: &Array<u32>,
     floats: &Array<f32>,
     codes: &Array<u32>,
     scales: &Array<f32>,
     strip: usize,
     token: usize,
+    last: usize,
     row: usize,
     chunk: usize,
     cols: usize,
+    sums: &mut Array<f32>,
+    #[comptime] tokens: usize,
     #[comptime] kind: QuantType,
     #[comptime] integers: bool,
     #[comptime] able: Features,
-) -> f32 {
+) {
     let groups = cols.div_ceil(comptime!(GROUP));
     let (from, to) = chunk_range(groups, chunk);
-    let mut sum = 0.0f32;
+    #[unroll]
+    for i in 0..tokens {
+        sums[i] = 0.0f32;
+    }
     for group in from..to {
         let tile = (strip * groups + group) * comptime!(tile_words(kind));
         if comptime!(integers) {
             #[unroll]
-            for block in 0..2usize {
-                sum = plain_block(tiles, tile, codes, scales, token * groups + group, block, row, sum, kind, able);
+            for i in 0..tokens {
+                let at = min(token + i, last) * groups + group;
+                #[unroll]
+                for block in 0..2usize {
+                    sums[i] = plain_block(tiles, tile, codes, scales, at, block, row, sums[i], kind, able);
+                }
             }
         } else {
             let end = min(comptime!(GROUP), cols - group * comptime!(GROUP));
-            let x = token * cols + group * comptime!(GROUP);
             let mut column = 0usize;
             if comptime!(Layout::of(kind).bits == 0) {
-                // Loads of a batch overlap; the chain of additions keeps its order.
+                // Loads of a batch overlap; the chains of additions keep their order.
                 let mut weights = Array::<f32>::new(BATCH);
                 let mut numbers = Array::<f32>::new(BATCH);
                 while column + BATCH <= end {
                     #[unroll]
                     for i in 0..BATCH {
                         weights[i] = weight(tiles, tile, row, column + i, kind, able);
-                        numbers[i] = floats[x + column + i];
                     }
                     #[unroll]
-                    for i in 0..BATCH {
-                        sum = fused(weights[i], numbers[i], sum, able);
+                    for n in 0..tokens {
+                        let x = min(token + n, last) * cols + group * comptime!(GROUP) + column;
+                        #[unroll]
+                        for i in 0..BATCH {
+                            numbers[i] = floats[x + i];
+                        }
+                        #[unroll]
+                        for i in 0..BATCH {
+                            sums[n] = fused(weights[i], numbers[i], sums[n], able);
+                        }
                     }
                     column += BATCH;
                 }
             }
             while column < end {
-                sum = fused(weight(tiles, tile, row, column, kind, able), floats[x + column], sum, able);
+                let w = weight(tiles, tile, row, column, kind, able);
+                #[unroll]
+                for n in 0..tokens {
+                    let x = min(token + n, last) * cols + group * comptime!(GROUP) + column;
+                    sums[n] = fused(w, floats[x], sums[n], able);
+                }
                 column += 1;
             }
         }
     }
-    sum
 }
 
 /// The sum of all chunks of a row, for the units of chunk 0. All units of the cube must call it.

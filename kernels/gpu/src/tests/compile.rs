@@ -21,7 +21,7 @@ use crate::draw::{DrawScratch, draw};
 use crate::experts::{Choices, SharedOutput, combine, route, scale_rows};
 use crate::graph::Recorder;
 use crate::product::operands::{Activations, Matrix, Target};
-use crate::product::{ExpertMatrix, ExpertRows, Pairs, expert_product, gate_product, gates, product};
+use crate::product::{ExpertMatrix, ExpertRows, Groups, Pairs, expert_product, gate_product, gates, group, product};
 use crate::rows::{RowFormats, cap, embed, gated, norm, norm_add};
 
 fn no_device() -> DeviceProperties {
@@ -84,8 +84,15 @@ fn products(client: &ComputeClient<Recorder>, kind: QuantType) {
     }
     embed(client, ABLE, &table, 0, &vector, 1, None, &y);
     let experts = ExpertMatrix { matrix: table, first: 0, matrices: 1, rows: 512, count: 8 };
-    let pairs = Pairs { x: &activations(4096), experts: &vector, count: 8, each: 8 };
-    for (integers, bias) in [(true, None), (true, Some(&vector)), (false, None)] {
+    let sorted = Groups { order: handle(), blocks: [handle(), handle()] };
+    for (integers, bias, groups) in [
+        (true, None, None),
+        (true, Some(&vector), None),
+        (false, None, None),
+        (true, None, Some(&sorted)),
+        (true, Some(&vector), Some(&sorted)),
+    ] {
+        let pairs = Pairs { x: &activations(4096), experts: &vector, count: 8, each: 8, groups };
         let out = ExpertRows { rows: &y, stride: 512, offset: 0, bias };
         expert_product(client, ABLE, &experts, &pairs, integers, &out);
     }
@@ -106,6 +113,8 @@ fn mixtures(client: &ComputeClient<Recorder>) {
         (16, sigmoid, None),
     ] {
         route(client, ABLE, &handle(), corrections, count, routing, 1, &choices);
+        let groups = Groups { order: handle(), blocks: [handle(), handle()] };
+        group(client, &choices.experts, count, 64, &groups);
     }
     scale_rows(client, ABLE, &handle(), &handle(), 8, 2048);
     for (shared, weighted) in [(None, true), (Some(Some(&gates)), true), (Some(None), true), (Some(None), false)] {

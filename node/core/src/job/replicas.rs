@@ -170,9 +170,13 @@ impl Jobs {
         if !over && !waits {
             return;
         }
+        // A replica without a placement ends, so a job that still waits for its own is better than none.
+        let is_replica = |id: &JobId| self.replicas.first(*id).is_some();
+        let ends = over || is_replica(&id) && job.degraded_reason().is_some();
         let able = |other: &&JobId| {
             let other = self.jobs.get(*other).filter(|other| other.id != id && other.ending.is_none());
-            other.is_some_and(|other| other.is_running() || over)
+            let lasts = |other: &Job| !is_replica(&other.id) || other.degraded_reason().is_none();
+            other.is_some_and(|other| other.is_running() || ends && lasts(other))
         };
         let runs = |other: &&JobId| self.jobs.get(*other).is_some_and(Job::is_running);
         let able: Vec<&JobId> = group.iter().filter(able).collect();
@@ -197,7 +201,7 @@ impl Jobs {
             let idle = job.serve().is_some_and(|serve| serve.requests.is_empty());
             if is_gone && idle {
                 job.ending = Some(Ending::Completed);
-            } else if let Some(reason) = job.degraded_reason() {
+            } else if idle && let Some(reason) = job.degraded_reason() {
                 job.ending = Some(Ending::Failed(reason));
             }
         }

@@ -10,6 +10,9 @@ pub(super) struct Stories<'a> {
     jobs: BTreeMap<JobId, Story>,
     /// Number of steps of the jobs that are simulations.
     simulations: &'a BTreeMap<JobId, u32>,
+    /// Jobs that calls name. The other jobs of models are replicas (or draft models) of those at the same coordinator, and
+    /// run requests whose calls name the first job.
+    named: BTreeSet<JobId>,
     /// Until when another fault is active.
     trouble: Option<Instant>,
     /// When a request or simulation last arrived or was cancelled.
@@ -37,8 +40,21 @@ struct Story {
 }
 
 impl<'a> Stories<'a> {
-    pub(super) fn new(simulations: &'a BTreeMap<JobId, u32>) -> Self {
-        Stories { jobs: BTreeMap::new(), simulations, trouble: None, changed: None }
+    pub(super) fn new(simulations: &'a BTreeMap<JobId, u32>, named: BTreeSet<JobId>) -> Self {
+        Stories { jobs: BTreeMap::new(), simulations, named, trouble: None, changed: None }
+    }
+
+    fn is_replica(&self, job: JobId) -> bool {
+        !self.named.contains(&job) && !self.simulations.contains_key(&job)
+    }
+
+    /// The job and its replicas.
+    fn group<'b>(&'b self, job: JobId, story: &'b Story) -> impl Iterator<Item = (JobId, &'b Story)> {
+        let is_model = !self.simulations.contains_key(&job);
+        let replica = move |(id, other): &(&JobId, &Story)| {
+            is_model && self.is_replica(**id) && **id != job && other.coordinator == story.coordinator
+        };
+        core::iter::once((job, story)).chain(self.jobs.iter().filter(replica).map(|(id, story)| (*id, story)))
     }
 
     pub(super) fn apply(&mut self, at: Instant, host: HostId, entry: &Seen, node: &impl Fn(HostId) -> NodeId) {
@@ -75,7 +91,14 @@ impl<'a> Stories<'a> {
             | Seen::Progress(job, _)
             | Seen::Moves(job)
             | Seen::Preempted(job)
-            | Seen::Held(job, ..) => self.jobs.entry(*job).or_default().apply(at, node(host), host, entry),
+            | Seen::Held(job, ..) => {
+                self.jobs.entry(*job).or_default().apply(at, node(host), host, entry);
+                // Which of the calls run in a replica is not recorded.
+                if matches!(entry, Seen::Placed(..)) && self.is_replica(*job) {
+                    let led = |story: &&mut Story| story.coordinator == Some(host);
+                    self.jobs.values_mut().filter(led).for_each(|story| story.tokens.clear());
+                }
+            }
         }
     }
 
@@ -93,11 +116,22 @@ impl<'a> Stories<'a> {
         let of = |(job, story): (&JobId, &Story)| {
             let steps = self.simulations.get(job);
             let (simulation, died) = (steps.is_some(), !all.is_empty());
-            let lost = story.lost(&all, simulation, dead.is_empty(), node)?;
+            let group: Vec<(JobId, &Story)> = self.group(*job, story).collect();
+            let lost: Vec<Vec<u16>> =
+                group.iter().map(|(_, story)| story.lost(&all, simulation, node)).collect::<Option<_>>()?;
+            let lost = lost.concat();
+            let led = story.coordinator.map(node)?;
+            if lost.is_empty() && !dead.is_empty() && !(simulation && all.contains(&led)) {
+                return None; // this job noticed nothing
+            }
             let slack = if simulation { story.cycle() * CYCLES } else { story.token_time() };
             let (waited, back) = match steps {
                 Some(steps) => story.resumed((*job, *steps), &lost, (at, last), died, after)?,
-                None => (story.waited(*job, at, last, after)?, None),
+                None => {
+                    let jobs: Vec<JobId> = group.iter().map(|(job, _)| *job).collect();
+                    let preempted = group.iter().filter_map(|(_, story)| story.preempted).max();
+                    (story.waited(&jobs, preempted, at, last, after)?, None)
+                }
             };
             Some(Loss { at, last, simulation, owners: lost.len(), waited, slack, back })
         };
@@ -196,14 +230,8 @@ impl Story {
         end.since(*first) / last.len() as u32
     }
 
-    /// The lost stages or tiles, if the job must continue without a pause.
-    fn lost(
-        &self,
-        all: &[NodeId],
-        simulation: bool,
-        broken: bool,
-        node: &impl Fn(HostId) -> NodeId,
-    ) -> Option<Vec<u16>> {
+    /// The lost stages or tiles, which may be none; `None` if the job need not continue without a pause.
+    fn lost(&self, all: &[NodeId], simulation: bool, node: &impl Fn(HostId) -> NodeId) -> Option<Vec<u16>> {
         let coordinator = self.coordinator.map(node).filter(|_| self.ready)?;
         let lost: Vec<u16> =
             (0..).zip(&self.owners).filter(|(_, owner)| all.contains(owner)).map(|(at, _)| at).collect();
@@ -212,9 +240,8 @@ impl Story {
         // The standbys of two neighbouring tiles retain no halo strips for each other: if both are lost, all tiles may roll
         // back.
         let few = !simulation || lost.len() <= 1;
-        let noticed = !lost.is_empty() || broken || simulation && coordinator_lost;
         let led = !coordinator_lost || simulation && self.has_majority(all, coordinator);
-        (led && few && all.len() <= 2 && noticed && lost.iter().all(covered)).then_some(lost)
+        (led && few && all.len() <= 2 && lost.iter().all(covered)).then_some(lost)
     }
 
     /// Whether more than half of a simulation's participants live, and one of them may succeed the coordinator.
@@ -226,11 +253,19 @@ impl Story {
         2 * live > participants.len() && successors().next().is_some() && !successors().any(|node| dead.contains(node))
     }
 
-    /// The longest wait of a running request; `None` if no request was running, or if one waits for pages meanwhile.
-    fn waited(&self, job: JobId, at: Instant, last: Instant, after: &[Entry]) -> Option<Duration> {
+    /// The longest wait of a running request of these jobs, a first job and its replicas; `None` if no request was running, or
+    /// if one waits for pages meanwhile. `preempted`: when one last did.
+    fn waited(
+        &self,
+        jobs: &[JobId],
+        preempted: Option<Instant>,
+        at: Instant,
+        last: Instant,
+        after: &[Entry],
+    ) -> Option<Duration> {
         let mut soon = after.iter().take_while(|(then, ..)| *then <= last + LIMIT);
-        let waits = soon.any(|(_, _, entry)| matches!(entry, Seen::Preempted(of) if *of == job));
-        if waits || self.preempted.is_some_and(|preempted| preempted + RUNNING > at) {
+        let waits = soon.any(|(_, _, entry)| matches!(entry, Seen::Preempted(of) if jobs.contains(of)));
+        if waits || preempted.is_some_and(|preempted| preempted + RUNNING > at) {
             return None;
         }
         // A request that ended before the last loss did not wait for it.
@@ -244,7 +279,7 @@ impl Story {
             .map(|call| {
                 // A new request takes its share of the stages, so a wait counts up to its arrival.
                 let next = after.iter().find(|(then, _, entry)| {
-                    let of = matches!(entry, Seen::Token(job_of, of) | Seen::Ended(job_of, of) if (*job_of, *of) == (job, call));
+                    let of = matches!(entry, Seen::Token(job_of, of) | Seen::Ended(job_of, of) if jobs.contains(job_of) && *of == call);
                     *then > last && (of || matches!(entry, Seen::Changed))
                 });
                 next.map_or(Duration::MAX, |(then, ..)| then.since(last))
