@@ -8,8 +8,11 @@ use super::operands::{Finish, finish_element};
 use crate::arithmetic::{Features, chunk_range, fused};
 use crate::tiles::{code_words, row_scales, slot_codes, tile_words, weight};
 
-/// Columns of unquantised weights that are loaded at once.
-const BATCH: usize = 16;
+/// Columns of unquantised weights that are loaded at once. Of one activation row, loads of a whole group overlap; with several rows the
+/// numbers of each would take too many registers.
+const fn batch(tokens: usize) -> usize {
+    if tokens == 1 { GROUP } else { 16 }
+}
 
 /// Activation rows per cube: several rows of unquantised weights share the loaded weights.
 pub(super) const fn plain_tokens(kind: QuantType, count: usize) -> usize {
@@ -111,26 +114,27 @@ pub(super) fn chunk_sums(
             let mut column = 0usize;
             if comptime!(Layout::of(kind).bits == 0) {
                 // Loads of a batch overlap; the chains of additions keep their order.
-                let mut weights = Array::<f32>::new(BATCH);
-                let mut numbers = Array::<f32>::new(BATCH);
-                while column + BATCH <= end {
+                let batch = comptime!(batch(tokens));
+                let mut weights = Array::<f32>::new(batch);
+                let mut numbers = Array::<f32>::new(batch);
+                while column + batch <= end {
                     #[unroll]
-                    for i in 0..BATCH {
+                    for i in 0..batch {
                         weights[i] = weight(tiles, tile, row, column + i, kind, able);
                     }
                     #[unroll]
                     for n in 0..tokens {
                         let x = min(token + n, last) * cols + group * comptime!(GROUP) + column;
                         #[unroll]
-                        for i in 0..BATCH {
+                        for i in 0..batch {
                             numbers[i] = floats[x + i];
                         }
                         #[unroll]
-                        for i in 0..BATCH {
+                        for i in 0..batch {
                             sums[n] = fused(weights[i], numbers[i], sums[n], able);
                         }
                     }
-                    column += BATCH;
+                    column += batch;
                 }
             }
             while column < end {
