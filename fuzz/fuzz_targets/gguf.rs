@@ -19,7 +19,7 @@ fuzz_target!(|data: &[u8]| {
 
 fn open(bytes: Vec<u8>) {
     let Ok(file) = ModelFile::from_bytes(Bytes::from(bytes)) else { return };
-    let _ = (file.costs(Activations::Int8), file.stage_ranges(0..1), file.rotary_frequencies(&file.config().rope));
+    let _ = (file.costs(Activations::Int8), file.stage_ranges(0..1), file.rotary_frequencies(&file.config().rope, 8192));
     for info in file.tensors() {
         let tensor = file.tensor(&info.name).expect("listed");
         assert_eq!(tensor.read(tensor.rows - 1..tensor.rows).expect("in memory").len() as u64, info.row_bytes());

@@ -4,6 +4,7 @@
 //! that value rounded once, which equals ggml's scalar code.
 use half::{bf16, f16};
 
+mod grids;
 pub mod search;
 
 /// A storage format of tensor rows. A row is a whole number of blocks.
@@ -25,6 +26,16 @@ pub enum QuantType {
     Q5_1,
     /// 32 weights: f16 scale, signed bytes.
     Q8_0,
+    /// 256 weights: 8 groups of 32 with 4-bit scales; 8 weights each are an entry of a code book with 256, and 7 bits of signs.
+    Iq2Xxs,
+    /// 256 weights: 16 groups of 16 with 4-bit scales; 8 weights each are an entry of a code book with 512, and 7 bits of signs.
+    Iq2Xs,
+    /// 256 weights: 16 groups of 16 with 4-bit scales; 8 weights each are an entry of a code book with 1024, and their signs.
+    Iq2S,
+    /// 256 weights: 8 groups of 32 with 4-bit scales; 4 weights each are an entry of a code book with 256, 8 have 7 bits of signs.
+    Iq3Xxs,
+    /// 256 weights: 8 groups of 32 with 4-bit scales; 4 weights each are an entry of a code book with 512, 8 have their signs.
+    Iq3S,
     /// 256 weights: 16 groups of 16 with 6-bit scales, minus 32; 3 bits each (third bits stored separately), minus 4.
     Q3K,
     /// 256 weights: 8 groups of 32 with 6-bit scales and minima, 4 bits each.
@@ -42,7 +53,7 @@ pub enum QuantType {
 }
 
 /// All formats; tests iterate over them.
-pub const QUANT_TYPES: [QuantType; 15] = [
+pub const QUANT_TYPES: [QuantType; 20] = [
     QuantType::F32,
     QuantType::F16,
     QuantType::Bf16,
@@ -51,6 +62,11 @@ pub const QUANT_TYPES: [QuantType; 15] = [
     QuantType::Q5_0,
     QuantType::Q5_1,
     QuantType::Q8_0,
+    QuantType::Iq2Xxs,
+    QuantType::Iq2Xs,
+    QuantType::Iq2S,
+    QuantType::Iq3Xxs,
+    QuantType::Iq3S,
     QuantType::Q3K,
     QuantType::Q4K,
     QuantType::Q5K,
@@ -69,6 +85,17 @@ pub const SUPER_BLOCK: usize = 256;
 pub const IQ4_VALUES: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
 /// What the codes of MXFP4 stand for, times two (ggml's `kvalues_mxfp4`); they are multiplied by half the scale.
 pub const MXFP4_VALUES: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+
+/// What the codes of [`BookGroup`] stand for in IQ2: magnitudes, then the same with a minus.
+pub const IQ2_VALUES: [i8; 16] = [8, 25, 43, 0, 0, 0, 0, 0, -8, -25, -43, 0, 0, 0, 0, 0];
+/// Those of IQ3_XXS.
+pub const IQ3_XXS_VALUES: [i8; 16] = [4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62];
+/// Those of IQ3_S.
+pub const IQ3_S_VALUES: [i8; 16] = [1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15];
+/// Scales of IQ2 are divided by two to this power.
+pub const IQ2_SHIFT: u32 = 3;
+/// Scales of IQ3_XXS are.
+pub const IQ3_XXS_SHIFT: u32 = 2;
 
 impl QuantType {
     /// The format of a ggml type number; `None` if unsupported.
@@ -92,7 +119,12 @@ impl QuantType {
             Self::Q4K => 12,
             Self::Q5K => 13,
             Self::Q6K => 14,
+            Self::Iq2Xxs => 16,
+            Self::Iq2Xs => 17,
+            Self::Iq3Xxs => 18,
             Self::Iq4Nl => 20,
+            Self::Iq3S => 21,
+            Self::Iq2S => 22,
             Self::Iq4Xs => 23,
             Self::Bf16 => 30,
             Self::Mxfp4 => 39,
@@ -111,6 +143,11 @@ impl QuantType {
             Self::Q5_0 => "Q5_0",
             Self::Q5_1 => "Q5_1",
             Self::Q8_0 => "Q8_0",
+            Self::Iq2Xxs => "IQ2_XXS",
+            Self::Iq2Xs => "IQ2_XS",
+            Self::Iq2S => "IQ2_S",
+            Self::Iq3Xxs => "IQ3_XXS",
+            Self::Iq3S => "IQ3_S",
             Self::Q3K => "Q3_K",
             Self::Q4K => "Q4_K",
             Self::Q5K => "Q5_K",
@@ -127,7 +164,8 @@ impl QuantType {
         match self {
             Self::F32 | Self::F16 | Self::Bf16 => 1,
             Self::Q4_0 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1 | Self::Q8_0 | Self::Iq4Nl | Self::Mxfp4 => BLOCK,
-            Self::Q3K | Self::Q4K | Self::Q5K | Self::Q6K | Self::Iq4Xs => SUPER_BLOCK,
+            Self::Iq2Xxs | Self::Iq2Xs | Self::Iq2S | Self::Iq3Xxs | Self::Iq3S | Self::Iq4Xs => SUPER_BLOCK,
+            Self::Q3K | Self::Q4K | Self::Q5K | Self::Q6K => SUPER_BLOCK,
         }
     }
 
@@ -143,7 +181,11 @@ impl QuantType {
             Self::Q5_0 => 22,
             Self::Q5_1 => 24,
             Self::Q8_0 => 34,
-            Self::Q3K => 110,
+            Self::Iq2Xxs => 66,
+            Self::Iq2Xs => 74,
+            Self::Iq2S => 82,
+            Self::Iq3Xxs => 98,
+            Self::Iq3S | Self::Q3K => 110,
             Self::Iq4Xs => 136,
             Self::Q4K => 144,
             Self::Q5K => 176,
@@ -196,6 +238,11 @@ impl QuantType {
                 Self::Q5_0 => q4(half_at(block, 0), -16.0 * half_at(block, 0), &block[2..6], &block[6..], out),
                 Self::Q5_1 => q4(half_at(block, 0), half_at(block, 2), &block[4..8], &block[8..], out),
                 Self::Q8_0 => q8_0(block, out),
+                Self::Iq2Xxs => by_book(block, &IQ2_VALUES, IQ2_SHIFT, iq2_xxs_group, out),
+                Self::Iq2Xs => by_book(block, &IQ2_VALUES, IQ2_SHIFT, iq2_xs_group, out),
+                Self::Iq2S => by_book(block, &IQ2_VALUES, IQ2_SHIFT, iq2_s_group, out),
+                Self::Iq3Xxs => by_book(block, &IQ3_XXS_VALUES, IQ3_XXS_SHIFT, iq3_xxs_group, out),
+                Self::Iq3S => by_book(block, &IQ3_S_VALUES, 0, iq3_s_group, out),
                 Self::Q3K => q3_k(block, out),
                 Self::Q4K => q45_k(block, None, &block[16..], out),
                 Self::Q5K => q45_k(block, Some(&block[16..48]), &block[48..], out),
@@ -260,6 +307,125 @@ fn q8_0<R: Real>(block: &[u8], out: &mut [R]) {
     let scale = half_at(block, 0);
     for (out, &byte) in out.iter_mut().zip(&block[2..]) {
         *out = R::new(scale * f64::from(byte.cast_signed()));
+    }
+}
+
+/// 16 weights of a super-block of IQ2 or IQ3.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BookGroup {
+    /// Its scale, 1 to 31: multiplied by the factor of the super-block and divided by a power of two of the format.
+    pub scale: u8,
+    /// What the weights are, as indices of the format's table: three bits of magnitude below a sign.
+    pub codes: [u8; 16],
+}
+
+impl BookGroup {
+    fn new(scale: u8) -> Self {
+        Self { scale: 2 * (scale & 15) + 1, codes: [0; 16] }
+    }
+
+    /// Eight weights from `at` on: an entry of a code book of IQ2, and their signs.
+    fn eight(&mut self, at: usize, entry: u16, signs: u8) {
+        for (i, code) in self.codes[at..at + 8].iter_mut().enumerate() {
+            *code = (entry >> (2 * i) & 3) as u8 | (signs >> i & 1) << 3;
+        }
+    }
+
+    /// Four weights from `at` on: an entry of a code book of IQ3, and their signs.
+    fn four(&mut self, at: usize, entry: u16, signs: u8) {
+        for (i, code) in self.codes[at..at + 4].iter_mut().enumerate() {
+            *code = (entry >> (4 * i) & 7) as u8 | (signs >> i & 1) << 3;
+        }
+    }
+}
+
+/// Eight signs of which seven are stored: the number of negative ones is even.
+fn eight_signs(seven: u32) -> u8 {
+    let seven = (seven & 127) as u8;
+    seven | ((seven.count_ones() & 1) as u8) << 7
+}
+
+fn word_at(block: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]])
+}
+
+/// Group `j` of 16 in a super-block of IQ2_XXS: for 32 weights, the indices of four entries, and a word with their signs and, in
+/// its high four bits, the scale.
+#[must_use]
+pub fn iq2_xxs_group(block: &[u8], j: usize) -> BookGroup {
+    let at = 2 + 8 * (j / 2);
+    let word = word_at(block, at + 4);
+    let mut group = BookGroup::new((word >> 28) as u8);
+    for i in 0..2 {
+        let entry = 2 * (j % 2) + i;
+        group.eight(8 * i, grids::IQ2_XXS[usize::from(block[at + entry])], eight_signs(word >> (7 * entry)));
+    }
+    group
+}
+
+/// Group `j` of 16 in a super-block of IQ2_XS: for 8 weights, nine bits of an index and seven of signs; then the scales.
+#[must_use]
+pub fn iq2_xs_group(block: &[u8], j: usize) -> BookGroup {
+    let mut group = BookGroup::new(block[66 + j / 2] >> (4 * (j % 2)));
+    for i in 0..2 {
+        let at = 2 + 4 * j + 2 * i;
+        let bits = u16::from_le_bytes([block[at], block[at + 1]]);
+        group.eight(8 * i, grids::IQ2_XS[usize::from(bits & 511)], eight_signs(u32::from(bits >> 9)));
+    }
+    group
+}
+
+/// Group `j` of 16 in a super-block of IQ2_S: low bytes of all indices, signs, high two bits of the indices, scales.
+#[must_use]
+pub fn iq2_s_group(block: &[u8], j: usize) -> BookGroup {
+    let mut group = BookGroup::new(block[74 + j / 2] >> (4 * (j % 2)));
+    for i in 0..2 {
+        let entry = 2 * j + i;
+        let high = block[66 + entry / 4] >> (2 * (entry % 4)) & 3;
+        let index = usize::from(block[2 + entry]) | usize::from(high) << 8;
+        group.eight(8 * i, grids::IQ2_S[index], block[34 + entry]);
+    }
+    group
+}
+
+/// Group `j` of 16 in a super-block of IQ3_XXS: the indices of all entries, then a word for 32 weights as in IQ2_XXS.
+#[must_use]
+pub fn iq3_xxs_group(block: &[u8], j: usize) -> BookGroup {
+    let word = word_at(block, 66 + 4 * (j / 2));
+    let mut group = BookGroup::new((word >> 28) as u8);
+    for i in 0..4 {
+        let signs = eight_signs(word >> (7 * (2 * (j % 2) + i / 2))) >> (4 * (i % 2));
+        group.four(4 * i, grids::IQ3_XXS[usize::from(block[2 + 4 * j + i])], signs);
+    }
+    group
+}
+
+/// Group `j` of 16 in a super-block of IQ3_S: low bytes of all indices, their ninth bits, signs, scales of 32 weights each.
+#[must_use]
+pub fn iq3_s_group(block: &[u8], j: usize) -> BookGroup {
+    let mut group = BookGroup::new(block[106 + j / 4] >> (4 * (j / 2 % 2)));
+    for i in 0..4 {
+        let entry = 4 * j + i;
+        let ninth = block[66 + entry / 8] >> (entry % 8) & 1;
+        let index = usize::from(block[2 + entry]) | usize::from(ninth) << 8;
+        group.four(4 * i, grids::IQ3_S[index], block[74 + entry / 2] >> (4 * (i % 2)));
+    }
+    group
+}
+
+fn by_book<R: Real>(
+    block: &[u8],
+    values: &[i8; 16],
+    shift: u32,
+    group: impl Fn(&[u8], usize) -> BookGroup,
+    out: &mut [R],
+) {
+    let factor = half_at(block, 0) / f64::from(1u32 << shift);
+    for (j, out) in out.chunks_exact_mut(16).enumerate() {
+        let BookGroup { scale, codes } = group(block, j);
+        for (out, code) in out.iter_mut().zip(codes) {
+            *out = R::new(factor * f64::from(scale) * f64::from(values[usize::from(code)]));
+        }
     }
 }
 
@@ -366,6 +532,11 @@ pub fn quantize(kind: QuantType, weights: &[f32]) -> Option<Vec<u8>> {
             }
             QuantType::Q5_0
             | QuantType::Q5_1
+            | QuantType::Iq2Xxs
+            | QuantType::Iq2Xs
+            | QuantType::Iq2S
+            | QuantType::Iq3Xxs
+            | QuantType::Iq3S
             | QuantType::Q3K
             | QuantType::Q4K
             | QuantType::Q5K
@@ -427,6 +598,8 @@ pub fn random_blocks(kind: QuantType, blocks: usize, seed: u64) -> Vec<u8> {
                 block[2..4].copy_from_slice(&unit(-1.0));
             }
             QuantType::Q8_0 | QuantType::Iq4Nl => block[..2].copy_from_slice(&unit(1.0 / 128.0)),
+            QuantType::Iq2Xxs | QuantType::Iq2Xs | QuantType::Iq2S => block[..2].copy_from_slice(&unit(1.0 / 166.0)),
+            QuantType::Iq3Xxs | QuantType::Iq3S => block[..2].copy_from_slice(&unit(1.0 / 480.0)),
             QuantType::Q3K => block[108..110].copy_from_slice(&unit(1.0 / 32.0 / 4.0)),
             QuantType::Q4K | QuantType::Q5K => {
                 let codes = if kind == QuantType::Q4K { 16.0 } else { 32.0 };

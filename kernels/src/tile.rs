@@ -16,7 +16,11 @@ use std::ops::{Range, RangeInclusive};
 use half::f16;
 
 use crate::order::{BLOCK, GROUP, WeightBlock};
-use crate::quant::{IQ4_VALUES, MXFP4_VALUES, QuantType, iq4_xs_scale, k_scale_min, mxfp4_exponent, q3_k_scale};
+use crate::quant::{
+    BookGroup, IQ2_SHIFT, IQ2_VALUES, IQ3_S_VALUES, IQ3_XXS_SHIFT, IQ3_XXS_VALUES, IQ4_VALUES, MXFP4_VALUES, QuantType,
+    iq2_s_group, iq2_xs_group, iq2_xxs_group, iq3_s_group, iq3_xxs_group, iq4_xs_scale, k_scale_min, mxfp4_exponent,
+    q3_k_scale,
+};
 
 mod check;
 
@@ -36,6 +40,8 @@ pub struct Layout {
     pub offset: i32,
     /// How scales are stored.
     pub scales: Scales,
+    /// Signed bytes of scales are divided by two to this power.
+    pub shift: u32,
     /// Bytes of the codes (or unquantised weights) of one block.
     pub block_bytes: usize,
     /// Bytes per tile.
@@ -78,6 +84,10 @@ impl Layout {
             QuantType::Q5_0 => (5, None, 16, Scales::Half),
             QuantType::Q5_1 => (5, None, 0, Scales::HalfAndMinimum),
             QuantType::Q8_0 => (8, None, 128, Scales::Half),
+            QuantType::Iq2Xxs => (4, Some(&IQ2_CODES), IQ2_OFFSET as i32, Scales::SignedBytes),
+            QuantType::Iq2Xs | QuantType::Iq2S => (4, Some(&IQ2_CODES), IQ2_OFFSET as i32, Scales::Sixteens),
+            QuantType::Iq3Xxs => (4, Some(&IQ3_XXS_CODES), IQ3_XXS_OFFSET as i32, Scales::SignedBytes),
+            QuantType::Iq3S => (4, Some(&IQ3_S_CODES), IQ3_S_OFFSET as i32, Scales::SignedBytes),
             QuantType::Q3K => (4, None, 4, Scales::Sixteens),
             QuantType::Q4K => (4, None, 0, Scales::Bytes),
             QuantType::Q5K => (5, None, 0, Scales::Bytes),
@@ -94,6 +104,11 @@ impl Layout {
             | QuantType::Q5_0
             | QuantType::Q5_1
             | QuantType::Q8_0
+            | QuantType::Iq2Xxs
+            | QuantType::Iq2Xs
+            | QuantType::Iq2S
+            | QuantType::Iq3Xxs
+            | QuantType::Iq3S
             | QuantType::Q3K
             | QuantType::Q4K
             | QuantType::Q5K
@@ -109,7 +124,33 @@ impl Layout {
             Scales::Bytes => 8 * ROWS,
             Scales::Sixteens => 6 * ROWS,
         };
-        Self { bits, table, offset, scales, block_bytes, tile_bytes: 2 * block_bytes + scale_bytes }
+        let shift = match kind {
+            QuantType::Iq2Xxs | QuantType::Iq2Xs | QuantType::Iq2S => IQ2_SHIFT,
+            QuantType::Iq3Xxs => IQ3_XXS_SHIFT,
+            QuantType::F32
+            | QuantType::F16
+            | QuantType::Bf16
+            | QuantType::Q4_0
+            | QuantType::Q4_1
+            | QuantType::Q5_0
+            | QuantType::Q5_1
+            | QuantType::Q8_0
+            | QuantType::Iq3S
+            | QuantType::Q3K
+            | QuantType::Q4K
+            | QuantType::Q5K
+            | QuantType::Q6K
+            | QuantType::Iq4Nl
+            | QuantType::Iq4Xs
+            | QuantType::Mxfp4 => 0,
+        };
+        Self { bits, table, offset, scales, shift, block_bytes, tile_bytes: 2 * block_bytes + scale_bytes }
+    }
+
+    /// What signed bytes of scales are multiplied by.
+    #[must_use]
+    pub const fn unit(&self) -> f32 {
+        1.0 / (1u32 << self.shift) as f32
     }
 
     /// Bytes of the tiles of a matrix.
@@ -122,6 +163,14 @@ impl Layout {
 /// Subtracted from the codes of [`IQ4_CODES`]. With 128, instruction sets that multiply signed bytes subtract it first.
 const IQ4_OFFSET: u8 = 128;
 const IQ4_CODES: [u8; 16] = codes_of(&IQ4_VALUES, IQ4_OFFSET);
+/// As for IQ4: unsigned, these codes would be above 63, which is too many for sums of products in 16 bits.
+const IQ2_OFFSET: u8 = 128;
+const IQ2_CODES: [u8; 16] = codes_of(&IQ2_VALUES, IQ2_OFFSET);
+const IQ3_XXS_OFFSET: u8 = 128;
+const IQ3_XXS_CODES: [u8; 16] = codes_of(&IQ3_XXS_VALUES, IQ3_XXS_OFFSET);
+/// The least that makes them unsigned.
+const IQ3_S_OFFSET: u8 = 15;
+const IQ3_S_CODES: [u8; 16] = codes_of(&IQ3_S_VALUES, IQ3_S_OFFSET);
 /// Subtracted from the codes of [`MXFP4_CODES`], the least that makes them unsigned: products of small codes are faster.
 const MXFP4_OFFSET: u8 = 12;
 const MXFP4_CODES: [u8; 16] = codes_of(&MXFP4_VALUES, MXFP4_OFFSET);
@@ -256,6 +305,11 @@ impl RowWriter<'_> {
                 self.halves(b, &block[..4])
             }),
             QuantType::Q8_0 => each(kind, row, |b, block| self.q8_0(b, block)),
+            QuantType::Iq2Xxs => each(kind, row, |b, block| self.book(b, block, iq2_xxs_group)),
+            QuantType::Iq2Xs => each(kind, row, |b, block| self.book(b, block, iq2_xs_group)),
+            QuantType::Iq2S => each(kind, row, |b, block| self.book(b, block, iq2_s_group)),
+            QuantType::Iq3Xxs => each(kind, row, |b, block| self.book(b, block, iq3_xxs_group)),
+            QuantType::Iq3S => each(kind, row, |b, block| self.book(b, block, iq3_s_group)),
             QuantType::Q3K => each(kind, row, |b, block| self.q3_k(b, block)),
             QuantType::Q4K => each(kind, row, |b, block| self.q4_k(b, block)),
             QuantType::Q5K => each(kind, row, |b, block| self.q5_k(b, block)),
@@ -395,16 +449,39 @@ impl RowWriter<'_> {
         }
     }
 
+    /// The scale of a block, and its factor, an f16.
+    #[inline(always)]
+    fn signed_byte(&mut self, block: usize, scale: i8, factor: &[u8]) {
+        let at = self.scales_at(block / 2);
+        if block.is_multiple_of(2) {
+            self.bytes[at + 2 * self.row..][..2].copy_from_slice(&factor[..2]);
+        }
+        self.bytes[at + (2 + block % 2) * ROWS + self.row] = scale.cast_unsigned();
+    }
+
     fn iq4_xs(&mut self, super_block: usize, stored: &[u8]) -> bool {
         for group in 0..8 {
             let block = 8 * super_block + group;
             self.codes(block, nibbles(&stored[8 + 16 * group..]), []);
-            let at = self.scales_at(block / 2);
-            if group % 2 == 0 {
-                self.bytes[at + 2 * self.row..][..2].copy_from_slice(&stored[..2]);
+            self.signed_byte(block, iq4_xs_scale(&stored[2..8], group), stored);
+        }
+        half_finite(stored, 0)
+    }
+
+    /// IQ2 and IQ3. Both groups of a block have one scale where tiles hold one.
+    #[inline(always)]
+    fn book(&mut self, super_block: usize, stored: &[u8], group: impl Fn(&[u8], usize) -> BookGroup) -> bool {
+        for b in 0..8 {
+            let [first, second] = [0, 1].map(|half| group(stored, 2 * b + half));
+            let codes: [u8; 16] = std::array::from_fn(|i| first.codes[i] | second.codes[i] << 4);
+            let block = 8 * super_block + b;
+            self.codes(block, nibbles(&codes), []);
+            let scales = [first, second].map(|group| group.scale.cast_signed());
+            if self.layout.scales == Scales::Sixteens {
+                self.sixteens(block, scales, stored);
+            } else {
+                self.signed_byte(block, scales[0], stored);
             }
-            let scale = iq4_xs_scale(&stored[2..8], group);
-            self.bytes[at + (2 + group % 2) * ROWS + self.row] = scale.cast_unsigned();
         }
         half_finite(stored, 0)
     }
@@ -569,9 +646,13 @@ impl<'a> Tiles<'a> {
                 let scale = half(0) * f32::from(byte(4 * ROWS + b * ROWS));
                 ([scale; 2], Some(-(half(1) * f32::from(byte(6 * ROWS + b * ROWS)))))
             }
-            Scales::SignedBytes => ([half(0) * f32::from(byte((2 + b) * ROWS).cast_signed()); 2], None),
+            Scales::SignedBytes => {
+                let byte = f32::from(byte((2 + b) * ROWS).cast_signed()) * layout.unit();
+                ([half(0) * byte; 2], None)
+            }
             Scales::Sixteens => {
-                let scale = |h: usize| half(0) * f32::from(byte(2 * ROWS + (2 * b + h) * ROWS).cast_signed());
+                let byte = |h: usize| f32::from(byte(2 * ROWS + (2 * b + h) * ROWS).cast_signed()) * layout.unit();
+                let scale = |h: usize| half(0) * byte(h);
                 ([scale(0), scale(1)], None)
             }
         };

@@ -3,9 +3,12 @@ use bimm_contracts::{assert_shape_contract, define_shape_contract, unpack_shape_
 use burn::tensor::activation::{sigmoid, softmax};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
+use kernels::order::experts::Gating;
 use kernels::order::{Activation, CLAMPED};
 use kernels_models::recipe::{LayerRecipe, Recipe};
-use kernels_models::weights::{Experts, ModelConfig, ModelFile, Rope, RopeKind};
+use kernels_models::weights::{
+    Experts, HeadNorms, ModelConfig, ModelFile, Rope, RopeKind, SharedExpert, Temperature, Window,
+};
 use std::ops::Range;
 
 // burn broadcasts axes of length 1, so a wrong shape may give numbers instead of an error.
@@ -13,7 +16,7 @@ define_shape_contract!(HIDDEN, ["tokens", "width"]);
 define_shape_contract!(HEADS, ["tokens", "heads" * "head_dim"]);
 define_shape_contract!(TURNS, ["tokens", "one", "pairs"]);
 
-/// Logits `[tokens, vocabulary]` after each token of a sequence.
+/// Logits `[tokens, vocabulary]` after each token of a sequence, for a context that is no longer.
 ///
 /// # Panics
 /// If the file lacks a tensor of its architecture (opening it rules that out) or cannot be read, or if a token is outside the
@@ -78,7 +81,7 @@ impl<B: Backend> Model<'_, B> {
 
     /// Rotary cosines and sines of each position: `[positions, 1, pairs]`.
     fn turns(&self, positions: usize, rope: &Rope) -> [Tensor<B, 3>; 2] {
-        let frequencies = self.file.rotary_frequencies(rope).expect("frequencies of an opened file");
+        let frequencies = self.file.rotary_frequencies(rope, positions).expect("frequencies of an opened file");
         let table = |of: fn(f64) -> f64| {
             let angles = (0..positions).flat_map(|p| frequencies.inverse.iter().map(move |i| p as f64 * i));
             let numbers: Vec<f32> = angles.map(|angle| (of(angle) * f64::from(frequencies.magnitude)) as f32).collect();
@@ -156,28 +159,37 @@ impl<B: Backend> Model<'_, B> {
 
     /// Every expert computes every row; the factors of those that were not chosen are zero.
     fn mixture(&self, x: Tensor<B, 2>, recipe: &LayerRecipe, index: usize, experts: Experts) -> Tensor<B, 2> {
-        let Experts { count, used, shared, normalised, biases } = experts;
+        let Experts { count, used, .. } = experts;
         let name = |part: &str| format!("blk.{index}.{part}.weight");
         let [tokens, _] = x.dims();
         let mut scores = self.product(x.clone(), &name("ffn_gate_inp"));
-        if biases {
+        if experts.biases {
             scores = scores + self.tensor(&format!("blk.{index}.ffn_gate_inp.bias"));
         }
-        let shares = softmax(scores, 1);
-        let lowest = shares.clone().sort_descending(1).slice([0..tokens, used - 1..used]);
-        let chosen = shares.clone().greater_equal(lowest).float();
-        let mut factors = shares * chosen;
-        if normalised {
+        let shares = match experts.gating {
+            Gating::Softmax => softmax(scores, 1),
+            Gating::Sigmoid => sigmoid(scores),
+        };
+        let mut keys = shares.clone();
+        if experts.corrected {
+            keys = keys + self.tensor(&format!("blk.{index}.exp_probs_b.bias"));
+        }
+        let lowest = keys.clone().sort_descending(1).slice([0..tokens, used - 1..used]);
+        let mut factors = shares * keys.greater_equal(lowest).float();
+        if experts.normalised {
             factors = factors.clone() / factors.sum_dim(1);
         }
+        let factors = factors * experts.scale;
         let output = |expert: usize| {
             let factor = factors.clone().slice([0..tokens, expert..expert + 1]);
-            self.gated(x.clone(), recipe, index, "_exps", expert..expert + 1, count) * factor
+            let block = |x| self.gated(x, recipe, index, "_exps", expert..expert + 1, count);
+            if experts.on_input { block(x.clone() * factor) } else { block(x.clone()) * factor }
         };
         let mut sum = (1..count).fold(output(0), |sum, expert| sum + output(expert));
-        if shared.is_some() {
-            let gate = sigmoid(self.product(x.clone(), &name("ffn_gate_inp_shexp")));
-            sum = sum + self.gated(x, recipe, index, "_shexp", 0..1, 1) * gate;
+        if let Some(SharedExpert { gated, .. }) = experts.shared {
+            let output = self.gated(x.clone(), recipe, index, "_shexp", 0..1, 1);
+            let gate = || sigmoid(self.product(x, &name("ffn_gate_inp_shexp")));
+            sum = sum + if gated { output * gate() } else { output };
         }
         sum
     }
@@ -192,13 +204,26 @@ impl<B: Backend> Model<'_, B> {
                 y = y + self.tensor(&name(".bias"));
             }
             let mut y = y.reshape([n * heads, head_dim]);
-            if recipe.head_norms && self.has(&name("_norm.weight")) {
+            if recipe.head_norms == Some(HeadNorms::Weighted) && self.has(&name("_norm.weight")) {
                 y = self.norm(y, &name("_norm.weight"));
             }
             let y = y.reshape([n, heads, head_dim]);
-            if turned { self.turn(y, turns) } else { y }
+            if !turned {
+                return y;
+            }
+            let y = self.turn(y, turns);
+            if recipe.head_norms != Some(HeadNorms::Plain) {
+                return y;
+            }
+            let mean = (y.clone() * y.clone()).mean_dim(2);
+            y / (mean + self.config.norm_eps).sqrt()
         };
-        let queries = project("q", heads, true) * recipe.scale;
+        let mut queries = project("q", heads, true) * recipe.scale;
+        if let Some(Temperature { scale, every, offset }) = recipe.temperature {
+            let factor = |position: usize| 1.0 + scale * (1.0 + ((position + offset) / every) as f64).ln();
+            let factors: Vec<f32> = (0..n).map(|position| factor(position) as f32).collect();
+            queries = queries * Tensor::<B, 3>::from_data(TensorData::new(factors, [n, 1, 1]), self.device);
+        }
         let (keys, values) = (project("k", kv_heads, true), project("v", kv_heads, false));
         let group = heads / kv_heads;
         let queries = queries.reshape([n, kv_heads, group, head_dim]).permute([1, 2, 0, 3]).reshape([
@@ -210,8 +235,11 @@ impl<B: Backend> Model<'_, B> {
         if let Some(cap) = recipe.score_cap {
             scores = (scores / cap).tanh() * cap;
         }
-        let window = recipe.window.unwrap_or(n);
-        let hidden = |row: usize, p: usize| p > row || p + window <= row;
+        let hidden = |row: usize, p: usize| match recipe.window {
+            None => p > row,
+            Some(Window::Sliding(window)) => p > row || p + window <= row,
+            Some(Window::Chunk(chunk)) => p > row || p / chunk != row / chunk,
+        };
         let mask: Vec<f32> =
             (0..group * n).flat_map(|row| (0..n).map(move |p| if hidden(row % n, p) { -1e30 } else { 0.0 })).collect();
         let mask = Tensor::<B, 3>::from_data(TensorData::new(mask, [1, group * n, n]), self.device);

@@ -42,7 +42,7 @@ fn compare<B: Backend>(device: &B::Device) {
         for (quant, tied, biases) in
             [(QuantType::Q4_1, true, false), (QuantType::Q4K, false, true), (QuantType::Q8_0, true, false)]
         {
-            let file = TinyModel { architecture, quant, tied, biases, ..TinyModel::default() }.open();
+            let file = TinyModel { quant, tied, biases, ..TinyModel::of(architecture) }.open();
             let expected = kernels_burn::model::logits::<B>(&file, &TOKENS, device);
             for (position, (found, expected)) in engine(&file).iter().zip(&expected).enumerate() {
                 let size = expected.iter().fold(0f32, |size, x| size.max(x.abs()));

@@ -5,12 +5,14 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use kernels::order::{LANES, POSITIONS};
+use kernels_models::weights::Window;
 
 use crate::arithmetic::{Features, both_halves, exp, fused, inverse_sqrt, reciprocal, soft_cap, to_half};
 use crate::inline::{await_previous, release_next};
 use crate::platform::{Platform, array};
 use crate::product::operands::Activations;
 use crate::rows::{RowFormats, UNITS, put, square_sum};
+use crate::window::{Reach, first_seen};
 
 /// Shape of a layer's attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -90,14 +92,12 @@ pub(crate) struct LayerHeads<'a> {
     pub(crate) biases: Option<&'a Handle>,
     /// RMSNorm of each head of queries, then of keys: `[2, head_dim]`.
     pub(crate) norms: Option<&'a Handle>,
-    /// `[positions, 2 · pairs]`: cosines, then sines.
+    /// `[positions, 2 · pairs + 1]`: cosines, sines, the factor of queries.
     pub(crate) rotary: &'a Handle,
     /// Positions in the rotary table.
     pub(crate) positions: usize,
-    /// Factor of the queries.
-    pub(crate) scale: f32,
-    /// Sliding window in positions; `None`: a row attends to all positions up to its own.
-    pub(crate) window: Option<usize>,
+    /// Positions that a row attends to; `None`: all up to its own.
+    pub(crate) window: Option<Window>,
     /// Soft cap of scores.
     pub(crate) cap: Option<f32>,
     /// A score per head that takes part in the softmax, without a value.
@@ -142,12 +142,11 @@ pub(crate) fn place<R: Platform>(
             array(qkv, places.count * heads.row()),
             array(layer.biases.unwrap_or(none), if layer.biases.is_some() { heads.row() } else { 1 }),
             array(layer.norms.unwrap_or(none), if layer.norms.is_some() { 2 * heads.head_dim } else { 1 }),
-            array(layer.rotary, layer.positions * 2 * heads.pairs),
+            array(layer.rotary, layer.positions * (2 * heads.pairs + 1)),
             array(&places.rows, 2 * places.count),
             array(&places.tables, places.tables_len),
             array(queries, places.count * heads.queries()),
             array(&pages.pages, pages.words(&heads)),
-            layer.scale,
             1.0 / heads.head_dim as f32,
             layer.eps,
             heads,
@@ -168,7 +167,6 @@ fn place_kernel(
     tables: &Array<u32>,
     queries: &mut Array<f32>,
     pages: &mut Array<u32>,
-    scale: f32,
     inverse: f32,
     eps: f32,
     #[comptime] heads: Heads,
@@ -208,13 +206,13 @@ fn place_kernel(
         }
         sync_cube();
     }
+    let turn = position * comptime!(2 * heads.pairs + 1);
     let mut pair = unit;
     while pair < comptime!(heads.pairs) {
         if turns {
             let (first, second) =
                 if comptime!(heads.halves) { (pair, pair + comptime!(heads.pairs)) } else { (2 * pair, 2 * pair + 1) };
-            let at = position * comptime!(2 * heads.pairs) + pair;
-            let (cosine, sine) = (rotary[at], rotary[at + comptime!(heads.pairs)]);
+            let (cosine, sine) = (rotary[turn + pair], rotary[turn + pair + comptime!(heads.pairs)]);
             let (a, b) = (x[first], x[second]);
             x[first] = fused(a, cosine, -(b * sine), able);
             x[second] = fused(a, sine, b * cosine, able);
@@ -223,6 +221,7 @@ fn place_kernel(
     }
     sync_cube();
     if head < comptime!(heads.heads) {
+        let scale = rotary[turn + comptime!(2 * heads.pairs)];
         let mut i = unit;
         while i < dims {
             queries[row * comptime!(heads.queries()) + head * dims + i] = x[i] * scale;
@@ -280,6 +279,7 @@ pub(crate) fn attend<R: Platform>(
     x: &Activations,
 ) {
     let each = (partials.room / places.blocks).max(1);
+    let (reach, window) = Reach::of(layer.window);
     let mut first = 0;
     while first < places.count {
         let count = each.min(places.count - first);
@@ -301,11 +301,11 @@ pub(crate) fn attend<R: Platform>(
                 array(&partials.sums, parts * 2),
                 first as u32,
                 places.blocks as u32,
-                layer.window.unwrap_or(0) as u32,
+                window,
                 layer.cap.unwrap_or(0.0),
                 heads,
                 share,
-                layer.window.is_some(),
+                reach,
                 layer.cap.is_some(),
                 able,
             );
@@ -322,9 +322,9 @@ pub(crate) fn attend<R: Platform>(
                 array(layer.sinks.unwrap_or(&partials.sums), heads.heads),
                 first as u32,
                 places.blocks as u32,
-                layer.window.unwrap_or(0) as u32,
+                window,
                 heads,
-                layer.window.is_some(),
+                reach,
                 layer.sinks.is_some(),
                 wanted,
                 able,
@@ -332,16 +332,6 @@ pub(crate) fn attend<R: Platform>(
         }
         first += count;
     }
-}
-
-/// First position that a row at `position` attends to.
-#[cube]
-fn first_seen(position: usize, window: u32, #[comptime] windowed: bool) -> usize {
-    let mut first = 0usize;
-    if comptime!(windowed) {
-        first = select(position + 1 > window as usize, position + 1 - window as usize, 0usize);
-    }
-    first
 }
 
 /// Values loaded per batch: registers hold no more.
@@ -417,7 +407,7 @@ fn attend_kernel(
     cap: f32,
     #[comptime] heads: Heads,
     #[comptime] share: usize,
-    #[comptime] windowed: bool,
+    #[comptime] reach: Reach,
     #[comptime] capped: bool,
     #[comptime] able: Features,
 ) {
@@ -430,7 +420,7 @@ fn attend_kernel(
     let row = first_row as usize + CUBE_POS_Z as usize;
     let positions = comptime!(POSITIONS);
     let position = rows[2 * row] as usize;
-    let first = first_seen(position, window, windowed);
+    let first = first_seen(position, window, reach);
     let start = block * positions;
     if start > position || start + positions <= first {
         terminate!();
@@ -621,7 +611,7 @@ fn combine_kernel(
     blocks: u32,
     window: u32,
     #[comptime] heads: Heads,
-    #[comptime] windowed: bool,
+    #[comptime] reach: Reach,
     #[comptime] sunk: bool,
     #[comptime] wanted: RowFormats,
     #[comptime] able: Features,
@@ -632,7 +622,7 @@ fn combine_kernel(
     let (unit, row) = (UNIT_POS_X as usize, first_row as usize + CUBE_POS_Y as usize);
     let column = CUBE_POS_X as usize * comptime!(COMBINED) + 4 * unit;
     let position = rows[2 * row] as usize;
-    let first = first_seen(position, window, windowed) / comptime!(POSITIONS);
+    let first = first_seen(position, window, reach) / comptime!(POSITIONS);
     let last = position / comptime!(POSITIONS);
     let mut shared = SharedMemory::<f32>::new(comptime!(2 * UNITS as usize));
     let mut out = Array::<f32>::new(4usize);

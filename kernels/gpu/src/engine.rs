@@ -17,7 +17,7 @@ use kernels_models::recipe::{LayerRecipe, Recipe};
 use kernels_models::rotary::{RotaryTable, RotaryTables};
 use kernels_models::sampler::SamplerSettings;
 use kernels_models::stage::{self, ResidentBytes, SequenceId, StageError, StageOptions};
-use kernels_models::weights::{ModelConfig, ModelFile, RopeKind};
+use kernels_models::weights::{HeadNorms, ModelConfig, ModelFile, RopeKind};
 
 use crate::arithmetic::Features;
 use crate::attention::{Heads, LayerHeads, Pages, Places, attend, place};
@@ -123,7 +123,7 @@ struct Layer {
     ffn_norm: Handle,
     feed_forward: FeedForward,
     pages: Pages,
-    /// `[context, 2 · pairs]`: cosines, then sines.
+    /// `[context, 2 · pairs + 1]`: cosines, sines, the factor of queries.
     rotary: Handle,
 }
 
@@ -215,7 +215,7 @@ impl<R: Platform> GpuEngine<R> {
         let range = options.layers.clone();
         let table = (range.start == 0).then(|| loader.matrices(&["token_embd.weight".to_owned()])).transpose()?;
         let mut layers = Vec::with_capacity(range.len());
-        let mut tables = RotaryTables::load(file, &recipe, range.clone())?;
+        let mut tables = RotaryTables::load(file, &recipe, range.clone(), options.context)?;
         tables.grow(options.context);
         let rotary = tables.tables().iter().map(|table| rotary(&memory, table, options.context));
         let rotary = rotary.collect::<Result<Vec<Handle>, _>>()?;
@@ -224,7 +224,7 @@ impl<R: Platform> GpuEngine<R> {
             let bytes = pages * heads.page_bytes();
             let page = Pages { pages: memory.buffer(bytes, "keys and values")?, count: pages };
             timed(&mut loader.phases.proof_s, || fill(&client, &page.pages, bytes / 4))?;
-            layers.push(layer(&mut loader, &recipe.layers[index], index, page, rotary)?);
+            layers.push(layer(&mut loader, &recipe.layers[index], index, page, rotary, heads.head_dim)?);
         }
         let head = config.has_head(&range).then(|| -> Result<Head, StageError> {
             let norm = loader.vector("output_norm.weight")?;
@@ -361,7 +361,6 @@ impl<R: Platform> GpuEngine<R> {
             norms: layer.head_norms.as_ref(),
             rotary: &layer.rotary,
             positions: self.options.context,
-            scale: recipe.scale,
             window: recipe.window,
             cap: recipe.score_cap,
             sinks: layer.sinks.as_ref(),
@@ -643,6 +642,7 @@ fn layer<R: Platform>(
     index: usize,
     pages: Pages,
     rotary: Handle,
+    head_dim: usize,
 ) -> Result<Layer, StageError> {
     let weight = |part: &str| format!("blk.{index}.{part}.weight");
     let bias = |part: &str| format!("blk.{index}.{part}.bias");
@@ -654,10 +654,11 @@ fn layer<R: Platform>(
         attention_norm: loader.vector(&weight("attn_norm"))?,
         inputs: loader.matrices(&inputs.map(weight))?,
         biases: recipe.biases.then(|| loader.vectors(&inputs.map(bias))).transpose()?,
-        head_norms: recipe
-            .head_norms
-            .then(|| loader.vectors(&["attn_q_norm", "attn_k_norm"].map(weight)))
-            .transpose()?,
+        head_norms: match recipe.head_norms {
+            None => None,
+            Some(HeadNorms::Weighted) => Some(loader.vectors(&["attn_q_norm", "attn_k_norm"].map(weight))?),
+            Some(HeadNorms::Plain) => Some(loader.ones(2 * head_dim)?),
+        },
         sinks: recipe.sinks.then(|| loader.vector(&weight("attn_sinks"))).transpose()?,
         output: loader.matrices(&[weight("attn_output")])?,
         output_bias: recipe.output_bias.then(|| loader.vector(&bias("attn_output"))).transpose()?,
@@ -669,11 +670,11 @@ fn layer<R: Platform>(
     })
 }
 
-/// Uploads the cosines, then the sines, of each position below `positions`, which the table must cover.
+/// Uploads the cosines, then the sines, then the factor of queries of each position below `positions`, which the table must cover.
 fn rotary<R: Platform>(memory: &Memory<'_, R>, table: &RotaryTable, positions: usize) -> Result<Handle, StageError> {
     let row = |position| {
         let (cosines, sines) = table.at(position);
-        cosines.iter().chain(sines).copied()
+        cosines.iter().chain(sines).copied().chain([table.query_factor(position)])
     };
     let numbers: Vec<f32> = (0..positions).flat_map(row).collect();
     memory.created(bytemuck::cast_slice(&numbers).to_vec(), "rotary tables")

@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use kernels::order::LANES;
-use kernels::order::experts::USED_MAX;
+use kernels::order::experts::{Gating, Routing, USED_MAX};
 
 use crate::arithmetic::{Features, exp, fused, opaque_float, reciprocal, sigmoid};
 use crate::inline::{await_previous, release_next};
@@ -21,13 +21,15 @@ pub(crate) struct Choices {
     pub(crate) used: usize,
 }
 
-/// Chooses the experts of `rows` rows by their scores `[rows, count]`: see [`kernels::order::experts::route`].
+/// Chooses the experts of `rows` rows by their scores `[rows, count]`, and by corrections if there are any: see
+/// [`kernels::order::experts::route`].
 pub(crate) fn route<R: Platform>(
     client: &ComputeClient<R>,
     able: Features,
     scores: &Handle,
+    corrections: Option<&Handle>,
     count: usize,
-    normalised: bool,
+    routing: Routing,
     rows: usize,
     choices: &Choices,
 ) {
@@ -39,12 +41,16 @@ pub(crate) fn route<R: Platform>(
             CubeCount::Static(rows as u32, 1, 1),
             CubeDim::new_1d(LANES as u32),
             array(scores, rows * count),
+            array(corrections.unwrap_or(scores), count),
             array(&choices.experts, rows * used),
             array(&choices.weights, rows * used),
             count as u32,
             used as u32,
+            routing.scale,
             count.div_ceil(LANES),
-            normalised,
+            routing.gating,
+            corrections.is_some(),
+            routing.normalised,
             able,
         );
     }
@@ -111,11 +117,15 @@ fn sum_of_lanes(mine: f32, shared: &mut SharedMemory<f32>, #[comptime] able: Fea
 #[cube(launch_unchecked)]
 fn route_kernel(
     scores: &Array<f32>,
+    corrections: &Array<f32>,
     experts: &mut Array<u32>,
     weights: &mut Array<f32>,
     count: u32,
     used: u32,
+    scale: f32,
     #[comptime] per_lane: usize,
+    #[comptime] gating: Gating,
+    #[comptime] corrected: bool,
     #[comptime] normalised: bool,
     #[comptime] able: Features,
 ) {
@@ -125,14 +135,26 @@ fn route_kernel(
     let (count, used) = (count as usize, used as usize);
     let mut values = Array::<f32>::new(per_lane);
     let mut keys = Array::<u32>::new(per_lane);
+    let sigmoids = comptime!(gating == Gating::Sigmoid);
+    // 1 if a score is not finite; a softmax is NaN then.
+    let mut bad = 0u32;
     #[unroll]
     for i in 0..per_lane {
         let expert = comptime!(i * LANES) + lane;
         values[i] = 0.0f32;
         keys[i] = 0u32;
         if expert < count {
-            values[i] = scores[row * count + expert];
-            keys[i] = key_of(values[i]);
+            let score = scores[row * count + expert];
+            values[i] = score;
+            let mut key = score;
+            if comptime!(sigmoids) {
+                bad = select((u32::reinterpret(score) & 0x7f80_0000u32) == 0x7f80_0000u32, 1u32, bad);
+                values[i] = opaque_float(sigmoid(score, able));
+                if comptime!(corrected) {
+                    key = values[i] + corrections[expert];
+                }
+            }
+            keys[i] = key_of(key);
         }
     }
     let mut shared_keys = SharedMemory::<u32>::new(comptime!(LANES));
@@ -168,14 +190,22 @@ fn route_kernel(
     }
     let bits = select((largest >> 31u32) == 1u32, largest & 0x7fff_ffffu32, !largest);
     let largest = f32::reinterpret(bits);
-    let mut sum = 0.0f32;
-    #[unroll]
-    for i in 0..per_lane {
-        if comptime!(i * LANES) + lane < count {
-            sum += opaque_float(exp(values[i] - largest, able));
-        }
+    // Factor of all shares: 1, or NaN.
+    let mut any = 0u32;
+    if comptime!(sigmoids) {
+        any = highest(bad, &mut shared_keys, able);
     }
-    let inverse = reciprocal(sum_of_lanes(sum, &mut shared_sums, able), able);
+    let mut inverse = f32::reinterpret(select(any == 1u32, 0x7fc0_0000u32, 0x3f80_0000u32));
+    if comptime!(!sigmoids) {
+        let mut sum = 0.0f32;
+        #[unroll]
+        for i in 0..per_lane {
+            if comptime!(i * LANES) + lane < count {
+                sum += opaque_float(exp(values[i] - largest, able));
+            }
+        }
+        inverse = reciprocal(sum_of_lanes(sum, &mut shared_sums, able), able);
+    }
     sync_cube();
     let mut place = 0usize;
     if lane < used {
@@ -184,7 +214,11 @@ fn route_kernel(
                 place += 1;
             }
         }
-        ordered[place] = opaque_float(exp(chosen_scores[lane] - largest, able)) * inverse;
+        let mut share = chosen_scores[lane];
+        if comptime!(!sigmoids) {
+            share = opaque_float(exp(share - largest, able));
+        }
+        ordered[place] = share * inverse;
     }
     sync_cube();
     if lane < used {
@@ -197,30 +231,67 @@ fn route_kernel(
             factor *= reciprocal(total, able);
         }
         experts[row * used + place] = chosen[lane];
-        weights[row * used + place] = factor;
+        weights[row * used + place] = factor * scale;
     }
 }
 
-/// The expert that computes every row: its gate `[rows]` before the sigmoid, and its outputs `[rows, cols]`.
+/// Multiplies each row of `rows[count, cols]` by its factor.
+pub(crate) fn scale_rows<R: Platform>(
+    client: &ComputeClient<R>,
+    able: Features,
+    rows: &Handle,
+    factors: &Handle,
+    count: usize,
+    cols: usize,
+) {
+    // SAFETY: units past the end of a row do nothing.
+    unsafe {
+        scale_kernel::launch_unchecked::<R>(
+            client,
+            CubeCount::Static(cols.div_ceil(UNITS as usize) as u32, count as u32, 1),
+            CubeDim::new_1d(UNITS),
+            array(rows, count * cols),
+            array(factors, count),
+            cols as u32,
+            able,
+        );
+    }
+}
+
+#[cube(launch_unchecked)]
+fn scale_kernel(rows: &mut Array<f32>, factors: &Array<f32>, cols: u32, #[comptime] able: Features) {
+    release_next(able);
+    await_previous(able);
+    let (cols, row) = (cols as usize, CUBE_POS_Y as usize);
+    let column = (CUBE_POS_X * CUBE_DIM_X + UNIT_POS_X) as usize;
+    if column < cols {
+        let number = rows[row * cols + column];
+        rows[row * cols + column] = number * factors[row];
+    }
+}
+
+/// The expert that computes every row: its outputs `[rows, cols]`, and the numbers `[rows]` whose sigmoids multiply them, if any.
 pub(crate) struct SharedOutput<'a> {
-    pub(crate) gates: &'a Handle,
+    pub(crate) gates: Option<&'a Handle>,
     pub(crate) outputs: &'a Handle,
 }
 
-/// Adds the outputs `[rows, used, cols]` of each row's experts, times their factors, and that of the shared expert to `hidden`: see
-/// [`kernels::order::experts::combine`].
+/// Adds the outputs `[rows, used, cols]` of each row's experts, times their factors if `weighted`, and that of the shared expert to
+/// `hidden`: see [`kernels::order::experts::combine`].
 pub(crate) fn combine<R: Platform>(
     client: &ComputeClient<R>,
     able: Features,
     outputs: &Handle,
     choices: &Choices,
+    weighted: bool,
     shared: Option<&SharedOutput<'_>>,
     rows: usize,
     cols: usize,
     hidden: &Handle,
 ) {
     let used = choices.used;
-    let (gates, shared_outputs) = shared.map_or((&choices.weights, outputs), |shared| (shared.gates, shared.outputs));
+    let gates = shared.and_then(|shared| shared.gates);
+    let shared_outputs = shared.map_or(outputs, |shared| shared.outputs);
     // SAFETY: units past the end of a row do nothing.
     unsafe {
         combine_kernel::launch_unchecked::<R>(
@@ -229,12 +300,14 @@ pub(crate) fn combine<R: Platform>(
             CubeDim::new_1d(UNITS),
             array(outputs, rows * used * cols),
             array(&choices.weights, rows * used),
-            array(gates, rows),
+            array(gates.unwrap_or(&choices.weights), rows),
             array(shared_outputs, rows * cols),
             array(hidden, rows * cols),
             cols as u32,
             used as u32,
+            weighted,
             shared.is_some(),
+            gates.is_some(),
             able,
         );
     }
@@ -249,7 +322,9 @@ fn combine_kernel(
     hidden: &mut Array<f32>,
     cols: u32,
     used: u32,
+    #[comptime] weighted: bool,
     #[comptime] shared: bool,
+    #[comptime] gated: bool,
     #[comptime] able: Features,
 ) {
     release_next(able);
@@ -260,10 +335,18 @@ fn combine_kernel(
         let mut sum = 0.0f32;
         for place in 0..used {
             let output = row * used + place;
-            sum = fused(weights[output], outputs[output * cols + column], sum, able);
+            let mut factor = 1.0f32;
+            if comptime!(weighted) {
+                factor = weights[output];
+            }
+            sum = fused(factor, outputs[output * cols + column], sum, able);
         }
         if comptime!(shared) {
-            sum = fused(sigmoid(gates[row], able), shared_outputs[row * cols + column], sum, able);
+            let mut factor = 1.0f32;
+            if comptime!(gated) {
+                factor = sigmoid(gates[row], able);
+            }
+            sum = fused(factor, shared_outputs[row * cols + column], sum, able);
         }
         hidden[row * cols + column] += sum;
     }

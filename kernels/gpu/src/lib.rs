@@ -27,6 +27,7 @@ mod shapes;
 mod speed;
 mod tiles;
 mod upload;
+mod window;
 
 pub use arithmetic::Features;
 pub use compile::kernel_cache_usage;

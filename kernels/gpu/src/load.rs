@@ -238,11 +238,20 @@ impl<'a, R: Platform> Loader<'a, R> {
         for name in names {
             all.extend(self.file.tensor(name).ok_or_else(|| missing(name))?.to_finite_f32()?);
         }
-        let (words, name) = (all.len(), &names[0]);
-        let bytes: Vec<u8> = bytemuck::cast_slice(&all).to_vec();
+        self.numbers(&names[0], &all)
+    }
+
+    /// A vector of ones: weights of a norm without weights.
+    pub(crate) fn ones(&mut self, count: usize) -> Result<Handle, StageError> {
+        self.numbers("ones", &vec![1.0; count])
+    }
+
+    fn numbers(&mut self, name: &str, all: &[f32]) -> Result<Handle, StageError> {
+        let words = all.len();
+        let bytes: Vec<u8> = bytemuck::cast_slice(all).to_vec();
         let sum = word_checksum(&bytes);
         let buffer = timed(&mut self.phases.upload_s, || self.memory.created(bytes, name))?;
-        self.sent(Sent { name: name.clone(), words, sum, buffer: buffer.clone(), copy: 0 })?;
+        self.sent(Sent { name: name.to_owned(), words, sum, buffer: buffer.clone(), copy: 0 })?;
         Ok(buffer)
     }
 

@@ -36,7 +36,7 @@ pub(crate) fn checks(load: Load<'_>) -> Vec<Check> {
     });
     let families = Architecture::ALL.into_iter().map(|architecture| {
         let biases = architecture == Architecture::Llama;
-        (TinyModel { architecture, biases, tied: !biases, ..TinyModel::default() }, conversation())
+        (TinyModel { biases, tied: !biases, ..TinyModel::of(architecture) }, conversation())
     });
     let k_quant = TinyModel { quant: QuantType::Q4K, layers: 2, ..TinyModel::default() };
     let embeddings = TinyModel { architecture: Architecture::Qwen3, pooled: true, layers: 2, ..TinyModel::default() };
@@ -98,7 +98,7 @@ fn check(model: &TinyModel, batches: &[Vec<Entry>], activations: Activations, lo
     Check { name, outcome: outcome.unwrap_or_else(|panic| Err(format!("panicked: {}", panic_text(panic.as_ref())))) }
 }
 
-/// Checks that two stages in sequence give the results of one.
+/// Checks that two stages in sequence give the results of one, wherever the model is cut.
 fn check_split(
     file: &Arc<ModelFile>,
     options: &StageOptions,
@@ -112,20 +112,27 @@ fn check_split(
         return Ok(());
     }
     let stage = |layers| load(file, StageOptions { layers, ..options.clone() }).map_err(text);
-    let (mut first, mut second) = (stage(0..1)?, stage(1..end)?);
-    let hidden = first.forward(threads, &rows(batch)).map_err(text)?;
-    let hidden = hidden.iter().zip(batch).filter_map(|(out, (sequence, position, _))| match out {
-        RowsOut::Hidden(hidden) => Some(Rows {
-            sequence: *sequence,
-            position: *position,
-            input: RowsIn::Hidden(hidden),
-            output: RequestedOutput::Logits,
-        }),
-        RowsOut::Logits(_) | RowsOut::Token(_) | RowsOut::Tokens(_) | RowsOut::Embedding(_) | RowsOut::Nothing => None,
-    });
-    let found = numbers(second.forward(threads, &hidden.collect::<Vec<_>>()).map_err(text)?);
     let expected = bits(&mut *stage(0..end)?, threads, batch)?;
-    if found == expected { Ok(()) } else { Err("two stages in sequence give other logits than one".into()) }
+    for cut in 1..end {
+        let (mut first, mut second) = (stage(0..cut)?, stage(cut..end)?);
+        let hidden = first.forward(threads, &rows(batch)).map_err(text)?;
+        let hidden = hidden.iter().zip(batch).filter_map(|(out, (sequence, position, _))| match out {
+            RowsOut::Hidden(hidden) => Some(Rows {
+                sequence: *sequence,
+                position: *position,
+                input: RowsIn::Hidden(hidden),
+                output: RequestedOutput::Logits,
+            }),
+            RowsOut::Logits(_) | RowsOut::Token(_) | RowsOut::Tokens(_) | RowsOut::Embedding(_) | RowsOut::Nothing => {
+                None
+            }
+        });
+        let found = numbers(second.forward(threads, &hidden.collect::<Vec<_>>()).map_err(text)?);
+        if found != expected {
+            return Err(format!("two stages in sequence, cut at layer {cut}, give other logits than one"));
+        }
+    }
+    Ok(())
 }
 
 fn rows(batch: &[Entry]) -> Vec<Rows<'_>> {

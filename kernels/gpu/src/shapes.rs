@@ -207,7 +207,7 @@ impl Shape {
     fn tensors(&self) -> io::Result<Vec<(String, [usize; 2])>> {
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         let of_family: &[(&str, [usize; 2])] = match self.family {
-            Architecture::Llama | Architecture::SmolLm3 => &[],
+            Architecture::Llama | Architecture::SmolLm3 | Architecture::Mistral3 => &[],
             Architecture::Qwen2 => &[("attn_q.bias", [1, q]), ("attn_k.bias", [1, kv]), ("attn_v.bias", [1, kv])],
             Architecture::Qwen3 | Architecture::Qwen3Moe => {
                 &[("attn_q_norm.weight", [1, self.head_dim]), ("attn_k_norm.weight", [1, self.head_dim])]
@@ -219,7 +219,12 @@ impl Shape {
                 ("attn_v.bias", [1, kv]),
                 ("attn_output.bias", [1, self.width]),
             ],
-            Architecture::Qwen2Moe | Architecture::Gemma2 | Architecture::Gemma3 => {
+            Architecture::Qwen2Moe
+            | Architecture::Gemma2
+            | Architecture::Gemma3
+            | Architecture::Phi3
+            | Architecture::Glm4Moe
+            | Architecture::Llama4 => {
                 let families = "expected a family of llama, qwen2, qwen3, qwen3moe or gpt-oss";
                 return Err(io::Error::other(format!("{}: {families}, found {}", self.name, self.family.name())));
             }

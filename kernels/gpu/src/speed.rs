@@ -203,7 +203,6 @@ impl Recorded for Attends<'_> {
             norms: None,
             rotary: self.queries, // not read by `attend`
             positions: 1,
-            scale: 1.0,
             window: None,
             cap: None,
             sinks: None,

@@ -131,20 +131,21 @@ pub(crate) fn row_scales(
         (scale, scale, minimum)
     } else if comptime!(form == Scales::SignedBytes) {
         let scale = byte_of_row(tiles[scales + comptime!(8 + 4 * block) + row / 4], row);
-        let scale = half_of_row(tiles[scales + row / 2], row, able) * signed_byte(scale);
+        let scale = half_of_row(tiles[scales + row / 2], row, able) * signed_byte(scale, kind);
         (scale, scale, 0.0f32)
     } else {
         let factor = half_of_row(tiles[scales + row / 2], row, able);
         let first = byte_of_row(tiles[scales + comptime!(8 + 8 * block) + row / 4], row);
         let second = byte_of_row(tiles[scales + comptime!(12 + 8 * block) + row / 4], row);
-        (factor * signed_byte(first), factor * signed_byte(second), 0.0f32)
+        (factor * signed_byte(first, kind), factor * signed_byte(second, kind), 0.0f32)
     }
 }
 
-/// A byte as a signed integer, as f32.
+/// A byte as a signed integer in units of the format, as f32.
 #[cube]
-fn signed_byte(byte: u32) -> f32 {
-    f32::cast_from(i32::cast_from(byte ^ 128u32) - 128i32)
+fn signed_byte(byte: u32, #[comptime] kind: QuantType) -> f32 {
+    let number = f32::cast_from(i32::cast_from(byte ^ 128u32) - 128i32);
+    if comptime!(Layout::of(kind).shift == 0) { number } else { number * comptime!(Layout::of(kind).unit()) }
 }
 
 /// Pairs of code words that a lane of a plane reads per tile. A pair is for rows 2 g and 2 g + 1 with g = lane / 4.
@@ -340,16 +341,16 @@ pub(crate) fn lane_block_scales(
     if comptime!(form == Scales::SignedBytes) {
         let (a, b) = both_halves(scales[from], able);
         let bytes = scales[comptime!(from + 1 + block)] >> shift;
-        out[0] = a * signed_byte(bytes & 255u32);
-        out[1] = b * signed_byte((bytes >> 8u32) & 255u32);
+        out[0] = a * signed_byte(bytes & 255u32, kind);
+        out[1] = b * signed_byte((bytes >> 8u32) & 255u32, kind);
     }
     if comptime!(form == Scales::Sixteens) {
         let (a, b) = both_halves(scales[from], able);
         #[unroll]
         for h in 0..2usize {
             let bytes = scales[comptime!(from + 1 + 2 * block + h)] >> shift;
-            out[2 * h] = a * signed_byte(bytes & 255u32);
-            out[2 * h + 1] = b * signed_byte((bytes >> 8u32) & 255u32);
+            out[2 * h] = a * signed_byte(bytes & 255u32, kind);
+            out[2 * h + 1] = b * signed_byte((bytes >> 8u32) & 255u32, kind);
         }
     }
 }

@@ -189,7 +189,7 @@ impl Engine {
     /// Applies rotary embedding to queries and keys, stores keys and values in the cache of `layer`, and computes
     /// attention of each row over its visible positions.
     fn attend(&mut self, pool: &mut Pool, recipe: &LayerRecipe, sinks: Option<&[f32]>, layer: usize) {
-        self.rotate_and_store(pool, recipe.scale, layer);
+        self.rotate_and_store(pool, layer);
         let Self { isa, shape, cache, pass, q, attended, scores, .. } = self;
         let heads = shape.heads / shape.kv_heads;
         let group = heads * shape.head_dim;
@@ -217,8 +217,7 @@ impl Engine {
                         queries: &q[i * q_width + head * group..][..group],
                         head_dim: shape.head_dim,
                         pages: views[i].head(layer, head),
-                        seen: pass[i].position.saturating_sub(recipe.window.map_or(usize::MAX, |window| window - 1))
-                            ..pass[i].position + 1,
+                        seen: recipe.window.map_or(0, |window| window.first(pass[i].position))..pass[i].position + 1,
                         cap: recipe.score_cap,
                         sinks: sinks.map(|sinks| &sinks[head * heads..(head + 1) * heads]),
                         scores: &mut scores.slice(worker..worker + 1)[0],
@@ -243,7 +242,7 @@ impl Engine {
         }
     }
 
-    fn rotate_and_store(&mut self, pool: &mut Pool, scale: f32, layer: usize) {
+    fn rotate_and_store(&mut self, pool: &mut Pool, layer: usize) {
         let Self { isa, shape, cache, rotary, pass, q, k, v, .. } = self;
         let (size, halves, turned) = (shape.head_dim, shape.halves, &rotary.tables()[rotary.table_of(layer)]);
         let (q_width, k_width) = (shape.heads * size, shape.kv_heads * size);
@@ -257,7 +256,7 @@ impl Engine {
         let (q, k) = (Shared::of(q), Shared::of(k));
         each_row(pool, pass.len(), 4 * (q_width + k_width), &|i| {
             let RowAt { sequence, position } = pass[i];
-            let (cos, sin) = turned.at(position);
+            let ((cos, sin), scale) = (turned.at(position), turned.query_factor(position));
             let writer = writers.iter().find(|(s, _)| *s == sequence).map(|(_, writer)| writer);
             // SAFETY: each row is visited once, and rows of a sequence have distinct positions; the instruction set was
             // detected.

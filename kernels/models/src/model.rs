@@ -171,7 +171,7 @@ fn engine(file: &ModelFile, recipe: &Recipe, options: &StageOptions, isa: Isa) -
     };
     // Each context in whole shared pages, and one page for a challenge beside the requests.
     let positions_max = options.sequences * options.context.next_multiple_of(SHARED_POSITIONS) + SHARED_POSITIONS;
-    let rotary = RotaryTables::load(file, recipe, options.layers.clone())?;
+    let rotary = RotaryTables::load(file, recipe, options.layers.clone(), options.context)?;
     Ok(Engine::new(isa, shape, options.layers.len(), rotary, positions_max))
 }
 

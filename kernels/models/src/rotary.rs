@@ -3,9 +3,9 @@ use std::ops::Range;
 
 use crate::recipe::Recipe;
 use crate::stage::StageError;
-use crate::weights::{ModelFile, Rope, RotaryFrequencies};
+use crate::weights::{ModelFile, Rope, RotaryFrequencies, Temperature};
 
-/// The tables of a stage's layers, one per distinct rotary embedding.
+/// The tables of a stage's layers, one per distinct rotary embedding and factor of queries.
 #[derive(Debug)]
 pub struct RotaryTables {
     tables: Vec<RotaryTable>,
@@ -14,18 +14,19 @@ pub struct RotaryTables {
 }
 
 impl RotaryTables {
-    /// Builds the tables that a range of layers needs.
+    /// Builds the tables that a range of layers needs for a context.
     ///
     /// # Errors
     /// Invalid frequencies in the file.
-    pub fn load(file: &ModelFile, recipe: &Recipe, layers: Range<usize>) -> Result<Self, StageError> {
-        let mut known: Vec<&Rope> = Vec::new();
+    pub fn load(file: &ModelFile, recipe: &Recipe, layers: Range<usize>, context: usize) -> Result<Self, StageError> {
+        let mut known: Vec<(&Rope, QueryFactor)> = Vec::new();
         let mut tables = Self { tables: Vec::new(), layers: Vec::new() };
         for layer in &recipe.layers[layers] {
-            let table = known.iter().position(|rope| **rope == layer.rope);
+            let queries = QueryFactor { scale: layer.scale, temperature: layer.temperature };
+            let table = known.iter().position(|table| *table == (&layer.rope, queries));
             if table.is_none() {
-                known.push(&layer.rope);
-                tables.tables.push(RotaryTable::of(file, &layer.rope)?);
+                known.push((&layer.rope, queries));
+                tables.tables.push(RotaryTable::of(file, &layer.rope, queries, context)?);
             }
             tables.layers.push(table.unwrap_or(known.len() - 1));
         }
@@ -55,10 +56,25 @@ impl RotaryTables {
     }
 }
 
-/// Cosines and sines of all positions up to the highest one needed so far.
+/// What queries are multiplied by after the rotation.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct QueryFactor {
+    scale: f32,
+    temperature: Option<Temperature>,
+}
+
+impl QueryFactor {
+    fn at(self, position: usize) -> f32 {
+        let Some(Temperature { scale, every, offset }) = self.temperature else { return self.scale };
+        self.scale * (1.0 + scale * ln(1 + (position + offset) / every)) as f32
+    }
+}
+
+/// Cosines and sines of all positions up to the highest one needed so far, and the factors of their queries.
 #[derive(Debug)]
 pub struct RotaryTable {
     frequencies: RotaryFrequencies,
+    queries: QueryFactor,
     /// `[positions, pairs]`
     cos: Vec<f32>,
     sin: Vec<f32>,
@@ -72,13 +88,10 @@ impl RotaryTable {
     ///
     /// # Errors
     /// Invalid frequencies in the file.
-    fn of(file: &ModelFile, rope: &Rope) -> Result<Self, StageError> {
-        let frequencies = file.rotary_frequencies(rope);
-        frequencies.map(Self::new).map_err(|e| StageError::Input(format!("the weights cannot be used: {e}")))
-    }
-
-    fn new(frequencies: RotaryFrequencies) -> Self {
-        Self { frequencies, cos: Vec::new(), sin: Vec::new() }
+    fn of(file: &ModelFile, rope: &Rope, queries: QueryFactor, context: usize) -> Result<Self, StageError> {
+        let frequencies = file.rotary_frequencies(rope, context);
+        let frequencies = frequencies.map_err(|e| StageError::Input(format!("the weights cannot be used: {e}")))?;
+        Ok(Self { frequencies, queries, cos: Vec::new(), sin: Vec::new() })
     }
 
     /// Extends the table to cover the positions below `positions`.
@@ -102,6 +115,12 @@ impl RotaryTable {
     pub fn at(&self, position: usize) -> (&[f32], &[f32]) {
         let pairs = self.frequencies.inverse.len();
         (&self.cos[position * pairs..][..pairs], &self.sin[position * pairs..][..pairs])
+    }
+
+    /// Factor of the queries of a position, after the rotation.
+    #[must_use]
+    pub fn query_factor(&self, position: usize) -> f32 {
+        self.queries.at(position)
     }
 
     /// Rotary pairs per head.
@@ -134,6 +153,21 @@ fn sin_cos(angle: f64) -> (f64, f64) {
     }
 }
 
+/// Natural logarithm of a number from 1 to 2^32, within 1e-15, by additions, multiplications and divisions in a fixed order: 2^e · m
+/// with m near 1, and 2 artanh((m - 1) / (m + 1)) for ln m.
+fn ln(n: usize) -> f64 {
+    const TERMS: u32 = 12; // with (m - 1) / (m + 1) of at most 0.172, the next one is below 1e-20
+    let mut exponent = n.max(1).ilog2();
+    let mut m = n.max(1) as f64 / (1u64 << exponent) as f64;
+    if m > std::f64::consts::SQRT_2 {
+        (m, exponent) = (m / 2.0, exponent + 1);
+    }
+    let s = (m - 1.0) / (m + 1.0);
+    let z = s * s;
+    let series = (0..TERMS).rev().fold(0.0, |sum, k| sum * z + 1.0 / f64::from(2 * k + 1));
+    f64::from(exponent) * std::f64::consts::LN_2 + 2.0 * s * series
+}
+
 const SIN: [f64; 6] = [
     -1.666_666_666_666_663_2e-1,
     8.333_333_333_322_49e-3,
@@ -162,5 +196,24 @@ mod tests {
             let (sin, cos) = sin_cos(angle);
             assert!((sin - angle.sin()).abs() < 1e-14 && (cos - angle.cos()).abs() < 1e-14, "{angle}: {sin} {cos}");
         }
+    }
+
+    #[test]
+    fn logarithms_agree_with_libm() {
+        for n in (1..5000).chain((5000..1 << 24).step_by(4999)) {
+            let exact = (n as f64).ln();
+            assert!((ln(n) - exact).abs() <= 2e-15 * exact.max(0.5), "{n}: {} {exact}", ln(n));
+        }
+    }
+
+    #[test]
+    fn a_temperature_grows_with_the_position() {
+        let temperature = Some(Temperature { scale: 0.1, every: 8192, offset: 1 });
+        let queries = QueryFactor { scale: 0.125, temperature };
+        for (position, floor) in [(0, 0), (8190, 0), (8191, 1), (16_382, 1), (16_383, 2), (1 << 20, 128)] {
+            let exact = 0.125 * (1.0 + 0.1 * f64::from(floor + 1).ln());
+            assert!((f64::from(queries.at(position)) - exact).abs() < 1e-8, "{position}");
+        }
+        assert_eq!(QueryFactor { temperature: None, ..queries }.at(1 << 20), 0.125);
     }
 }

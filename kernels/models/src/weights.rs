@@ -32,7 +32,8 @@ pub mod testing;
 
 pub use chunk::{Chunk, Content};
 pub use config::{
-    Architecture, Experts, LayerCosts, ModelConfig, ModelCosts, Rope, RopeKind, RopeScaling, RotaryFrequencies,
+    Architecture, Experts, HeadNorms, LayerCosts, ModelConfig, ModelCosts, Rope, RopeKind, RopeScaling,
+    RotaryFrequencies, SharedExpert, Temperature, Window,
 };
 pub use error::WeightsError;
 pub use index::{IndexError, ShardIndex};
@@ -85,9 +86,9 @@ impl ModelFile {
                 if !safetensors::recognise(&start) {
                     return Self::parse(source, Some(path), false);
                 }
-                let part = safetensors::Part::open(&path)?;
+                let part = safetensors::Part::read(&path, source)?;
                 if part.has_config() {
-                    return Self::parse(source, Some(path), false);
+                    return Self::parse(part.source, Some(path), false);
                 }
                 Self::parse(safetensors::join(&[part], None)?, Some(path), true)
             }
@@ -143,13 +144,18 @@ impl ModelFile {
                 count = split.count
             )));
         }
-        let by_name: BTreeMap<String, usize> =
-            header.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
-        let config =
-            ModelConfig::read(&header.metadata, header.layout, |name| by_name.get(name).map(|&i| &header.tensors[i]))?;
-        config.check_tensors(&header.tensors, &by_name)?;
-        let gguf::Header { header_len, metadata, tensors, layout: order, hashes } = header;
-        Ok(Arc::new(Self { source, path, folder, header_len, metadata, tensors, by_name, config, order, hashes }))
+        let gguf::Header { header_len, metadata, tensors, layout, hashes } = header;
+        let by_name: BTreeMap<&str, &TensorInfo> =
+            tensors.iter().map(|tensor| (tensor.name.as_str(), tensor)).collect();
+        let config = ModelConfig::read(&metadata, layout, |name| by_name.get(name).copied())?;
+        let tensors = config.split_fused(tensors)?;
+        let by_name: BTreeMap<String, usize> = tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
+        if by_name.len() != tensors.len() {
+            let what = "expected each matrix once: joined with others in one tensor, or as a tensor of its own";
+            return Err(WeightsError::Malformed(what.to_owned()));
+        }
+        config.check_tensors(&tensors, &by_name)?;
+        Ok(Arc::new(Self { source, path, folder, header_len, metadata, tensors, by_name, config, order: layout, hashes }))
     }
 
     /// Checks that the file is unchanged since it was opened: its length, and its modification time unless it is being filled
@@ -295,13 +301,20 @@ impl ModelFile {
         self.config.costs(&self.tensors, activations)
     }
 
-    /// Inverse frequencies of a rotary embedding, with the file's per-dimension factors if present.
+    /// Inverse frequencies of a rotary embedding for stages of a context, with the file's per-dimension factors if present.
     ///
     /// # Errors
     /// The factors do not number half the rotary dimensions, are not positive, or cannot be read.
-    pub fn rotary_frequencies(&self, rope: &Rope) -> Result<RotaryFrequencies, WeightsError> {
-        let factors = self.tensor(config::ROPE_FACTORS).map(|t| t.to_f32()).transpose()?;
-        rope.frequencies(factors.as_deref())
+    pub fn rotary_frequencies(&self, rope: &Rope, context: usize) -> Result<RotaryFrequencies, WeightsError> {
+        let name = match rope.scaling {
+            RopeScaling::Long { original_context, .. } if context > original_context => config::ROPE_FACTORS_LONG,
+            RopeScaling::Long { .. } => config::ROPE_FACTORS_SHORT,
+            RopeScaling::None | RopeScaling::Linear { .. } | RopeScaling::Llama3 { .. } | RopeScaling::Yarn { .. } => {
+                config::ROPE_FACTORS
+            }
+        };
+        let factors = self.tensor(name).map(|t| t.to_f32()).transpose()?;
+        rope.frequencies(factors.as_deref().map(|factors| (name, factors)))
     }
 
     /// The tokenizer described by the header.

@@ -12,7 +12,6 @@ use kernels_models::stage::{
 use kernels_models::weights::testing::{TinyModel, real_model_path};
 use kernels_models::weights::{Architecture, ModelFile};
 
-const ARCHITECTURES: [Architecture; 9] = Architecture::ALL;
 const BOTH: [Activations; 2] = [Activations::Int8, Activations::F32];
 
 fn load(file: &Arc<ModelFile>, layers: Range<usize>, activations: Activations, threads: usize) -> Loaded {
@@ -75,8 +74,8 @@ fn solo(file: &Arc<ModelFile>, activations: Activations, sequence: u64, prompt: 
 /// Small models of each architecture and format, and the real model if available.
 fn models() -> Vec<(String, Arc<ModelFile>)> {
     let mut models = Vec::new();
-    for architecture in ARCHITECTURES {
-        models.push((architecture.name().into(), TinyModel { architecture, ..TinyModel::default() }.open()));
+    for architecture in Architecture::ALL {
+        models.push((architecture.name().into(), TinyModel::of(architecture).open()));
     }
     models.push(("biased llama".into(), TinyModel { biases: true, ..TinyModel::default() }.open()));
     for tied in [false, true] {
@@ -98,7 +97,9 @@ fn any_layer_partition_gives_the_same_bits() {
         let layers = file.config().layers;
         for activations in BOTH {
             let expected = solo(&file, activations, 3, 21, 3);
-            for cuts in [vec![0, 1, layers], vec![0, layers - 1, layers], vec![0, 1, 2, layers]] {
+            // Two stages, cut at every layer, and a stage for each layer.
+            let pairs = (1..layers).map(|cut| vec![0, cut, layers]);
+            for cuts in pairs.chain([(0..=layers).collect()]) {
                 let mut stages: Vec<_> =
                     cuts.windows(2).map(|pair| load(&file, pair[0]..pair[1], activations, 1)).collect();
                 let all = tokens(&file, 3, 24);

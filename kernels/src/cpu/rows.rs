@@ -229,6 +229,26 @@ impl Kernel for Shares<'_> {
     }
 }
 
+/// Turns each number into its sigmoid ([`crate::order::sigmoid`]).
+pub struct Sigmoids<'a> {
+    /// The numbers.
+    pub numbers: &'a mut [f32],
+}
+
+impl Kernel for Sigmoids<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        for part in self.numbers.chunks_mut(16) {
+            let mut lanes = [0.0f32; 16];
+            // SAFETY: the machine has `S`; lanes beyond the numbers are not read.
+            unsafe { S::store(sigmoid::<S>(S::load_first(part.as_ptr(), part.len())), lanes.as_mut_ptr()) }
+            part.copy_from_slice(&lanes[..part.len()]);
+        }
+    }
+}
+
 /// The sum of rows times their factors ([`crate::order::experts::combine`]).
 pub struct Combine<'a> {
     /// Factors and rows, each as long as `out`.

@@ -1,7 +1,16 @@
 //! Tests of the block formats against ggml's definition, element by element.
 use half::f16;
 
-use super::{IQ4_VALUES, MXFP4_VALUES, QUANT_TYPES, QuantType, quantize, random_blocks};
+use super::{
+    IQ2_VALUES, IQ3_S_VALUES, IQ3_XXS_VALUES, IQ4_VALUES, MXFP4_VALUES, QUANT_TYPES, QuantType, grids, quantize,
+    random_blocks,
+};
+
+/// The magnitudes of an entry of a code book, as ggml's grids store them: bytes.
+fn entry(grid: &[u16], index: usize, values: &[i8; 16]) -> Vec<f32> {
+    let bits = if values[2] == IQ2_VALUES[2] { 2 } else { 4 };
+    (0..16 / bits).map(|i| f32::from(values[usize::from(grid[index] >> (i * bits)) % (1 << bits)])).collect()
+}
 
 /// ggml's scalar code, transcribed with its own pointer arithmetic and f32 arithmetic: independent of the formulas it checks.
 fn ggml(kind: QuantType, block: &[u8]) -> Vec<f32> {
@@ -51,6 +60,60 @@ fn ggml(kind: QuantType, block: &[u8]) -> Vec<f32> {
             }
         }
         QuantType::Q8_0 => y.extend(block[2..].iter().map(|&q| f32::from(q as i8) * half(0))),
+        QuantType::Iq2Xxs | QuantType::Iq3Xxs => {
+            let three = kind == QuantType::Iq3Xxs;
+            for ib32 in 0..8 {
+                let (gas, qs) = if three { (66 + 4 * ib32, 2 + 8 * ib32) } else { (6 + 8 * ib32, 2 + 8 * ib32) };
+                let aux32 = u32::from_le_bytes(block[gas..gas + 4].try_into().unwrap());
+                let db = half(0) * (0.5 + (aux32 >> 28) as f32) * if three { 0.5 } else { 0.25 };
+                for l in 0..4 {
+                    let seven = (aux32 >> (7 * l)) & 127;
+                    let signs = seven | (seven.count_ones() % 2) << 7;
+                    let grid = if three {
+                        let first = entry(&grids::IQ3_XXS, usize::from(block[qs + 2 * l]), &IQ3_XXS_VALUES);
+                        [first, entry(&grids::IQ3_XXS, usize::from(block[qs + 2 * l + 1]), &IQ3_XXS_VALUES)].concat()
+                    } else {
+                        entry(&grids::IQ2_XXS, usize::from(block[qs + l]), &IQ2_VALUES)
+                    };
+                    y.extend((0..8).map(|j| db * grid[j] * if signs & (1 << j) == 0 { 1.0 } else { -1.0 }));
+                }
+            }
+        }
+        QuantType::Iq2Xs | QuantType::Iq2S => {
+            let s = kind == QuantType::Iq2S;
+            for ib32 in 0..8 {
+                let scales = block[if s { 74 } else { 66 } + ib32];
+                let db = [scales & 0xf, scales >> 4].map(|scale| half(0) * (0.5 + f32::from(scale)) * 0.25);
+                for l in 0..4 {
+                    let (grid, signs) = if s {
+                        let high = (usize::from(block[66 + ib32]) << (8 - 2 * l)) & 0x300;
+                        let index = usize::from(block[2 + 4 * ib32 + l]) | high;
+                        (entry(&grids::IQ2_S, index, &IQ2_VALUES), u32::from(block[34 + 4 * ib32 + l]))
+                    } else {
+                        let at = 2 + 8 * ib32 + 2 * l;
+                        let q = u32::from(u16::from_le_bytes([block[at], block[at + 1]]));
+                        let signs = (q >> 9) | ((q >> 9).count_ones() % 2) << 7;
+                        (entry(&grids::IQ2_XS, (q & 511) as usize, &IQ2_VALUES), signs)
+                    };
+                    y.extend((0..8).map(|j| db[l / 2] * grid[j] * if signs & (1 << j) == 0 { 1.0 } else { -1.0 }));
+                }
+            }
+        }
+        QuantType::Iq3S => {
+            for ib32 in 0..8 {
+                let scale = block[106 + ib32 / 2] >> (4 * (ib32 % 2)) & 0xf;
+                let db = half(0) * f32::from(1 + 2 * scale);
+                for l in 0..4 {
+                    for (k, at) in [2 * l, 2 * l + 1].into_iter().enumerate() {
+                        let ninth = (usize::from(block[66 + ib32]) << (8 - at)) & 256;
+                        let index = usize::from(block[2 + 8 * ib32 + at]) | ninth;
+                        let signs = block[74 + 4 * ib32 + l] >> (4 * k);
+                        let grid = entry(&grids::IQ3_S, index, &IQ3_S_VALUES);
+                        y.extend((0..4).map(|j| db * grid[j] * if signs & (1 << j) == 0 { 1.0 } else { -1.0 }));
+                    }
+                }
+            }
+        }
         QuantType::Q3K => {
             let (m1, m2) = (0x0303_0303u32, 0x0f0f_0f0fu32);
             let a: [u32; 3] = std::array::from_fn(|i| u32::from_le_bytes(block[96 + 4 * i..][..4].try_into().unwrap()));
@@ -186,7 +249,7 @@ fn formats_dequantise_as_the_gguf_package_does() {
         }
         formats += 1;
     }
-    assert_eq!(formats, 4);
+    assert_eq!(formats, 9);
 }
 
 #[test]
@@ -203,6 +266,11 @@ fn type_numbers_and_block_sizes_match_ggml() {
         (QuantType::Q4K, 12, 256, 144),
         (QuantType::Q5K, 13, 256, 176),
         (QuantType::Q6K, 14, 256, 210),
+        (QuantType::Iq2Xxs, 16, 256, 66),
+        (QuantType::Iq2Xs, 17, 256, 74),
+        (QuantType::Iq3Xxs, 18, 256, 98),
+        (QuantType::Iq3S, 21, 256, 110),
+        (QuantType::Iq2S, 22, 256, 82),
         (QuantType::Iq4Nl, 20, 32, 18),
         (QuantType::Iq4Xs, 23, 256, 136),
         (QuantType::Bf16, 30, 1, 2),

@@ -35,6 +35,11 @@ fn not_finite(kind: QuantType, layout: &Layout, tile: &[u8]) -> Option<(usize, u
         | QuantType::Q5_0
         | QuantType::Q5_1
         | QuantType::Q8_0
+        | QuantType::Iq2Xxs
+        | QuantType::Iq2Xs
+        | QuantType::Iq2S
+        | QuantType::Iq3Xxs
+        | QuantType::Iq3S
         | QuantType::Q3K
         | QuantType::Q4K
         | QuantType::Q5K

@@ -76,6 +76,11 @@ fn non_finite_numbers_are_found() {
             | QuantType::Q4_0
             | QuantType::Q5_0
             | QuantType::Q8_0
+            | QuantType::Iq2Xxs
+            | QuantType::Iq2Xs
+            | QuantType::Iq2S
+            | QuantType::Iq3Xxs
+            | QuantType::Iq3S
             | QuantType::Iq4Nl
             | QuantType::Iq4Xs
             | QuantType::Mxfp4 => at,

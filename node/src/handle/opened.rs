@@ -164,7 +164,7 @@ pub(super) fn work(file: &ModelFile, options: &ModelOptions) -> partitioner::Wor
                 flops_per_token: l.flops_per_token,
                 weight_bytes: l.weight_bytes,
                 kv_bytes_per_token: l.kv_bytes_per_token,
-                window: recipe.window.map(|window| u32::try_from(window).unwrap_or(u32::MAX)),
+                window: recipe.window.map(|window| u32::try_from(window.positions()).unwrap_or(u32::MAX)),
                 experts: recipe.experts.map(|experts| partitioner::Experts {
                     bytes: l.expert_bytes,
                     count: u32::try_from(experts.count).unwrap_or(u32::MAX),

@@ -149,11 +149,15 @@ pub(super) struct MixtureScratch {
     /// Gates and outputs of the shared expert.
     pub(super) shared: [Handle; 2],
     pub(super) shared_gated: Activations,
+    /// `[rows · used, width of an expert]`
+    pub(super) gated: Activations,
 }
 
-/// Numbers per row of the scratch of a mixture: experts, experts of a row, and the width of the shared one.
-fn mixture_of(config: &ModelConfig) -> [usize; 3] {
-    config.experts.map_or([0; 3], |experts| [experts.count, experts.used, experts.shared.unwrap_or(0)])
+/// Numbers per row of the scratch of a mixture: experts, experts of a row, their width, and that of the shared one.
+fn mixture_of(config: &ModelConfig) -> [usize; 4] {
+    config.experts.map_or([0; 4], |experts| {
+        [experts.count, experts.used, experts.width, experts.shared.map_or(0, |shared| shared.width)]
+    })
 }
 
 impl Scratch {
@@ -168,11 +172,12 @@ impl Scratch {
         let client = memory.client;
         let floats = |numbers: usize| client.empty(numbers * 4);
         let room = partial_room(heads, options.context);
-        let [experts, used, shared] = mixture_of(config);
-        // Rows of feed-forward blocks.
-        let pairs = ROWS * used.max(1);
+        let [experts, used, width, shared] = mixture_of(config);
+        // Rows of experts.
+        let pairs = ROWS * used;
+        let some = |rows: usize, cols: usize| Activations::new(client, rows.max(1), cols.max(1));
         let groups = || {
-            let [order, small, large] = Groups::words(ROWS * used, experts).map(|words| floats(words.max(1)));
+            let [order, small, large] = Groups::words(pairs, experts).map(|words| floats(words.max(1)));
             Groups { order, blocks: [small, large] }
         };
         let scratch = memory.exact(|| Self {
@@ -183,20 +188,22 @@ impl Scratch {
             queries: floats(ROWS * heads.queries()),
             partials: Partials { values: floats(room * heads.queries()), sums: floats(room * heads.heads * 2), room },
             attended: Activations::new(client, ROWS, heads.queries()),
-            both: floats((pairs * 2 * config.ffn).max(ROWS * 2 * shared)),
-            gated: Activations::new(client, pairs, config.ffn),
+            both: floats(2 * (pairs * width).max(ROWS * config.ffn.max(shared))),
+            gated: Activations::new(client, ROWS, config.ffn),
             mixture: MixtureScratch {
                 scores: floats((ROWS * experts).max(1)),
-                choices: [floats(pairs), floats(pairs)],
+                choices: [floats(pairs.max(1)), floats(pairs.max(1))],
                 groups: groups(),
                 outputs: floats((ROWS * used * config.width).max(1)),
                 shared: [floats(ROWS), floats(if shared > 0 { ROWS * config.width } else { 1 })],
-                shared_gated: Activations::new(client, if shared > 0 { ROWS } else { 1 }, shared.max(1)),
+                shared_gated: some(if shared > 0 { ROWS } else { 1 }, shared),
+                gated: some(pairs, width),
             },
             parts: floats(PARTS_WORDS),
         })?;
         let Self { hidden, delta, x, qkv, queries, partials, attended, both, gated, mixture, parts } = &scratch;
-        let activations = [x, attended, gated, &mixture.shared_gated].map(|a| [&a.floats, &a.codes, &a.scales]);
+        let activations =
+            [x, attended, gated, &mixture.shared_gated, &mixture.gated].map(|a| [&a.floats, &a.codes, &a.scales]);
         let [experts, weights] = &mixture.choices;
         let [gates, outputs] = &mixture.shared;
         let others = [hidden, delta, qkv, queries, &partials.values, &partials.sums, both, parts];
@@ -217,12 +224,12 @@ fn partial_room(heads: &Heads, context: usize) -> usize {
 
 /// Bytes of scratch, rotary tables, and, for a stage with the output head, the logits and scratch of recorded steps.
 pub(super) fn scratch_bytes(config: &ModelConfig, heads: &Heads, options: &StageOptions) -> u64 {
-    let rotary = options.context * 2 * heads.pairs;
-    let [experts, used, shared] = mixture_of(config);
-    let ffn = used.max(1) * config.ffn;
-    let mixture = experts + 2 * used.max(1) + 1 + (used + 1) * config.width + 2 * shared;
-    let per_row = 2 * config.width + heads.row() + heads.queries() + (2 * ffn).max(2 * shared) + mixture;
-    let activations = 2 * (config.width + heads.queries() + ffn); // floats, codes, scales
+    let rotary = options.context * (2 * heads.pairs + 1);
+    let [experts, used, width, shared] = mixture_of(config);
+    let both = 2 * (used * width).max(config.ffn.max(shared));
+    let mixture = experts + 2 * used.max(1) + 1 + (used + 1) * config.width + 2 * shared + 2 * used * width;
+    let per_row = 2 * config.width + heads.row() + heads.queries() + both + mixture;
+    let activations = 2 * (config.width + heads.queries() + config.ffn); // floats, codes, scales
     let last = config.has_head(&options.layers);
     let drawn = if last { 4 * DRAWN_MAX * config.vocab + DrawScratch::bytes(config.vocab) } else { 0 };
     let groups: usize = Groups::words(ROWS * used, experts).into_iter().sum();

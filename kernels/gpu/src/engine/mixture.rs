@@ -9,7 +9,7 @@ use kernels_models::weights;
 
 use super::{FeedForward, Gated, GpuEngine};
 use crate::error::input;
-use crate::experts::{Choices, SharedOutput, combine, route};
+use crate::experts::{Choices, SharedOutput, combine, route, scale_rows};
 use crate::load::{Loader, Part};
 use crate::platform::Platform;
 use crate::product::operands::Matrix;
@@ -18,19 +18,21 @@ use crate::rows::gated;
 
 /// The weights of a mixture.
 pub(super) struct Experts {
-    count: usize,
-    used: usize,
-    normalised: bool,
+    config: weights::Experts,
     /// One row per expert.
     router: Vec<Part>,
     router_bias: Option<Handle>,
+    /// One per expert.
+    corrections: Option<Handle>,
     /// Of gate and up, and of down: one row per expert.
     biases: Option<[Handle; 2]>,
     /// Gate and up: together, or one by one if their formats differ.
     inputs: Vec<ExpertMatrix>,
     down: ExpertMatrix,
-    /// The expert of every row, and its gate of one row.
-    shared: Option<(Vec<Part>, Gated)>,
+    /// The expert of every row.
+    shared: Option<Gated>,
+    /// Its gate of one row.
+    shared_gate: Option<Vec<Part>>,
 }
 
 impl FeedForward {
@@ -46,20 +48,19 @@ impl FeedForward {
             let width = inputs.iter().map(|part| part.width).sum::<usize>() / 2;
             Ok(Gated { inputs, down: loader.matrices(&[part("ffn_down")])?, width })
         };
-        let Some(weights::Experts { count, used, shared, normalised, biases }) = recipe.experts else {
+        let Some(config) = recipe.experts else {
             return Ok(Self::Dense(block(loader, "")?));
         };
+        let weights::Experts { count, shared, biases, .. } = config;
         if recipe.norms_after {
             return Err(input("expected no norm after a mixture of experts"));
         }
         let inputs = stacked(loader, &["ffn_gate_exps", "ffn_up_exps"].map(name), count)?;
         let [down] = <[ExpertMatrix; 1]>::try_from(stacked(loader, &[name("ffn_down_exps")], count)?)
             .map_err(|_| input("expected one matrix of outputs"))?;
+        let gate = shared.filter(|shared| shared.gated);
         let shared = shared.map(|_| block(loader, "_shexp")).transpose()?;
-        let shared = match shared {
-            Some(gated) => Some((loader.matrices(&[name("ffn_gate_inp_shexp")])?, gated)),
-            None => None,
-        };
+        let shared_gate = gate.map(|_| loader.matrices(&[name("ffn_gate_inp_shexp")])).transpose()?;
         let router = loader.matrices(&[name("ffn_gate_inp")])?;
         let bias = |loader: &mut Loader<'_, R>, part: &str| loader.vector(&format!("blk.{index}.{part}.bias"));
         let router_bias = biases.then(|| bias(loader, "ffn_gate_inp")).transpose()?;
@@ -68,7 +69,9 @@ impl FeedForward {
             Ok([loader.vectors(&inputs)?, bias(loader, "ffn_down_exps")?])
         };
         let biases = biases.then(|| all(loader)).transpose()?;
-        let experts = Experts { count, used, normalised, router, router_bias, biases, inputs, down, shared };
+        let corrections = format!("blk.{index}.exp_probs_b.bias");
+        let corrections = config.corrected.then(|| loader.vector(&corrections)).transpose()?;
+        let experts = Experts { config, router, router_bias, corrections, biases, inputs, down, shared, shared_gate };
         Ok(Self::Experts(Box::new(experts)))
     }
 
@@ -77,7 +80,8 @@ impl FeedForward {
         match self {
             Self::Dense(gated) => Box::new(gated.inputs.iter().map(|part| &part.matrix)),
             Self::Experts(experts) => {
-                let shared = experts.shared.iter().flat_map(|(gate, gated)| gate.iter().chain(&gated.inputs));
+                let shared = experts.shared.iter().flat_map(|gated| &gated.inputs);
+                let shared = shared.chain(experts.shared_gate.iter().flatten());
                 let parts = experts.router.iter().chain(shared).map(|part| &part.matrix);
                 Box::new(parts.chain(experts.inputs.iter().map(|matrix| &matrix.matrix)))
             }
@@ -92,8 +96,9 @@ impl FeedForward {
             Self::Dense(gated) => block(gated),
             Self::Experts(experts) => {
                 let matrices = experts.inputs.iter().chain([&experts.down]);
-                let used = matrices.map(|expert| expert.bytes() * experts.used as u64).sum::<u64>();
-                let shared = experts.shared.as_ref().map_or(0, |(gate, gated)| parts(gate) + block(gated));
+                let used = matrices.map(|expert| expert.bytes() * experts.config.used as u64).sum::<u64>();
+                let gate = experts.shared_gate.as_deref().map_or(0, parts);
+                let shared = experts.shared.as_ref().map_or(0, block) + gate;
                 parts(&experts.router) + shared + used
             }
         }
@@ -136,7 +141,7 @@ impl<R: Platform> GpuEngine<R> {
     fn choices(&self, experts: &Experts) -> Choices {
         let scratch = &self.scratch.mixture;
         let [numbers, weights] = &scratch.choices;
-        Choices { experts: numbers.clone(), weights: weights.clone(), used: experts.used }
+        Choices { experts: numbers.clone(), weights: weights.clone(), used: experts.config.used }
     }
 
     /// Chooses the experts of each row, and computes their gates and ups.
@@ -149,26 +154,31 @@ impl<R: Platform> GpuEngine<R> {
             &scratch.x,
             count,
             scores,
-            experts.count,
+            experts.config.count,
             experts.router_bias.as_ref(),
             false,
         );
-        route(client, self.able, scores, experts.count, experts.normalised, count, &choices);
+        let weights::Experts { count: all, used, width, on_input, .. } = experts.config;
+        let corrections = experts.corrections.as_ref();
+        route(client, self.able, scores, corrections, all, experts.config.routing(), count, &choices);
         let groups = self.groups(experts, count);
         if let Some(groups) = groups {
-            group(client, &choices.experts, experts.count, count * experts.used, groups);
+            group(client, &choices.experts, all, count * used, groups);
         }
-        let (each, count) = (experts.used, count * experts.used);
-        let pairs = Pairs { x: &scratch.x, experts: &choices.experts, count, each, groups };
-        let (integers, width) = (self.integers(), self.config.ffn);
+        let pairs = Pairs { x: &scratch.x, experts: &choices.experts, count: count * used, each: used, groups };
+        let integers = self.integers();
         for (index, matrix) in experts.inputs.iter().enumerate() {
             let bias = experts.biases.as_ref().map(|[inputs, _]| {
                 // The biases of gate, then of up.
-                inputs.clone().offset_start(4 * (index * experts.count * width) as u64)
+                inputs.clone().offset_start(4 * (index * all * width) as u64)
             });
             let (stride, offset) = (2 * width, index * width);
             let out = ExpertRows { rows: &scratch.both, stride, offset, bias: bias.as_ref() };
             expert_product(client, self.able, matrix, &pairs, integers, &out);
+        }
+        if on_input {
+            // Gate and up are linear: a factor of their input is one of their output.
+            scale_rows(client, self.able, &scratch.both, &choices.weights, count * used, 2 * width);
         }
     }
 
@@ -179,9 +189,9 @@ impl<R: Platform> GpuEngine<R> {
         count: usize,
         activation: Activation,
     ) {
-        let (scratch, pairs) = (&self.scratch, count * experts.used);
+        let (scratch, pairs) = (&self.scratch, count * experts.config.used);
         let wanted = self.wanted_by(std::iter::once(&experts.down.matrix));
-        gated(client, self.able, &scratch.both, activation, pairs, wanted, &scratch.gated);
+        gated(client, self.able, &scratch.both, activation, pairs, wanted, &scratch.mixture.gated);
     }
 
     /// Computes the outputs of all experts of each row, and adds them to the residual stream.
@@ -195,26 +205,29 @@ impl<R: Platform> GpuEngine<R> {
     ) {
         let (scratch, width, choices) = (&self.scratch, self.config.width, self.choices(experts));
         let mixture = &scratch.mixture;
-        let groups = self.groups(experts, count);
-        let pairs =
-            Pairs { x: &scratch.gated, experts: &choices.experts, count: count * experts.used, each: 1, groups };
+        let (groups, on_input) = (self.groups(experts, count), experts.config.on_input);
+        let all = count * experts.config.used;
+        let pairs = Pairs { x: &mixture.gated, experts: &choices.experts, count: all, each: 1, groups };
         let bias = experts.biases.as_ref().map(|[_, down]| down);
         let out = ExpertRows { rows: &mixture.outputs, stride: width, offset: 0, bias };
         expert_product(client, self.able, &experts.down, &pairs, self.integers(), &out);
-        let shared = experts.shared.as_ref().map(|(gate, gated)| {
+        let shared = experts.shared.as_ref().map(|gated| {
             let [gates, outputs] = &mixture.shared;
-            self.products(client, gate, &scratch.x, count, gates, 1, None, false);
+            let gates = experts.shared_gate.as_ref().map(|gate| {
+                self.products(client, gate, &scratch.x, count, gates, 1, None, false);
+                gates
+            });
             self.gate_up(client, gated, count, activation, &mixture.shared_gated);
             self.gate(client, gated, count, activation, &mixture.shared_gated);
             self.products(client, &gated.down, &mixture.shared_gated, count, outputs, width, None, false);
             SharedOutput { gates, outputs }
         });
-        combine(client, self.able, &mixture.outputs, &choices, shared.as_ref(), count, width, hidden);
+        combine(client, self.able, &mixture.outputs, &choices, !on_input, shared.as_ref(), count, width, hidden);
     }
 
     /// Where pairs are sorted by expert, if those of one expert are computed together in a pass of `count` rows.
     fn groups(&self, experts: &Experts, count: usize) -> Option<&Groups> {
-        let grouped = grouped(self.able, self.integers(), count * experts.used, experts.count);
+        let grouped = grouped(self.able, self.integers(), count * experts.config.used, experts.config.count);
         grouped.then_some(&self.scratch.mixture.groups)
     }
 

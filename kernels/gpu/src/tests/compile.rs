@@ -8,7 +8,9 @@ use cubecl::profile::TimingMethod;
 use cubecl::server::Handle;
 use cubecl::stream_id::StreamId;
 use kernels::order::Activation;
+use kernels::order::experts::{Gating, Routing};
 use kernels::quant::{QUANT_TYPES, QuantType};
+use kernels_models::weights::Window;
 use rayon::prelude::*;
 
 use crate::arithmetic::Features;
@@ -16,7 +18,7 @@ use crate::attention::{Heads, LayerHeads, Pages, Partials, Places, attend, place
 use crate::compile::{Source, compile, ptx};
 use crate::device::toolkit::{Toolkit, load_from};
 use crate::draw::{DrawScratch, draw};
-use crate::experts::{Choices, SharedOutput, combine, route};
+use crate::experts::{Choices, SharedOutput, combine, route, scale_rows};
 use crate::graph::Recorder;
 use crate::product::operands::{Activations, Matrix, Target};
 use crate::product::{ExpertMatrix, ExpertRows, Groups, Pairs, expert_product, gate_product, gates, group, product};
@@ -100,13 +102,24 @@ fn products(client: &ComputeClient<Recorder>, kind: QuantType) {
 fn mixtures(client: &ComputeClient<Recorder>) {
     let choices = Choices { experts: handle(), weights: handle(), used: 8 };
     let (gates, outputs) = (handle(), handle());
-    for (count, normalised) in [(8, true), (128, true), (512, false)] {
-        route(client, ABLE, &handle(), count, normalised, 1, &choices);
+    let softmax = Routing { used: 8, gating: Gating::Softmax, normalised: true, scale: 1.0 };
+    let sigmoid = Routing { gating: Gating::Sigmoid, ..softmax };
+    let plain = Routing { normalised: false, ..softmax };
+    for (count, routing, corrections) in [
+        (8, softmax, None),
+        (128, softmax, None),
+        (512, plain, None),
+        (128, sigmoid, Some(&gates)),
+        (16, sigmoid, None),
+    ] {
+        route(client, ABLE, &handle(), corrections, count, routing, 1, &choices);
         let groups = Groups { order: handle(), blocks: [handle(), handle()] };
         group(client, &choices.experts, count, 64, &groups);
     }
-    for shared in [None, Some(SharedOutput { gates: &gates, outputs: &outputs })] {
-        combine(client, ABLE, &handle(), &choices, shared.as_ref(), 1, 2048, &handle());
+    scale_rows(client, ABLE, &handle(), &handle(), 8, 2048);
+    for (shared, weighted) in [(None, true), (Some(Some(&gates)), true), (Some(None), true), (Some(None), false)] {
+        let shared = shared.map(|gates| SharedOutput { gates, outputs: &outputs });
+        combine(client, ABLE, &handle(), &choices, weighted, shared.as_ref(), 1, 2048, &handle());
     }
 }
 
@@ -123,7 +136,7 @@ fn rows(client: &ComputeClient<Recorder>, wanted: RowFormats) {
     draw(client, &DrawScratch::of(handle, 4096), &y, &vector, 1, &handle(), &handle());
 }
 
-/// Attention with all options, and without any.
+/// Attention with all options, without any, and within chunks.
 fn attention(client: &ComputeClient<Recorder>, (heads, kv_heads, head_dim): (usize, usize, usize), wanted: RowFormats) {
     let heads = Heads { heads, kv_heads, head_dim, pairs: head_dim / 2, halves: true, half_cells: wanted.integers };
     let (y, vector, rotary) = (handle(), handle(), handle());
@@ -132,8 +145,7 @@ fn attention(client: &ComputeClient<Recorder>, (heads, kv_heads, head_dim): (usi
         norms: Some(&vector),
         rotary: &rotary,
         positions: 4096,
-        scale: 0.1,
-        window: Some(512),
+        window: Some(Window::Sliding(512)),
         cap: Some(50.0),
         sinks: Some(&vector),
         eps: 1e-6,
@@ -143,7 +155,8 @@ fn attention(client: &ComputeClient<Recorder>, (heads, kv_heads, head_dim): (usi
     let pages = Pages { pages: handle(), count: 32 };
     let partials = Partials { values: handle(), sums: handle(), room: 64 };
     let x = activations(heads.queries());
-    for layer in [full, plain] {
+    let chunks = LayerHeads { window: Some(Window::Chunk(8192)), ..plain.clone() };
+    for layer in [full, plain, chunks] {
         place(client, ABLE, heads, &layer, &places, &y, &vector, &pages);
         attend(client, ABLE, heads, &layer, &places, &vector, &pages, &partials, wanted, &x);
     }

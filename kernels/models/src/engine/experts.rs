@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use kernels::cpu::activations::Rows;
 use kernels::cpu::product::Product;
-use kernels::cpu::rows::{Combine, Shares};
-use kernels::order::experts::{Choice, weigh};
-use kernels::order::sigmoid;
+use kernels::cpu::rows::{Combine, Shares, Sigmoids};
+use kernels::order::experts::{Choice, Gating, USED_MAX, weigh, whole};
+use kernels::order::{reciprocal, sigmoid};
 use kernels::pool::Pool;
 
 use super::{BlockScratch, GRAIN, Run, Shared, add_bias, each_row, gate_rows, products};
@@ -17,8 +17,15 @@ use crate::model::load::{Experts, Matrix};
 pub(super) struct Mixture {
     /// `[rows, experts]`
     scores: Vec<f32>,
+    /// Factors of all experts for one row, and what they are chosen by.
+    shares: Vec<f32>,
+    keys: Vec<f32>,
+    /// Of one row.
+    choices: Vec<Choice>,
     /// `[rows, used]`
     routes: Vec<Route>,
+    /// Of each expert: the number of its rows, then its place among the groups.
+    counts: Vec<usize>,
     /// Experts that compute a row, ascending.
     groups: Vec<Group>,
     /// Input rows of each group.
@@ -65,60 +72,76 @@ impl Mixture {
         self.gather(x);
         self.run_experts(pool, run, weights);
         let [gate, shared] = &mut self.shared;
-        if let Some((matrix, gated)) = &weights.shared {
-            products(run.isa, pool, x, run.integers, &[matrix.tiles()], [gate]);
-            block.compute(pool, run, x, gated, shared);
+        if let Some(weights) = &weights.shared {
+            if let Some(matrix) = &weights.gate {
+                products(run.isa, pool, x, run.integers, &[matrix.tiles()], [gate]);
+            }
+            block.compute(pool, run, x, &weights.expert, shared);
         }
         self.combine(pool, run, weights, x, out);
     }
 
     /// Chooses the experts of each row, and a place for each choice: the rows of an expert lie together.
     fn route(&mut self, run: Run, weights: &Experts, rows: usize) {
-        let Self { scores, routes, groups, .. } = self;
+        let Self { scores, shares, keys, choices, routes, counts, groups, .. } = self;
         routes.clear();
-        let mut counts = vec![0usize; weights.count];
-        let mut shares = Vec::with_capacity(weights.count);
+        counts.clear();
+        counts.resize(weights.count, 0);
         for scores in scores.chunks_exact(weights.count) {
             shares.clear();
             shares.extend_from_slice(scores);
-            // SAFETY: the instruction set was detected.
-            let total = unsafe { run.isa.run(Shares { scores: &mut shares }) };
-            for choice in weigh(scores, &shares, total, weights.used, weights.normalised) {
+            let mut by = scores;
+            let factor = match weights.routing.gating {
+                // SAFETY: the instruction set was detected.
+                Gating::Softmax => reciprocal(unsafe { run.isa.run(Shares { scores: shares }) }),
+                Gating::Sigmoid => {
+                    // SAFETY: the instruction set was detected.
+                    unsafe { run.isa.run(Sigmoids { numbers: shares }) };
+                    if let Some(corrections) = &weights.corrections {
+                        keys.clear();
+                        keys.extend(shares.iter().zip(corrections).map(|(share, more)| share + more));
+                        by = keys;
+                    }
+                    whole(scores)
+                }
+            };
+            choices.clear();
+            weigh(by, shares, factor, weights.routing, choices);
+            for &choice in &*choices {
                 routes.push(Route { choice, place: counts[choice.expert] });
                 counts[choice.expert] += 1;
             }
         }
-        debug_assert_eq!(routes.len(), rows * weights.used);
+        debug_assert_eq!(routes.len(), rows * weights.routing.used);
         groups.clear();
-        let mut firsts = vec![0usize; weights.count];
         let mut first = 0;
-        for (expert, &count) in counts.iter().enumerate() {
-            firsts[expert] = first;
-            if count > 0 {
-                groups.push(Group { expert, first, count });
+        for (expert, count) in counts.iter_mut().enumerate() {
+            let rows = std::mem::replace(count, groups.len());
+            if rows > 0 {
+                groups.push(Group { expert, first, count: rows });
             }
-            first += count;
+            first += rows;
         }
-        routes.iter_mut().for_each(|route| route.place += firsts[route.choice.expert]);
+        routes.iter_mut().for_each(|route| route.place += groups[counts[route.choice.expert]].first);
     }
 
     /// Copies the rows of each group together.
     fn gather(&mut self, x: &Rows) {
-        let Self { routes, groups, x: gathered, .. } = self;
+        let Self { routes, counts, groups, x: gathered, .. } = self;
         gathered.resize_with(gathered.len().max(groups.len()), Rows::default);
         for (rows, group) in gathered.iter_mut().zip(&*groups) {
             rows.shape(group.count, x.cols());
         }
         let used = routes.len() / x.count().max(1);
         for (index, route) in routes.iter().enumerate() {
-            let group = groups.partition_point(|group| group.expert < route.choice.expert);
+            let group = counts[route.choice.expert];
             // SAFETY: no row is borrowed.
             unsafe { gathered[group].rows_mut().copy(route.place - groups[group].first, x, index / used) }
         }
     }
 
     fn run_experts(&mut self, pool: &mut Pool, run: Run, weights: &Experts) {
-        let Self { groups, x, gated, gate, up, down, .. } = self;
+        let Self { routes, groups, x, gated, gate, up, down, .. } = self;
         let [gates, ups] = &weights.experts.inputs;
         let ffn = gates.tiles().rows() / weights.count;
         let (x, groups) = (&x[..groups.len()], &groups[..]);
@@ -128,6 +151,14 @@ impl Mixture {
         if let Some([gates, ups, _]) = biases {
             add_biases(groups, gate, gates, ffn);
             add_biases(groups, up, ups, ffn);
+        }
+        if weights.on_input {
+            // Gate and up are linear: a factor of their input is one of their output.
+            for Route { choice, place } in &*routes {
+                for rows in [&mut *gate, &mut *up] {
+                    rows[place * ffn..(place + 1) * ffn].iter_mut().for_each(|number| *number *= choice.weight);
+                }
+            }
         }
         gated.resize_with(gated.len().max(groups.len()), Rows::default);
         for (rows, group) in gated.iter_mut().zip(groups) {
@@ -144,27 +175,34 @@ impl Mixture {
 
     fn combine(&self, pool: &mut Pool, run: Run, weights: &Experts, x: &Rows, out: &mut Vec<f32>) {
         let Self { routes, down, shared: [gate, shared], .. } = self;
-        let (width, used) = (x.cols(), weights.used);
+        let (width, used) = (x.cols(), weights.routing.used);
         out.resize(x.count() * width, 0.0); // every element is written below
         let out = Shared::of(out);
         each_row(pool, x.count(), (used + 1) * width, &|i| {
-            let output = |route: &Route| (route.choice.weight, &down[route.place * width..][..width]);
-            let mut parts: Vec<(f32, &[f32])> = routes[i * used..][..used].iter().map(output).collect();
-            if weights.shared.is_some() {
-                parts.push((sigmoid(gate[i]), &shared[i * width..][..width]));
+            let mut parts: [(f32, &[f32]); USED_MAX + 1] = [(0.0, &[]); USED_MAX + 1];
+            for (part, route) in parts.iter_mut().zip(&routes[i * used..][..used]) {
+                let factor = if weights.on_input { 1.0 } else { route.choice.weight };
+                *part = (factor, &down[route.place * width..][..width]);
+            }
+            let mut count = used;
+            if let Some(weights) = &weights.shared {
+                let factor = if weights.gate.is_some() { sigmoid(gate[i]) } else { 1.0 };
+                parts[count] = (factor, &shared[i * width..][..width]);
+                count += 1;
             }
             // SAFETY: each row is visited once; the instruction set was detected.
-            unsafe { run.isa.run(Combine { parts: &parts, out: out.slice(i * width..(i + 1) * width) }) };
+            unsafe { run.isa.run(Combine { parts: &parts[..count], out: out.slice(i * width..(i + 1) * width) }) };
         });
     }
 
     /// Allocated bytes.
     pub(super) fn bytes(&self) -> usize {
         let [shared_gate, shared] = &self.shared;
-        let floats = [&self.scores, &self.gate, &self.up, &self.down, shared_gate, shared];
+        let floats = [&self.scores, &self.shares, &self.keys, &self.gate, &self.up, &self.down, shared_gate, shared];
         let floats: usize = floats.into_iter().map(|v| v.capacity() * size_of::<f32>()).sum();
         let rows: usize = self.x.iter().chain(&self.gated).map(Rows::bytes).sum();
-        floats + rows + self.routes.capacity() * size_of::<Route>()
+        let routes = self.routes.capacity() * size_of::<Route>() + self.counts.capacity() * size_of::<usize>();
+        floats + rows + routes
     }
 }
 

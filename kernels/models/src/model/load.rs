@@ -2,6 +2,7 @@
 use parking_lot::Mutex;
 use std::ops::Range;
 
+use kernels::order::experts::Routing;
 use kernels::pool::Pool;
 use kernels::quant::QuantType;
 use kernels::tile::{Layout, ROWS, Tiles, convert};
@@ -10,7 +11,8 @@ use memmap2::MmapMut;
 use crate::engine::Shared;
 use crate::recipe::LayerRecipe;
 use crate::stage::StageError;
-use crate::weights::{ModelConfig, ModelFile};
+use crate::weights::config::CORRECTIONS;
+use crate::weights::{HeadNorms, ModelConfig, ModelFile};
 
 /// A matrix stored as tiles.
 pub(crate) struct Matrix {
@@ -114,16 +116,26 @@ pub(crate) struct Gated {
 /// A mixture of experts.
 pub(crate) struct Experts {
     pub(crate) count: usize,
-    pub(crate) used: usize,
-    pub(crate) normalised: bool,
+    pub(crate) routing: Routing,
+    /// The factors apply to the inputs of experts.
+    pub(crate) on_input: bool,
     /// One row per expert.
     pub(crate) router: Matrix,
     pub(crate) router_bias: Option<Vec<f32>>,
+    /// One per expert.
+    pub(crate) corrections: Option<Vec<f32>>,
     /// Of gate, up and down, one row per expert.
     pub(crate) biases: Option<[Vec<f32>; 3]>,
     pub(crate) experts: Gated,
-    /// The expert of every row, and its gate of one row.
-    pub(crate) shared: Option<(Matrix, Gated)>,
+    /// The expert of every row.
+    pub(crate) shared: Option<SharedExpert>,
+}
+
+/// An expert of every row.
+pub(crate) struct SharedExpert {
+    /// One row: the score whose sigmoid multiplies the output.
+    pub(crate) gate: Option<Matrix>,
+    pub(crate) expert: Gated,
 }
 
 /// Final norm and output matrix.
@@ -144,7 +156,7 @@ impl Experts {
     pub(crate) fn unused_bytes(&self) -> u64 {
         let Gated { inputs: [gate, up], down } = &self.experts;
         let bytes: u64 = [gate, up, down].iter().map(|matrix| matrix.tiles().bytes().len() as u64).sum();
-        bytes / self.count as u64 * (self.count - self.used) as u64
+        bytes / self.count as u64 * (self.count - self.routing.used) as u64
     }
 }
 
@@ -167,7 +179,13 @@ impl Loader<'_> {
             input_biases,
             attention_norm: self.vector(&name("attn_norm.weight"))?,
             inputs: [matrix(self, inputs[0])?, matrix(self, inputs[1])?, matrix(self, inputs[2])?],
-            head_norms: norms(self, recipe.head_norms, ["attn_q_norm", "attn_k_norm"])?,
+            head_norms: match recipe.head_norms {
+                None => None,
+                Some(HeadNorms::Weighted) => norms(self, true, ["attn_q_norm", "attn_k_norm"])?,
+                Some(HeadNorms::Plain) => {
+                    Some([vec![1.0; self.file.config().head_dim], vec![1.0; self.file.config().head_dim]])
+                }
+            },
             output: matrix(self, "attn_output")?,
             output_bias: recipe.output_bias.then(|| bias(self, "attn_output")).transpose()?,
             norms_after: norms(self, recipe.norms_after, ["post_attention_norm", "post_ffw_norm"])?,
@@ -183,19 +201,30 @@ impl Loader<'_> {
             let mut part = |name: &str| matrix(&format!("{name}{kind}"));
             Ok(Gated { inputs: [part("ffn_gate")?, part("ffn_up")?], down: part("ffn_down")? })
         };
-        let Some(crate::weights::Experts { count, used, shared, normalised, biases }) = recipe.experts else {
+        let Some(config) = recipe.experts else {
             return Ok(FeedForward::Dense(gated("")?));
         };
         let experts = gated("_exps")?;
-        let shared = shared.map(|_| gated("_shexp")).transpose()?;
-        let shared = shared.map(|gated| Ok::<_, StageError>((matrix("ffn_gate_inp_shexp")?, gated))).transpose()?;
+        let shared = config.shared.map(|_| gated("_shexp")).transpose()?;
+        let gate = config.shared.filter(|shared| shared.gated).map(|_| matrix("ffn_gate_inp_shexp")).transpose()?;
         let router = matrix("ffn_gate_inp")?;
-        let mut bias = |part: &str| self.vector(&format!("blk.{index}.{part}.bias"));
-        let router_bias = biases.then(|| bias("ffn_gate_inp")).transpose()?;
-        let mut all = || Ok::<_, StageError>([bias("ffn_gate_exps")?, bias("ffn_up_exps")?, bias("ffn_down_exps")?]);
-        let biases = biases.then(&mut all).transpose()?;
-        let experts = Experts { count, used, normalised, router, router_bias, biases, experts, shared };
-        Ok(FeedForward::Experts(Box::new(experts)))
+        let mut vector = |part: &str| self.vector(&format!("blk.{index}.{part}"));
+        let router_bias = config.biases.then(|| vector("ffn_gate_inp.bias")).transpose()?;
+        let corrections = config.corrected.then(|| vector(CORRECTIONS)).transpose()?;
+        let biases = ["ffn_gate_exps.bias", "ffn_up_exps.bias", "ffn_down_exps.bias"];
+        let mut all = || Ok::<_, StageError>([vector(biases[0])?, vector(biases[1])?, vector(biases[2])?]);
+        let biases = config.biases.then(&mut all).transpose()?;
+        Ok(FeedForward::Experts(Box::new(Experts {
+            count: config.count,
+            routing: config.routing(),
+            on_input: config.on_input,
+            router,
+            router_bias,
+            corrections,
+            biases,
+            experts,
+            shared: shared.map(|expert| SharedExpert { gate, expert }),
+        })))
     }
 
     pub(crate) fn head(&mut self, config: &ModelConfig) -> Result<OutputHead, StageError> {

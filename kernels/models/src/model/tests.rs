@@ -10,10 +10,16 @@ use crate::weights::testing::TinyModel;
 #[test]
 fn instruction_sets_agree_bit_for_bit() {
     for architecture in Architecture::ALL {
-        let file = TinyModel { architecture, quant: QuantType::Q4_1, ..TinyModel::default() }.open();
+        let file = TinyModel { quant: QuantType::Q4_1, ..TinyModel::of(architecture) }.open();
         for activations in [Activations::Int8, Activations::F32] {
             let run = |isa| {
-                let options = StageOptions { layers: 0..3, sequences: 1, context: 64, activations, threads: 1 };
+                let options = StageOptions {
+                    layers: 0..file.config().layers,
+                    sequences: 1,
+                    context: 64,
+                    activations,
+                    threads: 1,
+                };
                 let mut stage = CpuEngine::load(Arc::clone(&file), options, isa).unwrap();
                 let tokens: Vec<u32> = (0..40).map(|i| i * 5 + 3).collect();
                 let mut logits = Vec::new();

@@ -94,7 +94,7 @@ impl Rules {
             "llama3" | "llama-v3" | "llama-bpe" | "falcon3" | "pixtral" => {
                 Self { whole_words: true, add_bos: true, ..rules(&[LLAMA3]) }
             }
-            "dbrx" | "smaug-bpe" => rules(&[LLAMA3]),
+            "dbrx" | "smaug-bpe" | "chatglm-bpe" | "glm4" => rules(&[LLAMA3]),
             "qwen2" | "deepseek-r1-qwen" => Self { compose: true, ..rules(&[QWEN2]) },
             "deepseek-coder" => rules(&[LINE_BREAK, SPACED_LETTERS, SPACED_PUNCTUATION, EAST_ASIAN, DIGIT]),
             "stablelm2" => rules(&[QWEN2]),

@@ -1,7 +1,7 @@
 //! Model configuration: sizes, rotary embedding, the tensors an architecture requires, and the cost of each part.
-use std::collections::BTreeMap;
 use std::ops::Range;
 
+use kernels::order::experts::{Gating, Routing};
 use kernels::tile;
 
 use super::error::WeightsError;
@@ -12,13 +12,16 @@ use crate::stage::Activations;
 
 mod frequencies;
 mod keys;
+mod tensors;
 
 pub use frequencies::RotaryFrequencies;
+pub(crate) use tensors::CORRECTIONS;
+pub(super) use tensors::{ROPE_FACTORS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT};
 
 use keys::Keys;
+pub(crate) use tensors::layer_of;
+use tensors::{SHARED_GATE, missing_tensor};
 
-/// Per-dimension RoPE factors for long contexts in Llama 3 files.
-pub(super) const ROPE_FACTORS: &str = "rope_freqs.weight";
 /// Maximum number of blocks: the deepest published model has 126; a malicious count must not become a long loop.
 const LAYERS_MAX: usize = 4096;
 /// Maximum hidden, feed-forward or head width: well above any model, and products of two fit 64 bits.
@@ -29,11 +32,8 @@ const CONTEXT_MAX: usize = 1 << 24;
 const ROPE_BASES: Range<f64> = 1.000_001..1e12;
 /// Bytes per element of a hidden row sent between stages.
 const ACTIVATION_ELEMENT_BYTES: u64 = 4;
-/// SmolLM3 rotates in three of four layers (Hugging Face, "SmolLM3", 2025); its files do not say so.
+/// SmolLM3 (Hugging Face, "SmolLM3", 2025) and Llama 4 rotate in three of four layers; their files do not say so.
 const STILL_PERIOD: usize = 4;
-/// The gate of a shared expert: one row, but a matrix.
-const SHARED_GATE: &str = "ffn_gate_inp_shexp.weight";
-
 /// Supported model families. All are pre-norm decoders with RMSNorm, grouped-query attention, rotary embedding and a gated
 /// feed-forward block; the differences are in [`ModelConfig`] and [`crate::recipe::Recipe`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,11 +58,22 @@ pub enum Architecture {
     SmolLm3,
     /// Experts with biases and a clamped activation, attention sinks; every other layer uses a sliding window.
     GptOss,
+    /// Phi-3 and Phi-4: rotary embedding on halves, with factors that depend on the context; all layers may use a sliding window.
+    /// Files have query, key and value in one matrix, and gate and up in another.
+    Phi3,
+    /// GLM-4.5: experts chosen by sigmoids with corrections, and a shared one, from the second layer on; rotary embedding on halves of
+    /// a part of each head.
+    Glm4Moe,
+    /// Llama 4 (its text part): in three of four layers rotary embedding and attention within chunks, in the others attention to all
+    /// positions with a temperature. Experts in all or every other layer, whose factor applies to their input, and a shared one.
+    Llama4,
+    /// Ministral 3: as `Llama`; attention has a temperature that depends on the position.
+    Mistral3,
 }
 
 impl Architecture {
     /// All supported families.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 13] = [
         Self::Llama,
         Self::Qwen2,
         Self::Qwen2Moe,
@@ -72,6 +83,10 @@ impl Architecture {
         Self::Gemma3,
         Self::SmolLm3,
         Self::GptOss,
+        Self::Phi3,
+        Self::Glm4Moe,
+        Self::Llama4,
+        Self::Mistral3,
     ];
 
     /// The name in `general.architecture`.
@@ -87,6 +102,10 @@ impl Architecture {
             Self::Gemma3 => "gemma3",
             Self::SmolLm3 => "smollm3",
             Self::GptOss => "gpt-oss",
+            Self::Phi3 => "phi3",
+            Self::Glm4Moe => "glm4moe",
+            Self::Llama4 => "llama4",
+            Self::Mistral3 => "mistral3",
         }
     }
 
@@ -95,19 +114,19 @@ impl Architecture {
         matches!(self, Self::Gemma2 | Self::Gemma3)
     }
 
-    /// Whether some layers use a sliding window and others do not.
-    fn alternates(self) -> bool {
-        self.is_gemma() || self == Self::GptOss
+    /// Whether windows are those of the model's layers, and no bound of its context.
+    fn has_windows(self) -> bool {
+        self.is_gemma() || matches!(self, Self::GptOss | Self::Phi3 | Self::Llama4)
     }
 
-    /// Whether query and key heads are normalised.
+    /// Whether query and key heads are always normalised with weights.
     fn has_head_norms(self) -> bool {
         matches!(self, Self::Qwen3 | Self::Qwen3Moe | Self::Gemma3)
     }
 
-    /// Qwen2's reference implementation has biases on query, key and value only.
+    /// The reference implementations of Qwen2 and GLM-4.5 have biases on query, key and value only.
     fn has_output_bias(self) -> bool {
-        !matches!(self, Self::Qwen2 | Self::Qwen2Moe)
+        !matches!(self, Self::Qwen2 | Self::Qwen2Moe | Self::Glm4Moe)
     }
 
     fn parse(name: &str) -> Result<Self, WeightsError> {
@@ -138,9 +157,9 @@ pub struct ModelConfig {
     pub kv_heads: usize,
     /// Elements per head (for query, key and value).
     pub head_dim: usize,
-    /// Width of the feed-forward block, or of each expert.
+    /// Width of the feed-forward block in layers without experts; that of an expert if all layers have some.
     pub ffn: usize,
-    /// The experts that take the place of the feed-forward block.
+    /// The experts that take the place of the feed-forward block in all or some layers.
     pub experts: Option<Experts>,
     /// Vocabulary size: rows of the embedding, length of the logits.
     pub vocab: usize,
@@ -154,8 +173,8 @@ pub struct ModelConfig {
     pub attention_bias: bool,
     /// A bias on the attention output projection (`blk.N.attn_output.bias`), in all blocks.
     pub attention_output_bias: bool,
-    /// RMSNorm on each query and key head (`blk.N.attn_{q,k}_norm.weight`, `head_dim` weights).
-    pub qk_norm: bool,
+    /// RMSNorm on each query and key head.
+    pub head_norms: Option<HeadNorms>,
     /// A score per query head that takes part in the softmax, without a value (`blk.N.attn_sinks.weight`).
     pub sinks: bool,
     /// RMSNorm on the outputs of attention and feed-forward (`blk.N.post_{attention,ffw}_norm.weight`, `width` weights).
@@ -170,6 +189,10 @@ pub struct ModelConfig {
     pub logit_cap: Option<f32>,
     /// Every layer with this period has no rotary embedding, from layer `period - 1` on.
     pub still_period: Option<usize>,
+    /// Attention temperature: in the layers of `still_period`, else in all.
+    pub temperature: Option<Temperature>,
+    /// Further blocks at the end of the file, which predict later tokens and are not used.
+    pub predictors: usize,
     /// Whether the output head is tied to the embedding (`token_embd.weight`); otherwise it is `output.weight`.
     pub tied: bool,
     /// The model is made for embeddings: the result is the normalised row of the last token, and there is no output head.
@@ -177,27 +200,113 @@ pub struct ModelConfig {
 }
 
 /// A mixture of experts: each row is computed by a few feed-forward blocks, which a router chooses by its scores.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Experts {
     /// Experts of a layer.
     pub count: usize,
     /// Experts that compute a row.
     pub used: usize,
-    /// Width of an expert that computes every row, scaled by a gate of its own; `None`: there is none.
-    pub shared: Option<usize>,
+    /// Width of an expert.
+    pub width: usize,
+    /// An expert that computes every row.
+    pub shared: Option<SharedExpert>,
+    /// What makes factors of scores.
+    pub gating: Gating,
+    /// Experts are chosen by the sums of their factors and of corrections (`blk.N.exp_probs_b.bias`).
+    pub corrected: bool,
     /// The factors of the chosen experts are divided by their sum.
     pub normalised: bool,
+    /// Multiplies all factors.
+    pub scale: f32,
+    /// The factors apply to the input of an expert, not to its output.
+    pub on_input: bool,
     /// The router and the matrices of the experts have biases.
     pub biases: bool,
+    /// Layers before this one have no experts.
+    pub first: usize,
+    /// Of the others, those with this period have experts: layers `period - 1`, `2 · period - 1` and so on.
+    pub period: usize,
 }
 
-/// Sliding-window (local) layers: all but every `period`-th.
+impl Experts {
+    /// Whether a layer has experts.
+    #[must_use]
+    pub fn in_layer(&self, layer: usize) -> bool {
+        layer >= self.first && (layer + 1).is_multiple_of(self.period)
+    }
+
+    /// How the router chooses.
+    #[must_use]
+    pub fn routing(&self) -> Routing {
+        Routing { used: self.used, gating: self.gating, normalised: self.normalised, scale: self.scale }
+    }
+}
+
+/// An expert that computes every row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SharedExpert {
+    /// Its width.
+    pub width: usize,
+    /// Whether its output is multiplied by the sigmoid of a score of its own.
+    pub gated: bool,
+}
+
+/// RMSNorm on each query and key head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HeadNorms {
+    /// Before the rotation, with `head_dim` weights (`blk.N.attn_{q,k}_norm.weight`).
+    Weighted,
+    /// Without weights, in layers with rotary embedding. A rotation changes no norm, so it may come before or after.
+    Plain,
+}
+
+/// A factor of queries that grows with the position: 1 + scale · ln(1 + ⌊(position + offset) / every⌋) (Nakanishi, "Scalable-Softmax",
+/// arXiv 2501.19399, as in the reference implementations of Llama 4 and Ministral 3).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Temperature {
+    /// Factor of the logarithm.
+    pub scale: f64,
+    /// Positions with one factor.
+    pub every: usize,
+    /// Added to the position.
+    pub offset: usize,
+}
+
+/// The positions up to its own that a row attends to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Window {
+    /// That many, its own included.
+    Sliding(usize),
+    /// Those of its chunk; chunks have that many and begin at position 0.
+    Chunk(usize),
+}
+
+impl Window {
+    /// Most positions that a row attends to.
+    #[must_use]
+    pub fn positions(self) -> usize {
+        match self {
+            Self::Sliding(positions) | Self::Chunk(positions) => positions,
+        }
+    }
+
+    /// First position that the row at `position` attends to.
+    #[must_use]
+    pub fn first(self, position: usize) -> usize {
+        match self {
+            Self::Sliding(positions) => (position + 1).saturating_sub(positions),
+            Self::Chunk(positions) => position / positions * positions,
+        }
+    }
+}
+
+/// Layers with a window (local ones): all but every `period`-th.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LocalLayers {
-    /// Window size: positions that a row attends to, its own included.
-    pub window: usize,
-    /// Layers `period - 1`, `2 · period - 1` and so on are global.
-    pub period: usize,
+    /// The positions that a row attends to.
+    pub window: Window,
+    /// Layers `period - 1`, `2 · period - 1` and so on are global; `None`: no layer is.
+    pub period: Option<usize>,
     /// Rotary embedding of the local layers.
     pub rope: Rope,
 }
@@ -252,6 +361,14 @@ pub enum RopeScaling {
         low: f64,
         /// Dimensions with more turns are kept.
         high: f64,
+    },
+    /// LongRoPE (Ding et al., arXiv 2402.13753): divides frequencies by factors of the file, of which there is one set for contexts up
+    /// to the original one and another for longer ones; scales cosine and sine.
+    Long {
+        /// Original training context.
+        original_context: usize,
+        /// Scale of cosine and sine.
+        attention_factor: f64,
     },
     /// YaRN: divides long wavelengths, keeps short ones, with a ramp between; scales cosine and sine.
     Yarn {
@@ -325,17 +442,16 @@ impl ModelConfig {
         let value_dim = keys.size("attention.value_length", Some(head_dim), WIDTH_MAX)?;
         let experts = keys.experts(architecture, tensor("blk.0.ffn_gate_inp.bias").is_some())?;
         let ffn = match experts {
-            None => keys.size("feed_forward_length", None, WIDTH_MAX)?,
-            // Mixtral's files have the width under the usual name.
-            Some(_) => match keys.optional("expert_feed_forward_length", WIDTH_MAX)? {
-                Some(width) => width,
-                None => keys.size("feed_forward_length", None, WIDTH_MAX)?,
-            },
+            Some(experts) if experts.first == 0 && experts.period == 1 => experts.width,
+            Some(_) | None => keys.size("feed_forward_length", None, WIDTH_MAX)?,
         };
+        let predictors = keys.predictors(architecture)?;
+        let long = architecture == Architecture::Phi3 && tensor(ROPE_FACTORS_LONG).is_some();
+        let rope = keys.rope(architecture, layout, head_dim, long)?;
         let config = Self {
             architecture,
             name: metadata.text("general.name")?.unwrap_or(name).to_owned(),
-            layers: keys.size("block_count", None, LAYERS_MAX)?,
+            layers: keys.layers(predictors)?,
             width,
             heads,
             kv_heads,
@@ -345,17 +461,25 @@ impl ModelConfig {
             vocab: embedding.rows,
             context: keys.context(architecture)?,
             norm_eps: keys.norm_eps()?,
-            rope: keys.rope(architecture, layout, head_dim)?,
+            local: keys.local(architecture, &rope)?,
+            temperature: keys.temperature(architecture)?,
+            rope,
+            predictors,
             attention_bias: tensor("blk.0.attn_q.bias").is_some(),
             attention_output_bias: architecture.has_output_bias() && tensor("blk.0.attn_output.bias").is_some(),
-            qk_norm: architecture.has_head_norms(),
+            head_norms: if architecture == Architecture::Llama4 {
+                // Of two published sizes, the one with 128 experts has none; files do not say so.
+                experts.filter(|experts| experts.count != 128).map(|_| HeadNorms::Plain)
+            } else {
+                let given = architecture == Architecture::Glm4Moe && tensor("blk.0.attn_q_norm.weight").is_some();
+                (given || architecture.has_head_norms()).then_some(HeadNorms::Weighted)
+            },
             sinks: architecture == Architecture::GptOss,
             norms_after: architecture.is_gemma(),
-            local: keys.local(architecture, layout, head_dim)?,
             attention_scale: keys.attention_scale(architecture, width / heads, head_dim)?,
             score_cap: keys.score_cap(architecture)?,
             logit_cap: keys.logit_cap(architecture)?,
-            still_period: (architecture == Architecture::SmolLm3).then_some(STILL_PERIOD),
+            still_period: matches!(architecture, Architecture::SmolLm3 | Architecture::Llama4).then_some(STILL_PERIOD),
             tied: tensor("output.weight").is_none(),
             pooled: keys.pooled()?,
         };
@@ -368,9 +492,11 @@ impl ModelConfig {
         if head_dim.checked_mul(heads).is_none_or(|q| q > WIDTH_MAX) {
             return Err(inconsistent("heads that fit the largest width", &[heads, head_dim]));
         }
-        if experts.is_some() && !(width.is_multiple_of(tile::ROWS) && ffn.is_multiple_of(tile::ROWS)) {
+        if let Some(experts) = experts
+            && !(width.is_multiple_of(tile::ROWS) && experts.width.is_multiple_of(tile::ROWS))
+        {
             let what = format!("widths of the model and its experts in multiples of {}", tile::ROWS);
-            return Err(inconsistent(&what, &[width, ffn]));
+            return Err(inconsistent(&what, &[width, experts.width]));
         }
         if let Some(tokens) = metadata.texts("tokenizer.ggml.tokens")?.map(|t| t.size_hint().1)
             && tokens != Some(config.vocab)
@@ -401,157 +527,27 @@ impl ModelConfig {
         layers.end == self.layers && !self.pooled
     }
 
-    /// Name of the output head's matrix, `[vocab, width]`.
-    #[must_use]
-    pub fn head_tensor(&self) -> &'static str {
-        if self.tied { "token_embd.weight" } else { "output.weight" }
-    }
-
-    /// The norm before the feed-forward block, without the `blk.N.` prefix; gpt-oss's files give it another name.
-    #[must_use]
-    pub fn ffn_norm_tensor(&self) -> &'static str {
-        if self.architecture == Architecture::GptOss { "post_attention_norm.weight" } else { "ffn_norm.weight" }
-    }
-
-    /// The tensors of one block without their `blk.N.` prefix, with shape `[rows, cols]`.
-    #[must_use]
-    pub fn block_tensors(&self) -> Vec<(&'static str, [usize; 2])> {
-        let Self { width, ffn, head_dim, .. } = *self;
-        let (q, kv) = (self.q_width(), self.kv_width());
-        let mut tensors = vec![
-            ("attn_norm.weight", [1, width]),
-            ("attn_q.weight", [q, width]),
-            ("attn_k.weight", [kv, width]),
-            ("attn_v.weight", [kv, width]),
-            ("attn_output.weight", [width, q]),
-            (self.ffn_norm_tensor(), [1, width]),
-        ];
-        match self.experts {
-            None => tensors.extend([
-                ("ffn_gate.weight", [ffn, width]),
-                ("ffn_up.weight", [ffn, width]),
-                ("ffn_down.weight", [width, ffn]),
-            ]),
-            // One expert after another in the rows.
-            Some(Experts { count, shared, biases, .. }) => {
-                if biases {
-                    tensors.extend([
-                        ("ffn_gate_inp.bias", [1, count]),
-                        ("ffn_gate_exps.bias", [count, ffn]),
-                        ("ffn_up_exps.bias", [count, ffn]),
-                        ("ffn_down_exps.bias", [count, width]),
-                    ]);
-                }
-                tensors.extend([
-                    ("ffn_gate_inp.weight", [count, width]),
-                    ("ffn_gate_exps.weight", [count * ffn, width]),
-                    ("ffn_up_exps.weight", [count * ffn, width]),
-                    ("ffn_down_exps.weight", [count * width, ffn]),
-                ]);
-                tensors.extend(shared.into_iter().flat_map(|shared| {
-                    [
-                        (SHARED_GATE, [1, width]),
-                        ("ffn_gate_shexp.weight", [shared, width]),
-                        ("ffn_up_shexp.weight", [shared, width]),
-                        ("ffn_down_shexp.weight", [width, shared]),
-                    ]
-                }));
-            }
-        }
-        if self.attention_bias {
-            tensors.extend([("attn_q.bias", [1, q]), ("attn_k.bias", [1, kv]), ("attn_v.bias", [1, kv])]);
-        }
-        if self.attention_output_bias {
-            tensors.push(("attn_output.bias", [1, width]));
-        }
-        if self.sinks {
-            tensors.push(("attn_sinks.weight", [1, self.heads]));
-        }
-        if self.qk_norm {
-            tensors.extend([("attn_q_norm.weight", [1, head_dim]), ("attn_k_norm.weight", [1, head_dim])]);
-        }
-        if self.norms_after {
-            tensors.extend([("post_attention_norm.weight", [1, width]), ("post_ffw_norm.weight", [1, width])]);
-        }
-        tensors
-    }
-
-    /// Whether a stage of these layers needs the tensor.
-    #[must_use]
-    pub fn belongs_to(&self, name: &str, layers: &Range<usize>) -> bool {
-        let (first, last) = (layers.contains(&0), !layers.is_empty() && layers.end == self.layers);
-        match name {
-            "token_embd.weight" => first || (last && self.tied && !self.pooled),
-            "output.weight" => last && !self.pooled,
-            "output_norm.weight" => last,
-            ROPE_FACTORS => !layers.is_empty(),
-            _ => layer_of(name).is_some_and(|layer| layers.contains(&layer)),
-        }
-    }
-
-    /// Checks that every tensor of the architecture is present with its shape, and that no other tensor would be silently
-    /// ignored.
-    pub(super) fn check_tensors(
-        &self,
-        tensors: &[TensorInfo],
-        by_name: &BTreeMap<String, usize>,
-    ) -> Result<(), WeightsError> {
-        let check = |name: &str, shape: [usize; 2]| {
-            let tensor = by_name.get(name).map(|&i| &tensors[i]).ok_or_else(|| missing_tensor(name))?;
-            if [tensor.rows, tensor.cols] == shape {
-                return Ok(());
-            }
-            Err(WeightsError::Malformed(format!(
-                "tensor {name:?}: expected {shape:?} rows and columns from the sizes in the header, found {:?}",
-                [tensor.rows, tensor.cols]
-            )))
-        };
-        check("token_embd.weight", [self.vocab, self.width])?;
-        check("output_norm.weight", [1, self.width])?;
-        if !self.tied {
-            check("output.weight", [self.vocab, self.width])?;
-        }
-        let block = self.block_tensors();
-        for layer in 0..self.layers {
-            for (name, shape) in &block {
-                check(&format!("blk.{layer}.{name}"), *shape)?;
-            }
-        }
-        for tensor in tensors {
-            let known = match tensor.name.as_str() {
-                "token_embd.weight" | "output.weight" | "output_norm.weight" | ROPE_FACTORS => true,
-                name => layer_of(name).is_some_and(|layer| {
-                    layer < self.layers && block.iter().any(|(part, _)| name.ends_with(&format!(".{layer}.{part}")))
-                }),
-            };
-            if !known {
-                return Err(WeightsError::Unsupported(format!(
-                    "tensor {:?} is not part of a {} model of {} layers; ignoring it would give wrong results",
-                    tensor.name,
-                    self.architecture.name(),
-                    self.layers
-                )));
-            }
-        }
-        Ok(())
-    }
-
     pub(super) fn costs(&self, tensors: &[TensorInfo], activations: Activations) -> ModelCosts {
         let (q, kv) = (self.q_width() as u64, self.kv_width() as u64);
         let (width, vocab) = (self.width as u64, self.vocab as u64);
-        // Rows of the feed-forward matrices that compute a token.
-        let ffn = match self.experts {
-            None => 3 * self.ffn,
-            Some(experts) => 3 * (experts.used * self.ffn + experts.shared.unwrap_or(0)) + experts.count,
-        };
-        let layer = LayerCosts {
-            flops_per_token: 2 * width * (2 * q + 2 * kv + ffn as u64),
-            weight_bytes: 0,
-            expert_bytes: 0,
-            kv_bytes_per_token: position_bytes(self.kv_heads, self.head_dim, activations) as u64,
+        let layer = |layer: usize| {
+            // Rows of the feed-forward matrices that compute a token.
+            let ffn = match self.experts_of(layer) {
+                None => 3 * self.ffn,
+                Some(experts) => {
+                    let shared = experts.shared.map_or(0, |shared| shared.width);
+                    3 * (experts.used * experts.width + shared) + experts.count
+                }
+            };
+            LayerCosts {
+                flops_per_token: 2 * width * (2 * q + 2 * kv + ffn as u64),
+                weight_bytes: 0,
+                expert_bytes: 0,
+                kv_bytes_per_token: position_bytes(self.kv_heads, self.head_dim, activations) as u64,
+            }
         };
         let mut costs = ModelCosts {
-            layers: vec![layer; self.layers],
+            layers: (0..self.layers).map(layer).collect(),
             embed_bytes: 0,
             head_bytes: 0,
             tied: self.tied && !self.pooled,
@@ -592,19 +588,8 @@ pub(crate) fn is_vector(name: &str, rows: usize) -> bool {
     (rows == 1 && !name.ends_with(SHARED_GATE)) || name.ends_with(".bias")
 }
 
-/// The block that a tensor belongs to, `blk.N.…`.
-pub(crate) fn layer_of(name: &str) -> Option<usize> {
-    let (number, _) = name.strip_prefix("blk.")?.split_once('.')?;
-    // Only the canonical spelling counts: "07" is not layer 7.
-    number.parse().ok().filter(|n: &usize| n.to_string() == number)
-}
-
 fn missing(key: &str) -> WeightsError {
     WeightsError::Malformed(format!("metadata key {key:?} is missing"))
-}
-
-fn missing_tensor(name: &str) -> WeightsError {
-    WeightsError::Malformed(format!("tensor {name:?} is missing"))
 }
 
 fn inconsistent(expected: &str, found: &[usize]) -> WeightsError {

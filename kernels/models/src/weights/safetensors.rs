@@ -21,6 +21,10 @@ use super::parts::FOLDER_INDEX;
 use super::source::Source;
 use super::tensor::Stored;
 
+mod options;
+
+/// The type of GLM-4.5 in `config.json`.
+const GLM: &str = "glm4_moe";
 /// Maximum bytes of the JSON header; the format's own limit.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
 /// Maximum bytes of another file in the folder: the largest tokenizers have about 30 MiB.
@@ -61,7 +65,14 @@ impl Part {
     /// # Errors
     /// It cannot be read, or is not a safetensors file.
     pub(super) fn open(path: &Path) -> Result<Self, WeightsError> {
-        let source = Source::open(path, false)?;
+        Self::read(path, Source::open(path, false)?)
+    }
+
+    /// As [`Self::open`] for a file that is open.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub(super) fn read(path: &Path, source: Source) -> Result<Self, WeightsError> {
         let (listed, data) = header::read(&source, |bytes, _| read_listed(bytes))?;
         Ok(Self { path: path.to_owned(), source, listed, data })
     }
@@ -89,7 +100,8 @@ pub(super) fn join(parts: &[Part], index: Option<&BTreeMap<String, String>>) -> 
             dir.display()
         ))
     })?;
-    let tied = is_tied(&config);
+    options::reject_quantised(&config)?;
+    let unused = Unused::of(&config);
     let mut stacks: BTreeMap<String, BTreeMap<usize, (Listed, Source)>> = BTreeMap::new();
     for part in parts {
         let have = part.source.len().saturating_sub(part.data);
@@ -101,7 +113,7 @@ pub(super) fn join(parts: &[Part], index: Option<&BTreeMap<String, String>>) -> 
                 let (what, need) = (format!("tensor {name:?} in {}", part.name()), end.saturating_add(part.data));
                 return Err(WeightsError::Truncated { what, need, have: part.source.len() });
             }
-            if !is_derived(name, tied) {
+            if !unused.has(name) {
                 entry(name, &tensor)?;
             }
             ranges.push((start, end, name));
@@ -119,6 +131,11 @@ pub(super) fn join(parts: &[Part], index: Option<&BTreeMap<String, String>>) -> 
     }
     if let Some(index) = index {
         agree(parts, index)?;
+    }
+    for (name, numbers) in options::long_factors(&config)? {
+        let tensor = Listed { dtype: "F32".to_owned(), shape: vec![numbers.len() as u64], data_offsets: [0; 2] };
+        let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
+        stacks.entry(name.to_owned()).or_default().insert(0, (tensor, Source::memory(bytes.into())));
     }
     // In the order of the names, whatever the order in the files.
     let (mut listed, mut data, mut at) = (BTreeMap::new(), Vec::new(), 0u64);
@@ -206,7 +223,15 @@ pub(super) fn parse(bytes: &[u8], file_len: u64, folder: Option<&Path>) -> Resul
         builder.folder(folder, &config)?;
     }
     builder.model(&config)?;
-    let table = table(&listed, is_tied(&config))?;
+    let mut table = table(&listed, &Unused::of(&config))?;
+    if config["model_type"] == GLM {
+        // Its GGUF files have another name for the norm before the feed-forward block.
+        for entry in &mut table {
+            if let Some(block) = entry.name.strip_suffix("ffn_norm.weight") {
+                entry.name = format!("{block}post_attention_norm.weight");
+            }
+        }
+    }
     let tensors = gguf::place(table, data, 1, file_len)?;
     // Kernels require aligned elements.
     if let Some(odd) = tensors.iter().find(|t| !t.range.start.is_multiple_of(t.quant.block_bytes() as u64)) {
@@ -274,20 +299,34 @@ fn parse_listed(name: &str, json: &Json) -> Result<Listed, WeightsError> {
     Listed::deserialize(json).map_err(|e| malformed(&format!("tensor {name:?}: {e}")))
 }
 
-/// Whether a tensor is not read: inverse frequencies are derived from the configuration; a tied head repeats the embedding.
-fn is_derived(name: &str, tied: bool) -> bool {
-    name.ends_with(".rotary_emb.inv_freq") || (tied && name == "lm_head.weight")
+/// Tensors of a folder that are not read.
+struct Unused {
+    /// A tied head repeats the embedding.
+    tied: bool,
+    /// Later layers predict later tokens.
+    layers: Option<u64>,
 }
 
-fn is_tied(config: &Json) -> bool {
-    config["tie_word_embeddings"].as_bool().unwrap_or(false)
+impl Unused {
+    fn of(config: &Json) -> Self {
+        let layers = config["num_hidden_layers"].as_u64().filter(|_| config["model_type"] == GLM);
+        Self { tied: config["tie_word_embeddings"].as_bool().unwrap_or(false), layers }
+    }
+
+    /// Inverse frequencies are derived from the configuration.
+    fn has(&self, name: &str) -> bool {
+        let layer = || name.strip_prefix("model.layers.")?.split_once('.')?.0.parse::<u64>().ok();
+        name.ends_with(".rotary_emb.inv_freq")
+            || (self.tied && name == "lm_head.weight")
+            || self.layers.is_some_and(|layers| layer().is_some_and(|layer| layer >= layers))
+    }
 }
 
 /// The tensors, with GGUF names.
-fn table(listed: &BTreeMap<String, Json>, tied: bool) -> Result<Vec<TableEntry>, WeightsError> {
+fn table(listed: &BTreeMap<String, Json>, unused: &Unused) -> Result<Vec<TableEntry>, WeightsError> {
     let mut table = Vec::new();
     for (name, json) in listed {
-        if name == METADATA || is_derived(name, tied) {
+        if name == METADATA || unused.has(name) {
             continue;
         }
         table.push(entry(name, &parse_listed(name, json)?)?);
@@ -327,7 +366,7 @@ fn entry(name: &str, listed: &Listed) -> Result<TableEntry, WeightsError> {
 
 /// Maps `model.layers.3.mlp.up_proj.weight` to `blk.3.ffn_up.weight`. Unknown names are kept and rejected later, by name.
 fn gguf_name(name: &str) -> String {
-    const PARTS: [(&str, &str); 27] = [
+    const PARTS: [(&str, &str); 33] = [
         ("input_layernorm.weight", "attn_norm.weight"),
         ("self_attn.q_proj.weight", "attn_q.weight"),
         ("self_attn.k_proj.weight", "attn_k.weight"),
@@ -351,6 +390,12 @@ fn gguf_name(name: &str) -> String {
         ("mlp.shared_expert.gate_proj.weight", "ffn_gate_shexp.weight"),
         ("mlp.shared_expert.up_proj.weight", "ffn_up_shexp.weight"),
         ("mlp.shared_expert.down_proj.weight", "ffn_down_shexp.weight"),
+        ("self_attn.qkv_proj.weight", "attn_qkv.weight"),
+        ("mlp.gate_up_proj.weight", "ffn_up.weight"),
+        ("mlp.gate.e_score_correction_bias", "exp_probs_b.bias"),
+        ("mlp.shared_experts.gate_proj.weight", "ffn_gate_shexp.weight"),
+        ("mlp.shared_experts.up_proj.weight", "ffn_up_shexp.weight"),
+        ("mlp.shared_experts.down_proj.weight", "ffn_down_shexp.weight"),
         ("block_sparse_moe.gate.weight", "ffn_gate_inp.weight"),
         ("block_sparse_moe.experts.w1.weight", "ffn_gate_exps.weight"),
         ("block_sparse_moe.experts.w3.weight", "ffn_up_exps.weight"),
@@ -420,16 +465,14 @@ impl Builder {
     /// Converts `config.json`.
     fn model(&mut self, config: &Json) -> Result<(), WeightsError> {
         let kind = config["model_type"].as_str().unwrap_or_default();
-        if kind.starts_with("gemma") {
-            return Err(WeightsError::Unsupported(format!(
-                "config.json: a {kind:?} model is supported in GGUF files only (its folder stores norm weights minus one); use the .gguf file"
-            )));
-        }
+        options::reject_folder(kind)?;
         // Mistral is Llama with a sliding window, Mixtral with experts.
         let arch = match kind {
             "mistral" | "mixtral" => "llama",
             "qwen2_moe" => "qwen2moe",
             "qwen3_moe" => "qwen3moe",
+            GLM => "glm4moe",
+            "ministral3" => "mistral3",
             other => other,
         };
         self.set("general.architecture", Value::Text(arch.to_owned()));
@@ -471,41 +514,16 @@ impl Builder {
         if let Some(window) = window {
             self.set(&format!("{arch}.attention.sliding_window"), Value::Unsigned(window));
         }
-        for (theirs, ours) in [("rms_norm_eps", "attention.layer_norm_rms_epsilon"), ("rope_theta", "rope.freq_base")] {
-            if let Some(value) = config[theirs].as_f64() {
-                self.set(&format!("{arch}.{ours}"), Value::Float(value));
-            }
+        if let Some(value) = config["rms_norm_eps"].as_f64() {
+            self.set(&format!("{arch}.attention.layer_norm_rms_epsilon"), Value::Float(value));
         }
         if let Some(activation) = config["hidden_act"].as_str().filter(|&a| a != "silu") {
             return Err(WeightsError::Unsupported(format!("config.json: activation {activation:?}; supported: silu")));
         }
-        self.rope_scaling(arch, &config["rope_scaling"])
-    }
-
-    fn rope_scaling(&mut self, arch: &str, scaling: &Json) -> Result<(), WeightsError> {
-        let Some(kind) = scaling["rope_type"].as_str().or(scaling["type"].as_str()) else { return Ok(()) };
-        let kind = if kind == "default" { "none" } else { kind };
-        self.set(&format!("{arch}.rope.scaling.type"), Value::Text(kind.to_owned()));
-        for (theirs, ours) in [
-            ("factor", "factor"),
-            ("original_max_position_embeddings", "original_context_length"),
-            ("low_freq_factor", "low_freq_factor"),
-            ("high_freq_factor", "high_freq_factor"),
-            ("beta_fast", "yarn_beta_fast"),
-            ("beta_slow", "yarn_beta_slow"),
-        ] {
-            if let Some(value) = scaling[theirs].as_f64() {
-                let whole = theirs == "original_max_position_embeddings" && value >= 0.0;
-                let value = if whole { Value::Unsigned(value as u64) } else { Value::Float(value) };
-                self.set(&format!("{arch}.rope.scaling.{ours}"), value);
-            }
+        if kind == GLM {
+            self.glm4_moe(config)?;
         }
-        if scaling["attention_factor"].is_number() {
-            return Err(WeightsError::Unsupported(
-                "config.json: rope_scaling.attention_factor is not supported".into(),
-            ));
-        }
-        Ok(())
+        self.rope(arch, config, (kind == GLM).then_some(0.5))
     }
 
     /// Reads the chat template from `tokenizer_config.json` or its own file.
@@ -628,7 +646,17 @@ fn merges(model: &Json) -> Result<Vec<(&str, &str)>, WeightsError> {
 
 /// GGUF's name of a pre-tokenizer, recognised by its regular expression. The tokenizer rejects an unknown one.
 fn pre_tokenizer(json: &Json) -> &str {
+    // Letters in upper case, then in lower case; a slash ends punctuation.
+    const CASES: [&str; 2] =
+        [r"[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]*[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]+", r"[^\\s\\p{L}\\p{N}]+[\\r\\n/]*"];
     let text = json.to_string();
+    if CASES.iter().all(|part| text.contains(part)) {
+        if text.contains(r"\\p{N}{1,3}") && text.contains("(?i:'s|'t|'re|'ve|'m|'ll|'d)?") {
+            return "gpt-4o";
+        } else if text.contains(r"|\\p{N}| ?[^") && !text.contains("'ll") {
+            return "tekken";
+        }
+    }
     if text.contains(r"\\p{N}{1,3}") && !text.contains(r"\\p{Lu}") {
         "llama-bpe"
     } else if text.contains(r"|\\p{N}| ?[^") && !text.contains(r"\\p{Lu}") {

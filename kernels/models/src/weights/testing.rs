@@ -189,13 +189,13 @@ pub struct TinyModel {
     pub heads: usize,
     /// Key and value heads.
     pub kv_heads: usize,
-    /// Feed-forward width, also of each expert.
+    /// Feed-forward width of each expert, and of a layer without experts, except beside layers that have some: there it is 256 more.
     pub ffn: usize,
     /// Experts of a layer, and of a row; some architectures always have some.
     pub experts: Option<[usize; 2]>,
     /// Whether the output head is tied to the embedding.
     pub tied: bool,
-    /// All attention biases that the architecture may have; Qwen2 always has some.
+    /// All attention biases that the architecture may have, and GLM-4.5's norms of heads; some architectures always have biases.
     pub biases: bool,
     /// Made for embeddings: the last token's row, of texts that end with the end token.
     pub pooled: bool,
@@ -228,6 +228,14 @@ pub const TINY_MERGES: [&str; 8] = ["h e", "l l", "he ll", "hell o", "Ġ w", "o 
 pub const TINY_CONTROL: [&str; 3] = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"];
 
 impl TinyModel {
+    /// A model with each kind of layer that the family has.
+    #[must_use]
+    pub fn of(architecture: Architecture) -> Self {
+        // Every fourth layer of these families is special.
+        let four = matches!(architecture, Architecture::SmolLm3 | Architecture::Llama4);
+        Self { architecture, layers: if four { 4 } else { 3 }, ..Self::default() }
+    }
+
     /// Writes the model as a GGUF file.
     #[must_use]
     pub fn writer(&self) -> GgufWriter {
@@ -239,7 +247,6 @@ impl TinyModel {
             ("block_count", self.layers),
             ("context_length", 512),
             ("embedding_length", self.width),
-            ("feed_forward_length", self.ffn),
             ("attention.head_count", self.heads),
             ("attention.head_count_kv", self.kv_heads),
             ("attention.key_length", HEAD),
@@ -258,12 +265,38 @@ impl TinyModel {
             w.f32("gemma2.attn_logit_softcapping", 2.0).f32("gemma2.final_logit_softcapping", 30.0);
             w.u32("gemma2.attention.sliding_window", 9);
         }
-        let shared = self.architecture == Architecture::Qwen2Moe;
-        let oss = self.architecture == Architecture::GptOss;
-        if oss {
-            w.u32("gpt-oss.attention.sliding_window", 9);
+        let [qwen2moe, oss, phi, glm, llama4] = [
+            Architecture::Qwen2Moe,
+            Architecture::GptOss,
+            Architecture::Phi3,
+            Architecture::Glm4Moe,
+            Architecture::Llama4,
+        ]
+        .map(|architecture| self.architecture == architecture);
+        if oss || phi {
+            w.u32(&format!("{arch}.attention.sliding_window"), 9);
         }
-        let mixture = shared || oss || self.architecture == Architecture::Qwen3Moe;
+        // Contexts above 64 have the factors of long ones.
+        if phi {
+            w.u32("phi3.rope.dimension_count", 48).u32("phi3.rope.scaling.original_context_length", 64);
+            w.f32("phi3.rope.scaling.attn_factor", 1.19);
+        }
+        if glm {
+            w.u32("glm4moe.rope.dimension_count", 32).u32("glm4moe.leading_dense_block_count", 1);
+            w.u32("glm4moe.expert_shared_count", 2).f32("glm4moe.expert_weights_scale", 1.5);
+        }
+        if llama4 {
+            w.u32("llama4.attention.chunk_size", 10).u32("llama4.attention.temperature_length", 4);
+            w.f32("llama4.attention.temperature_scale", 0.3).u32("llama4.interleave_moe_layer_step", 2);
+        }
+        if self.architecture == Architecture::Mistral3 {
+            w.text("mistral3.rope.scaling.type", "yarn").f32("mistral3.rope.scaling.factor", 4.0);
+            w.u32("mistral3.rope.scaling.original_context_length", 8);
+            w.f32("mistral3.rope.scaling.yarn_log_multiplier", 0.5).f32("mistral3.attention.temperature_scale", 0.3);
+        }
+        let mixture = qwen2moe || oss || glm || llama4 || self.architecture == Architecture::Qwen3Moe;
+        let dense_ffn = if glm || llama4 { self.ffn + 256 } else { self.ffn };
+        w.u32(&format!("{arch}.feed_forward_length"), dense_ffn as u32);
         let experts = self.experts.or(mixture.then_some([6, 2]));
         if let Some([count, used]) = experts {
             w.u32(&format!("{arch}.expert_count"), count as u32);
@@ -272,7 +305,7 @@ impl TinyModel {
         if mixture {
             w.u32(&format!("{arch}.expert_feed_forward_length"), self.ffn as u32);
         }
-        if shared {
+        if qwen2moe {
             w.u32(&format!("{arch}.expert_shared_feed_forward_length"), self.ffn as u32);
         }
         if self.pooled {
@@ -292,29 +325,45 @@ impl TinyModel {
         for layer in 0..self.layers {
             let block = |part: &str| format!("blk.{layer}.{part}");
             add(&block("attn_norm.weight"), [1, self.width]);
-            add(&block("attn_q.weight"), [q, self.width]);
-            add(&block("attn_k.weight"), [kv, self.width]);
-            add(&block("attn_v.weight"), [kv, self.width]);
+            if phi {
+                add(&block("attn_qkv.weight"), [q + 2 * kv, self.width]);
+            } else {
+                add(&block("attn_q.weight"), [q, self.width]);
+                add(&block("attn_k.weight"), [kv, self.width]);
+                add(&block("attn_v.weight"), [kv, self.width]);
+            }
             add(&block("attn_output.weight"), [self.width, q]);
-            add(&block(if oss { "post_attention_norm.weight" } else { "ffn_norm.weight" }), [1, self.width]);
+            add(&block(if oss || glm { "post_attention_norm.weight" } else { "ffn_norm.weight" }), [1, self.width]);
             if oss {
                 add(&block("attn_sinks.weight"), [1, self.heads]);
             }
-            let mut gated = |kind: &str, count: usize| {
-                add(&block(&format!("ffn_gate{kind}.weight")), [count * self.ffn, self.width]);
-                add(&block(&format!("ffn_up{kind}.weight")), [count * self.ffn, self.width]);
-                add(&block(&format!("ffn_down{kind}.weight")), [count * self.width, self.ffn]);
+            let experts = experts.filter(|_| !(glm && layer == 0 || llama4 && layer % 2 == 0));
+            let mut gated = |kind: &str, count: usize, ffn: usize| {
+                if phi {
+                    add(&block("ffn_up.weight"), [2 * ffn, self.width]);
+                } else {
+                    add(&block(&format!("ffn_gate{kind}.weight")), [count * ffn, self.width]);
+                    add(&block(&format!("ffn_up{kind}.weight")), [count * ffn, self.width]);
+                }
+                add(&block(&format!("ffn_down{kind}.weight")), [count * self.width, ffn]);
             };
             match experts {
-                None => gated("", 1),
-                Some([count, _]) => gated("_exps", count),
+                None => gated("", 1, dense_ffn),
+                Some([count, _]) => {
+                    gated("_exps", count, self.ffn);
+                    if qwen2moe || glm || llama4 {
+                        gated("_shexp", 1, if glm { 2 * self.ffn } else { self.ffn });
+                    }
+                }
             }
-            if shared {
-                gated("_shexp", 1);
+            if qwen2moe {
                 add(&block("ffn_gate_inp_shexp.weight"), [1, self.width]);
             }
             if let Some([count, _]) = experts {
                 add(&block("ffn_gate_inp.weight"), [count, self.width]);
+                if glm {
+                    add(&block("exp_probs_b.bias"), [1, count]);
+                }
                 if oss {
                     add(&block("ffn_gate_inp.bias"), [1, count]);
                     add(&block("ffn_gate_exps.bias"), [count, self.ffn]);
@@ -323,15 +372,17 @@ impl TinyModel {
                 }
             }
             let qwen2 = matches!(self.architecture, Architecture::Qwen2 | Architecture::Qwen2Moe);
-            if self.biases || qwen2 || oss {
+            if self.biases || qwen2 || oss || glm {
                 add(&block("attn_q.bias"), [1, q]);
                 add(&block("attn_k.bias"), [1, kv]);
                 add(&block("attn_v.bias"), [1, kv]);
             }
-            if (self.biases && !qwen2) || oss {
+            if (self.biases && !qwen2 && !glm) || oss {
                 add(&block("attn_output.bias"), [1, self.width]);
             }
-            if matches!(self.architecture, Architecture::Qwen3 | Architecture::Qwen3Moe | Architecture::Gemma3) {
+            let normed =
+                matches!(self.architecture, Architecture::Qwen3 | Architecture::Qwen3Moe | Architecture::Gemma3);
+            if normed || (glm && self.biases) {
                 add(&block("attn_q_norm.weight"), [1, HEAD]);
                 add(&block("attn_k_norm.weight"), [1, HEAD]);
             }
@@ -343,6 +394,12 @@ impl TinyModel {
         add("output_norm.weight", [1, self.width]);
         if !self.tied {
             add("output.weight", [vocab, self.width]);
+        }
+        if phi {
+            for (name, step) in [("short", 0.02f32), ("long", 0.5)] {
+                let factors: Vec<u8> = (0..24).flat_map(|pair| (1.0 + step * pair as f32).to_le_bytes()).collect();
+                w.tensor(&format!("rope_factors_{name}.weight"), QuantType::F32, [1, 24], factors);
+            }
         }
         w
     }

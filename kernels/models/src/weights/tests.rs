@@ -26,8 +26,8 @@ fn every_architecture_in_every_format() {
     for architecture in Architecture::ALL {
         for quant in QUANT_TYPES {
             let file = TinyModel { architecture, quant, layers: 1, tied: false, ..TinyModel::default() }.open();
-            let (name, rows) = match file.config().experts {
-                None => ("ffn_up", 512),
+            let (name, rows) = match file.config().experts_of(0) {
+                None => ("ffn_up", file.config().ffn),
                 Some(experts) => ("ffn_up_exps", 512 * experts.count),
             };
             let up = file.tensor(&format!("blk.0.{name}.weight")).expect("there");
@@ -195,7 +195,7 @@ fn malicious_tensor_tables_give_specific_errors() {
     corrupted(&|t| t.dims = vec![255, 128], "whole blocks");
     corrupted(&|t| t.dims = vec![1 << 25, 1], "rows of at most");
     corrupted(&|t| t.kind = 10, "ggml type 10 (Q2_K); supported: F32");
-    corrupted(&|t| t.kind = 16, "(IQ2_XXS); supported: F32");
+    corrupted(&|t| t.kind = 34, "(TQ1_0); supported: F32");
     corrupted(&|t| t.kind = 35, "MXFP4; get the file in a supported format, or convert it: llama-quantize");
     corrupted(&|t| t.kind = u32::MAX, "ggml type 4294967295");
     corrupted(&|t| t.offset = Some(u64::MAX - 31), "overflow");

@@ -3,6 +3,7 @@ use super::*;
 use crate::cpu::Isa;
 use crate::cpu::activations::ZERO;
 use crate::order;
+use crate::order::experts::{Gating, Routing, route, weigh};
 
 fn noise(count: usize, seed: u32) -> Vec<f32> {
     (0..count as u32)
@@ -149,10 +150,20 @@ fn shares_and_sums_of_experts_match_the_reference() {
             total = unsafe { isa.run(Shares { scores: &mut shares }) };
             shares
         });
+        let sigmoids = on_all(|isa| {
+            let mut numbers = scores.clone();
+            // SAFETY: the instruction set was detected.
+            unsafe { isa.run(Sigmoids { numbers: &mut numbers }) };
+            numbers
+        });
         for normalised in [false, true] {
-            let used = count.min(8);
-            let found = order::experts::weigh(&scores, &shares, total, used, normalised);
-            assert_eq!(found, order::experts::route(&scores, used, normalised), "{count}");
+            let routing = |gating| Routing { used: count.min(8), gating, normalised, scale: 1.5 };
+            let mut found = Vec::new();
+            weigh(&scores, &shares, order::reciprocal(total), routing(Gating::Softmax), &mut found);
+            assert_eq!(found, route(&scores, None, routing(Gating::Softmax)), "{count}");
+            found.clear();
+            weigh(&scores, &sigmoids, 1.0, routing(Gating::Sigmoid), &mut found);
+            assert_eq!(found, route(&scores, None, routing(Gating::Sigmoid)), "{count}");
         }
     }
     let rows = [noise(100, 1), noise(100, 2), noise(100, 3)];

@@ -1,7 +1,7 @@
 //! Rotary frequencies from a model's base, factors and scaling, with the same bits on every machine.
 use std::f64::consts::PI;
 
-use super::{ROPE_FACTORS, Rope, RopeScaling};
+use super::{Rope, RopeScaling};
 use crate::weights::error::WeightsError;
 
 /// Parameters of a cosine and sine table: the angle of pair `i` at position `p` is `p × inverse[i]`.
@@ -9,31 +9,33 @@ use crate::weights::error::WeightsError;
 pub struct RotaryFrequencies {
     /// One per pair, `dims / 2`.
     pub inverse: Vec<f64>,
-    /// Scale of cosine and sine; 1 without YaRN.
+    /// Scale of cosine and sine; 1 without YaRN and LongRoPE.
     pub magnitude: f32,
 }
 
 impl Rope {
-    /// Inverse frequencies `base^(-2 i / dims)` with factors and scaling applied. Bit-identical on every machine: the power
+    /// Inverse frequencies `base^(-2 i / dims)` with the factors of a tensor and scaling applied. Bit-identical on every machine: the power
     /// uses only additions, multiplications and divisions.
     ///
     /// # Errors
     /// The factors do not number `dims / 2`, or are not positive.
-    pub fn frequencies(&self, factors: Option<&[f32]>) -> Result<RotaryFrequencies, WeightsError> {
+    pub fn frequencies(&self, factors: Option<(&str, &[f32])>) -> Result<RotaryFrequencies, WeightsError> {
         let pairs = self.dims / 2;
-        if let Some(factors) = factors
+        if let Some((name, factors)) = factors
             && (factors.len() != pairs || factors.iter().any(|f| !(f.is_finite() && *f > 0.0)))
         {
             return Err(WeightsError::Malformed(format!(
-                "tensor {ROPE_FACTORS:?}: expected {pairs} positive factors, found {}",
+                "tensor {name:?}: expected {pairs} positive factors, found {}",
                 factors.len()
             )));
         }
+        let factors = factors.map(|(_, factors)| factors);
         let step = root(1.0 / f64::from(self.base), pairs as i32);
         let plain = |i: usize| power(step, i as i32) / factors.map_or(1.0, |f| f64::from(f[i]));
         let (inverse, magnitude) = match self.scaling {
             RopeScaling::None => ((0..pairs).map(plain).collect(), 1.0),
             RopeScaling::Linear { factor } => ((0..pairs).map(|i| plain(i) / factor).collect(), 1.0),
+            RopeScaling::Long { attention_factor, .. } => ((0..pairs).map(plain).collect(), attention_factor as f32),
             RopeScaling::Llama3 { factor, original_context, low, high } => {
                 let stretched = |i: usize| {
                     let turns = original_context as f64 * plain(i) / (2.0 * PI);

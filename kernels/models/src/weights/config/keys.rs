@@ -1,11 +1,11 @@
 //! Reads a model's options from the keys of its architecture, with the defaults of files that lack them.
 use std::ops::Range;
 
-use kernels::order::experts::{EXPERTS_MAX, USED_MAX};
+use kernels::order::experts::{EXPERTS_MAX, Gating, USED_MAX};
 
 use super::{
     Architecture, CONTEXT_MAX, Experts, LAYERS_MAX, LocalLayers, QueryKeyOrder, ROPE_BASES, ROPE_FACTORS, Rope,
-    RopeKind, RopeScaling, WIDTH_MAX, inconsistent, missing,
+    RopeKind, RopeScaling, STILL_PERIOD, SharedExpert, Temperature, WIDTH_MAX, Window, inconsistent, missing,
 };
 use crate::weights::error::WeightsError;
 use crate::weights::metadata::Metadata;
@@ -64,62 +64,147 @@ impl Keys<'_> {
         Ok(())
     }
 
+    /// Blocks that compute a token: all but the predictors at the end.
+    pub(super) fn layers(&self, predictors: usize) -> Result<usize, WeightsError> {
+        let all = self.size("block_count", None, LAYERS_MAX)?;
+        match all.checked_sub(predictors) {
+            None | Some(0) => Err(inconsistent("more blocks than those that predict later tokens", &[all, predictors])),
+            Some(layers) => Ok(layers),
+        }
+    }
+
+    /// GLM-4.5's files end with blocks that predict later tokens.
+    pub(super) fn predictors(&self, architecture: Architecture) -> Result<usize, WeightsError> {
+        let given = self.metadata.unsigned(&self.key("nextn_predict_layers"))?.unwrap_or(0);
+        if given == 0 || architecture == Architecture::Glm4Moe {
+            return Ok(usize::try_from(given).unwrap_or(usize::MAX));
+        }
+        let (key, name) = (self.key("nextn_predict_layers"), architecture.name());
+        Err(WeightsError::Unsupported(format!("{key}: expected none in a {name} model, found {given}")))
+    }
+
     pub(super) fn experts(&self, architecture: Architecture, biases: bool) -> Result<Option<Experts>, WeightsError> {
         // Llama's files may say that there are none.
         let none = self.metadata.unsigned(&self.key("expert_count"))?.unwrap_or(0) == 0;
-        let (required, normalised) = match architecture {
-            Architecture::Llama => (false, true),
-            Architecture::Qwen2Moe => (true, false),
-            Architecture::Qwen3Moe | Architecture::GptOss => (true, true),
-            Architecture::Qwen2
+        match architecture {
+            Architecture::Qwen2Moe
+            | Architecture::Qwen3Moe
+            | Architecture::GptOss
+            | Architecture::Glm4Moe
+            | Architecture::Llama4 => {}
+            Architecture::Llama | Architecture::Mistral3 if !none => {}
+            Architecture::Llama
+            | Architecture::Mistral3
+            | Architecture::Qwen2
             | Architecture::Qwen3
             | Architecture::Gemma2
             | Architecture::Gemma3
             | Architecture::SmolLm3
+            | Architecture::Phi3
                 if none =>
             {
                 return Ok(None);
             }
-            Architecture::Qwen2
-            | Architecture::Qwen3
-            | Architecture::Gemma2
-            | Architecture::Gemma3
-            | Architecture::SmolLm3 => {
-                let key = self.key("expert_count");
-                let name = architecture.name();
-                return Err(WeightsError::Unsupported(format!("{key}: expected no experts in a {name} model")));
-            }
-        };
-        if none && !required {
-            return Ok(None);
-        }
-        let count = self.size("expert_count", None, EXPERTS_MAX)?;
-        let used = self.size("expert_used_count", None, USED_MAX.min(count))?;
-        let shared = match architecture {
-            Architecture::Qwen2Moe => Some(self.size("expert_shared_feed_forward_length", None, WIDTH_MAX)?),
             Architecture::Llama
+            | Architecture::Mistral3
             | Architecture::Qwen2
             | Architecture::Qwen3
-            | Architecture::Qwen3Moe
             | Architecture::Gemma2
             | Architecture::Gemma3
             | Architecture::SmolLm3
-            | Architecture::GptOss => None,
-        };
-        // The usual router is a softmax (1) without a factor.
-        let (gating, scale) = ("expert_gating_func", "expert_weights_scale");
-        // 3 is the softmax of the chosen scores: the softmax of all, normalised.
-        let usual = if architecture == Architecture::GptOss { 3 } else { 1 };
-        let unusual = self.metadata.unsigned(&self.key(gating))?.is_some_and(|kind| kind > 1 && kind != usual);
-        // Some files say 0 where there is none.
-        if unusual || ![0.0, 1.0].contains(&self.float(scale, Some(1.0), 0.0..1e6)?) {
-            let keys = [gating, scale].map(|key| self.key(key));
-            let what =
-                format!("{} and {}: expected a softmax without a factor, found another router", keys[0], keys[1]);
-            return Err(WeightsError::Unsupported(what));
+            | Architecture::Phi3 => {
+                let (key, name) = (self.key("expert_count"), architecture.name());
+                return Err(WeightsError::Unsupported(format!("{key}: expected no experts in a {name} model")));
+            }
         }
-        let normalised = self.metadata.bool(&self.key("expert_weights_norm"))?.unwrap_or(normalised);
-        Ok(Some(Experts { count, used, shared, normalised, biases }))
+        let count = self.size("expert_count", None, EXPERTS_MAX)?;
+        let used = self.size("expert_used_count", None, USED_MAX.min(count))?;
+        // Mixtral's files have the width under the usual name.
+        let width = match self.optional("expert_feed_forward_length", WIDTH_MAX)? {
+            Some(width) => width,
+            None => self.size("feed_forward_length", None, WIDTH_MAX)?,
+        };
+        let llama4 = architecture == Architecture::Llama4;
+        let glm = architecture == Architecture::Glm4Moe;
+        let shared = if architecture == Architecture::Qwen2Moe {
+            let width = self.size("expert_shared_feed_forward_length", None, WIDTH_MAX)?;
+            Some(SharedExpert { width, gated: true })
+        } else if glm && self.metadata.unsigned(&self.key("expert_shared_count"))?.unwrap_or(0) > 0 {
+            // They are stored as one.
+            let width = self.size("expert_shared_count", None, WIDTH_MAX / width)? * width;
+            Some(SharedExpert { width, gated: false })
+        } else {
+            llama4.then_some(SharedExpert { width, gated: false })
+        };
+        let gating = self.gating(architecture)?;
+        let usual = !matches!(architecture, Architecture::Qwen2Moe | Architecture::Llama4);
+        let normalised = self.metadata.bool(&self.key("expert_weights_norm"))?.unwrap_or(usual);
+        // Some files say 0 where there is none.
+        let scale = match self.float("expert_weights_scale", Some(1.0), 0.0..1e6)? as f32 {
+            0.0 => 1.0,
+            scale => scale,
+        };
+        let first = match self.metadata.unsigned(&self.key("leading_dense_block_count"))?.unwrap_or(0) {
+            0 => 0,
+            _ if glm => self.size("leading_dense_block_count", None, LAYERS_MAX)?,
+            _ => {
+                let key = self.key("leading_dense_block_count");
+                return Err(WeightsError::Unsupported(format!("{key}: expected experts in every layer")));
+            }
+        };
+        let period = if llama4 { self.size("interleave_moe_layer_step", Some(1), LAYERS_MAX)? } else { 1 };
+        Ok(Some(Experts {
+            count,
+            used,
+            width,
+            shared,
+            gating,
+            corrected: glm,
+            normalised,
+            scale,
+            on_input: llama4,
+            biases,
+            first,
+            period,
+        }))
+    }
+
+    /// `expert_gating_func` is `llama_expert_gating_func_type` of llama.cpp: 1 a softmax, 2 a sigmoid, 3 the softmax of the chosen
+    /// scores, which is the softmax of all, normalised.
+    fn gating(&self, architecture: Architecture) -> Result<Gating, WeightsError> {
+        let (usual, gating) = if matches!(architecture, Architecture::Glm4Moe | Architecture::Llama4) {
+            (2, Gating::Sigmoid)
+        } else {
+            (if architecture == Architecture::GptOss { 3 } else { 1 }, Gating::Softmax)
+        };
+        let key = self.key("expert_gating_func");
+        match self.metadata.unsigned(&key)?.unwrap_or(0) {
+            0 => Ok(gating),
+            given if given == usual || (given == 1 && gating == Gating::Softmax) => Ok(gating),
+            other => Err(WeightsError::Unsupported(format!(
+                "{key}: expected {usual}, found {other}, which is another router than that of {}",
+                architecture.name()
+            ))),
+        }
+    }
+
+    /// Files of Ministral 3 give the factor. Llama 4's do not; the values are those of its reference implementation.
+    pub(super) fn temperature(&self, architecture: Architecture) -> Result<Option<Temperature>, WeightsError> {
+        let llama4 = architecture == Architecture::Llama4;
+        if !llama4 && architecture != Architecture::Mistral3 {
+            return Ok(None);
+        }
+        let (usual, offset) = if llama4 { (0.1, 1) } else { (0.0, 0) };
+        let scale = self.float("attention.temperature_scale", Some(usual), 0.0..1e3)?;
+        if scale == 0.0 {
+            return Ok(None);
+        }
+        let every = if llama4 {
+            self.size("attention.temperature_length", Some(8192), CONTEXT_MAX)?
+        } else {
+            self.size("rope.scaling.original_context_length", None, CONTEXT_MAX)?
+        };
+        Ok(Some(Temperature { scale, every, offset }))
     }
 
     /// `pooling_type` is `llama_pooling_type` of llama.cpp's `llama.h`: 0 none, 1 mean, 2 first token, 3 last token, 4 rank.
@@ -138,35 +223,52 @@ impl Keys<'_> {
     pub(super) fn context(&self, architecture: Architecture) -> Result<usize, WeightsError> {
         let context = self.size("context_length", None, CONTEXT_MAX)?;
         let window = self.metadata.unsigned(&self.key("attention.sliding_window"))?.unwrap_or(0);
-        let all_layers = window > 0 && !architecture.alternates();
+        let all_layers = window > 0 && !architecture.has_windows();
         Ok(if all_layers { context.min(usize::try_from(window).unwrap_or(context)) } else { context })
     }
 
     /// Gemma 3 (technical report, section 2.1): five local layers per global one; local layers use the RoPE base of the
     /// family's earlier models. Files specify only the window.
-    pub(super) fn local(
-        &self,
-        architecture: Architecture,
-        layout: QueryKeyOrder,
-        head_dim: usize,
-    ) -> Result<Option<LocalLayers>, WeightsError> {
-        if architecture == Architecture::Gemma2 {
+    pub(super) fn local(&self, architecture: Architecture, rope: &Rope) -> Result<Option<LocalLayers>, WeightsError> {
+        let sliding = "attention.sliding_window";
+        let (window, period, rope) = match architecture {
+            Architecture::Gemma3 => {
+                let window = self.size(sliding, None, CONTEXT_MAX)?;
+                let period = self.size("attention.sliding_window_pattern", Some(6), LAYERS_MAX)?;
+                let base = self.float("rope.freq_base_swa", Some(10_000.0), ROPE_BASES)? as f32;
+                let rope = Rope { base, scaling: RopeScaling::None, ..rope.clone() };
+                (Window::Sliding(window), Some(period), rope)
+            }
             // Technical report of Gemma 2, section 2: local and global layers alternate, the first one is local.
-            let window = self.size("attention.sliding_window", Some(4096), CONTEXT_MAX)?;
-            return Ok(Some(LocalLayers { window, period: 2, rope: self.rope(architecture, layout, head_dim)? }));
-        }
-        if architecture == Architecture::GptOss {
+            Architecture::Gemma2 => {
+                (Window::Sliding(self.size(sliding, Some(4096), CONTEXT_MAX)?), Some(2), rope.clone())
+            }
             // Model card of gpt-oss, 2025: banded and full attention alternate, the first layer is banded.
-            let window = self.size("attention.sliding_window", Some(128), CONTEXT_MAX)?;
-            return Ok(Some(LocalLayers { window, period: 2, rope: self.rope(architecture, layout, head_dim)? }));
-        }
-        if architecture != Architecture::Gemma3 {
-            return Ok(None);
-        }
-        let window = self.size("attention.sliding_window", None, CONTEXT_MAX)?;
-        let period = self.size("attention.sliding_window_pattern", Some(6), LAYERS_MAX)?;
-        let base = self.float("rope.freq_base_swa", Some(10_000.0), ROPE_BASES)? as f32;
-        let rope = Rope { base, scaling: RopeScaling::None, ..self.rope(architecture, layout, head_dim)? };
+            Architecture::GptOss => {
+                (Window::Sliding(self.size(sliding, Some(128), CONTEXT_MAX)?), Some(2), rope.clone())
+            }
+            // Files of Phi-4 say 0 where there is none.
+            Architecture::Phi3 if self.metadata.unsigned(&self.key(sliding))?.unwrap_or(0) == 0 => return Ok(None),
+            Architecture::Phi3 => (Window::Sliding(self.size(sliding, None, CONTEXT_MAX)?), None, rope.clone()),
+            Architecture::Llama4 => {
+                if self.metadata.unsigned(&self.key(sliding))? == Some(0) {
+                    let key = self.key(sliding);
+                    return Err(WeightsError::Unsupported(format!(
+                        "{key}: expected attention within chunks, found 0 (none)"
+                    )));
+                }
+                let chunk = self.size("attention.chunk_size", Some(8192), CONTEXT_MAX)?;
+                (Window::Chunk(chunk), Some(STILL_PERIOD), rope.clone())
+            }
+            Architecture::Llama
+            | Architecture::Qwen2
+            | Architecture::Qwen2Moe
+            | Architecture::Qwen3
+            | Architecture::Qwen3Moe
+            | Architecture::SmolLm3
+            | Architecture::Glm4Moe
+            | Architecture::Mistral3 => return Ok(None),
+        };
         Ok(Some(LocalLayers { window, period, rope }))
     }
 
@@ -217,6 +319,7 @@ impl Keys<'_> {
         architecture: Architecture,
         layout: QueryKeyOrder,
         head_dim: usize,
+        long: bool,
     ) -> Result<Rope, WeightsError> {
         let usual = if architecture == Architecture::Gemma3 { 1e6 } else { 10_000.0 };
         let base = self.float("rope.freq_base", Some(usual), ROPE_BASES)? as f32;
@@ -225,7 +328,8 @@ impl Keys<'_> {
             return Err(inconsistent("an even number of rotary dimensions", &[dims]));
         }
         let kind = match (architecture, layout) {
-            (Architecture::Llama | Architecture::SmolLm3, QueryKeyOrder::Gguf) => RopeKind::Interleaved,
+            (Architecture::Llama | Architecture::SmolLm3 | Architecture::Mistral3, QueryKeyOrder::Gguf)
+            | (Architecture::Llama4, _) => RopeKind::Interleaved,
             (
                 Architecture::Llama
                 | Architecture::Qwen2
@@ -235,28 +339,49 @@ impl Keys<'_> {
                 | Architecture::Gemma2
                 | Architecture::Gemma3
                 | Architecture::SmolLm3
-                | Architecture::GptOss,
+                | Architecture::GptOss
+                | Architecture::Phi3
+                | Architecture::Glm4Moe
+                | Architecture::Mistral3,
                 _,
             ) => RopeKind::Halves,
         };
-        Ok(Rope { kind, base, dims, scaling: self.rope_scaling()? })
+        Ok(Rope { kind, base, dims, scaling: self.rope_scaling(architecture, long)? })
     }
 
-    fn rope_scaling(&self) -> Result<RopeScaling, WeightsError> {
+    /// `long`: the file has factors of LongRoPE.
+    fn rope_scaling(&self, architecture: Architecture, long: bool) -> Result<RopeScaling, WeightsError> {
         let factors = 1e-3..1e6;
         let legacy = self.float("rope.scale_linear", Some(1.0), factors.clone())?;
         let factor = self.float("rope.scaling.factor", Some(legacy), factors.clone())?;
-        let default = if factor == 1.0 { "none" } else { "linear" };
+        // Files with factors of LongRoPE need not say so.
+        let default = match (long, factor) {
+            (true, _) => "longrope",
+            (false, 1.0) => "none",
+            (false, _) => "linear",
+        };
         match self.metadata.text(&self.key("rope.scaling.type"))?.unwrap_or(default) {
             "none" => Ok(RopeScaling::None),
             "linear" if factor == 1.0 => Ok(RopeScaling::None),
             "linear" => Ok(RopeScaling::Linear { factor }),
+            "longrope" if long => {
+                let context = self.size("context_length", None, CONTEXT_MAX)?;
+                Ok(RopeScaling::Long {
+                    original_context: self.size("rope.scaling.original_context_length", Some(context), CONTEXT_MAX)?,
+                    attention_factor: self.float("rope.scaling.attn_factor", Some(1.0), factors)?,
+                })
+            }
             "yarn" => {
+                // Ministral 3 divides the scale of cosine and sine by a second one.
+                let mistral = architecture == Architecture::Mistral3;
+                let log = self.float("rope.scaling.yarn_log_multiplier", Some(0.0), 0.0..1e3)?;
+                let log = if mistral { log } else { 0.0 };
+                let divisor = 1.0 + 0.1 * log * factor.max(1.0).ln();
                 let context = self.size("context_length", None, CONTEXT_MAX)?;
                 Ok(RopeScaling::Yarn {
                     factor,
                     original_context: self.size("rope.scaling.original_context_length", Some(context), CONTEXT_MAX)?,
-                    attention_factor: self.float("rope.scaling.attn_factor", Some(1.0), factors)?,
+                    attention_factor: self.float("rope.scaling.attn_factor", Some(1.0), factors)? / divisor,
                     beta_fast: self.float("rope.scaling.yarn_beta_fast", Some(32.0), 1e-3..1e6)?,
                     beta_slow: self.float("rope.scaling.yarn_beta_slow", Some(1.0), 1e-3..1e6)?,
                 })
@@ -271,7 +396,8 @@ impl Keys<'_> {
                 })
             }
             other => Err(WeightsError::Unsupported(format!(
-                "{}: {other:?} is not supported; supported: none, linear, llama3, yarn, and factors in {ROPE_FACTORS}",
+                "{}: {other:?} is not supported; supported: none, linear, llama3, yarn, longrope in a phi3 model, \
+                 and factors in {ROPE_FACTORS}",
                 self.key("rope.scaling.type")
             ))),
         }

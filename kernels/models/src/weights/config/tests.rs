@@ -1,10 +1,15 @@
 //! Tests of model configurations read from metadata, and of invalid metadata.
 use kernels::order::Activation;
-use kernels::quant::QuantType;
+use kernels::order::experts::Gating;
+use kernels::quant::{QuantType, random_blocks};
 
 use crate::recipe::Recipe;
+use crate::stage::Activations;
 use crate::weights::testing::{GgufWriter, TinyModel};
-use crate::weights::{Architecture, Experts, ModelFile, Rope, RopeKind, RopeScaling, WeightsError};
+use crate::weights::{
+    Architecture, Experts, HeadNorms, ModelConfig, ModelFile, Rope, RopeKind, RopeScaling, ShardIndex, SharedExpert,
+    Temperature, WeightsError, Window,
+};
 
 fn open(w: &GgufWriter) -> Result<std::sync::Arc<ModelFile>, WeightsError> {
     ModelFile::from_bytes(w.write().into())
@@ -19,41 +24,90 @@ fn rejects(w: &GgufWriter, part: &str) {
 fn each_architecture_has_its_configuration() {
     let config = |architecture| TinyModel { architecture, ..TinyModel::default() }.open().config().clone();
     let llama = config(Architecture::Llama);
-    assert_eq!((llama.attention_bias, llama.qk_norm, llama.rope.kind), (false, false, RopeKind::Interleaved));
+    assert_eq!(
+        (llama.attention_bias, llama.head_norms.is_some(), llama.rope.kind),
+        (false, false, RopeKind::Interleaved)
+    );
     let qwen2 = config(Architecture::Qwen2);
-    assert_eq!((qwen2.attention_bias, qwen2.qk_norm, qwen2.rope.kind), (true, false, RopeKind::Halves));
+    assert_eq!((qwen2.attention_bias, qwen2.head_norms.is_some(), qwen2.rope.kind), (true, false, RopeKind::Halves));
     let qwen3 = config(Architecture::Qwen3);
-    assert_eq!((qwen3.attention_bias, qwen3.qk_norm, qwen3.rope.kind), (false, true, RopeKind::Halves));
+    assert_eq!((qwen3.attention_bias, qwen3.head_norms.is_some(), qwen3.rope.kind), (false, true, RopeKind::Halves));
     let gemma3 = config(Architecture::Gemma3);
-    assert_eq!((gemma3.attention_bias, gemma3.qk_norm, gemma3.norms_after), (false, true, true));
+    assert_eq!((gemma3.attention_bias, gemma3.head_norms.is_some(), gemma3.norms_after), (false, true, true));
     assert_eq!((gemma3.rope.base, gemma3.logit_cap, gemma3.context), (1e6, Some(30.0), 512));
     let recipe = Recipe::of(&gemma3);
     let seen: Vec<_> = recipe.layers.iter().map(|layer| (layer.window, layer.rope.base)).collect();
-    assert_eq!(seen, [(Some(9), 10_000.0), (Some(9), 10_000.0), (None, 1e6)]);
+    assert_eq!(seen, [(Some(Window::Sliding(9)), 10_000.0), (Some(Window::Sliding(9)), 10_000.0), (None, 1e6)]);
     assert_eq!((recipe.embed_scale, recipe.layers[0].scale), (Some(16.0), 0.125));
     let gemma2 = config(Architecture::Gemma2);
-    assert_eq!((gemma2.qk_norm, gemma2.norms_after, gemma2.rope.kind), (false, true, RopeKind::Halves));
+    assert_eq!((gemma2.head_norms.is_some(), gemma2.norms_after, gemma2.rope.kind), (false, true, RopeKind::Halves));
     assert_eq!((gemma2.score_cap, gemma2.logit_cap), (Some(2.0), Some(30.0)));
     let seen: Vec<_> = Recipe::of(&gemma2).layers.iter().map(|layer| (layer.window, layer.rope.base)).collect();
-    assert_eq!(seen, [(Some(9), 10_000.0), (None, 10_000.0), (Some(9), 10_000.0)]);
+    assert_eq!(seen, [(Some(Window::Sliding(9)), 10_000.0), (None, 10_000.0), (Some(Window::Sliding(9)), 10_000.0)]);
     let smollm3 = TinyModel { architecture: Architecture::SmolLm3, layers: 8, ..TinyModel::default() }.open();
     let recipe = Recipe::of(smollm3.config());
-    let still = |index: usize| smollm3.rotary_frequencies(&recipe.layers[index].rope).expect("valid").inverse[0] == 0.0;
+    let still =
+        |index: usize| smollm3.rotary_frequencies(&recipe.layers[index].rope, 64).expect("valid").inverse[0] == 0.0;
     assert_eq!((0..8).filter(|index| still(*index)).collect::<Vec<_>>(), [3, 7]);
     let oss = config(Architecture::GptOss);
     assert!(oss.attention_bias && oss.attention_output_bias && oss.sinks && !oss.norms_after);
     let layers = Recipe::of(&oss).layers;
-    assert_eq!(layers.iter().map(|layer| layer.window).collect::<Vec<_>>(), [Some(9), None, Some(9)]);
+    assert_eq!(
+        layers.iter().map(|layer| layer.window).collect::<Vec<_>>(),
+        [Some(Window::Sliding(9)), None, Some(Window::Sliding(9))]
+    );
     assert_eq!((layers[0].activation, layers[0].ffn_norm), (Activation::Clamped, "post_attention_norm.weight"));
     let qwen2moe = config(Architecture::Qwen2Moe);
-    assert_eq!((qwen2moe.attention_bias, qwen2moe.qk_norm, qwen2moe.rope.kind), (true, false, RopeKind::Halves));
-    let experts = Experts { count: 6, used: 2, shared: Some(512), normalised: false, biases: false };
+    assert_eq!(
+        (qwen2moe.attention_bias, qwen2moe.head_norms.is_some(), qwen2moe.rope.kind),
+        (true, false, RopeKind::Halves)
+    );
+    let experts = Experts {
+        count: 6,
+        used: 2,
+        width: 512,
+        shared: Some(SharedExpert { width: 512, gated: true }),
+        gating: Gating::Softmax,
+        corrected: false,
+        normalised: false,
+        scale: 1.0,
+        on_input: false,
+        biases: false,
+        first: 0,
+        period: 1,
+    };
     assert_eq!(qwen2moe.experts, Some(experts));
     let qwen3moe = config(Architecture::Qwen3Moe);
-    assert_eq!((qwen3moe.attention_bias, qwen3moe.qk_norm, qwen3moe.rope.kind), (false, true, RopeKind::Halves));
+    assert_eq!(
+        (qwen3moe.attention_bias, qwen3moe.head_norms.is_some(), qwen3moe.rope.kind),
+        (false, true, RopeKind::Halves)
+    );
     assert_eq!(qwen3moe.experts, Some(Experts { shared: None, normalised: true, ..experts }));
+    let glm = config(Architecture::Glm4Moe);
+    let sigmoids = Experts { gating: Gating::Sigmoid, normalised: true, ..experts };
+    let shared = Some(SharedExpert { width: 1024, gated: false });
+    assert_eq!(glm.experts, Some(Experts { shared, corrected: true, scale: 1.5, first: 1, ..sigmoids }));
+    assert_eq!((glm.ffn, glm.rope.dims, glm.rope.kind, glm.predictors), (768, 32, RopeKind::Halves, 0));
+    let shown = |config: &ModelConfig| -> Vec<bool> {
+        Recipe::of(config).layers.iter().map(|layer| layer.experts.is_some()).collect()
+    };
+    assert_eq!(shown(&glm), [false, true, true]);
+    let llama4 = TinyModel::of(Architecture::Llama4).open().config().clone();
+    let shared = Some(SharedExpert { width: 512, gated: false });
+    assert_eq!(llama4.experts, Some(Experts { shared, normalised: false, on_input: true, period: 2, ..sigmoids }));
+    assert_eq!(shown(&llama4), [false, true, false, true]);
+    let layers = Recipe::of(&llama4).layers;
+    assert_eq!((layers[0].window, layers[0].head_norms), (Some(Window::Chunk(10)), Some(HeadNorms::Plain)));
+    assert_eq!((layers[3].window, layers[3].head_norms, layers[0].temperature), (None, None, None));
+    assert_eq!(layers[3].temperature, Some(Temperature { scale: f64::from(0.3f32), every: 4, offset: 1 }));
+    let phi3 = config(Architecture::Phi3);
+    let scaling = RopeScaling::Long { original_context: 64, attention_factor: f64::from(1.19f32) };
+    assert_eq!((phi3.rope.scaling, phi3.rope.dims, phi3.context), (scaling, 48, 512));
+    assert!(Recipe::of(&phi3).layers.iter().all(|layer| layer.window == Some(Window::Sliding(9))));
+    let mistral3 = config(Architecture::Mistral3);
+    assert!(Recipe::of(&mistral3).layers.iter().all(|layer| layer.temperature.is_some_and(|t| t.every == 8)));
     let mixtral = TinyModel { experts: Some([4, 2]), ..TinyModel::default() }.open().config().experts;
-    assert_eq!(mixtral, Some(Experts { count: 4, used: 2, shared: None, normalised: true, biases: false }));
+    assert_eq!(mixtral, Some(Experts { count: 4, shared: None, normalised: true, ..experts }));
     for (architecture, output) in [
         (Architecture::Llama, true),
         (Architecture::Qwen2, false),
@@ -90,7 +144,7 @@ fn unsupported_features_are_rejected_by_name() {
     rejects(moe().u32("qwen3moe.expert_count", 5000), "expert_count: expected 1 to 1024, found 5000");
     rejects(moe().u32("qwen3moe.expert_used_count", 7), "expert_used_count: expected 1 to 6, found 7");
     rejects(moe().u32("qwen3moe.expert_count", 5), "blk.0.ffn_gate_inp.weight");
-    rejects(moe().u32("qwen3moe.expert_gating_func", 2), "expected a softmax without a factor");
+    rejects(moe().u32("qwen3moe.expert_gating_func", 2), "expert_gating_func: expected 1, found 2");
     rejects(moe().u32("qwen3moe.expert_feed_forward_length", 500), "in multiples of 16");
     rejects(tiny().f32("llama.attn_logit_softcapping", 30.0), "attn_logit_softcapping");
     rejects(tiny().bool("llama.attention.causal", false), "attention.causal");
@@ -131,7 +185,7 @@ fn gemma_3_defaults_apply_to_missing_metadata() {
     let recipe = Recipe::of(file.config());
     let global: Vec<usize> = (0..7).filter(|layer| recipe.layers[*layer].window.is_none()).collect();
     assert_eq!((global, recipe.layers[5].rope.base, recipe.layers[6].rope.base), (vec![5], 1e6, 1e4));
-    assert_eq!((recipe.layers[0].window, recipe.logit_cap), (Some(512), None));
+    assert_eq!((recipe.layers[0].window, recipe.logit_cap), (Some(Window::Sliding(512)), None));
     // The largest model scales by width over heads (256 / 8) instead of the 64 elements per head.
     let mut largest = gemma(62);
     largest.f32("gemma3.attention.scale", 0.0);
@@ -197,10 +251,10 @@ fn frequencies_are_powers_of_the_base() {
     let linear = rope(RopeScaling::Linear { factor: 4.0 }).frequencies(None).expect("valid");
     close(&linear.inverse, |i| plain(i) / 4.0);
     let factors: Vec<f32> = (0..64).map(|i| 1.0 + i as f32 / 8.0).collect();
-    let llama3 = rope(RopeScaling::None).frequencies(Some(&factors)).expect("valid");
+    let llama3 = rope(RopeScaling::None).frequencies(Some(("factors", &factors))).expect("valid");
     close(&llama3.inverse, |i| plain(i) / f64::from(factors[i]));
     for wrong in [vec![1.0; 63], vec![0.0; 64], vec![f32::NAN; 64], vec![-1.0; 64]] {
-        assert!(rope(RopeScaling::None).frequencies(Some(&wrong)).is_err());
+        assert!(rope(RopeScaling::None).frequencies(Some(("factors", &wrong))).is_err());
     }
 }
 
@@ -257,6 +311,60 @@ fn scaling_is_read_from_the_header() {
     let factors: Vec<u8> = (0..32).flat_map(|i| (1.0 + i as f32).to_le_bytes()).collect();
     w.tensor("rope_freqs.weight", QuantType::F32, [1, 32], factors);
     let file = open(&w).expect("opens");
-    let found = file.rotary_frequencies(&file.config().rope).expect("factors");
+    let found = file.rotary_frequencies(&file.config().rope, 64).expect("factors");
     close(&found.inverse, |i| 10_000f64.powf(-(i as f64) / 32.0) / (1.0 + i as f64));
+}
+
+/// GLM-4.5's files end with blocks that predict later tokens: they are not computed, and no stage holds them.
+#[test]
+fn predictors_are_not_used() {
+    let mut w = TinyModel::of(Architecture::Glm4Moe).writer();
+    w.u32("glm4moe.block_count", 4);
+    let extra = |w: &mut GgufWriter| {
+        for (name, rows) in [("attn_norm.weight", 1), ("nextn.eh_proj.weight", 256)] {
+            let numbers = random_blocks(QuantType::F32, rows * 256, 7);
+            w.tensor(&format!("blk.3.{name}"), QuantType::F32, [rows, 256], numbers);
+        }
+    };
+    extra(&mut w);
+    let error = ModelFile::from_bytes(w.write().into()).expect_err("a block without its matrices").to_string();
+    assert!(error.contains("blk.3.attn_q.weight"), "{error}");
+    w.u32("glm4moe.nextn_predict_layers", 1);
+    let file = ModelFile::from_bytes(w.write().into()).expect("opens");
+    assert_eq!((file.config().layers, file.config().predictors), (3, 1));
+    let plain = TinyModel::of(Architecture::Glm4Moe).open();
+    assert_eq!(file.costs(Activations::Int8), plain.costs(Activations::Int8));
+    let last = file.stage_ranges(0..3);
+    assert!(last.iter().all(|range| range.end <= file.tensor("blk.3.attn_norm.weight").expect("there").range.start));
+    for (count, what) in [(4, "more blocks than"), (u32::MAX, "more blocks than")] {
+        w.u32("glm4moe.nextn_predict_layers", count);
+        let error = ModelFile::from_bytes(w.write().into()).expect_err(what).to_string();
+        assert!(error.contains(what), "{error}");
+    }
+    let mut w = TinyModel::default().writer();
+    w.u32("llama.nextn_predict_layers", 1);
+    let error = ModelFile::from_bytes(w.write().into()).expect_err("not of this family").to_string();
+    assert!(error.contains("expected none in a llama model"), "{error}");
+}
+
+/// The parts of Phi-3's joined matrices are ranges of the file.
+#[test]
+fn joined_matrices_are_split() {
+    let tiny = TinyModel { quant: QuantType::Q4_0, ..TinyModel::of(Architecture::Phi3) };
+    let mut w = tiny.writer();
+    let joined = w.tensors_mut().iter().find(|tensor| tensor.name == "blk.1.attn_qkv.weight").expect("there").clone();
+    let file = ModelFile::from_bytes(w.write().into()).expect("opens");
+    let read = |part: &str| {
+        let tensor = file.tensor(&format!("blk.1.{part}.weight")).expect("there");
+        tensor.read(0..tensor.rows).expect("readable")
+    };
+    assert!(joined.bytes == [read("attn_q"), read("attn_k"), read("attn_v")].concat());
+    assert!(file.tensor("blk.1.attn_qkv.weight").is_none());
+    let index = ShardIndex::build(&file, |_| ()).expect("complete");
+    assert!(index.matches(&file), "chunks are those of the parts");
+    // A part that is there a second time.
+    let bytes = random_blocks(QuantType::Q4_0, 256 * 8, 1);
+    w.tensor("blk.1.attn_q.weight", QuantType::Q4_0, [256, 256], bytes);
+    let error = ModelFile::from_bytes(w.write().into()).expect_err("twice").to_string();
+    assert!(error.contains("expected each matrix once"), "{error}");
 }

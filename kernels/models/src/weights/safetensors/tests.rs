@@ -21,15 +21,29 @@ impl Folder {
     fn of(source: &ModelFile) -> Self {
         let c = source.config();
         let (mut header, mut data) = (json!({"__metadata__": {"format": "pt"}}), Vec::new());
+        let phi3 = c.architecture == Architecture::Phi3;
         for tensor in source.tensors() {
+            if phi3 && joined_to_another(&tensor.name) {
+                continue;
+            }
             let dtype = if tensor.quant == QuantType::F32 { "F32" } else { "F16" };
-            let name = their_name(&tensor.name);
+            let name = their_name(&tensor.name, c.architecture);
             // The folder has a matrix per expert.
             let count = if name.contains(".experts.") { c.experts.expect("a mixture").count } else { 1 };
-            let rows = tensor.rows / count;
+            let mut bytes = source.read(&tensor.range).expect("in memory").to_vec();
+            let mut rows = tensor.rows / count;
+            if phi3 {
+                // Key and value follow query, up follows gate.
+                for (first, others) in [("attn_q.", &["attn_k.", "attn_v."][..]), ("ffn_gate.", &["ffn_up."])] {
+                    for other in others.iter().filter(|_| tensor.name.contains(first)) {
+                        let other = source.tensor(&tensor.name.replace(first, other)).expect("there");
+                        bytes.extend(other.read(0..other.rows).expect("in memory"));
+                        rows += other.rows;
+                    }
+                }
+            }
             let vector = rows == 1 && !name.ends_with("expert_gate.weight");
             let shape = if vector { vec![tensor.cols] } else { vec![rows, tensor.cols] };
-            let bytes = source.read(&tensor.range).expect("in memory");
             for (expert, bytes) in bytes.chunks(bytes.len() / count).enumerate() {
                 let start = data.len();
                 data.extend(bytes);
@@ -38,7 +52,9 @@ impl Folder {
             }
         }
         let mixtral = c.architecture == Architecture::Llama && c.experts.is_some();
-        let kind = if mixtral { "mixtral" } else { c.architecture.name() }.replace("moe", "_moe");
+        let mistral3 = c.architecture == Architecture::Mistral3;
+        let name = if mistral3 { "ministral3" } else { c.architecture.name() };
+        let kind = if mixtral { "mixtral" } else { name }.replace("moe", "_moe");
         let mut config = json!({
             "model_type": kind, "hidden_act": "silu", "num_hidden_layers": c.layers,
             "max_position_embeddings": c.context, "hidden_size": c.width, "intermediate_size": c.ffn,
@@ -54,10 +70,42 @@ impl Folder {
                 config["norm_topk_prob"] = json!(experts.normalised);
             }
             if let Some(shared) = experts.shared {
-                config["shared_expert_intermediate_size"] = json!(shared);
+                config["shared_expert_intermediate_size"] = json!(shared.width);
             }
         }
+        Self::family_options(source, &mut config);
         Self { config, header, data, tokenizer: tokenizer_json(source) }
+    }
+
+    /// As `configuration_phi3.py`, `configuration_glm4_moe.py` and `configuration_ministral3.py` of transformers name them.
+    fn family_options(source: &ModelFile, config: &mut Json) {
+        let c = source.config();
+        if c.architecture == Architecture::Phi3 {
+            let factors = |name: &str| source.tensor(name).expect("there").to_f32().expect("in memory");
+            let (long, short) = (factors("rope_factors_long.weight"), factors("rope_factors_short.weight"));
+            config["sliding_window"] = json!(9);
+            config["partial_rotary_factor"] = json!(0.75);
+            config["original_max_position_embeddings"] = json!(64);
+            config["rope_scaling"] = json!({"type": "longrope", "long_factor": long, "short_factor": short});
+            config["rope_scaling"]["attention_factor"] = json!(1.19f32);
+        }
+        if c.architecture == Architecture::Glm4Moe {
+            config["num_experts"].take();
+            config["n_routed_experts"] = json!(6);
+            config["n_shared_experts"] = json!(2);
+            config["shared_expert_intermediate_size"].take();
+            config["moe_intermediate_size"] = json!(512);
+            config["first_k_dense_replace"] = json!(1);
+            config["routed_scaling_factor"] = json!(1.5);
+            config["n_group"] = json!(1);
+        }
+        if c.architecture == Architecture::Mistral3 {
+            config["rope_theta"].take();
+            config["rope_parameters"] = json!({
+                "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 8,
+                "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.3f32,
+            });
+        }
     }
 
     fn weights(&self) -> Vec<u8> {
@@ -88,7 +136,13 @@ impl Folder {
     }
 }
 
-fn their_name(ours: &str) -> String {
+/// Whether a tensor of Phi-3 is a later part of a joined one, or is in `config.json`.
+fn joined_to_another(name: &str) -> bool {
+    name.starts_with("rope_factors") || ["attn_k", "attn_v", "ffn_up"].iter().any(|part| name.contains(part))
+}
+
+fn their_name(ours: &str, architecture: Architecture) -> String {
+    let (phi3, glm) = (architecture == Architecture::Phi3, architecture == Architecture::Glm4Moe);
     let fixed = match ours {
         "token_embd.weight" => "model.embed_tokens.weight",
         "output_norm.weight" => "model.norm.weight",
@@ -102,7 +156,10 @@ fn their_name(ours: &str) -> String {
     let (stem, end) = part.rsplit_once('.').expect("an ending");
     let theirs = match stem {
         "attn_norm" => "input_layernorm".to_owned(),
-        "ffn_norm" => "post_attention_layernorm".to_owned(),
+        "ffn_norm" | "post_attention_norm" => "post_attention_layernorm".to_owned(),
+        "attn_q" if phi3 => "self_attn.qkv_proj".to_owned(),
+        "ffn_gate" if phi3 => "mlp.gate_up_proj".to_owned(),
+        "exp_probs_b" => return format!("model.layers.{layer}.mlp.gate.e_score_correction_bias"),
         "attn_output" => "self_attn.o_proj".to_owned(),
         "attn_q_norm" => "self_attn.q_norm".to_owned(),
         "attn_k_norm" => "self_attn.k_norm".to_owned(),
@@ -112,7 +169,8 @@ fn their_name(ours: &str) -> String {
             format!("mlp.experts.{}_proj", stem.trim_start_matches("ffn_").trim_end_matches("_exps"))
         }
         _ if stem.ends_with("_shexp") => {
-            format!("mlp.shared_expert.{}_proj", stem.trim_start_matches("ffn_").trim_end_matches("_shexp"))
+            let name = if glm { "shared_experts" } else { "shared_expert" };
+            format!("mlp.{name}.{}_proj", stem.trim_start_matches("ffn_").trim_end_matches("_shexp"))
         }
         _ => match stem.split_once('_').expect("two words") {
             ("attn", which) => format!("self_attn.{which}_proj"),
@@ -143,9 +201,16 @@ fn tiny(architecture: Architecture) -> Arc<ModelFile> {
 
 #[test]
 fn a_folder_gives_the_same_model_as_its_gguf() {
-    for architecture in
-        [Architecture::Qwen2, Architecture::Qwen2Moe, Architecture::Qwen3, Architecture::Qwen3Moe, Architecture::Llama]
-    {
+    for architecture in [
+        Architecture::Qwen2,
+        Architecture::Qwen2Moe,
+        Architecture::Qwen3,
+        Architecture::Qwen3Moe,
+        Architecture::Llama,
+        Architecture::Phi3,
+        Architecture::Glm4Moe,
+        Architecture::Mistral3,
+    ] {
         let source = tiny(architecture);
         let file = Folder::of(&source).open().expect("opens");
         let (mut ours, theirs) = (source.config().clone(), file.config());
@@ -175,6 +240,45 @@ fn a_folder_gives_the_same_model_as_its_gguf() {
         }
         let layers = |file: &ModelFile| file.costs(Activations::F32).layers;
         assert_eq!(layers(&file), layers(&source));
+    }
+}
+
+/// The expressions of Phi-4-mini and Ministral 3, as their files have them.
+#[test]
+fn pre_tokenizers_are_recognised_by_their_expressions() {
+    let upper = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+";
+    let mixed = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*";
+    let rest = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+    let endings = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?";
+    let named = |regex: String| {
+        let split = json!({"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated"});
+        let json = json!({"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "use_regex": false}]});
+        super::pre_tokenizer(&json).to_owned()
+    };
+    let digits = r"\p{N}{1,3}";
+    assert_eq!(named(format!("{upper}{endings}|{mixed}{endings}|{digits}|{rest}")), "gpt-4o");
+    assert_eq!(named(format!(r"{upper}|{mixed}|\p{{N}}|{rest}")), "tekken");
+    assert_eq!(named(format!("{upper}|{mixed}|{digits}|{rest}")), "unknown (tokenizer.json)");
+}
+
+/// Layers that predict later tokens are no part of the model, and other families have none.
+#[test]
+fn predictors_in_a_folder_are_not_used() {
+    for architecture in [Architecture::Glm4Moe, Architecture::Llama] {
+        let source = tiny(architecture);
+        let mut folder = Folder::of(&source);
+        let start = folder.data.len();
+        folder.data.extend([0; 1024]);
+        let entry = json!({"dtype": "F32", "shape": [256], "data_offsets": [start, start + 1024]});
+        folder.header["model.layers.2.enorm.weight"] = entry;
+        match folder.open() {
+            Ok(file) => {
+                assert_eq!((architecture, file.tensors().len()), (Architecture::Glm4Moe, source.tensors().len()))
+            }
+            Err(error) => {
+                assert!(architecture == Architecture::Llama && error.to_string().contains("enorm"), "{error}")
+            }
+        }
     }
 }
 
@@ -366,7 +470,7 @@ fn llama_3_scaling() {
     });
     let file = folder.open().expect("opens");
     assert!(matches!(file.config().rope.scaling, RopeScaling::Llama3 { .. }));
-    for (i, found) in file.rotary_frequencies(&file.config().rope).expect("valid").inverse.iter().enumerate() {
+    for (i, found) in file.rotary_frequencies(&file.config().rope, 64).expect("valid").inverse.iter().enumerate() {
         let plain = 10_000f64.powf(-(i as f64) / 32.0);
         let wavelength = std::f64::consts::TAU / plain;
         let expected = if wavelength < 8192.0 / 4.0 {
@@ -395,6 +499,13 @@ fn unsupported_and_malformed_folders_are_rejected_by_name() {
     rejects(&|f| f.config["hidden_act"] = json!("gelu"), "\"gelu\"; supported: silu");
     rejects(&|f| f.config["num_hidden_layers"] = json!(3), "\"blk.2.attn_norm.weight\" is missing");
     rejects(&|f| f.config["rope_scaling"] = json!({"rope_type": "longrope"}), "longrope");
+    for (method, next) in
+        [("fp8", "convert_hf_to_gguf.py"), ("gptq", "convert_hf_to_gguf.py"), ("awq", "as a GGUF file")]
+    {
+        rejects(&|f| f.config["quantization_config"] = json!({"quant_method": method}), next);
+    }
+    rejects(&|f| f.config["model_type"] = json!("llama4_text"), "stores experts transposed");
+    rejects(&|f| f.config["model_type"] = json!("gemma3_text"), "norm weights minus one");
     rejects(&|f| f.header[norm]["dtype"] = json!("F8_E4M3"), "stored as F8_E4M3");
     rejects(&|f| f.header[norm]["shape"] = json!([1, 2, 128]), "one or two dimensions");
     rejects(&|f| f.header[norm]["shape"] = json!([0]), "at least 1");
