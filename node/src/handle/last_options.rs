@@ -81,8 +81,9 @@ mod tests {
     use super::*;
 
     fn stage(content: u8, context: u32) -> StageOrder {
+        let row = node_core::work::serve::RowFormat::lossless(8);
         let (content, layers) = (ContentId([content; 32]), vec![0..1, 1..2]);
-        StageOrder { content, layers, sequences: 3, context, width: 8, int8: false }
+        StageOrder { content, layers, sequences: 3, context, width: 8, row, int8: false }
     }
 
     #[test]

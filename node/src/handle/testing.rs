@@ -19,6 +19,7 @@ pub(super) fn spec(content: u8, context: u32) -> ModelSpec {
         tied: false,
         head_flops: 0,
         activation_bytes: 0,
+        coarser_bytes: Vec::new(),
         context,
         sequences: 4,
         scratch_bytes: 0,

@@ -4,8 +4,8 @@ use crate::config::Capacity;
 use crate::id::{CallId, ContentId, Epoch, Generation, JobId, NodeId, PartId, RequestId};
 use crate::message::{FromStage, FromTile, ToCoordinator, ToParticipant, ToStage, ToTile};
 use crate::work::serve::{
-    DoneReason, FromCaller, Logged, Logprobs, ModelSpec, Position, Priority, Request, RequestKey, Sampled, Sampling,
-    ServeRecord, StageOrder, ToCaller,
+    DoneReason, FromCaller, Logged, Logprobs, ModelSpec, Position, Priority, Request, RequestKey, RowCodec, RowFormat, Sampled,
+    Sampling, ServeRecord, StageOrder, ToCaller,
 };
 use crate::work::steps::{Report, SaveKind, Schedule, SimulationId, StepsRecord, TileFigures, TileOrder, TileStart};
 use crate::work::{
@@ -175,6 +175,7 @@ fn stage() -> PartWork {
         sequences: 8,
         context: 2048,
         width: 576,
+        row: RowFormat { codec: RowCodec::Q4, bytes: 324 },
         int8: true,
     })
 }
@@ -238,6 +239,7 @@ fn serve_record() -> ProgramRecord {
         tied: true,
         head_flops: 3,
         activation_bytes: 2,
+        coarser_bytes: vec![1],
         context: 2048,
         sequences: 8,
         scratch_bytes: 1,
@@ -248,6 +250,7 @@ fn serve_record() -> ProgramRecord {
         name,
         work,
         width: 576,
+        boundary: vec![RowFormat { codec: RowCodec::Q8, bytes: 620 }],
         int8: true,
         eos: vec![2],
         replicas: 1,
@@ -312,7 +315,7 @@ fn every_message_survives_a_round_trip() {
 
 /// The bytes when the protocol got its number. If this fails, either the change is a mistake or `PROTOCOL` must increase.
 #[test]
-fn golden_bytes_of_protocol_18() {
+fn golden_bytes_of_protocol_19() {
     let say = ToCoordinator::Stage(FromStage::Token { request: REQUEST, position: 41, sampled: 49_151.into() });
     let token = Message::ToCoordinator { job: JOB, epoch: EPOCH, say };
     let bytes = encode_advert(&advert()).unwrap();
@@ -326,11 +329,11 @@ fn golden_bytes_of_protocol_18() {
             hex(&blake3::hash(&bytes).as_bytes()[..8]),
         ],
         [
-            "1204fd08070605040302010710090909090909090909090909090909090600fb2c0129fbffbf0000",
-            "1201",
-            "1203fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
-            "120105fb2c01",
-            "121001010101010101010101010101010101fc00d2496b032608080808080808",
+            "1304fd08070605040302010710090909090909090909090909090909090600fb2c0129fbffbf0000",
+            "1301",
+            "1303fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
+            "130105fb2c01",
+            "131001010101010101010101010101010101fc00d2496b032608080808080808",
             "dcba36c5124bd7c9",
         ]
     );
