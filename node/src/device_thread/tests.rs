@@ -190,7 +190,7 @@ impl Bench {
         let mut gate = Some(gate);
         for (job, name) in (1..).zip(names) {
             let stage = Pretended { name, log: log.clone(), gate: gate.take() };
-            self.hold(JobId(job), NewPart::Stage { stage: Box::new(stage), file: None });
+            self.hold(JobId(job), NewPart::Stage { stage: Box::new(stage), file: None, rows: Codec::Lossless });
             assert!(self.loaded());
         }
         (open, log)
@@ -248,7 +248,7 @@ fn a_batch_of_another_epoch_or_of_a_missing_stage_is_rejected() {
     let (open, _) = bench.stages(["a", "b"]);
     open.send(()).unwrap();
     let other = Epoch { counter: 2, ..EPOCH };
-    bench.commands.send(Command::Keep { key: (JobId(1), PartId(0)), epoch: other }).unwrap();
+    bench.commands.send(Command::Keep { key: (JobId(1), PartId(0)), epoch: other, rows: Codec::Lossless }).unwrap();
     bench.batch(JobId(1));
     assert!(bench.next().unwrap().2.unwrap_err().contains("epoch 2, not 1"));
     bench.commands.send(Command::Drop { key: (JobId(2), PartId(0)) }).unwrap();

@@ -1,6 +1,5 @@
 //! The measures on numbers whose results are known, and a small model through its codecs.
 use super::*;
-use crate::weights::testing::{self, SmallModel};
 
 #[test]
 fn the_most_likely_token_is_the_lowest_of_equal_ones_and_the_margin_that_to_the_next() {
