@@ -33,6 +33,7 @@ use crate::transfer::Library;
 use crate::transfer::cache::Cache;
 use crate::transfer::error::TransferError;
 use crate::vital::{End, Parts};
+use kernels::boundary::Codec;
 use node_core::config::Config;
 use node_core::id::{Epoch, JobId, NodeId, PartId};
 use node_core::input::Input;

@@ -1,14 +1,16 @@
 //! The views of a node for users and programs: members, jobs and plans, derived from the core's state.
 use crate::report::{ZoneThen, ZoneView};
+use crate::rows;
 use node_core::id::NodeId;
 use node_core::job::{self, JobState, ProgramView, WhatView};
 use node_core::limits;
 use node_core::membership::MemberState;
 use node_core::message::Advert;
 use node_core::node::Node;
+use node_core::work::serve::ModelSpec;
 use node_core::work::{DownReason, HeldPart, HeldWork, PredictedChange};
 use partitioner::zones::{Outcome, ZoneLoss};
-use partitioner::{Plan, Standby, Tier, Work};
+use partitioner::{Plan, Standby, Tier};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -24,6 +26,10 @@ pub(crate) struct PlanReport {
     pub sequences: u32,
     /// Predicted milliseconds per token of one request.
     pub token_ms: f64,
+    /// Encoding of the rows between the stages.
+    pub boundary: String,
+    /// Bytes of a row between two stages.
+    pub row_bytes: u64,
     /// Whether the search was exact.
     pub exact: bool,
     /// Stages, first to last.
@@ -251,6 +257,10 @@ pub(crate) struct JobView {
     pub context: Option<u32>,
     /// Whole contexts that the cache has room for; `None` for a stage of another node's job.
     pub sequences: Option<u32>,
+    /// Encoding of the rows between the stages; `None` for a stage of another node's job.
+    pub boundary: Option<String>,
+    /// Bytes of a row between two stages; `None` for a stage of another node's job.
+    pub row_bytes: Option<u32>,
     /// Pages of the cache; 0 for a stage of another node's job.
     pub pages: u32,
     /// Those of them that are free.
@@ -366,6 +376,7 @@ fn served_view(job: job::JobView, own_name: &str, names: &Names) -> Option<JobVi
         moved,
         context,
         sequences,
+        row,
         pages,
         ref resting,
         drafts,
@@ -407,6 +418,8 @@ fn served_view(job: job::JobView, own_name: &str, names: &Names) -> Option<JobVi
         moved: moved.map(|moved| MoveView { change: moved.change.into(), fetched_bytes: moved.fetched_bytes }),
         context: Some(context),
         sequences: Some(sequences),
+        boundary: Some(rows::codec(row.codec).name().to_owned()),
+        row_bytes: Some(row.bytes),
         pages: pages.1,
         pages_free: pages.0,
         cached_requests: resting.len() as u32,
@@ -506,7 +519,7 @@ fn job_state(state: JobState) -> &'static str {
 
 pub(crate) fn plan_report(
     model: String,
-    work: &Work,
+    spec: &ModelSpec,
     plan: &Plan,
     standbys: &[Standby],
     change: Option<PredictedChange>,
@@ -519,8 +532,10 @@ pub(crate) fn plan_report(
     let stages = |plan: &Plan| plan.stages().iter().map(|s| stage_view(s, name(&s.device))).collect::<Vec<_>>();
     PlanReport {
         model,
-        context: work.context,
-        sequences: work.sequences,
+        context: spec.work.context,
+        sequences: spec.work.sequences,
+        boundary: rows::codec(spec.row_of(plan).codec).name().to_owned(),
+        row_bytes: plan.row_bytes(),
         change: change.map(ChangeView::from),
         zones: Vec::new(),
         token_ms: plan.token_ns() as f64 / 1e6,

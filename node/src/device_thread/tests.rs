@@ -3,6 +3,7 @@ use super::*;
 use crate::config::UpOptions;
 use crate::driver::queue::{DriverQueue, channel};
 use crate::residency::Residency;
+use kernels::boundary::Codec;
 use kernels_models::stage::{ResidentBytes, Rows, SequenceId, Stage, StageError, Submitted};
 use kernels_simulations::Simulation;
 use node_core::id::{ContentId, JobId, NodeId, PartId, RequestId, TensorId};

@@ -1,6 +1,7 @@
 //! The options with which models last ran on this node, so that it serves them the same way on demand.
 use super::model::ModelOptions;
 use crate::error::NodeError;
+use crate::rows::Boundary;
 use node_core::id::ContentId;
 use node_core::limits::JOBS_MAX;
 use node_core::work::serve::StageOrder;
@@ -29,6 +30,7 @@ impl LastOptions {
             sequences: last.sequences.max(Some(stage.sequences)),
             replicas: last.replicas,
             draft: last.draft,
+            boundary: last.boundary.filter(|boundary| *boundary == Boundary::Auto).or(Some(stage.row.codec.into())),
         };
         self.put(stage.content, Memory { options, stopped: false });
     }

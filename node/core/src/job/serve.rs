@@ -153,20 +153,14 @@ impl Serve {
             sequences: self.model.work.sequences.clamp(1, SEQUENCES_MAX),
             context: self.model.work.context.clamp(1, CONTEXT_MAX),
             width: self.model.width,
-            row: plan.map_or(self.model.row(), |plan| self.row_of(plan)),
+            row: plan.map_or(self.model.row(), |plan| self.model.row_of(plan)),
             int8: self.model.int8,
         })
     }
 
-    /// The encoding that a plan chose.
-    fn row_of(&self, plan: &Plan) -> RowFormat {
-        let mut rows = self.model.boundary.iter();
-        rows.find(|row| u64::from(row.bytes) == plan.row_bytes()).copied().unwrap_or(self.model.row())
-    }
-
     /// The encoding of the rows between the stages.
     pub(super) fn row(&self) -> RowFormat {
-        self.plan.as_deref().map_or(self.model.row(), |plan| self.row_of(plan))
+        self.plan.as_deref().map_or(self.model.row(), |plan| self.model.row_of(plan))
     }
 
     /// The stages of a plan that is not adopted yet.

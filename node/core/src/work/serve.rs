@@ -38,6 +38,12 @@ impl ModelSpec {
         self.boundary.first().copied().unwrap_or(RowFormat::lossless(self.width))
     }
 
+    /// The encoding that a plan chose.
+    pub fn row_of(&self, plan: &Plan) -> RowFormat {
+        let chosen = self.boundary.iter().find(|row| u64::from(row.bytes) == plan.row_bytes());
+        chosen.copied().unwrap_or(self.row())
+    }
+
     /// Keeps only the encoding of this many bytes, if there is one.
     pub fn fix_row(&mut self, bytes: u64) {
         if let Some(&row) = self.boundary.iter().find(|row| u64::from(row.bytes) == bytes) {
