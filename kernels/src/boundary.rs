@@ -128,7 +128,9 @@ pub enum BoundaryError {
         width: usize,
     },
     /// Not whole rows.
-    #[error("{found} bytes, expected a multiple of {row_bytes} for {codec} rows of {width} elements: the sender is faulty")]
+    #[error(
+        "{found} bytes, expected a multiple of {row_bytes} for {codec} rows of {width} elements: the sender is faulty"
+    )]
     Length {
         /// The codec.
         codec: &'static str,

@@ -39,7 +39,7 @@ pub(crate) mod remembered;
 pub(crate) mod serving;
 mod shortage;
 #[cfg(test)]
-pub(crate) mod testing;
+mod testing;
 mod unload;
 mod usage;
 

@@ -114,7 +114,9 @@ pub(crate) fn join(parts: Vec<Option<Tensor>>) -> Option<Tensor> {
             Tensor::Tokens(tokens)
         }
         // Different kinds never belong to one stage: the stage rejects the empty payload with an error.
-        (Tensor::Hidden(_) | Tensor::Encoded { .. } | Tensor::Tokens(_) | Tensor::Halo { .. }, _) => Tensor::Tokens(Vec::new()),
+        (Tensor::Hidden(_) | Tensor::Encoded { .. } | Tensor::Tokens(_) | Tensor::Halo { .. }, _) => {
+            Tensor::Tokens(Vec::new())
+        }
     })
 }
 

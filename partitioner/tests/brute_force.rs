@@ -2,7 +2,9 @@
 mod fleets;
 
 use fleets::{Random, fleet, id, options, work};
-use partitioner::{Answer, Device, DeviceId, Fleet, Goal, Layer, Link, ModelQuestion, Options, Plan, PlanError, Question, Work};
+use partitioner::{
+    Answer, Device, DeviceId, Fleet, Goal, Layer, Link, ModelQuestion, Options, Plan, PlanError, Question, Work,
+};
 use partitioner::{cost, moved_bytes, plan, repair};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -297,7 +299,8 @@ fn coarser_rows_are_chosen_where_the_link_is_the_bottleneck() {
         (work.activation_bytes, work.coarser_bytes) = (2304, vec![1154, 636, 323]);
         for device in &mut fleet.devices {
             // A row of a prompt takes 0.2 ms on each.
-            (device.memory, device.bytes_per_second, device.flops_per_second) = (3 << 20, 10_000_000_000, 10_000_000_000);
+            (device.memory, device.bytes_per_second, device.flops_per_second) =
+                (3 << 20, 10_000_000_000, 10_000_000_000);
             (device.step_ns, device.layer_ns, device.cache_bytes_per_second, device.excluded) = (0, 0, 0, false);
         }
         fleet.links.clear();

@@ -306,9 +306,8 @@ fn forward<'r>(
     inputs: impl Iterator<Item = (SequenceId, RowsIn<'r>)>,
     position: usize,
 ) -> Result<Vec<Vec<f32>>, StageError> {
-    let batch: Vec<Rows<'_>> = inputs
-        .map(|(sequence, input)| Rows { sequence, position, input, output: RequestedOutput::Logits })
-        .collect();
+    let batch: Vec<Rows<'_>> =
+        inputs.map(|(sequence, input)| Rows { sequence, position, input, output: RequestedOutput::Logits }).collect();
     let numbers = |output| match output {
         RowsOut::Hidden(numbers) | RowsOut::Logits(numbers) | RowsOut::Embedding(numbers) => Ok(numbers),
         RowsOut::Token(_) | RowsOut::Tokens(_) | RowsOut::Nothing => {

@@ -190,11 +190,14 @@ fn random_bytes_never_panic() {
 /// The bytes are part of the protocol: a change needs a new number of it.
 #[test]
 fn golden_bytes() {
-    let row: Vec<f32> = (0..128).map(|i| ((i * 37 % 101) as f32 - 50.0) / 16.0 + if i == 70 { 300.0 } else { 0.0 }).collect();
+    let row: Vec<f32> =
+        (0..128).map(|i| ((i * 37 % 101) as f32 - 50.0) / 16.0 + if i == 70 { 300.0 } else { 0.0 }).collect();
     let sums = Codec::ALL.map(|codec| {
         // FNV-1a.
         let bytes = codec.encode(128, &row);
-        bytes.iter().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
+        bytes
+            .iter()
+            .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
     });
     let golden = [0x301a_0a43_f869_4373, 0x4137_7cfa_760a_5302, 0x2916_6c1b_225d_56ee, 0x2124_ad17_c132_5e68];
     assert_eq!(sums, golden, "{sums:#x?}");

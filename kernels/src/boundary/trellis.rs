@@ -126,8 +126,8 @@ fn subset(transition: usize) -> usize {
 /// The upper half of 32 levels that have the least mean squared error for a Gaussian of variance 1 (Max, "Quantizing for
 /// minimum distortion", 1960). Subset `d` has every fourth level from level `d` on.
 const LEVELS: [f32; 16] = [
-    0.0674, 0.2024, 0.3381, 0.4756, 0.6158, 0.7594, 0.9080, 1.0631, 1.2266, 1.4015, 1.5914, 1.8022, 2.0432, 2.3315, 2.7038,
-    3.2718,
+    0.0674, 0.2024, 0.3381, 0.4756, 0.6158, 0.7594, 0.9080, 1.0631, 1.2266, 1.4015, 1.5914, 1.8022, 2.0432, 2.3315,
+    2.7038, 3.2718,
 ];
 
 /// Level 0 is the least of 32.
@@ -145,8 +145,22 @@ fn sigma(scale: u8) -> f32 {
 
 /// 2^(-i/16).
 const SIXTEENTHS: [f32; 16] = [
-    1.0, 0.957_603_3, 0.917_004_05, 0.878_126_1, 0.840_896_4, 0.805_245_2, 0.771_105_4, 0.738_413_1, 0.707_106_77, 0.677_127_8,
-    0.648_419_8, 0.620_928_9, 0.594_603_6, 0.569_394_3, 0.545_253_9, 0.522_136_9,
+    1.0,
+    0.957_603_3,
+    0.917_004_05,
+    0.878_126_1,
+    0.840_896_4,
+    0.805_245_2,
+    0.771_105_4,
+    0.738_413_1,
+    0.707_106_77,
+    0.677_127_8,
+    0.648_419_8,
+    0.620_928_9,
+    0.594_603_6,
+    0.569_394_3,
+    0.545_253_9,
+    0.522_136_9,
 ];
 
 /// The scale nearest to a block's root mean square, from its mean square, which is at most 1: the first whose square, half a

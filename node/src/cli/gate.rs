@@ -5,6 +5,7 @@ use super::global::{Global, answer};
 use super::model;
 use super::progress::Bar;
 use super::table::{render, row};
+use crate::pull::Progress;
 use crate::rows::Gate;
 use kernels::boundary::Codec;
 use kernels_models::gate::{GateOptions, KL_MAX, Quality, TOP1_MIN, measure};

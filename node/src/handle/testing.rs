@@ -11,7 +11,7 @@ pub(super) fn words() -> TextCodec {
 }
 
 /// A model without layers: its content is `content` repeated.
-pub(crate) fn spec(content: u8, context: u32) -> ModelSpec {
+pub(super) fn spec(content: u8, context: u32) -> ModelSpec {
     let work = Work {
         layers: Vec::new(),
         embed_bytes: 0,
@@ -25,5 +25,15 @@ pub(crate) fn spec(content: u8, context: u32) -> ModelSpec {
         scratch_bytes: 0,
     };
     let (content, name) = (ContentId([content; 32]), "tiny".into());
-    ModelSpec { content, name, work, width: 8, boundary: Vec::new(), int8: true, eos: Vec::new(), replicas: 1, draft: None }
+    ModelSpec {
+        content,
+        name,
+        work,
+        width: 8,
+        boundary: Vec::new(),
+        int8: true,
+        eos: Vec::new(),
+        replicas: 1,
+        draft: None,
+    }
 }

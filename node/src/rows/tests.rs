@@ -1,6 +1,6 @@
 //! Which encodings a model is served with, and files that are no measurement of it.
 use super::*;
-use crate::handle::testing::spec;
+use partitioner::Work;
 
 fn quality(codec: &str, top1: f64) -> Quality {
     Quality {
@@ -13,6 +13,32 @@ fn quality(codec: &str, top1: f64) -> Quality {
         flips: 4,
         flip_margin_max: 0.1,
         greedy: 0.5,
+    }
+}
+
+fn spec() -> ModelSpec {
+    let work = Work {
+        layers: Vec::new(),
+        embed_bytes: 0,
+        head_bytes: 0,
+        tied: false,
+        head_flops: 0,
+        activation_bytes: 2304,
+        coarser_bytes: Vec::new(),
+        context: 64,
+        sequences: 1,
+        scratch_bytes: 0,
+    };
+    ModelSpec {
+        content: MODEL,
+        name: "m".into(),
+        work,
+        width: 576,
+        boundary: Vec::new(),
+        int8: true,
+        eos: Vec::new(),
+        replicas: 1,
+        draft: None,
     }
 }
 
@@ -33,7 +59,7 @@ fn an_encoding_is_allowed_if_it_passes_with_every_number_of_cuts() {
 
 #[test]
 fn plans_may_choose_among_the_encodings_of_the_spec() {
-    let mut spec = ModelSpec { width: 576, ..spec(1, 64) };
+    let mut spec = spec();
     offer(&mut spec, &[Codec::Lossless, Codec::F16, Codec::Q4]);
     assert_eq!((spec.work.activation_bytes, &spec.work.coarser_bytes[..]), (2304, &[1154, 323][..]));
     assert_eq!(Boundary::of(&spec), Boundary::Auto);

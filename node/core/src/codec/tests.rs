@@ -4,8 +4,8 @@ use crate::config::Capacity;
 use crate::id::{CallId, ContentId, Epoch, Generation, JobId, NodeId, PartId, RequestId};
 use crate::message::{FromStage, FromTile, ToCoordinator, ToParticipant, ToStage, ToTile};
 use crate::work::serve::{
-    DoneReason, FromCaller, Logged, Logprobs, ModelSpec, Position, Priority, Request, RequestKey, RowCodec, RowFormat, Sampled,
-    Sampling, ServeRecord, StageOrder, ToCaller,
+    DoneReason, FromCaller, Logged, Logprobs, ModelSpec, Position, Priority, Request, RequestKey, RowCodec, RowFormat,
+    Sampled, Sampling, ServeRecord, StageOrder, ToCaller,
 };
 use crate::work::steps::{Report, SaveKind, Schedule, SimulationId, StepsRecord, TileFigures, TileOrder, TileStart};
 use crate::work::{

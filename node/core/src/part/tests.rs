@@ -30,7 +30,15 @@ fn order(owners: &[NodeId], part: u16, standby: Option<Tier>) -> Box<Order> {
 /// The same, with two contexts of this many positions.
 fn order_of(context: u32, owners: &[NodeId], part: u16, standby: Option<Tier>) -> Box<Order> {
     let layers = (0..owners.len() as u32).map(|at| 2 * at..2 * at + 2).collect();
-    let stage = StageOrder { content: ContentId([7; 32]), layers, sequences: 2, context, width: 16, row: RowFormat::lossless(16), int8: false };
+    let stage = StageOrder {
+        content: ContentId([7; 32]),
+        layers,
+        sequences: 2,
+        context,
+        width: 16,
+        row: RowFormat::lossless(16),
+        int8: false,
+    };
     Box::new(Order {
         name: "a model".into(),
         part: PartId(part),
