@@ -152,7 +152,11 @@ pub enum BoundaryError {
         most: usize,
     },
     /// An exponent that no finite row has.
-    #[error("a row with exponent {found}, expected {least} to {most}: the sender is faulty", least = EXPONENTS.start(), most = EXPONENTS.end())]
+    #[error(
+        "a row with exponent {found}, expected {least} to {most}: the sender is faulty",
+        least = EXPONENTS.start(),
+        most = EXPONENTS.end()
+    )]
     Exponent {
         /// Exponent found.
         found: i16,

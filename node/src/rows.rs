@@ -141,7 +141,10 @@ pub(crate) struct Gate {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum GateError {
     /// There is none.
-    #[error("`--boundary auto` needs a measurement of {model}, which is not at {path}: run `meshnode gate {model}` first", path = .path.display())]
+    #[error(
+        "`--boundary auto` needs a measurement of {model}, found none at {path}: run `meshnode gate {model}` first",
+        path = .path.display()
+    )]
     Missing {
         /// The model.
         model: String,

@@ -62,10 +62,9 @@ pub(super) fn gate(global: &Global, args: &GateArgs) -> Result<(), Failure> {
         threads: args.threads.map_or(cores, usize::from),
     };
     let codecs = &Codec::ALL[1..];
-    bar.start("measuring", 0, None);
     let measured = measure(&file, codecs, options, |done, all| {
         if done == 1 {
-            bar.start("measuring", 0, Some(all));
+            bar.start_steps("measuring", all);
         }
         bar.at(done);
     });
