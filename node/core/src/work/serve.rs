@@ -322,7 +322,7 @@ impl StageOrder {
             && self.layers_of(part) == other.layers_of(theirs)
     }
 
-    pub(super) fn unsound(&self) -> Option<String> {
+    pub(crate) fn unsound(&self) -> Option<String> {
         let follow =
             |end: u32, layers: &Range<u32>| (layers.start == end && layers.end > layers.start).then_some(layers.end);
         if self.layers.is_empty() || self.layers.iter().try_fold(0, follow).is_none() {
