@@ -24,13 +24,18 @@ impl LastOptions {
     /// not add up.
     pub(crate) fn note(&self, stage: &StageOrder) {
         let last = self.get(stage.content).options;
+        let ordered = Boundary::from(stage.row.codec);
+        // What a plan chose is no choice of the user's, and neither is the default.
+        let is_default = last.boundary.is_none() && ordered == Boundary::Lossless;
+        let kept = is_default || last.boundary == Some(Boundary::Auto);
+        let boundary = if kept { last.boundary } else { Some(ordered) };
         let options = ModelOptions {
             int8: Some(stage.int8),
             context: last.context.max(Some(stage.context)),
             sequences: last.sequences.max(Some(stage.sequences)),
             replicas: last.replicas,
             draft: last.draft,
-            boundary: last.boundary.filter(|boundary| *boundary == Boundary::Auto).or(Some(stage.row.codec.into())),
+            boundary,
         };
         self.put(stage.content, Memory { options, stopped: false });
     }
