@@ -179,9 +179,11 @@ impl Gate {
 
     /// What was measured, and so what is allowed: encodings that pass with one cut and with two.
     pub(crate) fn new(content: ContentId, model: String, measured: Vec<Quality>) -> Self {
-        let of = |codec: &Codec| measured.iter().filter(|quality| quality.codec == codec.name());
-        let passes = |codec: &&Codec| of(codec).next().is_some() && of(codec).all(Quality::passes);
-        let allowed = Codec::ALL.iter().filter(passes).map(|codec| codec.name().to_owned()).collect();
+        let passes = |codec: &Codec| {
+            let mut of_it = measured.iter().filter(|quality| quality.codec == codec.name()).peekable();
+            of_it.peek().is_some() && of_it.all(Quality::passes)
+        };
+        let allowed = Codec::ALL.into_iter().filter(passes).map(|codec| codec.name().to_owned()).collect();
         Self { format: Self::FORMAT, content: hex(content), model, allowed, measured }
     }
 
