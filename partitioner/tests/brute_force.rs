@@ -313,10 +313,8 @@ fn coarser_rows_are_chosen_where_the_link_is_the_bottleneck() {
             present: None,
             standbys: false,
         };
-        match Question::Model(Box::new(question)).answer() {
-            Answer::Model(Ok(answer)) => answer.plan.row_bytes(),
-            other => panic!("{other:?}"),
-        }
+        let Answer::Model(Ok(answer)) = Question::Model(Box::new(question)).answer() else { panic!("no plan") };
+        answer.plan.row_bytes()
     };
     assert_eq!(chosen(1_000_000_000), 2304, "a fast link");
     assert_eq!(chosen(8_000_000), 1154, "half the bytes are enough");
