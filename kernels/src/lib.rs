@@ -4,6 +4,7 @@
 //! then `cpu.rs`.
 
 pub mod bench;
+pub mod boundary;
 pub mod cpu;
 pub mod device;
 pub mod order;

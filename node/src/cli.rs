@@ -14,6 +14,7 @@ use std::process::ExitCode;
 mod bench;
 mod compute;
 mod failure;
+mod gate;
 mod global;
 mod inspect;
 mod interrupt;
@@ -125,6 +126,8 @@ enum Command {
     Inspect(inspect::InspectArgs),
     /// Write a model as a .mesh file, exactly or with fewer bits per weight
     Quantize(quantize::QuantizeArgs),
+    /// Measure what each encoding of rows between nodes costs a model, for --boundary auto
+    Gate(gate::GateArgs),
     /// Show how the mesh would partition a model or a simulation (JOB.toml), and why
     Plan(plan::PlanArgs),
     /// Prompt a model
@@ -177,6 +180,7 @@ impl Command {
             Command::Pull(args) => model::pull(global, &args),
             Command::Inspect(args) => inspect::inspect(global, &args),
             Command::Quantize(args) => quantize::quantize(global, &args),
+            Command::Gate(args) => gate::gate(global, &args),
             Command::Plan(args) => plan::plan(global, &args),
             Command::Run(args) => run::run(global, &args),
             Command::Serve(args) => serve::serve(global, &args),
@@ -244,12 +248,12 @@ mod tests {
     fn the_list_of_commands_is_complete() {
         let names: Vec<String> = command().get_subcommands().map(|c| c.get_name().to_owned()).collect();
         for name in
-            "up join leave drain invite approve ban status peers jobs pull inspect quantize plan run serve submit watch cancel bench selftest demo open doctor completions"
+            "up join leave drain invite approve ban status peers jobs pull inspect quantize gate plan run serve submit watch cancel bench selftest demo open doctor completions"
                 .split(' ')
         {
             assert!(names.contains(&name.to_owned()), "{name} is missing");
         }
-        assert_eq!(names.len(), 25, "unexpected command: {names:?}");
+        assert_eq!(names.len(), 26, "unexpected command: {names:?}");
     }
 
     #[test]
@@ -268,7 +272,9 @@ mod tests {
             "peers --all",
             "run m --keep",
             "pull smollm2-135m --json",
-            "plan smollm2-135m --json",
+            "plan smollm2-135m --boundary q4 --json",
+            "gate smollm2-135m --int8 --threads 2 --json",
+            "serve smollm2-135m --boundary auto",
             "run m --prompt p --max-tokens 5 --greedy --activations f32 --boundary lossless --json",
             "run m --temperature 0.5 --top-p 0.9 --seed 7",
             "serve m --context 100",

@@ -9,6 +9,7 @@ use crate::panics::guarded;
 use crate::residency::Key;
 use command::{Command, Commands, NewPart};
 use constraints::Constraints;
+use kernels::boundary::Codec;
 use kernels::threads::Threads;
 use kernels_grids::any_tile::Mark;
 use kernels_models::stage::RowsOut;
@@ -137,9 +138,9 @@ impl DeviceThread {
                 let result = guarded(|| self.restore((job, part), step));
                 self.shared.driver.input(Input::Loaded { job, part, load, result });
             }
-            Command::Keep { key, epoch } => {
+            Command::Keep { key, epoch, rows } => {
                 if let Some(Part::Stage(held)) = self.parts.get_mut(&key) {
-                    held.epoch = epoch;
+                    (held.epoch, held.rows) = (epoch, rows);
                 }
             }
             Command::Run(run) => {
@@ -205,13 +206,13 @@ impl DeviceThread {
         self.parts.remove(&key);
         let mut ram_pages = 0;
         let (part, bytes, is_loading) = match part {
-            NewPart::Stage { mut stage, file } => {
+            NewPart::Stage { mut stage, file, rows } => {
                 let now = stage.resident_bytes();
                 let constraints = Constraints::new(file);
                 let spill = self.shared.device.spill(SPILL_OF_STAGE.saturating_mul(now.working));
                 let pages = stage.use_ram(spill.bytes) / PAGE_POSITIONS as usize;
                 ram_pages = u32::try_from(pages).unwrap_or(u32::MAX);
-                let held = Box::new(stages::LoadedStage { epoch, stage, constraints, _spill: spill });
+                let held = Box::new(stages::LoadedStage { epoch, stage, rows, constraints, _spill: spill });
                 (Part::Stage(held), bytes_max.max(now.weights + now.working), false)
             }
             NewPart::Tile { order, standby, simulation, checkpoint } => {
@@ -295,7 +296,11 @@ impl DeviceThread {
 
     fn answer_batch(&mut self, key: Key, work: WorkId, items: &[Item], outputs: Result<Vec<RowsOut>, String>) {
         self.batch_at = Some(Instant::now());
-        let results = outputs.map(|outputs| stages::results(&self.shared.tensors, items, outputs));
+        let encoding = match self.parts.get(&key) {
+            Some(Part::Stage(held)) => (held.rows, held.stage.width()),
+            Some(Part::Tile(_)) | None => (Codec::Lossless, 0),
+        };
+        let results = outputs.map(|outputs| stages::results(&self.shared.tensors, items, outputs, encoding));
         self.answer(key, work, results.map(RunResult::Batch));
     }
 

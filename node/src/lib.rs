@@ -40,6 +40,7 @@ mod regions;
 mod renewal;
 mod report;
 mod residency;
+mod rows;
 mod shell;
 mod states;
 mod store;

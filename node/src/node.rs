@@ -33,6 +33,7 @@ use crate::transfer::Library;
 use crate::transfer::cache::Cache;
 use crate::transfer::error::TransferError;
 use crate::vital::{End, Parts};
+use kernels::boundary::Codec;
 use node_core::config::Config;
 use node_core::id::{Epoch, JobId, NodeId, PartId};
 use node_core::input::Input;
@@ -515,6 +516,9 @@ fn arrive(event: Event, driver: &DriverHandle, tensors: &TensorStore, ways_in: &
             let tensor = match head.dtype {
                 Dtype::U32 => Tensor::Tokens(frame::to_u32(&payload)),
                 Dtype::F32 | Dtype::F16 | Dtype::Bf16 => Tensor::Hidden(Arc::new(frame::to_f32(&payload))),
+                Dtype::Rows16 => Tensor::Encoded { codec: Codec::F16, rows: payload },
+                Dtype::Rows8 => Tensor::Encoded { codec: Codec::Q8, rows: payload },
+                Dtype::Rows4 => Tensor::Encoded { codec: Codec::Q4, rows: payload },
                 dtype @ (Dtype::Cells | Dtype::Bits | Dtype::HalfCells) => Tensor::Halo { bytes: payload, dtype },
             };
             driver.input(Input::Frame { from: NodeId(from), header, tensor: tensors.arrive(tensor, credit) });
@@ -686,9 +690,9 @@ mod tests {
     #[test]
     fn a_node_of_another_version_is_not_reported_as_unreachable() {
         let addr = SocketAddr::from(([192, 0, 2, 1], 9472));
-        let what = "speaks meshnode/1, this node meshnode/2: update meshnode there".to_owned();
+        let what = "speaks meshnode/1, this node meshnode/3: update meshnode there".to_owned();
         let error = join_error(DialError::OtherVersion { addr, what }.into());
-        let line = "192.0.2.1:9472 speaks meshnode/1, this node meshnode/2: update meshnode there";
+        let line = "192.0.2.1:9472 speaks meshnode/1, this node meshnode/3: update meshnode there";
         assert!(matches!(&error, NodeError::Failed(said) if said == line), "{error}");
         let silent = DialError::Unreachable { addrs: vec![addr], after: Duration::from_secs(5) };
         assert!(matches!(join_error(silent.into()), NodeError::Unreachable(_)));

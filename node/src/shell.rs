@@ -8,12 +8,14 @@ use crate::hub::EventRouter;
 use crate::panics::{answered, logged};
 use crate::regions::extent;
 use crate::residency::{Key, Residency};
+use crate::rows;
 use crate::states::States;
 use crate::store::Store;
 use crate::submissions::Submissions;
 use crate::tensors::{Tensor, TensorStore, join};
 use crate::transfer::Library;
 use crate::views::{Names, count};
+use kernels::boundary::Codec;
 use node_core::id::{Epoch, JobId, LoadId, NodeId, PartId};
 use node_core::input::Input;
 use node_core::limits::SLOWER_TIMES;
@@ -206,13 +208,17 @@ impl Shell {
     /// Keeps a part under another epoch.
     fn keep(&self, job: JobId, epoch: Epoch, order: &Order) {
         self.expect(job, epoch, order);
-        self.submit((job, order.part), Command::Keep { key: (job, order.part), epoch });
+        let rows = match &order.work {
+            PartWork::Stage(stage) => rows::codec(stage.row.codec),
+            PartWork::Tile(_) => Codec::Lossless,
+        };
+        self.submit((job, order.part), Command::Keep { key: (job, order.part), epoch, rows });
     }
 
     /// Announces the frames that a part will receive.
     fn expect(&self, job: JobId, epoch: Epoch, order: &Order) {
         let expected = match &order.work {
-            PartWork::Stage(stage) => expectation::rows(stage, order.part),
+            PartWork::Stage(stage) => expectation::hidden_rows(stage, order.part),
             PartWork::Tile(tile) => expectation::halos(tile, order.part),
         };
         self.endpoint.expect(route(job, epoch, order.part), expected);
@@ -267,6 +273,9 @@ impl Shell {
         let (dtype, width, bytes) = match &tensor {
             Tensor::Tokens(tokens) => (Dtype::U32, 1, frame::from_u32(tokens)),
             Tensor::Hidden(rows) => (Dtype::F32, rows.len() as u32 / header.count.max(1), frame::from_f32(rows)),
+            Tensor::Encoded { codec, rows } => {
+                (rows::dtype(*codec), rows.len() as u32 / header.count.max(1), rows.clone())
+            }
             Tensor::Halo { bytes, dtype } => (*dtype, 1, bytes.clone()),
         };
         let head = WireHeader {
@@ -286,7 +295,7 @@ impl Shell {
             _ if copy => Priority::Standby,
             Tensor::Halo { .. } => Priority::Decode,
             _ if header.is_decode() => Priority::Decode,
-            Tensor::Tokens(_) | Tensor::Hidden(_) => Priority::Prefill,
+            Tensor::Tokens(_) | Tensor::Hidden(_) | Tensor::Encoded { .. } => Priority::Prefill,
         };
         let size = bytes.len() as u64;
         let sent = self.endpoint.send_frame(to.0, head, bytes, priority);

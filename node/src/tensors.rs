@@ -1,5 +1,6 @@
 //! Tensor payloads by id: the core passes ids around, the bytes stay here.
 use bytes::Bytes;
+use kernels::boundary::Codec;
 use node_core::id::TensorId;
 use parking_lot::Mutex;
 use std::collections::HashMap;
@@ -12,6 +13,13 @@ use transport::frame::Dtype;
 pub(crate) enum Tensor {
     /// Hidden rows `[count, width]`: shared, because they may be sent to several peers and more than once.
     Hidden(Arc<Vec<f32>>),
+    /// Encoded hidden rows, all of the same number of bytes.
+    Encoded {
+        /// The encoding.
+        codec: Codec,
+        /// The rows.
+        rows: Bytes,
+    },
     /// Token ids.
     Tokens(Vec<u32>),
     /// Cells of a tile, for the halo of its neighbour.
@@ -58,6 +66,11 @@ impl TensorStore {
                 let parts = rows.split_at_checked(at as usize * width);
                 parts.map(|(first, rest)| [first, rest].map(|part| Tensor::Hidden(Arc::new(part.to_vec()))))
             }
+            Some(Tensor::Encoded { codec, rows }) => {
+                let at = at as usize * rows.len().checked_div(of as usize).unwrap_or(0);
+                (at <= rows.len())
+                    .then(|| [rows.slice(..at), rows.slice(at..)].map(|rows| Tensor::Encoded { codec, rows }))
+            }
             Some(Tensor::Tokens(tokens)) => {
                 let parts = tokens.split_at_checked(at as usize);
                 parts.map(|(first, rest)| [first, rest].map(|part| Tensor::Tokens(part.to_vec())))
@@ -93,12 +106,17 @@ pub(crate) fn join(parts: Vec<Option<Tensor>>) -> Option<Tensor> {
             Arc::make_mut(&mut rows).extend_from_slice(&more);
             Tensor::Hidden(rows)
         }
+        (Tensor::Encoded { codec, rows }, Tensor::Encoded { codec: other, rows: more }) if codec == other => {
+            Tensor::Encoded { codec, rows: [rows, more].concat().into() }
+        }
         (Tensor::Tokens(mut tokens), Tensor::Tokens(more)) => {
             tokens.extend(more);
             Tensor::Tokens(tokens)
         }
         // Different kinds never belong to one stage: the stage rejects the empty payload with an error.
-        (Tensor::Hidden(_) | Tensor::Tokens(_) | Tensor::Halo { .. }, _) => Tensor::Tokens(Vec::new()),
+        (Tensor::Hidden(_) | Tensor::Encoded { .. } | Tensor::Tokens(_) | Tensor::Halo { .. }, _) => {
+            Tensor::Tokens(Vec::new())
+        }
     })
 }
 
@@ -114,6 +132,11 @@ mod tests {
         store.split(whole, 1, 3, [first, rest]);
         assert_eq!(store.take(first), Some(Tensor::Hidden(Arc::new(vec![1.0, 2.0]))));
         assert_eq!(store.take(rest), Some(Tensor::Hidden(Arc::new(vec![3.0, 4.0, 5.0, 6.0]))));
+        let encoded = |rows: &'static [u8]| Tensor::Encoded { codec: Codec::Q4, rows: Bytes::from_static(rows) };
+        store.put(whole, encoded(b"aabbcc"));
+        store.split(whole, 1, 3, [first, rest]);
+        assert_eq!(store.take(first), Some(encoded(b"aa")));
+        assert_eq!(store.take(rest), Some(encoded(b"bbcc")));
         store.put(whole, Tensor::Tokens(vec![1, 2, 3]));
         store.split(whole, 2, 3, [first, rest]);
         assert_eq!(store.take(first), Some(Tensor::Tokens(vec![1, 2])));
@@ -129,6 +152,10 @@ mod tests {
         let rows = |values: &[f32]| Some(Tensor::Hidden(Arc::new(values.to_vec())));
         assert_eq!(join(vec![rows(&[1.0, 2.0]), rows(&[3.0])]), rows(&[1.0, 2.0, 3.0]));
         assert_eq!(join(vec![rows(&[1.0]), None]), None);
+        let encoded = |codec, rows: &'static [u8]| Some(Tensor::Encoded { codec, rows: Bytes::from_static(rows) });
+        let (q4, q8) = (Codec::Q4, Codec::Q8);
+        assert_eq!(join(vec![encoded(q4, b"aa"), encoded(q4, b"bb")]), encoded(q4, b"aabb"));
+        assert_eq!(join(vec![encoded(q4, b"aa"), encoded(q8, b"bb")]), Some(Tensor::Tokens(Vec::new())));
         let tokens = |tokens: &[u32]| Some(Tensor::Tokens(tokens.to_vec()));
         assert_eq!(join(vec![tokens(&[1]), tokens(&[2, 3])]), tokens(&[1, 2, 3]));
     }

@@ -2,14 +2,16 @@
 pub(crate) mod peers;
 
 use crate::report::{ZoneThen, ZoneView};
+use crate::rows;
 use node_core::id::NodeId;
 use node_core::job::{self, JobState, ProgramView, WhatView};
 use node_core::limits;
 use node_core::message::Advert;
 use node_core::node::Node;
+use node_core::work::serve::ModelSpec;
 use node_core::work::{HeldPart, HeldWork, PredictedChange};
 use partitioner::zones::{Outcome, ZoneLoss};
-use partitioner::{DeviceId, NodeKey, Plan, Standby, Tier, Work};
+use partitioner::{DeviceId, NodeKey, Plan, Standby, Tier};
 pub(crate) use peers::PeerView;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -26,6 +28,10 @@ pub(crate) struct PlanReport {
     pub sequences: u32,
     /// Predicted milliseconds per token of one request.
     pub token_ms: f64,
+    /// Encoding of the rows between the stages.
+    pub boundary: String,
+    /// Bytes of a row between two stages.
+    pub row_bytes: u64,
     /// Whether the search was exact.
     pub exact: bool,
     /// Stages, first to last.
@@ -220,6 +226,10 @@ pub(crate) struct JobView {
     pub context: Option<u32>,
     /// Whole contexts that the cache has room for; `None` for a stage of another node's job.
     pub sequences: Option<u32>,
+    /// Encoding of the rows between the stages; `None` for a stage of another node's job.
+    pub boundary: Option<String>,
+    /// Bytes of a row between two stages; `None` for a stage of another node's job.
+    pub row_bytes: Option<u32>,
     /// Pages of the cache; 0 for a stage of another node's job.
     pub pages: u32,
     /// Those of them that are free.
@@ -309,6 +319,7 @@ fn served_view(job: job::JobView, own_name: &str, names: &Names) -> Option<JobVi
         moved,
         context,
         sequences,
+        row,
         pages,
         ref resting,
         drafts,
@@ -352,6 +363,8 @@ fn served_view(job: job::JobView, own_name: &str, names: &Names) -> Option<JobVi
         moved: moved.map(|moved| MoveView { change: moved.change.into(), fetched_bytes: moved.fetched_bytes }),
         context: Some(context),
         sequences: Some(sequences),
+        boundary: Some(rows::codec(row.codec).name().to_owned()),
+        row_bytes: Some(row.bytes),
         pages: pages.1,
         pages_free: pages.0,
         cached_requests: resting.len() as u32,
@@ -438,7 +451,7 @@ fn job_state(state: JobState) -> &'static str {
 
 pub(crate) fn plan_report(
     model: String,
-    work: &Work,
+    spec: &ModelSpec,
     plan: &Plan,
     standbys: &[Standby],
     change: Option<PredictedChange>,
@@ -454,8 +467,10 @@ pub(crate) fn plan_report(
     let stages = |plan: &Plan| plan.stages().iter().map(stage).collect::<Vec<_>>();
     PlanReport {
         model,
-        context: work.context,
-        sequences: work.sequences,
+        context: spec.work.context,
+        sequences: spec.work.sequences,
+        boundary: rows::codec(spec.row_of(plan).codec).name().to_owned(),
+        row_bytes: plan.row_bytes(),
         change: change.map(ChangeView::from),
         zones: Vec::new(),
         token_ms: plan.token_ns() as f64 / 1e6,

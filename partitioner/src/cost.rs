@@ -159,6 +159,26 @@ pub fn bottleneck_ns(work: &Work, fleet: &Fleet, head: NodeKey, stages: &[(Devic
     Some(slowest.max(busy_ns(fleet, at, head, TOKEN_BYTES)?))
 }
 
+/// Predicted nanoseconds per row of a long prompt, in chunks of [`CHUNK_ROWS`] that follow one another through the pipeline:
+/// the time of the slowest stage or link.
+///
+/// `None` as for [`token_ns`].
+pub fn prompt_row_ns(work: &Work, fleet: &Fleet, stages: &[(DeviceId, Range<u32>)]) -> Option<u64> {
+    let mut slowest = 0u64;
+    for (index, (id, layers)) in stages.iter().enumerate() {
+        slowest = slowest.max(stage_ns(work, fleet.device(*id)?, layers, CHUNK_ROWS)?);
+        if let Some((before, _)) = index.checked_sub(1).and_then(|before| stages.get(before)) {
+            let bytes = work.activation_bytes.saturating_mul(CHUNK_ROWS.into());
+            slowest = slowest.max(busy_ns(fleet, *before, *id, bytes)?);
+        }
+    }
+    Some(slowest / u64::from(CHUNK_ROWS))
+}
+
+/// Rows of a chunk of a prompt in predictions: of that order in pipelines of a few stages, and enough that products are bound
+/// by arithmetic.
+pub const CHUNK_ROWS: u32 = 128;
+
 /// [`hop_ns`] from one end to another; free within a device, and between a node and its own devices.
 pub fn between_ns(fleet: &Fleet, from: impl Into<Endpoint>, to: impl Into<Endpoint>, bytes: u64) -> Option<u64> {
     let (from, to) = (from.into(), to.into());
@@ -213,6 +233,7 @@ mod tests {
             tied,
             head_flops: 2_000,
             activation_bytes: 50,
+            coarser_bytes: Vec::new(),
             context: 10,
             sequences: 2,
             scratch_bytes: 7,

@@ -66,6 +66,7 @@ mod tests {
             tied: false,
             head_flops: 0,
             activation_bytes: 8,
+            coarser_bytes: Vec::new(),
             context: fit.context,
             sequences: fit.sequences,
             scratch_bytes: u64::from(fit.context * fit.sequences) / 4,

@@ -67,6 +67,8 @@ pub struct Plan {
     stages: Vec<Stage>,
     /// At least the sum of the stages' steps.
     token_ns: u64,
+    /// Bytes of a row between two stages.
+    row_bytes: u64,
     exact: bool,
     reasons: Vec<(DeviceId, String)>,
     /// Invariant: these plans have no loss plans themselves.
@@ -108,7 +110,8 @@ impl Plan {
             return Err(InvalidPlan::Uncovered { covered, layers: work.layers.len() as u32 });
         }
         let token_ns = cost::token_ns(work, fleet, options.head, stages).ok_or(InvalidPlan::Unlinked)?;
-        Ok(Self { stages: charged, token_ns, exact: false, reasons: Vec::new(), losses: Vec::new() })
+        let row_bytes = work.activation_bytes;
+        Ok(Self { stages: charged, token_ns, row_bytes, exact: false, reasons: Vec::new(), losses: Vec::new() })
     }
 
     /// Whether this plan (for instance one from the wire) is valid for this job and fleet, by the same rules as [`Plan::new`].
@@ -139,6 +142,10 @@ impl Plan {
     /// Predicted nanoseconds per token for one request, links included.
     pub fn token_ns(&self) -> u64 {
         self.token_ns
+    }
+    /// Bytes of a row between two stages: of the encoding that was planned for.
+    pub fn row_bytes(&self) -> u64 {
+        self.row_bytes
     }
     /// Predicted step of the slowest stage: this bounds the throughput of many requests.
     pub fn slowest_step_ns(&self) -> u64 {
@@ -384,6 +391,7 @@ mod wire {
     pub(super) struct PlanRecord {
         stages: Vec<Stage>,
         token_ns: u64,
+        row_bytes: u64,
         exact: bool,
         reasons: Vec<(DeviceId, String)>,
         losses: Vec<LossRecord>,
@@ -400,6 +408,7 @@ mod wire {
     struct LeafRecord {
         stages: Vec<Stage>,
         token_ns: u64,
+        row_bytes: u64,
         exact: bool,
         reasons: Vec<(DeviceId, String)>,
     }
@@ -410,6 +419,7 @@ mod wire {
             Self {
                 stages: plan.stages,
                 token_ns: plan.token_ns,
+                row_bytes: plan.row_bytes,
                 exact: plan.exact,
                 reasons: plan.reasons,
                 losses: losses.collect(),
@@ -418,15 +428,16 @@ mod wire {
     }
 
     fn leaf(plan: Plan) -> LeafRecord {
-        LeafRecord { stages: plan.stages, token_ns: plan.token_ns, exact: plan.exact, reasons: plan.reasons }
+        let Plan { stages, token_ns, row_bytes, exact, reasons, losses: _ } = plan;
+        LeafRecord { stages, token_ns, row_bytes, exact, reasons }
     }
 
     impl TryFrom<PlanRecord> for Plan {
         type Error = InvalidPlan;
 
         fn try_from(record: PlanRecord) -> Result<Self, InvalidPlan> {
-            let PlanRecord { stages, token_ns, exact, reasons, losses: loss_records } = record;
-            let plan = Plan::try_from(LeafRecord { stages, token_ns, exact, reasons })?;
+            let PlanRecord { stages, token_ns, row_bytes, exact, reasons, losses: loss_records } = record;
+            let plan = Plan::try_from(LeafRecord { stages, token_ns, row_bytes, exact, reasons })?;
             if loss_records.len() > plan.stages.len() {
                 let (found, limit) = (loss_records.len(), plan.stages.len());
                 return Err(InvalidPlan::TooMany { what: "loss plans", found, limit });
@@ -447,7 +458,7 @@ mod wire {
         type Error = InvalidPlan;
 
         fn try_from(record: LeafRecord) -> Result<Self, InvalidPlan> {
-            let LeafRecord { stages, token_ns, exact, reasons } = record;
+            let LeafRecord { stages, token_ns, row_bytes, exact, reasons } = record;
             check_stages(&stages)?;
             if reasons.len() > REASONS_MAX {
                 return Err(InvalidPlan::TooMany { what: "reasons", found: reasons.len(), limit: REASONS_MAX });
@@ -456,7 +467,7 @@ mod wire {
             if steps.is_none_or(|steps| token_ns < steps) {
                 return Err(InvalidPlan::TokenTime { token_ns });
             }
-            Ok(Plan { stages, token_ns, exact, reasons, losses: Vec::new() })
+            Ok(Plan { stages, token_ns, row_bytes, exact, reasons, losses: Vec::new() })
         }
     }
 }

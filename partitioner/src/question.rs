@@ -1,6 +1,6 @@
 //! Questions to the planner and its answers, for both kinds of jobs, so that a caller can have them answered on another thread.
 use crate::cost;
-use crate::fleet::{DeviceId, Fleet};
+use crate::fleet::{DeviceId, Fleet, NodeKey};
 use crate::halves::split_for_standbys;
 use crate::layers::plan;
 use crate::plan::{Options, Plan, PlanError};
@@ -133,10 +133,11 @@ impl Question {
 impl ModelQuestion {
     fn answer(&self) -> Result<ModelAnswer, PlanError> {
         let ModelQuestion { work, fleet, options, repair: current, present, standbys: with_standbys } = self;
-        let plan = match current {
-            Some(current) => repair(current, work, fleet, options)?,
-            None => plan(work, fleet, options)?,
-        };
+        let plan = chosen_rows(work, fleet, options.head, |work| match current {
+            Some(current) => repair(current, work, fleet, options),
+            None => plan(work, fleet, options),
+        })?;
+        let work = &work.with_rows_of(plan.row_bytes());
         let plan = split_for_standbys(plan, work, fleet, options);
         let before_ns =
             present.as_ref().and_then(|present| cost::token_ns(work, fleet, options.head, &present.placement()));
@@ -145,6 +146,38 @@ impl ModelQuestion {
         Ok(ModelAnswer { plan, before_ns, moved_bytes, standbys })
     }
 }
+
+/// The plan with the most precise rows, or with coarser ones if they pay: if a token, or a row of a long prompt, then takes
+/// less than [`PAYS`] of the time. Rows that are no bottleneck stay precise.
+fn chosen_rows(
+    work: &Work,
+    fleet: &Fleet,
+    head: NodeKey,
+    plan: impl Fn(&Work) -> Result<Plan, PlanError>,
+) -> Result<Plan, PlanError> {
+    let times = |work: &Work, plan: &Plan| {
+        let stages = plan.placement();
+        Some([cost::token_ns(work, fleet, head, &stages)?, cost::prompt_row_ns(work, fleet, &stages)?])
+    };
+    let precise = work.with_rows_of(work.activation_bytes);
+    let mut best = plan(&precise)?;
+    let mut best_times = times(&precise, &best);
+    for &bytes in &work.coarser_bytes {
+        let work = work.with_rows_of(bytes);
+        let next = plan(&work)?;
+        let next_times = times(&work, &next);
+        let pays = |(next, best): (u64, u64)| u128::from(next) * PAYS[1] < u128::from(best) * PAYS[0];
+        if let (Some(next_times), Some(times)) = (next_times, best_times)
+            && next_times.into_iter().zip(times).any(pays)
+        {
+            (best, best_times) = (next, Some(next_times));
+        }
+    }
+    Ok(best)
+}
+
+/// Coarser rows pay below this fraction of the time. A prediction is hardly better than this, and coarser rows change tokens.
+const PAYS: [u128; 2] = [4, 5];
 
 impl GridStandbysQuestion {
     fn answer(&self) -> Vec<TileStandby> {

@@ -257,6 +257,7 @@ pub(crate) mod tests {
             tied: false,
             head_flops: 2_000,
             activation_bytes: 2_304,
+            coarser_bytes: Vec::new(),
             context: 1024,
             sequences: 1,
             scratch_bytes: 0,

@@ -68,6 +68,9 @@ pub struct Work {
     pub head_flops: u64,
     /// Bytes of one token's activation at a boundary, as sent.
     pub activation_bytes: u64,
+    /// Bytes of it under coarser encodings that a plan may choose instead ([`Plan::row_bytes`](crate::Plan::row_bytes)), the
+    /// most precise first: each takes fewer than the one before.
+    pub coarser_bytes: Vec<u64>,
     /// Tokens of context reserved per sequence.
     pub context: u32,
     /// Sequences served concurrently.
@@ -77,6 +80,12 @@ pub struct Work {
 }
 
 impl Work {
+    /// This model with rows of `bytes` at every boundary, and no choice.
+    #[must_use]
+    pub fn with_rows_of(&self, bytes: u64) -> Self {
+        Self { activation_bytes: bytes, coarser_bytes: Vec::new(), ..self.clone() }
+    }
+
     /// Positions that a row attends to in predictions: half of the context.
     ///
     /// A request that fills its context attends to 1, 2, … `context` positions, row after row, and the time of attention is

@@ -181,6 +181,7 @@ mod tests {
             tied: false,
             head_flops: 0,
             activation_bytes: 2_304,
+            coarser_bytes: Vec::new(),
             context: 1024,
             sequences: 1,
             scratch_bytes: 0,

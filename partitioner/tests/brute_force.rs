@@ -2,7 +2,10 @@
 mod fleets;
 
 use fleets::{Random, fleet, id, options, work};
-use partitioner::{Device, DeviceId, Fleet, Goal, Layer, Link, NodeKey, Options, Plan, PlanError, Work};
+use partitioner::{
+    Answer, Device, DeviceId, Fleet, Goal, Layer, Link, ModelQuestion, NodeKey, Options, Plan, PlanError, Question,
+    Work,
+};
 use partitioner::{cost, moved_bytes, plan, repair, standbys};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -183,6 +186,7 @@ fn among_equal_token_times_the_least_bottleneck_is_planned() {
         tied: false,
         head_flops: 2_100_000_000,
         activation_bytes: 32_768,
+        coarser_bytes: Vec::new(),
         context: 2048,
         sequences: 4,
         scratch_bytes: 80 << 20,
@@ -209,6 +213,7 @@ fn a_long_context_moves_layers_to_the_device_with_the_faster_cache() {
         tied: false,
         head_flops: 0,
         activation_bytes: 32_768,
+        coarser_bytes: Vec::new(),
         context,
         sequences: 1,
         scratch_bytes: 0,
@@ -332,4 +337,44 @@ fn no_standby_is_on_its_owners_node() {
         }
     }
     assert!(covered > 100 && beside > 20, "{covered} standbys, {beside} on nodes that own another stage");
+}
+
+/// Rows of 2,304 bytes between two devices of which neither holds the model: coarser ones are chosen where the link is the
+/// bottleneck of a prompt, and only as coarse as that takes.
+#[test]
+fn coarser_rows_are_chosen_where_the_link_is_the_bottleneck() {
+    let chosen = |bytes_per_second: u64| {
+        let (mut work, mut fleet) = (work(&mut Random::new(1), 4), fleet(&mut Random::new(1), 2));
+        let layer = Layer {
+            flops_per_token: 1_000_000,
+            weight_bytes: 1 << 20,
+            kv_bytes_per_token: 0,
+            window: None,
+            experts: None,
+        };
+        work.layers.fill(layer);
+        (work.embed_bytes, work.head_bytes, work.head_flops, work.scratch_bytes) = (0, 0, 0, 0);
+        (work.activation_bytes, work.coarser_bytes) = (2304, vec![1154, 636, 323]);
+        for device in &mut fleet.devices {
+            // A row of a prompt takes 0.2 ms on each.
+            (device.memory, device.bytes_per_second, device.flops_per_second) =
+                (3 << 20, 10_000_000_000, 10_000_000_000);
+            (device.step_ns, device.layer_ns, device.cache_bytes_per_second, device.excluded) = (0, 0, 0, false);
+        }
+        fleet.links.clear();
+        fleet.default_link = Link { rtt_ns: 1_000_000, bytes_per_second };
+        let question = ModelQuestion {
+            work,
+            fleet,
+            options: options(Goal::Latency),
+            repair: None,
+            present: None,
+            standbys: false,
+        };
+        let Answer::Model(Ok(answer)) = Question::Model(Box::new(question)).answer() else { panic!("no plan") };
+        answer.plan.row_bytes()
+    };
+    assert_eq!(chosen(1_000_000_000), 2304, "a fast link");
+    assert_eq!(chosen(8_000_000), 1154, "half the bytes are enough");
+    assert_eq!(chosen(100_000), 323, "any byte counts");
 }

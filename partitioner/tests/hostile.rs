@@ -19,6 +19,7 @@ fn even() -> (Work, Fleet, Options) {
         tied: false,
         head_flops: 0,
         activation_bytes: 10,
+        coarser_bytes: Vec::new(),
         context: 0,
         sequences: 1,
         scratch_bytes: 0,

@@ -527,7 +527,7 @@ impl Executor {
             run_layer(chain, layer, item.position, &mut rows)?;
         }
         if stage.layers.end < stage.order.layers_total() {
-            let row_bytes = stage.order.width * 4;
+            let row_bytes = stage.order.row.bytes;
             self.tensors.insert(item.output, Cargo::Rows(rows, row_bytes));
             return Ok(ItemResult::Hidden);
         }

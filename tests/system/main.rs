@@ -3,6 +3,7 @@ mod administering;
 mod api_clients;
 mod arrows;
 mod bans;
+mod boundary;
 mod client;
 mod commands;
 mod conversation;

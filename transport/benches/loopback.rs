@@ -38,8 +38,8 @@ fn main() {
     });
     echo.set(b.clone()).unwrap();
     let route = Route { job: 1, epoch: Epoch { counter: 1, issuer: [0; 16] }, part: 1 };
-    b.expect(route, Expectation::hidden(WIDTH, 512));
-    a.expect(Route { part: 2, ..route }, Expectation::hidden(WIDTH, 512));
+    b.expect(route, Expectation::hidden(Dtype::F32, WIDTH, 512));
+    a.expect(Route { part: 2, ..route }, Expectation::hidden(Dtype::F32, WIDTH, 512));
     a.connect(member.peer_id(), vec![b.local_addr()]);
     wait(&events, |event| matches!(event, Event::Connected { .. }));
     println!("socket buffers: {:?}", a.buffers());

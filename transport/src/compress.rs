@@ -129,7 +129,7 @@ mod tests {
 
     #[test]
     fn packing_loses_nothing() {
-        for dtype in [Dtype::F32, Dtype::U32, Dtype::F16, Dtype::Bf16, Dtype::Cells, Dtype::Bits, Dtype::HalfCells] {
+        for dtype in Dtype::ALL {
             let raw = activations(5_000);
             let packed = pack(Codec::ShuffledZstd, dtype, &raw).unwrap();
             assert!(packed.len() < raw.len());

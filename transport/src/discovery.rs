@@ -447,7 +447,7 @@ mod tests {
                 swarm.select_next_some().await;
             }
         });
-        let what = "speaks meshnode/1, this node meshnode/2: update meshnode there".to_owned();
+        let what = "speaks meshnode/1, this node meshnode/3: update meshnode there".to_owned();
         assert_eq!(events.recv().await.unwrap(), DiscoveryEvent::OtherVersion { peer_id: peer, what });
         calling.abort();
     }

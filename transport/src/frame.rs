@@ -86,26 +86,44 @@ pub enum Dtype {
     Bits = 5,
     /// Grid cells of 16 bits.
     HalfCells = 6,
+    /// Bytes of hidden rows with elements of 16 bits; a row's width is its bytes. What they mean is the job's business.
+    Rows16 = 7,
+    /// Bytes of hidden rows with elements of 8 bits.
+    Rows8 = 8,
+    /// Bytes of hidden rows with elements of 4 bits.
+    Rows4 = 9,
 }
 
 impl Dtype {
+    /// All of them.
+    pub const ALL: [Dtype; 10] = [
+        Dtype::U32,
+        Dtype::F32,
+        Dtype::F16,
+        Dtype::Bf16,
+        Dtype::Cells,
+        Dtype::Bits,
+        Dtype::HalfCells,
+        Dtype::Rows16,
+        Dtype::Rows8,
+        Dtype::Rows4,
+    ];
+
     /// Bytes of one element.
     pub fn bytes(self) -> u64 {
         match self {
             Dtype::U32 | Dtype::F32 | Dtype::Cells => 4,
             Dtype::F16 | Dtype::Bf16 | Dtype::HalfCells => 2,
-            Dtype::Bits => 1,
+            Dtype::Bits | Dtype::Rows16 | Dtype::Rows8 | Dtype::Rows4 => 1,
         }
     }
 
     fn from_wire(byte: u8) -> Option<Self> {
-        [Dtype::U32, Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::Cells, Dtype::Bits, Dtype::HalfCells]
-            .into_iter()
-            .find(|d| *d as u8 == byte)
+        Self::ALL.into_iter().find(|d| *d as u8 == byte)
     }
 }
 
-/// Payload compression. Values 2 and 3 are reserved for the 8-bit and 4-bit block codecs.
+/// Payload compression: lossless, and chosen by the sender for each frame. (What hidden rows are rounded to is their [`Dtype`].)
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum Codec {
@@ -135,9 +153,9 @@ pub struct Expectation {
 }
 
 impl Expectation {
-    /// Hidden rows of a model of width `width`, lossless.
-    pub fn hidden(width: u32, count_max: u32) -> Self {
-        Self { width, count_max, dtypes: vec![Dtype::F32], codecs: vec![Codec::Raw, Codec::ShuffledZstd] }
+    /// Hidden rows of one element type: `width` elements of f32 or, encoded, bytes per row.
+    pub fn hidden(dtype: Dtype, width: u32, count_max: u32) -> Self {
+        Self { width, count_max, dtypes: vec![dtype], codecs: vec![Codec::Raw, Codec::ShuffledZstd] }
     }
 
     /// Token ids for the first stage.
@@ -321,7 +339,7 @@ pub fn from_u32(values: &[u32]) -> Bytes {
 }
 
 /// Version of the frame format.
-const VERSION: u8 = 2;
+const VERSION: u8 = 3;
 
 /// Why a frame is rejected. The receiver closes the connection, because a correct member never sends such a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
@@ -419,7 +437,7 @@ mod tests {
     }
 
     fn expected() -> Expectation {
-        Expectation::hidden(3, 4)
+        Expectation::hidden(Dtype::F32, 3, 4)
     }
 
     fn payload() -> Bytes {
@@ -466,6 +484,16 @@ mod tests {
             b[60..64].fill(0);
         };
         assert!(matches!(checked(empty), Err(FrameError::Length { wire: 0, .. })));
+    }
+
+    #[test]
+    fn encoded_rows_have_the_job_s_encoding_and_its_bytes_per_row() {
+        let head = WireHeader { dtype: Dtype::Rows4, width: 323, count: 2, ..head() };
+        let bytes = encode_header(&head, Codec::Raw, &[0; 646]);
+        let checked = |dtype, width| decode_header(&bytes).and_then(|h| h.check(&Expectation::hidden(dtype, width, 4)));
+        assert_eq!(checked(Dtype::Rows4, 323).map(|incoming| incoming.raw_length), Ok(646));
+        assert_eq!(checked(Dtype::Rows8, 323), Err(FrameError::Dtype { found: 9 }));
+        assert!(matches!(checked(Dtype::Rows4, 324), Err(FrameError::Shape { found: 323, .. })));
     }
 
     #[test]

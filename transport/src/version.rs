@@ -5,9 +5,9 @@
 //! which side to update. For this to hold, every later version must also offer this version's name.
 
 /// The version that this node speaks. Its number is incremented with each incompatible change of the protocol.
-pub const PROTOCOL_NAME: &str = "meshnode/2";
+pub const PROTOCOL_NAME: &str = "meshnode/3";
 /// Earlier versions, newest first. They are offered so that a peer of such a version is rejected by name.
-pub(crate) const EARLIER: [&str; 1] = ["meshnode/1"];
+pub(crate) const EARLIER: [&str; 2] = ["meshnode/2", "meshnode/1"];
 
 /// All names, in order of preference.
 pub(crate) fn offered() -> Vec<Vec<u8>> {
@@ -63,16 +63,16 @@ mod tests {
     #[test]
     fn each_side_learns_which_one_to_update() {
         let Mismatch { here, there } = Mismatch::with("meshnode/1");
-        assert_eq!(here, "speaks meshnode/1, this node meshnode/2: update meshnode there");
-        assert_eq!(there, "it speaks meshnode/2, this node meshnode/1: update meshnode here");
+        assert_eq!(here, "speaks meshnode/1, this node meshnode/3: update meshnode there");
+        assert_eq!(there, "it speaks meshnode/3, this node meshnode/1: update meshnode here");
         let Mismatch { here, there } = Mismatch::with("meshnode/10");
-        assert_eq!(here, "speaks meshnode/10, this node meshnode/2: update meshnode here");
-        assert_eq!(there, "it speaks meshnode/2, this node meshnode/10: update meshnode there");
+        assert_eq!(here, "speaks meshnode/10, this node meshnode/3: update meshnode here");
+        assert_eq!(there, "it speaks meshnode/3, this node meshnode/10: update meshnode there");
         assert!(Mismatch::with("meshnode/x").here.ends_with("update meshnode on the older side"));
     }
 
     #[test]
     fn the_current_version_is_offered_first() {
-        assert_eq!(offered(), [b"meshnode/2", b"meshnode/1"]);
+        assert_eq!(offered(), [b"meshnode/3".as_slice(), b"meshnode/2", b"meshnode/1"]);
     }
 }

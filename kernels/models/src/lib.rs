@@ -6,6 +6,7 @@ pub mod bench;
 pub mod chat_template;
 pub mod constraint;
 pub mod decoder;
+pub mod gate;
 pub mod model;
 pub mod quantize;
 pub mod recipe;

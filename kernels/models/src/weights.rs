@@ -155,7 +155,18 @@ impl ModelFile {
             return Err(WeightsError::Malformed(what.to_owned()));
         }
         config.check_tensors(&tensors, &by_name)?;
-        Ok(Arc::new(Self { source, path, folder, header_len, metadata, tensors, by_name, config, order: layout, hashes }))
+        Ok(Arc::new(Self {
+            source,
+            path,
+            folder,
+            header_len,
+            metadata,
+            tensors,
+            by_name,
+            config,
+            order: layout,
+            hashes,
+        }))
     }
 
     /// Checks that the file is unchanged since it was opened: its length, and its modification time unless it is being filled

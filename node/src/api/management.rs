@@ -67,7 +67,7 @@ pub(crate) async fn jobs<E: Engine>(State(app): State<App<E>>) -> Response {
 /// Fields of [`ModelBody`].
 pub(crate) const MODEL: &[Field] = &[
     Field::text("model").required().about("A name, an `hf:` reference, or a path on the node's machine"),
-    Field::object("options").about("`context`, `sequences`, `replicas`, `int8` and `draft`, all optional"),
+    Field::object("options").about("`context`, `sequences`, `replicas`, `int8`, `draft` and `boundary`, all optional"),
     Field::bool("temporary").about("Unload the model when it is no longer in use"),
 ];
 /// Fields of [`InviteBody`].

@@ -319,7 +319,14 @@ fn jobs_text(jobs: &[JobView]) -> String {
                         }
                         _ => String::new(),
                     };
-                    format!(", context {context}, {room}, {used} of {} pages used{drafts}{of_model}{bubble}", job.pages)
+                    let rows = match (&job.boundary, job.row_bytes) {
+                        (Some(encoding), Some(bytes)) if job.stages.len() > 1 => {
+                            format!(", {encoding} rows of {bytes} bytes")
+                        }
+                        _ => String::new(),
+                    };
+                    let pages = job.pages;
+                    format!(", context {context}, {room}, {used} of {pages} pages used{rows}{drafts}{of_model}{bubble}")
                 }
                 _ => String::new(),
             };

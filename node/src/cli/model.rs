@@ -5,6 +5,7 @@ use super::global::{Global, answer};
 use super::progress::{Bar, Spinner};
 use crate::client::{Client, ClientError};
 use crate::pull::{self, Sources};
+use crate::rows::Boundary;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -48,9 +49,10 @@ pub(super) struct ModelArgs {
     /// int8]
     #[arg(long, value_enum, value_name = "KIND")]
     activations: Option<Activations>,
-    /// Encoding of activations between nodes
-    #[arg(long, value_enum, value_name = "CODEC", default_value = "lossless")]
-    boundary: Boundary,
+    /// Encoding of activations between nodes: all but lossless change tokens; auto is what pays, of those that `meshnode gate`
+    /// allows [default: as served, else lossless]
+    #[arg(long, value_enum, value_name = "CODEC")]
+    boundary: Option<Boundary>,
     /// Tokens of context per request [default: as served, else as long as the model and the memory of the mesh allow]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
@@ -75,19 +77,14 @@ enum Activations {
     F32,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum Boundary {
-    Lossless,
-}
-
 impl ModelArgs {
     /// The options for the node. A missing option leaves the setting of a served model unchanged. `draft`: the draft model as
     /// the node finds it.
     fn options(&self, draft: Option<&str>) -> Value {
-        let Boundary::Lossless = self.boundary;
         json!({
             "int8": self.activations.map(|kind| kind == Activations::Int8), "context": self.context,
             "sequences": self.sequences, "replicas": self.replicas, "draft": draft,
+            "boundary": self.boundary,
         })
     }
 

@@ -122,6 +122,9 @@ fn text(model: &str, plan: &PlanReport) -> String {
         plan.context,
         stages(&plan.stages)
     );
+    if plan.stages.len() > 1 {
+        let _ = writeln!(text, "\nrows between stages: {}, {} bytes each", plan.boundary, plan.row_bytes);
+    }
     if let Some(change) = &plan.change {
         let _ = match change.moved_bytes {
             0 => writeln!(text, "\nThe model is running with this placement."),

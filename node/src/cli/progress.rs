@@ -18,6 +18,20 @@ impl Bar {
     }
 }
 
+impl Bar {
+    /// Starts to count steps instead of bytes; [`Progress::at`] sets their number.
+    pub(super) fn start_steps(&self, what: &str, total: u64) {
+        let style = ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len} {eta}");
+        self.0.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+        self.0.set_message(what.to_owned());
+        self.0.reset();
+        self.0.set_length(total);
+        if self.0.is_hidden() {
+            remark(what);
+        }
+    }
+}
+
 impl Progress for Bar {
     fn start(&self, what: &str, from: u64, total: Option<u64>) {
         let template = match total {

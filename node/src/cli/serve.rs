@@ -25,7 +25,7 @@ pub(super) struct ServeArgs {
     #[command(flatten)]
     model: ModelArgs,
     /// Stop serving the model: its requests end, and its memory is freed on every node
-    #[arg(long, conflicts_with_all = ["activations", "context", "sequences", "replicas", "draft"])]
+    #[arg(long, conflicts_with_all = ["activations", "context", "sequences", "replicas", "draft", "boundary"])]
     stop: bool,
 }
 

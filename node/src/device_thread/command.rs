@@ -1,5 +1,6 @@
 //! The commands of a device thread.
 use crate::residency::Key;
+use kernels::boundary::Codec;
 use kernels_grids::Region;
 use kernels_models::stage::Stage;
 use kernels_models::weights::ModelFile;
@@ -60,6 +61,8 @@ pub(crate) enum Command {
         key: Key,
         /// The epoch from now on.
         epoch: Epoch,
+        /// Encoding of a stage's rows from now on.
+        rows: Codec,
     },
     /// Compute. A stage loaded for another epoch rejects it.
     Run(Box<Run>),
@@ -119,6 +122,8 @@ pub(crate) enum NewPart {
         stage: Box<dyn Stage>,
         /// Its model, if it draws tokens: grammars need the vocabulary.
         file: Option<Arc<ModelFile>>,
+        /// Encoding of the rows that it makes.
+        rows: Codec,
     },
     /// A tile, which the device thread creates.
     Tile {

@@ -2,6 +2,7 @@
 use super::constraints::Constraints;
 use crate::device::SpillShare;
 use crate::tensors::{Tensor, TensorStore, join};
+use kernels::boundary::Codec;
 use kernels::threads::Threads;
 use kernels_models::sampler::{LogitChanges, SamplerSettings};
 use kernels_models::stage::{Draw, Drawn, RequestedOutput, Rows, RowsIn, RowsOut, Stage, StageError, Submitted};
@@ -16,6 +17,8 @@ pub(super) struct LoadedStage {
     /// The epoch of its batches.
     pub(super) epoch: Epoch,
     pub(super) stage: Box<dyn Stage>,
+    /// Encoding of the rows that it makes.
+    pub(super) rows: Codec,
     pub(super) constraints: Constraints,
     /// Returned when the stage is dropped.
     pub(super) _spill: SpillShare,
@@ -63,6 +66,7 @@ pub(super) fn submit(
     inputs: &mut Inputs,
 ) -> Result<Option<Vec<RowsOut>>, String> {
     inputs.allowed = held.constraints.allowed(items);
+    inputs.decode(held.stage.width())?;
     match held.stage.submit(threads, &inputs.batch(items)?).map_err(|e| e.to_string())? {
         Submitted::Done(outputs) => Ok(Some(outputs)),
         Submitted::Queued => Ok(None),
@@ -85,6 +89,17 @@ impl Inputs {
         Self { rows, allowed: Vec::new() }
     }
 
+    /// Decodes encoded rows of `width` elements.
+    fn decode(&mut self, width: usize) -> Result<(), String> {
+        for tensor in self.rows.iter_mut().flatten() {
+            if let Tensor::Encoded { codec, rows } = tensor {
+                let rows = codec.decode(width, rows).map_err(|e| format!("rows from the stage before: {e}"))?;
+                *tensor = Tensor::Hidden(Arc::new(rows));
+            }
+        }
+        Ok(())
+    }
+
     fn batch<'a>(&'a self, items: &'a [Item]) -> Result<Vec<Rows<'a>>, String> {
         let of = |(at, item): (usize, &'a Item)| {
             let allowed = self.allowed.get(at).and_then(Option::as_deref);
@@ -94,11 +109,23 @@ impl Inputs {
     }
 }
 
-/// The results of a batch as reported to the core; hidden rows go into `tensors` under the id that the core chose.
-pub(super) fn results(tensors: &TensorStore, items: &[Item], outputs: Vec<RowsOut>) -> Vec<ItemResult> {
+/// The results of a batch as reported to the core; hidden rows go into `tensors` under the id that the core chose, encoded
+/// once: whoever receives them, and however often, receives the same bits. `codec` and `width` are those of the stage.
+pub(super) fn results(
+    tensors: &TensorStore,
+    items: &[Item],
+    outputs: Vec<RowsOut>,
+    (codec, width): (Codec, usize),
+) -> Vec<ItemResult> {
     let result = |(item, output): (&Item, RowsOut)| match output {
         RowsOut::Hidden(rows) => {
-            tensors.put(item.output, Tensor::Hidden(Arc::new(rows)));
+            let tensor = match codec {
+                Codec::Lossless => Tensor::Hidden(Arc::new(rows)),
+                codec @ (Codec::F16 | Codec::Q8 | Codec::Q4) => {
+                    Tensor::Encoded { codec, rows: codec.encode(width, &rows).into() }
+                }
+            };
+            tensors.put(item.output, tensor);
             ItemResult::Hidden
         }
         RowsOut::Token(drawn) => ItemResult::Token(sampled(drawn)),
@@ -169,6 +196,7 @@ fn rows<'a>(item: &'a Item, input: Option<&'a Tensor>, allowed: Option<&'a [u32]
     let input = match input {
         Some(Tensor::Tokens(tokens)) => RowsIn::Tokens(tokens),
         Some(Tensor::Hidden(rows)) => RowsIn::Hidden(rows),
+        Some(Tensor::Encoded { .. }) => return Err("the rows of a frame were not decoded".into()),
         Some(Tensor::Halo { .. }) => {
             return Err("a stage got cells of a grid as input; expected rows or tokens".into());
         }

@@ -4,6 +4,7 @@ use crate::config::UpOptions;
 use crate::device::Devices;
 use crate::driver::queue::{DriverQueue, channel};
 use crate::residency::Residency;
+use kernels::boundary::Codec;
 use kernels_models::stage::{ResidentBytes, Rows, SequenceId, Stage, StageError, Submitted};
 use kernels_simulations::Simulation;
 use node_core::id::{ContentId, JobId, NodeId, PartId, RequestId, TensorId};
@@ -193,7 +194,7 @@ impl Bench {
         let mut gate = Some(gate);
         for (job, name) in (1..).zip(names) {
             let stage = Pretended { name, log: log.clone(), gate: gate.take() };
-            self.hold(JobId(job), NewPart::Stage { stage: Box::new(stage), file: None });
+            self.hold(JobId(job), NewPart::Stage { stage: Box::new(stage), file: None, rows: Codec::Lossless });
             assert!(self.loaded());
         }
         (open, log)
@@ -251,7 +252,7 @@ fn a_batch_of_another_epoch_or_of_a_missing_stage_is_rejected() {
     let (open, _) = bench.stages(["a", "b"]);
     open.send(()).unwrap();
     let other = Epoch { counter: 2, ..EPOCH };
-    bench.commands.send(Command::Keep { key: (JobId(1), PartId(0)), epoch: other }).unwrap();
+    bench.commands.send(Command::Keep { key: (JobId(1), PartId(0)), epoch: other, rows: Codec::Lossless }).unwrap();
     bench.batch(JobId(1));
     assert!(bench.next().unwrap().2.unwrap_err().contains("epoch 2, not 1"));
     bench.commands.send(Command::Drop { key: (JobId(2), PartId(0)) }).unwrap();

@@ -7,6 +7,7 @@ use super::serving::{Unserved, name_of};
 use super::{Inner, NodeHandle, PLAN_MAX};
 use crate::error::NodeError;
 use crate::hub::CallEvent;
+use crate::rows::Boundary;
 use crate::views::{PlanReport, plan_report};
 use node_core::id::ContentId;
 use node_core::input::Input;
@@ -83,7 +84,7 @@ impl NodeHandle {
             Some(before) => options.or(&before.options()),
             None => self.with_context(options, &opened).await,
         };
-        let mut spec = opened.spec(&options);
+        let mut spec = opened.spec(&options, &self.inner.models_dir)?;
         let known = before.as_ref().and_then(|before| before.spec.draft);
         spec.draft = self.draft_of(&opened, &spec, options.draft.as_deref(), known, &mode).await?;
         if let Some(before) = before.as_ref().filter(|before| is_same(&before.spec, &spec)) {
@@ -159,7 +160,8 @@ impl NodeHandle {
             None => {}
         }
         let (context, sequences) = (Some(spec.work.context), Some(spec.work.sequences));
-        let small_spec = small.spec(&ModelOptions { context, sequences, ..ModelOptions::default() });
+        let options = ModelOptions { context, sequences, ..ModelOptions::default() };
+        let small_spec = small.spec(&options, &self.inner.models_dir)?;
         match serving.serve(small.handle(small_spec.clone(), temporary), None).await {
             Ok(_) => Ok(content),
             Err(Unserved { error, .. }) => Err(self.explain(&small, &small_spec, None).await.unwrap_or(error)),
@@ -242,7 +244,7 @@ impl NodeHandle {
             Some(served) => options.or(&served.options()),
             None => self.with_context(options, &opened).await,
         };
-        let spec = opened.spec(&options);
+        let spec = opened.spec(&options, &self.inner.models_dir)?;
         let (call, mut events) = self.inner.hub.open(8);
         let what = Box::new(PlanSpec::Model(spec.clone()));
         self.inner.driver.input(Input::Plan { call, what, standbys: true });
@@ -274,7 +276,7 @@ impl NodeHandle {
         });
         let zones = zones.await;
         let runs_there = change.is_some_and(|change| change.bytes == 0);
-        let mut report = plan_report(opened.name, &spec.work, &plan, &standbys, change, &self.names().await);
+        let mut report = plan_report(opened.name, &spec, &plan, &standbys, change, &self.names().await);
         report.zones = zones;
         if let Some(job) = job.filter(|_| runs_there) {
             // Show the running job's standbys, which were chosen when other memory was free.
@@ -290,7 +292,7 @@ impl NodeHandle {
 fn is_same(a: &ModelSpec, b: &ModelSpec) -> bool {
     let options = |spec: &ModelSpec| (spec.int8, spec.work.context, spec.work.sequences, spec.replicas, spec.draft);
     let run = |spec: &ModelSpec| (spec.content, options(spec));
-    run(a) == run(b)
+    run(a) == run(b) && Boundary::of(a) == Boundary::of(b)
 }
 
 #[cfg(test)]
@@ -307,6 +309,9 @@ mod tests {
         assert!(!is_same(&running, &ModelSpec { int8: !running.int8, ..running.clone() }), "other arithmetic");
         let drafted = ModelSpec { draft: Some(ContentId([2; 32])), ..running.clone() };
         assert!(!is_same(&running, &drafted), "another draft model");
+        let mut coarse = running.clone();
+        crate::rows::offer(&mut coarse, &[kernels::boundary::Codec::F16]);
+        assert!(!is_same(&running, &coarse), "other rows between nodes");
         let mut more = running.clone();
         more.work.sequences += 1;
         assert!(!is_same(&running, &more), "more concurrent requests");

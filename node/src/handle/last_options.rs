@@ -1,6 +1,7 @@
 //! The options with which models last ran on this node, so that it serves them the same way on demand.
 use super::model::ModelOptions;
 use crate::error::NodeError;
+use crate::rows::Boundary;
 use node_core::id::ContentId;
 use node_core::limits::JOBS_MAX;
 use node_core::work::serve::StageOrder;
@@ -23,12 +24,18 @@ impl LastOptions {
     /// not add up.
     pub(crate) fn note(&self, stage: &StageOrder) {
         let last = self.get(stage.content).options;
+        let ordered = Boundary::from(stage.row.codec);
+        // What a plan chose is no choice of the user's, and neither is the default.
+        let is_default = last.boundary.is_none() && ordered == Boundary::Lossless;
+        let kept = is_default || last.boundary == Some(Boundary::Auto);
+        let boundary = if kept { last.boundary } else { Some(ordered) };
         let options = ModelOptions {
             int8: Some(stage.int8),
             context: last.context.max(Some(stage.context)),
             sequences: last.sequences.max(Some(stage.sequences)),
             replicas: last.replicas,
             draft: last.draft,
+            boundary,
         };
         self.put(stage.content, Memory { options, stopped: false });
     }
@@ -81,8 +88,9 @@ mod tests {
     use super::*;
 
     fn stage(content: u8, context: u32) -> StageOrder {
+        let row = node_core::work::serve::RowFormat::lossless(8);
         let (content, layers) = (ContentId([content; 32]), vec![0..1, 1..2]);
-        StageOrder { content, layers, sequences: 3, context, width: 8, int8: false }
+        StageOrder { content, layers, sequences: 3, context, width: 8, row, int8: false }
     }
 
     #[test]

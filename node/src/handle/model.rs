@@ -1,6 +1,7 @@
 //! Models as users name them and as nodes serve them: their options, their vocabulary, and where they run.
 use super::usage::Usage;
 use crate::clock::unix_seconds;
+use crate::rows::Boundary;
 use kernels_models::constraint::{ConstraintError, GrammarVocabulary};
 use kernels_models::tokenizer::TokenizerError;
 use kernels_models::weights::ModelFile;
@@ -28,6 +29,8 @@ pub(crate) struct ModelOptions {
     pub replicas: Option<u32>,
     /// A smaller model with the same vocabulary that makes drafts, as a [`ModelRef`]; empty for none, the default.
     pub draft: Option<String>,
+    /// Encoding of the rows between stages; lossless by default.
+    pub boundary: Option<Boundary>,
 }
 
 impl ModelOptions {
@@ -43,6 +46,7 @@ impl ModelOptions {
             sequences: self.sequences.or(other.sequences),
             replicas: self.replicas.or(other.replicas),
             draft: self.draft.clone().or_else(|| other.draft.clone()),
+            boundary: self.boundary.or(other.boundary),
         }
     }
 }
@@ -89,6 +93,7 @@ impl ModelHandle {
             sequences: Some(self.spec.work.sequences),
             replicas: Some(self.spec.replicas),
             draft: self.draft.clone(),
+            boundary: Some(Boundary::of(&self.spec)),
         }
     }
 }

@@ -2,6 +2,7 @@
 use super::NodeHandle;
 use super::model::{ModelHandle, ModelOptions, ModelRef, TextCodec};
 use crate::error::NodeError;
+use crate::rows::{self, Boundary, Gate};
 use crate::transfer::{Library, LocalModel};
 use kernels_models::recipe::Recipe;
 use kernels_models::stage::Activations;
@@ -11,7 +12,7 @@ use node_core::id::JobId;
 use node_core::input::Input;
 use node_core::limits::{REPLICAS_MAX, RING_BYTES_MAX, SEQUENCES_MAX};
 use node_core::work::serve::ModelSpec;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 impl NodeHandle {
     /// Opens a model file off the async threads: hashing a large file for the first time takes seconds.
@@ -21,7 +22,7 @@ impl NodeHandle {
             self.inner.library.path_of(served.spec.content)
         };
         let path = crate::pull::locate(&model.0, &self.inner.models_dir).or_else(served).ok_or_else(|| {
-            if std::path::Path::new(&model.0).is_dir() {
+            if Path::new(&model.0).is_dir() {
                 return NodeError::NotFound(crate::pull::PullError::Folder(model.0.clone()).to_string());
             }
             NodeError::NotFound(format!(
@@ -67,17 +68,26 @@ impl Opened {
         context_within(trained, free.saturating_sub(2 * weights) / CONTEXT_SHARE / each.max(1))
     }
 
-    pub(super) fn spec(&self, options: &ModelOptions) -> ModelSpec {
-        ModelSpec {
+    /// What is served. `models`: the folder of cached models, with the measurements that `--boundary auto` needs.
+    ///
+    /// # Errors
+    /// There is no usable measurement.
+    pub(super) fn spec(&self, options: &ModelOptions, models: &Path) -> Result<ModelSpec, NodeError> {
+        let boundary = options.boundary.unwrap_or(Boundary::Lossless);
+        let codecs = boundary.codecs(|| Gate::read(models, self.held.content, &self.name).map(|gate| gate.codecs()));
+        let mut spec = ModelSpec {
             content: self.held.content,
             name: self.name.clone(),
             work: work(&self.held.file, options),
             width: self.held.file.config().width as u32,
+            boundary: Vec::new(),
             int8: options.is_int8(),
             eos: self.words.tokenizer.eos().to_vec(),
             replicas: options.replicas.unwrap_or(1).clamp(1, REPLICAS_MAX),
             draft: None,
-        }
+        };
+        rows::offer(&mut spec, &codecs.map_err(|e| NodeError::Invalid(e.to_string()))?);
+        Ok(spec)
     }
 
     /// Checks that another model can make drafts for this one.
@@ -115,7 +125,7 @@ impl Opened {
     }
 }
 
-fn open_model(library: &Library, path: &std::path::Path, name: String) -> Result<Opened, NodeError> {
+fn open_model(library: &Library, path: &Path, name: String) -> Result<Opened, NodeError> {
     let invalid = |e: &dyn std::fmt::Display| NodeError::Invalid(format!("{}: {e}", path.display()));
     // The library may hold equal weights from another folder; take the vocabulary from the one that was named.
     let named = ModelFile::open(path).map_err(|e| invalid(&e))?;
@@ -177,6 +187,7 @@ pub(super) fn work(file: &ModelFile, options: &ModelOptions) -> partitioner::Wor
         tied: costs.tied,
         head_flops: costs.head_flops,
         activation_bytes: row_bytes,
+        coarser_bytes: Vec::new(),
         context,
         sequences,
         scratch_bytes: crate::device::SCRATCH_BYTES + ring_bytes,
@@ -186,7 +197,7 @@ pub(super) fn work(file: &ModelFile, options: &ModelOptions) -> partitioner::Wor
 /// The name under which a model is served: `dir/SmolLM2-135M-Instruct.Q4_1.gguf` becomes `SmolLM2-135M-Instruct.Q4_1`,
 /// `dir/X.mesh` and `dir/X-00001-of-00003.gguf` become `X`, a folder of weights its folder name, and a cached name stays as it is.
 fn model_name(reference: &str) -> String {
-    let path = std::path::Path::new(reference);
+    let path = Path::new(reference);
     let is_inside = [parts::FOLDER_WEIGHTS, parts::FOLDER_INDEX].iter().any(|name| path.ends_with(name));
     let folder = if is_inside { path.parent() } else { Some(path) };
     if let Some(folder) = folder.filter(|folder| parts::weights_in(folder).is_some())

@@ -169,6 +169,7 @@ mod tests {
             sequences: Some(8),
             replicas: Some(2),
             draft: Some("small".into()),
+            boundary: Some(crate::rows::Boundary::Auto),
         };
         RememberedModel { name: name.into(), path: format!("/models/{name}.gguf").into(), options }
     }

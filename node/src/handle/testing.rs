@@ -19,10 +19,21 @@ pub(super) fn spec(content: u8, context: u32) -> ModelSpec {
         tied: false,
         head_flops: 0,
         activation_bytes: 0,
+        coarser_bytes: Vec::new(),
         context,
         sequences: 4,
         scratch_bytes: 0,
     };
     let (content, name) = (ContentId([content; 32]), "tiny".into());
-    ModelSpec { content, name, work, width: 8, int8: true, eos: Vec::new(), replicas: 1, draft: None }
+    ModelSpec {
+        content,
+        name,
+        work,
+        width: 8,
+        boundary: Vec::new(),
+        int8: true,
+        eos: Vec::new(),
+        replicas: 1,
+        draft: None,
+    }
 }

@@ -1,5 +1,7 @@
 //! The frames that a part of this node receives, which the data plane accepts.
 use crate::device_thread::tiles::dtype;
+use crate::rows;
+use kernels::boundary::Codec;
 use node_core::id::PartId;
 use node_core::limits::CHUNK_POSITIONS_MAX;
 use node_core::work::serve::StageOrder;
@@ -8,11 +10,14 @@ use partitioner::tiles::Block;
 use transport::frame::{Expectation, PAYLOAD_BYTES_MAX};
 
 /// The frames that a stage receives: tokens for the first stage, hidden rows for later stages.
-pub(super) fn rows(order: &StageOrder, part: PartId) -> Expectation {
+pub(super) fn hidden_rows(order: &StageOrder, part: PartId) -> Expectation {
     if order.layers_of(part).start == 0 {
         Expectation::tokens(CHUNK_POSITIONS_MAX)
     } else {
-        Expectation::hidden(order.width, CHUNK_POSITIONS_MAX)
+        let codec = rows::codec(order.row.codec);
+        // Of encoded rows an element is a byte.
+        let width = if codec == Codec::Lossless { order.width } else { order.row.bytes };
+        Expectation::hidden(rows::dtype(codec), width, CHUNK_POSITIONS_MAX)
     }
 }
 

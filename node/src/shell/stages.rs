@@ -2,6 +2,7 @@
 use super::{Ordered, Shell};
 use crate::device_thread::command::{Command, NewPart};
 use crate::residency::Key;
+use crate::rows;
 use crate::transfer::endpoint::EndpointAsk;
 use kernels::threads::Threads;
 use kernels_models::sampler::{LogitChanges, SamplerSettings};
@@ -42,17 +43,18 @@ impl Shell {
             driver.input(Input::Holdings(library.contents()));
             let loaded = tokio::task::spawn_blocking(move || {
                 held.and_then(|held| {
+                    rows::check(order.row, order.width)?;
                     let stage = load_stage(&device, held.file.clone(), (&name, &order, part), got)?;
                     let draws_tokens = part.index() + 1 == order.layers.len();
-                    Ok((stage, draws_tokens.then(|| held.file.clone())))
+                    Ok((stage, draws_tokens.then(|| held.file.clone()), rows::codec(order.row.codec)))
                 })
             })
             .await;
             match loaded.unwrap_or_else(|e| Err(format!("loading was interrupted: {e}"))) {
                 // The device thread answers. A stage whose order was superseded is dropped here.
-                Ok((stage, file)) => {
+                Ok((stage, file, rows)) => {
                     residency.install(key, load, || {
-                        let part = NewPart::Stage { stage, file };
+                        let part = NewPart::Stage { stage, file, rows };
                         let _ = commands.send(Command::Load { key, epoch, load, bytes_max, part });
                     });
                 }

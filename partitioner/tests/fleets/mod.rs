@@ -50,6 +50,7 @@ pub(crate) fn work(random: &mut Random, layers: usize) -> Work {
         tied: random.below(2) == 0,
         head_flops: random.below(400),
         activation_bytes: 10 + random.below(50),
+        coarser_bytes: Vec::new(),
         context: random.below(10) as u32,
         sequences: 1 + random.below(3) as u32,
         scratch_bytes: random.below(30),

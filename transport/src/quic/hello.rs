@@ -9,7 +9,7 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 
 /// One more than the number in the TLS protocol name (`version.rs`), and incremented with it: greetings of `meshnode/1`
 /// carried the number 2.
-pub(crate) const PROTOCOL: u16 = 3;
+pub(crate) const PROTOCOL: u16 = 4;
 const MAGIC: [u8; 4] = *b"mesh";
 /// A revocation contains a whole chain, so it is the longest of the three.
 const HELLO_BYTES_MAX: usize = 32 + REVOCATION_BYTES_MAX;

@@ -5,8 +5,8 @@ use crate::id::{CallId, ContentId, Epoch, Generation, JobId, NodeId, PartId, Req
 use crate::limits::DEVICES_MAX;
 use crate::message::{FromStage, FromTile, ToCoordinator, ToParticipant, ToStage, ToTile};
 use crate::work::serve::{
-    DoneReason, FromCaller, Logged, Logprobs, ModelSpec, Position, Priority, Request, RequestKey, Sampled, Sampling,
-    ServeRecord, StageOrder, ToCaller,
+    DoneReason, FromCaller, Logged, Logprobs, ModelSpec, Position, Priority, Request, RequestKey, RowCodec, RowFormat,
+    Sampled, Sampling, ServeRecord, StageOrder, ToCaller,
 };
 use crate::work::steps::{Report, SaveKind, Schedule, SimulationId, StepsRecord, TileFigures, TileOrder, TileStart};
 use crate::work::{
@@ -178,6 +178,7 @@ fn stage() -> PartWork {
         sequences: 8,
         context: 2048,
         width: 576,
+        row: RowFormat { codec: RowCodec::Q4, bytes: 324 },
         int8: true,
     })
 }
@@ -241,6 +242,7 @@ fn serve_record() -> ProgramRecord {
         tied: true,
         head_flops: 3,
         activation_bytes: 2,
+        coarser_bytes: vec![1],
         context: 2048,
         sequences: 8,
         scratch_bytes: 1,
@@ -251,6 +253,7 @@ fn serve_record() -> ProgramRecord {
         name,
         work,
         width: 576,
+        boundary: vec![RowFormat { codec: RowCodec::Q8, bytes: 620 }],
         int8: true,
         eos: vec![2],
         replicas: 1,

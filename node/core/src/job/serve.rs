@@ -14,7 +14,7 @@ use crate::limits::{CONTEXT_MAX, PAGE_POSITIONS, RAM_PAGES_MAX, SEQUENCES_MAX, S
 use crate::message::{FromStage, ToParticipant};
 use crate::time::Instant;
 use crate::work::log::TokenLog;
-use crate::work::serve::{DoneReason, ModelSpec, Position, ServeRecord, StageOrder};
+use crate::work::serve::{DoneReason, ModelSpec, Position, RowFormat, ServeRecord, StageOrder};
 use crate::work::{PartState, PartWork, Placement, PredictedChange, ProgramRecord, Resume};
 use alloc::boxed::Box;
 use alloc::collections::BTreeMap;
@@ -116,6 +116,10 @@ impl Serve {
         let part = |stage: &Stage| Part::new(stage.device, stage.bytes, stage.step_ns);
         let parts: Vec<Part> = plan.stages().iter().map(part).collect();
         self.tiers.retain(|part, _| part.index() < parts.len());
+        // From the first rows that pass between nodes on, the encoding stays: another one would change the tokens.
+        if parts.iter().any(|part| part.owner != parts[0].owner) {
+            self.model.fix_row(plan.row_bytes());
+        }
         self.plan = Some(Box::new(plan));
         parts
     }
@@ -149,8 +153,14 @@ impl Serve {
             sequences: self.model.work.sequences.clamp(1, SEQUENCES_MAX),
             context: self.model.work.context.clamp(1, CONTEXT_MAX),
             width: self.model.width,
+            row: plan.map_or(self.model.row(), |plan| self.model.row_of(plan)),
             int8: self.model.int8,
         })
+    }
+
+    /// The encoding of the rows between the stages.
+    pub(super) fn row(&self) -> RowFormat {
+        self.plan.as_deref().map_or(self.model.row(), |plan| self.model.row_of(plan))
     }
 
     /// The stages of a plan that is not adopted yet.

@@ -3,6 +3,7 @@ use super::lifecycle::{Job, Phase};
 use super::part::Part;
 use super::rebalance::Moved;
 use crate::id::{ContentId, Epoch, JobId, NodeId, PartId, RequestId};
+use crate::work::serve::RowFormat;
 use crate::work::steps::TileFigures;
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -59,6 +60,8 @@ pub enum ProgramView {
         context: u32,
         /// Number of whole contexts that the cache has room for.
         sequences: u32,
+        /// Encoding of the rows between its stages.
+        row: RowFormat,
         /// Free pages of the cache, and all of them.
         pages: (u32, u32),
         /// Ended requests that stay cached.

@@ -344,6 +344,7 @@ impl Workload {
                     moved,
                     context,
                     sequences,
+                    row: serve.row(),
                     pages,
                     resting,
                     drafts,

@@ -98,6 +98,7 @@ fn model(
         tied: false,
         head_flops: (2.0 * head_weights) as u64,
         activation_bytes: width * 4,
+        coarser_bytes: Vec::new(),
         context: 2048,
         sequences: seqs,
         scratch_bytes: (16 << 20) + ring,

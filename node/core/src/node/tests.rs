@@ -15,6 +15,7 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec;
 use partitioner::{Layer, Work};
 
+mod boundary;
 mod epochs;
 mod prefixes;
 mod succession;
@@ -359,7 +360,11 @@ impl Mesh {
     }
 
     fn deploy(&mut self) -> JobId {
-        self.give(id(1), Input::Start { call: CallId(0), job: Box::new(JobSpec::Serve(model())) });
+        self.deploy_model(model())
+    }
+
+    fn deploy_model(&mut self, model: ModelSpec) -> JobId {
+        self.give(id(1), Input::Start { call: CallId(0), job: Box::new(JobSpec::Serve(model)) });
         let end = self.now + Duration::from_secs(5);
         self.run_while(end, |mesh| mesh.ready().is_none());
         self.ready().expect("the job becomes ready")
@@ -489,11 +494,13 @@ fn model() -> ModelSpec {
             tied: false,
             head_flops: 0,
             activation_bytes: 8,
+            coarser_bytes: Vec::new(),
             context: CONTEXT,
             sequences: 8,
             scratch_bytes: 0,
         },
         width: 1,
+        boundary: Vec::new(),
         int8: false,
         eos: vec![100_000],
         replicas: 1,

@@ -78,7 +78,7 @@ struct Route {
     context: u32,
     /// Stages of the route. They determine how many positions of a request are computed in one pass.
     stages: u32,
-    /// Bytes per row.
+    /// Bytes per row, as encoded.
     row_bytes: u64,
     /// This node is the stage's standby.
     shadow: bool,
@@ -94,7 +94,7 @@ impl Route {
             next: order.owner(part.after()),
             context: stage.context,
             stages: u32::try_from(stage.layers.len()).unwrap_or(u32::MAX),
-            row_bytes: 4 * u64::from(stage.width.max(1)),
+            row_bytes: stage.row.bytes.into(),
             shadow: order.standby.is_some(),
         }
     }

@@ -8,7 +8,7 @@ use crate::id::{ContentId, RequestId};
 use crate::limits::PAGE_POSITIONS;
 use crate::message::{Drafts, FrameHeader, ToParticipant};
 use crate::message::{FromStage, ToStage};
-use crate::work::serve::{ItemResult, Position, Sampling, StageOrder};
+use crate::work::serve::{ItemResult, Position, RowFormat, Sampling, StageOrder};
 use crate::work::{Cursors, PartState, PartWork, Payload, Ready, Resume, Task};
 use alloc::{string::ToString, vec};
 use partitioner::Tier;
@@ -30,7 +30,15 @@ fn order(owners: &[NodeId], part: u16, standby: Option<Tier>) -> Box<Order> {
 /// The same, with two contexts of this many positions.
 fn order_of(context: u32, owners: &[NodeId], part: u16, standby: Option<Tier>) -> Box<Order> {
     let layers = (0..owners.len() as u32).map(|at| 2 * at..2 * at + 2).collect();
-    let stage = StageOrder { content: ContentId([7; 32]), layers, sequences: 2, context, width: 16, int8: false };
+    let stage = StageOrder {
+        content: ContentId([7; 32]),
+        layers,
+        sequences: 2,
+        context,
+        width: 16,
+        row: RowFormat::lossless(16),
+        int8: false,
+    };
     Box::new(Order {
         name: "a model".into(),
         part: PartId(part),

@@ -18,6 +18,9 @@ pub struct ModelSpec {
     pub work: Work,
     /// Model width: elements per boundary row.
     pub width: u32,
+    /// Encodings of boundary rows that a plan may choose from, the most precise first: of `work.activation_bytes`, then of
+    /// `work.coarser_bytes`. Once the model runs on several nodes only the chosen one.
+    pub boundary: Vec<RowFormat>,
     /// Activation arithmetic: int8 if set, else f32. Part of the numerics contract, so all stages share it.
     pub int8: bool,
     /// Tokens that end an answer (EOS).
@@ -27,6 +30,56 @@ pub struct ModelSpec {
     pub replicas: u32,
     /// Content id of a smaller model with the same tokens. If the coordinator serves it too, it makes drafts for this one.
     pub draft: Option<ContentId>,
+}
+
+impl ModelSpec {
+    /// The encoding of boundary rows, unless a plan chooses a coarser one.
+    pub fn row(&self) -> RowFormat {
+        self.boundary.first().copied().unwrap_or(RowFormat::lossless(self.width))
+    }
+
+    /// The encoding that a plan chose.
+    pub fn row_of(&self, plan: &Plan) -> RowFormat {
+        let chosen = self.boundary.iter().find(|row| u64::from(row.bytes) == plan.row_bytes());
+        chosen.copied().unwrap_or(self.row())
+    }
+
+    /// Keeps only the encoding of this many bytes, if there is one.
+    pub fn fix_row(&mut self, bytes: u64) {
+        if let Some(&row) = self.boundary.iter().find(|row| u64::from(row.bytes) == bytes) {
+            self.work = self.work.with_rows_of(bytes);
+            self.boundary = alloc::vec![row];
+        }
+    }
+}
+
+/// How rows of activations are encoded between stages. All but the first change the tokens of a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum RowCodec {
+    /// f32.
+    Lossless,
+    /// Half precision.
+    F16,
+    /// 8 bits in blocks.
+    Q8,
+    /// 4 bits in blocks.
+    Q4,
+}
+
+/// An encoding of the rows of one model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RowFormat {
+    /// The encoding.
+    pub codec: RowCodec,
+    /// Bytes of an encoded row.
+    pub bytes: u32,
+}
+
+impl RowFormat {
+    /// Rows of `width` elements in f32.
+    pub const fn lossless(width: u32) -> Self {
+        Self { codec: RowCodec::Lossless, bytes: width.saturating_mul(4) }
+    }
 }
 
 /// One generation request.
@@ -240,6 +293,8 @@ pub struct StageOrder {
     pub context: u32,
     /// Elements per boundary row.
     pub width: u32,
+    /// Encoding of boundary rows.
+    pub row: RowFormat,
     /// Activation arithmetic: int8 if set, else f32. Part of the numerics contract, so all stages share it.
     pub int8: bool,
 }
@@ -267,7 +322,7 @@ impl StageOrder {
             && self.layers_of(part) == other.layers_of(theirs)
     }
 
-    pub(super) fn unsound(&self) -> Option<String> {
+    pub(crate) fn unsound(&self) -> Option<String> {
         let follow =
             |end: u32, layers: &Range<u32>| (layers.start == end && layers.end > layers.start).then_some(layers.end);
         if self.layers.is_empty() || self.layers.iter().try_fold(0, follow).is_none() {
@@ -276,6 +331,9 @@ impl StageOrder {
             Some(format!("{} sequences, expected 1 to {SEQUENCES_MAX}", self.sequences))
         } else if self.context == 0 || self.context > CONTEXT_MAX {
             Some(format!("a context of {} tokens, expected 1 to {CONTEXT_MAX}", self.context))
+        } else if self.row.bytes == 0 || self.row.bytes > RowFormat::lossless(self.width).bytes {
+            let most = RowFormat::lossless(self.width).bytes;
+            Some(format!("rows of {} bytes, expected 1 to {most} for a width of {}", self.row.bytes, self.width))
         } else {
             None
         }

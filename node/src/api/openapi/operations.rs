@@ -58,6 +58,8 @@ const PLAN_FIELDS: &[&str] = &[
     "context",
     "sequences",
     "token_ms",
+    "boundary",
+    "row_bytes",
     "exact",
     "stages",
     "reasons",

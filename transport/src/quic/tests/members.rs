@@ -14,7 +14,7 @@ async fn three_nodes_exchange_messages_frames_and_requests() {
     for from in 0..3 {
         let to = (from + 1) % 3;
         let target = nodes[to].id();
-        nodes[to].endpoint.expect(route(7), Expectation::hidden(64, 512));
+        nodes[to].endpoint.expect(route(7), Expectation::hidden(Dtype::F32, 64, 512));
         for i in 0..100u32 {
             nodes[from].endpoint.send_message(target, i.to_le_bytes().to_vec().into()).unwrap();
         }
@@ -53,7 +53,7 @@ async fn a_message_to_a_known_peer_connects_first() {
     let message = Bytes::from_static(b"first");
     assert_eq!(a.endpoint.send_message(b.id(), message.clone()), Err(SendError::Unknown));
     a.endpoint.learn(b.identity.peer_id(), vec![b.addr()]);
-    b.endpoint.expect(route(1), Expectation::hidden(8, 1));
+    b.endpoint.expect(route(1), Expectation::hidden(Dtype::F32, 8, 1));
     a.endpoint.send_message(b.id(), message).unwrap();
     a.endpoint.send_frame(b.id(), head(route(1), 0, 1, 8), rows(1, 8), Priority::Decode).unwrap();
     a.endpoint.send_message(b.id(), Bytes::from_static(b"second")).unwrap();
@@ -179,7 +179,7 @@ async fn the_correct_address_among_several_is_found() {
 async fn large_frames_are_packed_on_slow_links() {
     let mut nodes = connected_pair(Limits::default()).await;
     let (a, b) = pair(&mut nodes);
-    b.endpoint.expect(route(1), Expectation::hidden(576, 512));
+    b.endpoint.expect(route(1), Expectation::hidden(Dtype::F32, 576, 512));
     let peer = a.endpoint.0.peer(&b.id()).unwrap();
     let send = |a: &Node, position| {
         let before = peer.connection.stats().udp_tx.bytes;
@@ -213,7 +213,7 @@ async fn a_peer_that_does_not_read_is_reset() {
     let limits = Limits { frame_queue_bytes: 4 << 20, arrived_bytes: 4 << 20, ..Limits::default() };
     let mut nodes = connected_pair(limits).await;
     let (a, b) = pair(&mut nodes);
-    b.endpoint.expect(route(1), Expectation::hidden(2048, 512));
+    b.endpoint.expect(route(1), Expectation::hidden(Dtype::F32, 2048, 512));
     // b holds every frame (its event queue is not read), so its credit is exhausted, then the windows fill, then a's
     // queue.
     let sent = (0..1000).find_map(|i| {
@@ -236,7 +236,7 @@ async fn copies_for_a_standby_that_does_not_read_are_dropped() {
     let limits = Limits { standby_queue_bytes: 4 << 20, arrived_bytes: 4 << 20, ..Limits::default() };
     let mut nodes = connected_pair(limits).await;
     let (a, b) = pair(&mut nodes);
-    b.endpoint.expect(route(1), Expectation::hidden(2048, 512));
+    b.endpoint.expect(route(1), Expectation::hidden(Dtype::F32, 2048, 512));
     let to = b.id();
     let send =
         |position, priority| a.endpoint.send_frame(to, head(route(1), position, 512, 2048), rows(512, 2048), priority);
@@ -263,7 +263,7 @@ async fn frames_resume_when_the_receiver_releases_credit() {
     let limits = Limits { arrived_bytes: 1 << 20, ..Limits::default() };
     let mut nodes = connected_pair(limits).await;
     let (a, b) = pair(&mut nodes);
-    b.endpoint.expect(route(1), Expectation::hidden(2048, 64));
+    b.endpoint.expect(route(1), Expectation::hidden(Dtype::F32, 2048, 64));
     for i in 0..20 {
         a.endpoint.send_frame(b.id(), head(route(1), i, 64, 2048), rows(64, 2048), Priority::Prefill).unwrap();
     }
@@ -289,7 +289,7 @@ async fn a_port_in_use_is_reported_with_the_flag() {
 async fn unexpected_frames_stop_their_stream_not_the_connection() {
     let mut nodes = connected_pair(Limits::default()).await;
     let (a, b) = pair(&mut nodes);
-    b.endpoint.expect(route(1), Expectation::hidden(8, 1));
+    b.endpoint.expect(route(1), Expectation::hidden(Dtype::F32, 8, 1));
     let other_epoch = Route { epoch: Epoch { counter: 2, issuer: [1; 16] }, ..route(1) };
     for unexpected in [route(2), other_epoch] {
         a.endpoint.send_frame(b.id(), head(unexpected, 0, 1, 8), rows(1, 8), Priority::Decode).unwrap();
@@ -312,7 +312,7 @@ async fn unexpected_frames_stop_their_stream_not_the_connection() {
     }
     // The newer epoch ended the older stream to that part; the job continues under a third epoch.
     let third = Route { epoch: Epoch { counter: 3, issuer: [1; 16] }, ..route(1) };
-    b.endpoint.expect(third, Expectation::hidden(8, 1));
+    b.endpoint.expect(third, Expectation::hidden(Dtype::F32, 8, 1));
     a.endpoint.send_frame(b.id(), head(third, 0, 1, 8), rows(1, 8), Priority::Decode).unwrap();
     assert_eq!(b.frame().await.1.route, third);
     b.endpoint.forget(1);
@@ -353,7 +353,7 @@ async fn a_decode_frame_does_not_wait_behind_weights() {
     const ANSWER_BYTES: usize = 1000 * (32 << 10);
     let mut nodes = connected_pair(Limits::default()).await;
     let (a, b) = pair(&mut nodes);
-    b.endpoint.expect(route(1), Expectation::hidden(8, 1));
+    b.endpoint.expect(route(1), Expectation::hidden(Dtype::F32, 8, 1));
     let arrived = Arc::new(std::sync::atomic::AtomicUsize::new(0));
     let fetched = || arrived.load(std::sync::atomic::Ordering::SeqCst);
     let mut answers = Vec::new();

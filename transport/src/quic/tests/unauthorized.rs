@@ -1,7 +1,7 @@
 //! Unauthorized peers, and members that violate the protocol: each is rejected with a reason, without other effects.
 use super::*;
 use crate::certificate::Chain;
-use crate::frame::{HEADER_BYTES, encode_header};
+use crate::frame::{Dtype, HEADER_BYTES, encode_header};
 use crate::fuzz::Noise;
 use crate::quic::hello::{Hello, PROTOCOL, Purpose};
 use crate::version::PROTOCOL_NAME;
@@ -190,7 +190,7 @@ async fn misbehaving_member() -> (Node, MisbehavingPeer, Chain) {
     let mesh = (*node.endpoint.0.credentials().unwrap()).clone();
     let peer = MisbehavingPeer::new(Identity::generate());
     let chain = mesh.issue(&node.identity, peer.identity.peer_id(), Roles::MEMBER, now_unix() + 100).unwrap();
-    node.endpoint.expect(route(1), Expectation::hidden(8, 4));
+    node.endpoint.expect(route(1), Expectation::hidden(Dtype::F32, 8, 4));
     (node, peer, chain)
 }
 

@@ -6,7 +6,7 @@ use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
 use quinn::{Connection, ConnectionError};
 
 const OLDER: &[&str] = &["meshnode/1"];
-const NEWER: &[&str] = &["meshnode/3", "meshnode/2", "meshnode/1"];
+const NEWER: &[&str] = &["meshnode/4", "meshnode/3", "meshnode/1"];
 
 /// A peer that offers these protocol names.
 struct Peer {
@@ -76,15 +76,15 @@ async fn dialling(peer: &Peer) -> String {
 async fn an_older_caller_is_rejected_by_name() {
     let mut node = mesh(1).pop().unwrap();
     let connection = Peer::new(OLDER).dial(&node).await.unwrap();
-    let there = "it speaks meshnode/2, this node meshnode/1: update meshnode here";
+    let there = "it speaks meshnode/3, this node meshnode/1: update meshnode here";
     assert_eq!(closed(&connection).await, (CloseCode::OtherVersion as u64, there.to_owned()));
-    assert_eq!(node.refused().await, "speaks meshnode/1, this node meshnode/2: update meshnode there");
+    assert_eq!(node.refused().await, "speaks meshnode/1, this node meshnode/3: update meshnode there");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_dialed_older_node_is_reported_and_rejects_the_greeting() {
     let older = Peer::new(OLDER);
-    let expected = format!("{} speaks meshnode/1, this node meshnode/2: update meshnode there", older.addr());
+    let expected = format!("{} speaks meshnode/1, this node meshnode/3: update meshnode there", older.addr());
     // The greeting of `meshnode/1` had the number 2.
     let refuse = async |older: &Peer| {
         let (connection, number) = older.greeted().await;
@@ -98,7 +98,7 @@ async fn a_dialed_older_node_is_reported_and_rejects_the_greeting() {
     // A node that never answers the greeting does not delay the caller.
     let (said, connection) = tokio::join!(dialling(&older), older.greeted());
     assert_eq!(said, expected);
-    let there = "it speaks meshnode/2, this node meshnode/1: update meshnode here";
+    let there = "it speaks meshnode/3, this node meshnode/1: update meshnode here";
     assert_eq!(closed(&connection.0).await, (CloseCode::OtherVersion as u64, there.to_owned()));
 }
 
@@ -110,15 +110,15 @@ async fn a_newer_caller_is_rejected_by_the_number_of_its_greeting() {
     greeting[8..10].copy_from_slice(&(PROTOCOL + 1).to_le_bytes());
     let (mut send, _recv) = connection.open_bi().await.unwrap();
     send.write_all(&greeting).await.unwrap();
-    let there = "it speaks meshnode/2, this node meshnode/3: update meshnode there";
+    let there = "it speaks meshnode/3, this node meshnode/4: update meshnode there";
     assert_eq!(closed(&connection).await, (CloseCode::OtherVersion as u64, there.to_owned()));
-    assert_eq!(node.refused().await, "speaks meshnode/3, this node meshnode/2: update meshnode here");
+    assert_eq!(node.refused().await, "speaks meshnode/4, this node meshnode/3: update meshnode here");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_dialed_newer_node_reports_which_side_to_update() {
     let newer = Peer::new(NEWER);
-    let words = "it speaks meshnode/3, this node meshnode/2: update meshnode here";
+    let words = "it speaks meshnode/4, this node meshnode/3: update meshnode here";
     let expected = format!("{} refuses this node's protocol version: {words}", newer.addr());
     let refuse = async |newer: &Peer| {
         let connection = newer.endpoint.accept().await.unwrap().await.unwrap();
@@ -138,12 +138,12 @@ async fn a_peer_without_a_common_name_fails_the_handshake() {
     let other = Peer::new(&["meshnode/9"]);
     assert!(other.dial(&node).await.is_err());
     let here =
-        "it offers no protocol that this node supports (meshnode/2): if it is a newer meshnode, update meshnode here";
+        "it offers no protocol that this node supports (meshnode/3): if it is a newer meshnode, update meshnode here";
     assert_eq!(node.refused().await, here);
     let accept = async { drop(other.endpoint.accept().await.unwrap().await) };
     let (said, ()) = tokio::join!(joining(&other), accept);
     let unsupported =
-        "supports no protocol that this node offers (meshnode/2): if it is a newer meshnode, update meshnode here";
+        "supports no protocol that this node offers (meshnode/3): if it is a newer meshnode, update meshnode here";
     assert_eq!(said, format!("{} {unsupported}", other.addr()));
 }
 

@@ -1,5 +1,6 @@
 //! Members that report epochs that were never issued, or that act in the name of a coordinator.
 use super::*;
+use crate::work::serve::RowFormat;
 
 /// A member that holds no part of a job sends messages about it: as its new coordinator, and about epochs that were
 /// never issued.
@@ -20,6 +21,7 @@ fn a_stranger_to_a_job_moves_neither_its_stages_nor_its_epoch() {
         sequences: 1,
         context: 16,
         width: 1,
+        row: RowFormat::lossless(1),
         int8: false,
     };
     let order = Order {
