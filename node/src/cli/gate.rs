@@ -52,7 +52,7 @@ pub(super) fn gate(global: &Global, args: &GateArgs) -> Result<(), Failure> {
     let path = model::fetch(global, &args.model)?;
     let failed = |e: &dyn std::fmt::Display| Failure::failed(format!("{}: {e}", path.display()));
     let file = ModelFile::open(&path).map_err(|e| failed(&e))?;
-    let bar = Bar::new();
+    let bar = Bar::new("");
     bar.start("hashing", 0, Some(file.file_len()));
     let index = ShardIndex::build(&file, |_| {}).map_err(|e| failed(&e))?;
     let content = ContentId(index.content_id());

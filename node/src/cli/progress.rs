@@ -16,17 +16,15 @@ impl Bar {
     pub(super) fn new(verb: &'static str) -> Self {
         Self { bar: ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr()), verb }
     }
-}
 
-impl Bar {
     /// Starts to count steps instead of bytes; [`Progress::at`] sets their number.
     pub(super) fn start_steps(&self, what: &str, total: u64) {
         let style = ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len} {eta}");
-        self.0.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        self.0.set_message(what.to_owned());
-        self.0.reset();
-        self.0.set_length(total);
-        if self.0.is_hidden() {
+        self.bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+        self.bar.set_message(what.to_owned());
+        self.bar.reset();
+        self.bar.set_length(total);
+        if self.bar.is_hidden() {
             remark(what);
         }
     }
