@@ -99,7 +99,7 @@ impl Residency {
         self.lock().requested.get(&key).map(|requested| requested.device)
     }
 
-    /// This machine no longer has a device: the mesh is told, and no part is loaded there any more.
+    /// This machine no longer has a device: the mesh learns it, and no part is loaded there any more.
     pub(crate) fn gone(&self, device: u8) {
         let mut state = self.lock();
         if !state.gone.contains(&device) {

@@ -24,7 +24,7 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    /// Something failed on the device. If the machine no longer has it, the mesh is told, and its parts move.
+    /// Something failed on the device. If the machine no longer has it, the node reports it to the mesh, and its parts move.
     pub(crate) fn suspect(&self) {
         if !self.device.is_gpu() || self.suspected.swap(true, Ordering::Relaxed) {
             return;

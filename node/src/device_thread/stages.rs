@@ -110,7 +110,7 @@ impl Inputs {
 }
 
 /// The results of a batch as reported to the core; hidden rows go into `tensors` under the id that the core chose, encoded
-/// once: whoever receives them, and however often, receives the same bits. `codec` and `width` are those of the stage.
+/// once: every receiver gets the same bits, however often they are sent. `codec` and `width` are those of the stage.
 pub(super) fn results(
     tensors: &TensorStore,
     items: &[Item],
