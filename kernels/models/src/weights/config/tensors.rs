@@ -201,8 +201,11 @@ impl ModelConfig {
         let mut all = Vec::with_capacity(2 * tensors.len());
         for tensor in tensors {
             let fused = FUSED.iter().zip(&rows).find_map(|((fused, parts), rows)| {
-                let layer = tensor.name.strip_suffix(fused)?;
-                layer.starts_with("blk.").then_some((layer, *parts, rows))
+                let layer = tensor.name.strip_suffix(fused).filter(|layer| layer.starts_with("blk."))?;
+                // A part may have the name of the whole. `.mesh` files have the parts.
+                let part = parts.iter().zip(rows).find(|(part, _)| *part == fused);
+                let apart = part.is_some_and(|(_, rows)| tensor.rows == *rows);
+                (!apart).then_some((layer, *parts, rows))
             });
             let Some((layer, parts, rows)) = fused else {
                 all.push(tensor);
