@@ -16,6 +16,7 @@ use super::device;
 use crate::device::wgpu_device;
 use crate::engine::memory::{Memory, buffer_max};
 use crate::load::random;
+use crate::shapes::is_router;
 use crate::{Platform, Shape, load, load_profiled, load_random, load_stage};
 
 const SHAPE: Shape = Shape {
@@ -57,7 +58,7 @@ fn all(file: &ModelFile) -> Vec<u8> {
 fn whole(shape: &Shape, quant: QuantType) -> Arc<ModelFile> {
     let sketch = shape.sketch(quant).unwrap();
     let mut bytes = all(&sketch);
-    for tensor in sketch.tensors().iter().filter(|tensor| tensor.rows > 1) {
+    for tensor in sketch.tensors().iter().filter(|tensor| tensor.rows > 1 && !is_router(&tensor.name)) {
         let strip = random::rows(tensor.quant, tensor.cols);
         let (block_bytes, block_len) = (tensor.quant.block_bytes(), tensor.quant.block_len());
         let in_row = tensor.cols / block_len;
