@@ -211,8 +211,8 @@ async fn invalid_frames_close_the_connection() {
     let mut other_route = good();
     other_route.extend_from_slice(&changed(8, 9));
     let cases = [
-        (changed(0, 3), "format 3"),
-        (changed(1, 99), "dtype"),
+        (changed(0, 4), "format 4"),
+        (changed(1, 10), "dtype"),
         (changed(1, Dtype::U32 as u8), "dtype"),
         (changed(2, 3), "codec"),
         (changed(3, 4), "reserved"),
