@@ -8,10 +8,16 @@ use super::operands::{Finish, finish_element};
 use crate::arithmetic::{Features, chunk_range, fused};
 use crate::tiles::{code_words, row_scales, slot_codes, tile_words, weight};
 
-/// Columns of unquantised weights that are loaded at once. Of one activation row, loads of a whole group overlap; with several rows the
-/// numbers of each would take too many registers.
-const fn batch(tokens: usize) -> usize {
-    if tokens == 1 { GROUP } else { 16 }
+/// Columns of unquantised weights that are loaded at once: as many as the registers hold. With several activation rows, each has its
+/// own numbers; halves are converted.
+const fn batch(tokens: usize, kind: QuantType) -> usize {
+    if tokens > 1 {
+        16
+    } else if matches!(kind, QuantType::F32) {
+        GROUP
+    } else {
+        GROUP / 2
+    }
 }
 
 /// Activation rows per cube: several rows of unquantised weights share the loaded weights.
@@ -114,7 +120,7 @@ pub(super) fn chunk_sums(
             let mut column = 0usize;
             if comptime!(Layout::of(kind).bits == 0) {
                 // Loads of a batch overlap; the chains of additions keep their order.
-                let batch = comptime!(batch(tokens));
+                let batch = comptime!(batch(tokens, kind));
                 let mut weights = Array::<f32>::new(batch);
                 let mut numbers = Array::<f32>::new(batch);
                 while column + batch <= end {

@@ -193,13 +193,21 @@ fn toolkit() -> Option<(PathBuf, Toolkit)> {
     Some((ptxas.expect("ptxas in MESHNODE_CUDA"), load_from(&root).expect("NVRTC in MESHNODE_CUDA")))
 }
 
-/// Kernels, and the formats, that may spill two words.
+/// Kernels, and the formats, that may spill a few words.
 ///
 /// - CubeCL lays out the shared memory of `choose_kernel` in a different order each time, and some orders make a card spill. It runs
 ///   once per token, with one cube per row.
 /// - CUDA runs `plain_expert_kernel` only for unquantised weights and in strict arithmetic.
-/// - The panel kernel has no register left for the second scale of Q3_K's blocks on cards before Hopper.
-const MAY_SPILL: [(&str, &str); 3] = [("choose_kernel", ""), ("plain_expert_kernel", ""), ("panel_kernel", "Q3K")];
+/// - Formats with a table, or scales per 16 columns, take more registers in `panel_kernel` and `gate_kernel`; on some cards they spill
+///   up to five words. Q5_0 spills three in `panel_kernel` on sm_120.
+const MAY_SPILL: [(&str, &str); 6] = [
+    ("choose_kernel", ""),
+    ("plain_expert_kernel", ""),
+    ("panel_kernel", "Q3K"),
+    ("panel_kernel", "Q5_0"),
+    ("panel_kernel", "Iq"),
+    ("gate_kernel", "Iq2"),
+];
 
 /// Compiles a kernel to machine code for one architecture.
 ///
