@@ -18,7 +18,7 @@ const TOLERANCE: f32 = 1e-3;
 /// The engine's logits after each token.
 fn engine(file: &Arc<ModelFile>) -> Vec<Vec<f32>> {
     let layers = 0..file.config().layers;
-    let options = StageOptions { layers, sequences: 1, context: 16, activations: Activations::F32, threads: 1 };
+    let options = StageOptions { layers, sequences: 1, context: 16, activations: Activations::F32, ram: 0, threads: 1 };
     let mut stage = load_cpu_stage(Arc::clone(file), options).unwrap();
     let step = |(position, token): (usize, &u32)| {
         let rows = Rows {

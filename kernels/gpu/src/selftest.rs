@@ -76,7 +76,7 @@ fn check(model: &TinyModel, batches: &[Vec<Entry>], activations: Activations, lo
     let outcome = catch_unwind(AssertUnwindSafe(|| {
         let file = model.open();
         let layers = 0..file.config().layers;
-        let options = StageOptions { layers, sequences: 3, context: 300, activations, threads: 2 };
+        let options = StageOptions { layers, sequences: 3, context: 300, activations, ram: 0, threads: 2 };
         let text = |error: StageError| error.to_string();
         let mut expected = load_plain_stage(Arc::clone(&file), options.clone()).map_err(text)?;
         let mut found = load(&file, options.clone()).map_err(text)?;

@@ -84,6 +84,7 @@ pub fn decode(file: &Arc<ModelFile>, bench: DecodeBench) -> Result<DecodeFigures
         sequences: 1,
         context: file.config().context.min(bench.prompt + bench.tokens + 1),
         activations: bench.activations,
+        ram: 0,
         threads: bench.threads,
     };
     let mut stage = CpuEngine::load(Arc::clone(file), options, isa)?;

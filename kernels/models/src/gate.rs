@@ -186,6 +186,7 @@ impl<'a> Run<'a> {
                 sequences: GROUP * (codecs.len() + 1),
                 context,
                 activations: options.activations,
+                ram: 0,
                 threads: options.threads,
             };
             load_cpu_stage(Arc::clone(file), options)

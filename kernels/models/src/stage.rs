@@ -16,6 +16,9 @@ pub struct StageOptions {
     pub context: usize,
     /// Arithmetic of matrix products. Part of the numerics contract.
     pub activations: Activations,
+    /// Bytes of the weights of experts that may lie in RAM, where the processor computes them. Only for GPUs: the CPU has all
+    /// weights in RAM.
+    pub ram: u64,
     /// Threads used for loading. Each batch brings its own compute threads.
     pub threads: usize,
 }

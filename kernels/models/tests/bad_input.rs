@@ -25,7 +25,7 @@ fn load(
 ) -> Result<Box<dyn Stage>, StageError> {
     kernels_models::load_cpu_stage(
         Arc::clone(file),
-        StageOptions { layers, sequences: 4, context, activations, threads: 2 },
+        StageOptions { layers, sequences: 4, context, activations, ram: 0, threads: 2 },
     )
 }
 

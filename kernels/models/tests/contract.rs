@@ -15,7 +15,7 @@ use kernels_models::weights::{Architecture, ModelFile};
 const BOTH: [Activations; 2] = [Activations::Int8, Activations::F32];
 
 fn load(file: &Arc<ModelFile>, layers: Range<usize>, activations: Activations, threads: usize) -> Loaded {
-    let options = StageOptions { layers, sequences: 8, context: 600, activations, threads };
+    let options = StageOptions { layers, sequences: 8, context: 600, activations, ram: 0, threads };
     let stage = kernels_models::load_cpu_stage(Arc::clone(file), options).unwrap();
     Loaded { stage, threads: Threads::new(threads).unwrap() }
 }
@@ -257,7 +257,7 @@ fn invalid_batches_are_rejected_and_change_nothing() {
     assert!(last.forward(&[rows(1, 0, RowsIn::Hidden(&hidden))]).is_ok());
 
     for (layers, sequences, context, threads) in [(0..4, 1, 1, 1), (1..1, 1, 1, 1), (0..3, 0, 1, 1), (0..3, 1, 1, 0)] {
-        let options = StageOptions { layers, sequences, context, activations: Activations::Int8, threads };
+        let options = StageOptions { layers, sequences, context, activations: Activations::Int8, ram: 0, threads };
         assert!(kernels_models::load_cpu_stage(Arc::clone(&file), options.clone()).is_err(), "{options:?}");
     }
 }

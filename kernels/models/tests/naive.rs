@@ -268,7 +268,7 @@ fn gentle(tiny: TinyModel) -> Arc<ModelFile> {
 
 fn logits(file: &Arc<ModelFile>, activations: Activations, tokens: &[u32], context: usize) -> Vec<f64> {
     let layers = 0..file.config().layers;
-    let options = StageOptions { layers, sequences: 1, context, activations, threads: 2 };
+    let options = StageOptions { layers, sequences: 1, context, activations, ram: 0, threads: 2 };
     let mut stage = kernels_models::load_cpu_stage(Arc::clone(file), options).unwrap();
     let mut out = Vec::new();
     for (position, tokens) in [(0, &tokens[..tokens.len() - 2]), (tokens.len() - 2, &tokens[tokens.len() - 2..])] {

@@ -45,7 +45,7 @@ fn prompts() -> Vec<Prompt> {
 
 fn stage(file: &Arc<ModelFile>, activations: Activations) -> Box<dyn Stage> {
     let layers = 0..file.config().layers;
-    let options = StageOptions { layers, sequences: 4, context: 512, activations, threads: 2 };
+    let options = StageOptions { layers, sequences: 4, context: 512, activations, ram: 0, threads: 2 };
     kernels_models::load_cpu_stage(Arc::clone(file), options).unwrap()
 }
 

@@ -13,7 +13,7 @@ fn a_stage_holds_its_own_weights_once() {
     let before = resident();
     let width = file.config().width;
     let options =
-        StageOptions { layers: 10..20, sequences: 1, context: 64, activations: Activations::Int8, threads: 2 };
+        StageOptions { layers: 10..20, sequences: 1, context: 64, activations: Activations::Int8, ram: 0, threads: 2 };
     let mut stage = kernels_models::load_cpu_stage(file.clone(), options).unwrap();
     let hidden = vec![0.25; 5 * width];
     stage

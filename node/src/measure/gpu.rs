@@ -52,6 +52,7 @@ pub(crate) fn model(source: Source<'_>, device: DeviceId, bench: GpuBench) -> Re
         sequences: bench.requests + 1, // one more to time the steps of a layer
         context: bench.prompt + bench.tokens + 2,
         activations: Activations::Int8,
+        ram: 0,
         threads: bench.threads,
     };
     let (name, mut stage, vocab) = match source {

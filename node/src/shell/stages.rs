@@ -106,6 +106,7 @@ fn load_stage(
         sequences: order.sequences as usize,
         context: order.context as usize,
         activations: if order.int8 { Activations::Int8 } else { Activations::F32 },
+        ram: 0,
         threads: device.threads,
     };
     let begun = Instant::now();

@@ -379,7 +379,7 @@ async fn a_truncated_cache_file_is_fetched_again() {
 
 fn stage(held: &LocalModel) -> Result<Box<dyn Stage>, StageError> {
     let (layers, activations) = (0..held.file.config().layers, Activations::Int8);
-    let options = StageOptions { layers, sequences: 1, context: 16, activations, threads: 1 };
+    let options = StageOptions { layers, sequences: 1, context: 16, activations, ram: 0, threads: 1 };
     kernels_models::load_cpu_stage(held.file.clone(), options)
 }
 

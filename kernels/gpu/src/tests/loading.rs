@@ -34,7 +34,7 @@ const SHAPE: Shape = Shape {
 };
 
 fn options(layers: usize) -> StageOptions {
-    StageOptions { layers: 0..layers, sequences: 2, context: 300, activations: Activations::Int8, threads: 2 }
+    StageOptions { layers: 0..layers, sequences: 2, context: 300, activations: Activations::Int8, ram: 0, threads: 2 }
 }
 
 /// Runs a prompt and a decode step.

@@ -16,7 +16,7 @@ use crate::{load_stage, measure_gpu, probe, selftest};
 
 fn options(file: &ModelFile, context: usize) -> StageOptions {
     let layers = 0..file.config().layers;
-    StageOptions { layers, sequences: 2, context, activations: Activations::Int8, threads: 2 }
+    StageOptions { layers, sequences: 2, context, activations: Activations::Int8, ram: 0, threads: 2 }
 }
 
 /// The most likely token of a position.

@@ -18,6 +18,7 @@ fn instruction_sets_agree_bit_for_bit() {
                     sequences: 1,
                     context: 64,
                     activations,
+                    ram: 0,
                     threads: 1,
                 };
                 let mut stage = CpuEngine::load(Arc::clone(&file), options, isa).unwrap();

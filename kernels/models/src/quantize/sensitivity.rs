@@ -105,6 +105,7 @@ fn run(file: &Arc<ModelFile>, layer: usize, input: &Input, threads: &mut Threads
         sequences: SEQUENCES,
         context: POSITIONS.min(file.config().context),
         activations: Activations::F32,
+        ram: 0,
         threads: threads.count(),
     };
     let mut stage = load_cpu_stage(file.clone(), options)?;

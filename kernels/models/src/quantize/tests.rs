@@ -25,7 +25,7 @@ fn write(file: &Arc<ModelFile>, out: &Path, bits: Bits) -> Result<Written, Quant
 /// Bits of the last row's logits.
 fn logits(file: &Arc<ModelFile>, activations: Activations) -> Vec<u32> {
     let layers = 0..file.config().layers;
-    let options = StageOptions { layers, sequences: 1, context: 16, activations, threads: 2 };
+    let options = StageOptions { layers, sequences: 1, context: 16, activations, ram: 0, threads: 2 };
     let mut stage = crate::load_cpu_stage(file.clone(), options).unwrap();
     let tokens = [5, 77, 260, 3, 9, 41];
     let rows = Rows { sequence: 1, position: 0, input: RowsIn::Tokens(&tokens), output: RequestedOutput::Logits };
@@ -88,7 +88,7 @@ fn a_stage_reads_only_its_range() {
     let hidden: Vec<f32> = (0..3 * 256).map(|i| (i as f32 * 0.7).sin()).collect();
     let run = |file: Arc<ModelFile>| {
         let options =
-            StageOptions { layers: 1..2, sequences: 1, context: 8, activations: Activations::Int8, threads: 1 };
+            StageOptions { layers: 1..2, sequences: 1, context: 8, activations: Activations::Int8, ram: 0, threads: 1 };
         let mut stage = crate::load_cpu_stage(file, options).unwrap();
         let rows = Rows { sequence: 1, position: 0, input: RowsIn::Hidden(&hidden), output: RequestedOutput::Nothing };
         stage.forward(&mut Threads::new(1).unwrap(), &[rows]).unwrap()

@@ -228,6 +228,7 @@ fn a_scale_that_is_not_finite_is_named() {
         sequences: 1,
         context: 8,
         activations: crate::stage::Activations::Int8,
+        ram: 0,
         threads: 1,
     };
     let error = crate::load_cpu_stage(file, options).err().expect("an infinite scale").to_string();

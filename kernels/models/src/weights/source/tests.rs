@@ -30,7 +30,8 @@ fn bench() -> Bench {
 }
 
 fn load(file: &Arc<ModelFile>) -> Result<Box<dyn Stage>, StageError> {
-    let options = StageOptions { layers: 0..3, sequences: 2, context: 64, activations: Activations::Int8, threads: 2 };
+    let options =
+        StageOptions { layers: 0..3, sequences: 2, context: 64, activations: Activations::Int8, ram: 0, threads: 2 };
     crate::load_cpu_stage(Arc::clone(file), options)
 }
 
