@@ -13,11 +13,12 @@ use kernels::threads::Threads;
 use kernels::tile::Layout;
 use kernels_gpu_grids::{PendingRead, submit_read};
 use kernels_models::decoder::{self, Decoder, PassInput, RowAt};
+use kernels_models::ram::experts_in_ram;
 use kernels_models::recipe::{LayerRecipe, Recipe};
 use kernels_models::rotary::{RotaryTable, RotaryTables};
 use kernels_models::sampler::SamplerSettings;
 use kernels_models::stage::{self, ResidentBytes, SequenceId, StageError, StageOptions};
-use kernels_models::weights::{HeadNorms, ModelConfig, ModelFile, RopeKind};
+use kernels_models::weights::{HeadNorms, ModelConfig, ModelFile};
 
 use crate::arithmetic::Features;
 use crate::attention::{Heads, LayerHeads, Pages, Places, attend, place};
@@ -32,11 +33,13 @@ use crate::rows::{RowFormats, cap, embed, gated, norm, norm_add};
 pub(crate) mod memory;
 mod mixture;
 pub(crate) mod profile;
+mod ram;
 mod spill;
 mod steps;
 mod times;
 
-use memory::{Memory, ROWS, Release, Scratch, buffer_max, check_memory, scratch_bytes};
+use memory::{Memory, ROWS, Release, Scratch, buffer_max, check_memory, heads_of, pages_of, scratch_bytes};
+use ram::Ram;
 use steps::{FEW, Steps};
 
 /// Layers of a model on a GPU.
@@ -55,6 +58,8 @@ pub struct GpuEngine<R: Platform> {
     bytes: ResidentBytes,
     /// Recorded steps, if the runtime has graphs.
     steps: Option<Steps>,
+    /// Experts that the processor computes.
+    ram: Option<Box<Ram>>,
     /// Passes queued on the device, the oldest first.
     queued: VecDeque<Queued>,
     /// CubeCL has launched kernels since the last replay or move of pages.
@@ -87,6 +92,8 @@ pub enum Step {
     Output,
     /// RMSNorm before the feed-forward.
     FeedForwardNorm,
+    /// Choice of experts, in a mixture.
+    Route,
     /// Gate and up.
     GateUp,
     /// activation(gate) · up.
@@ -95,13 +102,14 @@ pub enum Step {
     Down,
 }
 
-const STEPS: [Step; 9] = [
+const STEPS: [Step; 10] = [
     Step::AttentionNorm,
     Step::Inputs,
     Step::Place,
     Step::Attend,
     Step::Output,
     Step::FeedForwardNorm,
+    Step::Route,
     Step::GateUp,
     Step::Gated,
     Step::Down,
@@ -196,21 +204,13 @@ impl<R: Platform> GpuEngine<R> {
         let _release = Release::new(&client); // first, so that it is dropped after all buffers if loading fails
         let able = Features::of(&client)?;
         let recipe = Recipe::of(&config);
-        let heads = Heads {
-            heads: config.heads,
-            kv_heads: config.kv_heads,
-            head_dim: config.head_dim,
-            pairs: config.rope.dims / 2,
-            halves: config.rope.kind == RopeKind::Halves,
-            half_cells: options.activations.cache_cell_bytes() == 2,
-        };
-        let most = buffer_max(&client);
-        // One more for a challenge beside the requests.
-        let pages = options.sequences * options.context.div_ceil(POSITIONS) + 1;
-        check_memory(file, &options, &heads, pages, memory_free, most)?;
+        let (heads, pages, most) = (heads_of(&config, &options), pages_of(&options), buffer_max(&client));
+        let split = experts_in_ram(file, &options)?;
+        check_memory(file, &options, &heads, split.bytes, memory_free, most)?;
         let threads = rayon::ThreadPoolBuilder::new().num_threads(options.threads).build();
         let threads = threads.map_err(|error| StageError::Device(format!("{} threads: {error}", options.threads)))?;
         let memory = Memory { client: &client, number };
+        let weights_from = weights;
         let mut loader = Loader::new(&memory, file, weights, &threads)?;
         let range = options.layers.clone();
         let table = (range.start == 0).then(|| loader.matrices(&["token_embd.weight".to_owned()])).transpose()?;
@@ -224,7 +224,8 @@ impl<R: Platform> GpuEngine<R> {
             let bytes = pages * heads.page_bytes();
             let page = Pages { pages: memory.buffer(bytes, "keys and values")?, count: pages };
             timed(&mut loader.phases.proof_s, || fill(&client, &page.pages, bytes / 4))?;
-            layers.push(layer(&mut loader, &recipe.layers[index], index, page, rotary, heads.head_dim)?);
+            let in_ram = split.counts[index - range.start];
+            layers.push(layer(&mut loader, &recipe.layers[index], index, in_ram, page, rotary, heads.head_dim)?);
         }
         let head = config.has_head(&range).then(|| -> Result<Head, StageError> {
             let norm = loader.vector("output_norm.weight")?;
@@ -236,6 +237,8 @@ impl<R: Platform> GpuEngine<R> {
         });
         let head = head.transpose()?;
         let (weights, mut phases) = loader.finish()?;
+        let ram =
+            (split.bytes > 0).then(|| Ram::load(file, weights_from, &options, &split).map(Box::new)).transpose()?;
         let scratch = Scratch::new(&memory, &config, &heads, &options)?;
         let scratch_bytes = scratch_bytes(&config, &heads, &options);
         let working = (pages * heads.page_bytes() * layers.len()) as u64 + scratch_bytes;
@@ -264,6 +267,7 @@ impl<R: Platform> GpuEngine<R> {
             scratch,
             bytes,
             steps,
+            ram,
             queued: VecDeque::new(),
             launched: true,
             phases,
@@ -278,23 +282,39 @@ impl<R: Platform> GpuEngine<R> {
             return Ok(None);
         }
         self.launched = true;
-        let (count, width) = (rows.len(), self.config.width);
+        let (tokens, hidden, places) = self.uploaded(rows, input);
+        self.layers(&self.client, tokens.as_ref(), &places, &hidden);
+        self.begin_results(&hidden, rows.len(), wanted)
+    }
+
+    /// Uploads the input of a pass: tokens, if it has them, hidden rows, or room for them, and the places of the rows.
+    fn uploaded(&self, rows: &[RowAt], input: PassInput<'_>) -> (Option<Handle>, Handle, Places) {
         let (tokens, hidden) = match input {
             PassInput::Tokens(tokens) => (Some(self.upload(bytemuck::cast_slice(tokens))), self.scratch.hidden.clone()),
             PassInput::Hidden(hidden) => (None, self.upload(bytemuck::cast_slice(hidden))),
         };
         let (table, tables) = self.tables(rows, None);
         let places = Places {
-            count,
+            count: rows.len(),
             rows: self.upload(bytemuck::cast_slice(&table)),
             tables: self.upload(bytemuck::cast_slice(&tables)),
             tables_len: tables.len(),
             blocks: rows.iter().map(|row| row.position / POSITIONS + 1).max().unwrap_or(1),
         };
-        self.layers(&self.client, tokens.as_ref(), &places, &hidden);
+        (tokens, hidden, places)
+    }
+
+    /// Computes the logits of the `wanted` rows if the stage has the output head, and starts to read the results. Returns them if
+    /// there are none to read.
+    fn begin_results(
+        &mut self,
+        hidden: &Handle,
+        count: usize,
+        wanted: &[usize],
+    ) -> Result<Option<Vec<f32>>, StageError> {
         if self.head.is_none() {
-            let unused = hidden.size() - (count * width * 4) as u64;
-            return self.read(hidden.offset_end(unused)).map(|()| None);
+            let unused = hidden.size() - (count * self.config.width * 4) as u64;
+            return self.read(hidden.clone().offset_end(unused)).map(|()| None);
         }
         if wanted.is_empty() {
             self.client.flush().map_err(failed)?;
@@ -303,7 +323,7 @@ impl<R: Platform> GpuEngine<R> {
         let chosen: Vec<u32> = wanted.iter().map(|row| *row as u32).collect();
         let chosen = self.upload(bytemuck::cast_slice(&chosen));
         let logits = self.client.empty(wanted.len() * self.config.vocab * 4);
-        self.logits(&self.client, &hidden, &chosen, wanted.len(), &logits);
+        self.logits(&self.client, hidden, &chosen, wanted.len(), &logits);
         self.read(logits).map(|()| None)
     }
 
@@ -315,17 +335,32 @@ impl<R: Platform> GpuEngine<R> {
         places: &Places,
         hidden: &Handle,
     ) {
+        self.embed(client, tokens, places.count, hidden);
+        (0..self.layers.len()).for_each(|index| self.layer_steps(client, index, &STEPS, places, hidden));
+    }
+
+    /// The embedding of `tokens`, if given.
+    fn embed<L: Platform>(&self, client: &ComputeClient<L>, tokens: Option<&Handle>, count: usize, hidden: &Handle) {
         if let (Some(tokens), Some(table)) = (tokens, &self.table) {
             for part in table {
                 let scale = self.recipe.embed_scale;
-                embed(client, self.able, &part.matrix, part.offset, tokens, places.count, scale, hidden);
+                embed(client, self.able, &part.matrix, part.offset, tokens, count, scale, hidden);
             }
         }
-        for (index, layer) in self.layers.iter().enumerate() {
-            let recipe = &self.recipe.layers[self.options.layers.start + index];
-            for step in STEPS {
-                self.step(client, step, recipe, layer, places, hidden);
-            }
+    }
+
+    /// Steps of the layer at `index` within the stage.
+    fn layer_steps<L: Platform>(
+        &self,
+        client: &ComputeClient<L>,
+        index: usize,
+        steps: &[Step],
+        places: &Places,
+        hidden: &Handle,
+    ) {
+        let recipe = &self.recipe.layers[self.options.layers.start + index];
+        for step in steps {
+            self.step(client, *step, recipe, &self.layers[index], places, hidden);
         }
     }
 
@@ -387,9 +422,14 @@ impl<R: Platform> GpuEngine<R> {
                 self.add_products(client, &layer.output, &scratch.attended, count, bias, after(0), hidden);
             }
             Step::FeedForwardNorm => {
-                let wanted = self.wanted_by(layer.feed_forward.inputs());
+                let mut wanted = self.wanted_by(layer.feed_forward.inputs());
+                wanted.floats |= layer.feed_forward.has_ram(); // the processor receives them
                 self.norm(client, hidden, &layer.ffn_norm, None, count, wanted, &scratch.x);
             }
+            Step::Route => match &layer.feed_forward {
+                FeedForward::Dense(_) => {}
+                FeedForward::Experts(experts) => self.route_rows(client, experts, count),
+            },
             Step::GateUp => match &layer.feed_forward {
                 FeedForward::Dense(gated) => self.gate_up(client, gated, count, recipe.activation, &scratch.gated),
                 FeedForward::Experts(experts) => self.expert_gate_up(client, experts, count),
@@ -403,7 +443,8 @@ impl<R: Platform> GpuEngine<R> {
                     self.add_products(client, down, &scratch.gated, count, None, after(1), hidden);
                 }
                 FeedForward::Experts(experts) => {
-                    self.expert_down(client, experts, count, recipe.activation, hidden);
+                    self.expert_outputs(client, experts, count, recipe.activation);
+                    self.combine_experts(client, experts, count, hidden);
                 }
             },
         }
@@ -598,12 +639,18 @@ impl<R: Platform> decoder::Engine for GpuEngine<R> {
 
     fn pass(
         &mut self,
-        _threads: &mut Threads,
+        threads: &mut Threads,
         rows: &[RowAt],
         input: PassInput<'_>,
         wanted: &[usize],
     ) -> Result<Option<Vec<f32>>, StageError> {
-        guarded(|| self.run(rows, input, wanted))
+        let mut ram = self.ram.take();
+        let result = guarded(|| match &mut ram {
+            Some(ram) => self.run_with_ram(ram, threads, rows, input, wanted).map(Some),
+            None => self.run(rows, input, wanted),
+        });
+        self.ram = ram;
+        result
     }
 
     fn collect_pass(&mut self) -> Result<Vec<f32>, StageError> {
@@ -611,7 +658,7 @@ impl<R: Platform> decoder::Engine for GpuEngine<R> {
     }
 
     fn can_sample(&self, rows: usize, settings: &SamplerSettings) -> bool {
-        self.draws_rows(rows, settings)
+        self.ram.is_none() && self.draws_rows(rows, settings)
     }
 
     fn queue(
@@ -640,6 +687,7 @@ fn layer<R: Platform>(
     loader: &mut Loader<'_, R>,
     recipe: &LayerRecipe,
     index: usize,
+    in_ram: usize,
     pages: Pages,
     rotary: Handle,
     head_dim: usize,
@@ -664,7 +712,7 @@ fn layer<R: Platform>(
         output_bias: recipe.output_bias.then(|| loader.vector(&bias("attn_output"))).transpose()?,
         norms_after: recipe.norms_after.then(|| two(loader, ["post_attention_norm", "post_ffw_norm"])).transpose()?,
         ffn_norm: loader.vector(&format!("blk.{index}.{}", recipe.ffn_norm))?,
-        feed_forward: FeedForward::load(loader, recipe, index)?,
+        feed_forward: FeedForward::load(loader, recipe, index, in_ram)?,
         pages,
         rotary,
     })

@@ -235,6 +235,94 @@ fn route_kernel(
     }
 }
 
+/// Writes the slot of each chosen expert; `slots` has one for each of `experts` experts.
+pub(crate) fn look_up<R: Platform>(
+    client: &ComputeClient<R>,
+    able: Features,
+    slots: &Handle,
+    experts: usize,
+    chosen: &Handle,
+    pairs: usize,
+    found: &Handle,
+) {
+    // SAFETY: units past the last pair do nothing; chosen experts are below their number.
+    unsafe {
+        look_up_kernel::launch_unchecked::<R>(
+            client,
+            CubeCount::Static(pairs.div_ceil(UNITS as usize) as u32, 1, 1),
+            CubeDim::new_1d(UNITS),
+            array(slots, experts),
+            array(chosen, pairs),
+            array(found, pairs),
+            pairs as u32,
+            able,
+        );
+    }
+}
+
+#[cube(launch_unchecked)]
+fn look_up_kernel(
+    slots: &Array<u32>,
+    chosen: &Array<u32>,
+    found: &mut Array<u32>,
+    pairs: u32,
+    #[comptime] able: Features,
+) {
+    release_next(able);
+    await_previous(able);
+    let pair = ABSOLUTE_POS;
+    if pair < pairs as usize {
+        found[pair] = slots[chosen[pair] as usize];
+    }
+}
+
+/// Replaces the outputs of some pairs. Row i of `rows[count, cols]` is the output of pair `numbers[i]`, or of none if that is not
+/// below `pairs`.
+pub(crate) fn put_rows<R: Platform>(
+    client: &ComputeClient<R>,
+    able: Features,
+    numbers: &Handle,
+    rows: &Handle,
+    count: usize,
+    cols: usize,
+    outputs: &Handle,
+    pairs: usize,
+) {
+    // SAFETY: units past the end of a row do nothing, and neither do those of other pairs.
+    unsafe {
+        put_kernel::launch_unchecked::<R>(
+            client,
+            CubeCount::Static(cols.div_ceil(UNITS as usize) as u32, count as u32, 1),
+            CubeDim::new_1d(UNITS),
+            array(numbers, count),
+            array(rows, count * cols),
+            array(outputs, pairs * cols),
+            cols as u32,
+            pairs as u32,
+            able,
+        );
+    }
+}
+
+#[cube(launch_unchecked)]
+fn put_kernel(
+    numbers: &Array<u32>,
+    rows: &Array<f32>,
+    outputs: &mut Array<f32>,
+    cols: u32,
+    pairs: u32,
+    #[comptime] able: Features,
+) {
+    release_next(able);
+    await_previous(able);
+    let row = CUBE_POS_Y as usize;
+    let column = CUBE_POS_X * CUBE_DIM_X + UNIT_POS_X;
+    let pair = numbers[row];
+    if column < cols && pair < pairs {
+        outputs[(pair * cols + column) as usize] = rows[row * cols as usize + column as usize];
+    }
+}
+
 /// Multiplies each row of `rows[count, cols]` by its factor.
 pub(crate) fn scale_rows<R: Platform>(
     client: &ComputeClient<R>,

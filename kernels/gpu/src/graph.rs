@@ -608,6 +608,20 @@ impl Graphs {
         }
     }
 
+    /// Queues a graph.
+    pub(crate) fn launch(&self, graph: &Graph) -> Result<(), StageError> {
+        self.enter()?;
+        // SAFETY: the graph was instantiated for this context.
+        unsafe { result::graph::launch(graph.0, self.stream) }.map_err(failed)
+    }
+
+    /// Queues a mark.
+    pub(crate) fn set(&self, mark: &Mark) -> Result<(), StageError> {
+        self.enter()?;
+        // SAFETY: the event belongs to this context.
+        unsafe { result::event::record(mark.0, self.stream) }.map_err(failed)
+    }
+
     /// Queues a copy from buffer `from`, from byte `offset` on, to `to`, which is pinned. The caller must [`settle`](Self::settle)
     /// before it uses `to`.
     pub(crate) fn queue_read(&self, from: &Buffer, offset: usize, to: &mut [u32]) -> Result<(), StageError> {

@@ -32,6 +32,7 @@ mod window;
 pub use arithmetic::Features;
 pub use compile::kernel_cache_usage;
 pub use device::{Fault, Probe, answer_probe, probe, probe_report, use_cache};
+pub use engine::memory::stage_bytes;
 pub use engine::profile::{Launches, Profiled};
 pub use engine::{GpuEngine, Step, load};
 pub use load::LoadPhases;

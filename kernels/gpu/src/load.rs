@@ -137,6 +137,21 @@ pub(crate) struct Part {
     pub(crate) width: usize,
 }
 
+/// The first `taken` of `of` equal parts of a tensor's rows.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Share {
+    pub(crate) taken: usize,
+    pub(crate) of: usize,
+}
+
+impl Share {
+    const ALL: Self = Self { taken: 1, of: 1 };
+
+    fn part(self, rows: usize) -> usize {
+        rows / self.of * self.taken
+    }
+}
+
 /// Maximum bytes of a pinned slab. Copying one takes some milliseconds, so starting the copy (20 µs) is negligible; pinning two
 /// takes some 50 ms. Small in tests, so that small models need several slabs.
 const SLAB_BYTES: usize = if cfg!(test) { 16 << 10 } else { 64 << 20 };
@@ -166,8 +181,13 @@ impl<'a, R: Platform> Loader<'a, R> {
 
     /// Loads matrices with the same input rows, side by side. Those of one format are stored as one matrix, up to the buffer limit.
     pub(crate) fn matrices(&mut self, names: &[String]) -> Result<Vec<Part>, StageError> {
+        self.matrices_of(names, Share::ALL)
+    }
+
+    /// As [`Self::matrices`], with a share of the rows of each.
+    pub(crate) fn matrices_of(&mut self, names: &[String], share: Share) -> Result<Vec<Part>, StageError> {
         let (mut parts, mut offset) = (Vec::new(), 0);
-        for joined in self.joined(names)? {
+        for joined in self.joined(names, share)? {
             let tiles = self.matrix(&joined)?;
             let Joined { kind, rows, cols, .. } = joined;
             parts.push(Part { matrix: Matrix { kind, rows, cols, tiles }, offset, width: rows });
@@ -177,7 +197,7 @@ impl<'a, R: Platform> Loader<'a, R> {
     }
 
     /// Groups the rows of matrices into the matrices that are stored.
-    fn joined<'n>(&self, names: &'n [String]) -> Result<Vec<Joined<'n>>, StageError> {
+    fn joined<'n>(&self, names: &'n [String], share: Share) -> Result<Vec<Joined<'n>>, StageError> {
         let most = usize::try_from(buffer_max(self.memory.client)).unwrap_or(usize::MAX);
         let mut all: Vec<Joined<'n>> = Vec::new();
         for name in names {
@@ -185,8 +205,9 @@ impl<'a, R: Platform> Loader<'a, R> {
             let (kind, cols) = (tensor.quant, tensor.cols);
             let layout = Layout::of(kind);
             let rows_max = (most / layout.matrix_bytes(1, cols)).max(1) * ROWS;
-            for first in (0..tensor.rows).step_by(rows_max) {
-                let rows = first..tensor.rows.min(first + rows_max);
+            let end = share.part(tensor.rows);
+            for first in (0..end).step_by(rows_max) {
+                let rows = first..end.min(first + rows_max);
                 match all.last_mut() {
                     // Nothing is appended to a matrix that does not fill its last tile.
                     Some(last)
@@ -234,9 +255,15 @@ impl<'a, R: Platform> Loader<'a, R> {
 
     /// Loads vectors as f32, concatenated.
     pub(crate) fn vectors(&mut self, names: &[String]) -> Result<Handle, StageError> {
+        self.vectors_of(names, Share::ALL)
+    }
+
+    /// As [`Self::vectors`], with a share of each.
+    pub(crate) fn vectors_of(&mut self, names: &[String], share: Share) -> Result<Handle, StageError> {
         let mut all = Vec::new();
         for name in names {
-            all.extend(self.file.tensor(name).ok_or_else(|| missing(name))?.to_finite_f32()?);
+            let vector = self.file.tensor(name).ok_or_else(|| missing(name))?.to_finite_f32()?;
+            all.extend(&vector[..share.part(vector.len())]);
         }
         self.numbers(&names[0], &all)
     }
@@ -247,6 +274,11 @@ impl<'a, R: Platform> Loader<'a, R> {
     }
 
     fn numbers(&mut self, name: &str, all: &[f32]) -> Result<Handle, StageError> {
+        self.words(name, bytemuck::cast_slice(all))
+    }
+
+    /// Loads words that are not in the file.
+    pub(crate) fn words(&mut self, name: &str, all: &[u32]) -> Result<Handle, StageError> {
         let words = all.len();
         let bytes: Vec<u8> = bytemuck::cast_slice(all).to_vec();
         let sum = word_checksum(&bytes);
@@ -475,6 +507,31 @@ pub(crate) fn fill<R: Platform>(client: &ComputeClient<R>, buffer: &Handle, word
         "{} bytes of device memory do not hold what was written; the device may be out of memory",
         4 * words
     )))
+}
+
+/// Copies `words` words of a buffer to another, there from word `start` on.
+pub(crate) fn write<R: Platform>(client: &ComputeClient<R>, from: &Handle, to: &Handle, start: usize, words: usize) {
+    // SAFETY: the kernel stays below `words`, and the caller asks for words within both buffers.
+    unsafe {
+        write_kernel::launch_unchecked::<R>(
+            client,
+            CubeCount::Static(CUBES, 1, 1),
+            CubeDim::new_1d(UNITS),
+            array(from, words),
+            array(to, start + words),
+            start as u32,
+            words as u32,
+        );
+    }
+}
+
+#[cube(launch_unchecked)]
+fn write_kernel(from: &Array<u32>, to: &mut Array<u32>, start: u32, len: u32) {
+    let mut i = ABSOLUTE_POS;
+    while i < len as usize {
+        to[start as usize + i] = from[i];
+        i += comptime!((CUBES * UNITS) as usize);
+    }
 }
 
 #[cube(launch_unchecked)]

@@ -61,19 +61,19 @@ pub fn load_profiled(
 }
 
 /// Creates a model of a given shape with random weights in `quant` on a GPU, to benchmark without a model file. Loading takes as
-/// long as writing the weights to device memory.
+/// long as writing the weights to device memory. `options` of the file that describes the model.
 ///
 /// # Errors
 /// As [`load_profiled`]; the rows are not whole blocks of the format; or the header's temporary file cannot be written.
 pub fn load_random(
     shape: &Shape,
     quant: QuantType,
-    options: StageOptions,
+    options: &dyn Fn(&ModelFile) -> StageOptions,
     device: DeviceId,
 ) -> Result<Box<dyn Profiled>, StageError> {
     let start = Instant::now();
     let file = shape.sketch(quant)?;
-    loaded(&file, Weights::Random, options, device, start)
+    loaded(&file, Weights::Random, options(&file), device, start)
 }
 
 /// `start`: when the caller began to open the file.

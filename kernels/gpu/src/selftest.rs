@@ -7,6 +7,7 @@ use std::sync::Arc;
 use kernels::quant::{QUANT_TYPES, QuantType};
 use kernels::threads::Threads;
 use kernels_models::load_plain_stage;
+use kernels_models::ram::movable_bytes;
 use kernels_models::stage::{Activations, RequestedOutput, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions};
 use kernels_models::weights::testing::TinyModel;
 use kernels_models::weights::{Architecture, ModelFile};
@@ -79,20 +80,28 @@ fn check(model: &TinyModel, batches: &[Vec<Entry>], activations: Activations, lo
         let options = StageOptions { layers, sequences: 3, context: 300, activations, ram: 0, threads: 2 };
         let text = |error: StageError| error.to_string();
         let mut expected = load_plain_stage(Arc::clone(&file), options.clone()).map_err(text)?;
-        let mut found = load(&file, options.clone()).map_err(text)?;
         let mut threads = Threads::new(options.threads).map_err(|error| error.to_string())?;
-        let mut numbers = 0;
-        for (step, batch) in batches.iter().enumerate() {
-            let (expected, found) =
-                (bits(&mut *expected, &mut threads, batch)?, bits(&mut *found, &mut threads, batch)?);
-            numbers += expected.len();
-            if let Some(at) = (0..expected.len().max(found.len())).find(|&at| expected.get(at) != found.get(at)) {
-                let number = |bits: Option<&u32>| bits.map_or("nothing".into(), |b| f32::from_bits(*b).to_string());
-                let (expected, found) = (number(expected.get(at)), number(found.get(at)));
-                return Err(format!("step {step}: logit {at} is {found}, expected {expected}"));
+        let mut results = Vec::with_capacity(batches.len());
+        for batch in batches {
+            results.push(bits(&mut *expected, &mut threads, batch)?);
+        }
+        // With all experts on the device, with one in RAM, and with as many as may lie there.
+        let movable = movable_bytes(&file, &options).map_err(text)?;
+        let shares: &[u64] = if movable > 0 { &[0, 1, movable] } else { &[0] };
+        for &ram in shares {
+            let mut found = load(&file, StageOptions { ram, ..options.clone() }).map_err(text)?;
+            for (step, (batch, expected)) in batches.iter().zip(&results).enumerate() {
+                let found = bits(&mut *found, &mut threads, batch)?;
+                if let Some(at) = (0..expected.len().max(found.len())).find(|&at| expected.get(at) != found.get(at)) {
+                    let number = |bits: Option<&u32>| bits.map_or("nothing".into(), |b| f32::from_bits(*b).to_string());
+                    let (expected, found) = (number(expected.get(at)), number(found.get(at)));
+                    let place = if ram > 0 { format!(" with {ram} bytes of experts in RAM") } else { String::new() };
+                    return Err(format!("step {step}{place}: logit {at} is {found}, expected {expected}"));
+                }
             }
         }
         check_split(&file, &options, &mut threads, &batches[0], load)?;
+        let numbers: usize = results.iter().map(Vec::len).sum();
         Ok(format!("{numbers} logits have the bits of the reference"))
     }));
     Check { name, outcome: outcome.unwrap_or_else(|panic| Err(format!("panicked: {}", panic_text(panic.as_ref())))) }

@@ -21,6 +21,7 @@ use crate::rotary::RotaryTables;
 use crate::stage::{Activations, SequenceId};
 
 mod experts;
+pub mod ram;
 
 use experts::Mixture;
 

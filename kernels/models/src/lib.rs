@@ -20,6 +20,8 @@ mod attention;
 mod engine;
 mod kv_cache;
 
+pub use engine::ram;
+
 pub use chat_template::{ChatMessage, ChatTemplate, ChatTemplateError};
 pub use model::{load_cpu_stage, load_plain_stage};
 pub use sampler::{SampleError, Sampler, SamplerSettings};

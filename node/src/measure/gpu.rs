@@ -25,7 +25,7 @@ pub(crate) enum Source<'a> {
 /// Parameters of the measurement.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GpuBench {
-    /// Threads that convert weights.
+    /// Threads that convert weights, and compute experts in RAM.
     pub threads: usize,
     /// Tokens of the prompt.
     pub prompt: usize,
@@ -35,6 +35,8 @@ pub(crate) struct GpuBench {
     pub requests: usize,
     /// Sampling temperature; 0 chooses the most likely token.
     pub temperature: f32,
+    /// Device memory that the model may take, in bytes: experts that do not fit lie in RAM.
+    pub memory: Option<u64>,
 }
 
 /// Repetitions of each measurement; results are medians.
@@ -47,13 +49,17 @@ const REPEATS: usize = 3;
 pub(crate) fn model(source: Source<'_>, device: DeviceId, bench: GpuBench) -> Result<Value, String> {
     let text = |error: StageError| error.to_string();
     let copied = kernels_gpu::measure_gpu(device)?.copy_bytes_s;
-    let options = |layers: usize| StageOptions {
-        layers: 0..layers,
-        sequences: bench.requests + 1, // one more to time the steps of a layer
-        context: bench.prompt + bench.tokens + 2,
-        activations: Activations::Int8,
-        ram: 0,
-        threads: bench.threads,
+    let options = |file: &ModelFile| {
+        let options = StageOptions {
+            layers: 0..file.config().layers,
+            sequences: bench.requests + 1, // one more to time the steps of a layer
+            context: bench.prompt + bench.tokens + 2,
+            activations: Activations::Int8,
+            ram: 0,
+            threads: bench.threads,
+        };
+        let ram = bench.memory.map_or(0, |memory| kernels_gpu::stage_bytes(file, &options).saturating_sub(memory));
+        StageOptions { ram, ..options }
     };
     let (name, mut stage, vocab) = match source {
         Source::File(path) => {
@@ -66,16 +72,16 @@ pub(crate) fn model(source: Source<'_>, device: DeviceId, bench: GpuBench) -> Re
                     bench.prompt, bench.tokens
                 ));
             }
-            let (layers, vocab) = (config.layers, config.vocab);
+            let vocab = config.vocab;
             let name = path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
-            (name, kernels_gpu::load_profiled(Arc::clone(&file), options(layers), device).map_err(text)?, vocab)
+            (name, kernels_gpu::load_profiled(Arc::clone(&file), options(&file), device).map_err(text)?, vocab)
         }
         Source::Random(shape, quant) => {
-            let stage = kernels_gpu::load_random(shape, quant, options(shape.layers), device).map_err(text)?;
+            let stage = kernels_gpu::load_random(shape, quant, &options, device).map_err(text)?;
             (format!("{} {} (random weights)", shape.name, quant.name()), stage, shape.vocab)
         }
     };
-    let threads = Threads::new(1).map_err(|error| error.to_string())?;
+    let threads = Threads::new(bench.threads).map_err(|error| error.to_string())?;
     let figures = Run { stage: stage.as_mut(), threads, vocab, bench }.measure(copied.unwrap_or(0)).map_err(text)?;
     let mut all = json!({"model": name, "device": device.to_string()});
     if let (Value::Object(all), Value::Object(figures)) = (&mut all, figures) {
@@ -86,7 +92,7 @@ pub(crate) fn model(source: Source<'_>, device: DeviceId, bench: GpuBench) -> Re
 
 struct Run<'a> {
     stage: &'a mut dyn Profiled,
-    /// Unused by GPU stages.
+    /// For experts in RAM.
     threads: Threads,
     vocab: usize,
     bench: GpuBench,
@@ -106,6 +112,7 @@ impl Run<'_> {
             "copy_bytes_per_second": copied,
             "weights_bytes": self.stage.resident_bytes().weights,
             "working_bytes": self.stage.resident_bytes().working,
+            "ram_bytes": self.stage.ram_bytes(),
             "load_s": {
                 "open": phases.open_s, "convert": phases.convert_s, "upload": phases.upload_s, "proof": phases.proof_s,
                 "kernels": phases.kernels_s, "total": phases.total_s,
@@ -136,6 +143,7 @@ impl Run<'_> {
             figures["launches_a_step"] = json!(launches.per_step);
             figures["read_bytes_per_second"] = json!(bytes as f64 / step_s);
             figures["share_of_copy"] = json!(if copied > 0 { bytes as f64 / step_s / copied as f64 } else { 0.0 });
+            figures["experts_moved"] = json!(self.stage.experts_moved());
             figures["decode_us_a_layer"] = self.times(requests.min(8), prompt)?;
         }
         Ok(figures)
@@ -210,8 +218,10 @@ impl Run<'_> {
 /// Human-readable results of [`model`].
 pub(crate) fn text(figures: &Value) -> String {
     let number = |name: &str| figures[name].as_f64().unwrap_or(0.0);
+    let in_ram = number("ram_bytes");
+    let in_ram = if in_ram > 0.0 { format!(", {:.2} GB of experts in RAM", in_ram / 1e9) } else { String::new() };
     let mut text = format!(
-        "{} on {}: {:.2} GB of weights, loaded in {:.2} s\nprefill of {}: {:.0} tok/s\n",
+        "{} on {}: {:.2} GB of weights{in_ram}, loaded in {:.2} s\nprefill of {}: {:.0} tok/s\n",
         figures["model"].as_str().unwrap_or("?"),
         figures["device"].as_str().unwrap_or("?"),
         number("weights_bytes") / 1e9,

@@ -8,7 +8,7 @@ use cubecl::stream_id::StreamId;
 use kernels::order::POSITIONS;
 use kernels::tile::Layout;
 use kernels_models::stage::{StageError, StageOptions};
-use kernels_models::weights::{ModelConfig, ModelFile};
+use kernels_models::weights::{ModelConfig, ModelFile, RopeKind};
 
 use crate::attention::{Heads, Partials};
 use crate::draw::{DRAWN_MAX, DrawScratch};
@@ -143,6 +143,8 @@ pub(super) struct MixtureScratch {
     pub(super) scores: Handle,
     /// Experts and their factors, `[rows, used]`.
     pub(super) choices: [Handle; 2],
+    /// Slots of the chosen experts, `[rows, used]`.
+    pub(super) slots: Handle,
     pub(super) groups: Groups,
     /// `[rows, used, width]`
     pub(super) outputs: Handle,
@@ -193,6 +195,7 @@ impl Scratch {
             mixture: MixtureScratch {
                 scores: floats((ROWS * experts).max(1)),
                 choices: [floats(pairs.max(1)), floats(pairs.max(1))],
+                slots: floats(pairs.max(1)),
                 groups: groups(),
                 outputs: floats((ROWS * used * config.width).max(1)),
                 shared: [floats(ROWS), floats(if shared > 0 { ROWS * config.width } else { 1 })],
@@ -208,7 +211,8 @@ impl Scratch {
         let [gates, outputs] = &mixture.shared;
         let others = [hidden, delta, qkv, queries, &partials.values, &partials.sums, both, parts];
         let Groups { order, blocks: [small, large] } = &mixture.groups;
-        let mixture = [&mixture.scores, experts, weights, order, small, large, &mixture.outputs, gates, outputs];
+        let mixture =
+            [&mixture.scores, experts, weights, &mixture.slots, order, small, large, &mixture.outputs, gates, outputs];
         let others: Vec<&Handle> = others.into_iter().chain(mixture).collect();
         activations.as_flattened().iter().chain(&others).try_for_each(|handle| memory.check(handle, "scratch"))?;
         Ok(scratch)
@@ -227,7 +231,7 @@ pub(super) fn scratch_bytes(config: &ModelConfig, heads: &Heads, options: &Stage
     let rotary = options.context * (2 * heads.pairs + 1);
     let [experts, used, width, shared] = mixture_of(config);
     let both = 2 * (used * width).max(config.ffn.max(shared));
-    let mixture = experts + 2 * used.max(1) + 1 + (used + 1) * config.width + 2 * shared + 2 * used * width;
+    let mixture = experts + 3 * used.max(1) + 1 + (used + 1) * config.width + 2 * shared + 2 * used * width;
     let per_row = 2 * config.width + heads.row() + heads.queries() + both + mixture;
     let activations = 2 * (config.width + heads.queries() + config.ffn); // floats, codes, scales
     let last = config.has_head(&options.layers);
@@ -236,7 +240,7 @@ pub(super) fn scratch_bytes(config: &ModelConfig, heads: &Heads, options: &Stage
     ((ROWS * (per_row + activations) + rotary + PARTS_WORDS + groups) * 4 + PARTIAL_BYTES + drawn) as u64
 }
 
-/// Rejects a stage that cannot fit: a full device computes wrong numbers instead of failing.
+/// Rejects a stage that cannot fit: a full device computes wrong numbers instead of failing. `in_ram`: bytes of its weights in RAM.
 ///
 /// # Errors
 /// It does not fit; the error lists the sizes.
@@ -244,13 +248,12 @@ pub(super) fn check_memory(
     file: &ModelFile,
     options: &StageOptions,
     heads: &Heads,
-    pages: usize,
+    in_ram: u64,
     free: Option<u64>,
     most: u64,
 ) -> Result<(), StageError> {
-    let config = file.config();
     let spare = SPARE_BYTES + most / 64;
-    let layer_pages = (pages * heads.page_bytes()) as u64;
+    let layer_pages = (pages_of(options) * heads.page_bytes()) as u64;
     let mib = |bytes: u64| bytes.div_ceil(1 << 20);
     if layer_pages > most {
         return Err(input(format!(
@@ -263,17 +266,8 @@ pub(super) fn check_memory(
         )));
     }
     let Some(free) = free else { return Ok(()) };
-    let weights: u64 = file
-        .tensors()
-        .iter()
-        .filter(|t| belongs(config, &t.name, &options.layers))
-        .map(|t| match t.rows {
-            1 => (t.cols * 4) as u64,
-            _ => Layout::of(t.quant).matrix_bytes(t.rows, t.cols) as u64,
-        })
-        .sum();
-    let caches = layer_pages * options.layers.len() as u64;
-    let scratch = scratch_bytes(config, heads, options);
+    let [weights, caches, scratch] = bytes_of(file, options, heads);
+    let weights = weights.saturating_sub(in_ram);
     let total = weights + caches + scratch;
     let room = free - spare.min(free / 10);
     if total <= room {
@@ -290,6 +284,39 @@ pub(super) fn check_memory(
         options.context,
         mib(scratch)
     )))
+}
+
+/// Bytes of weights, of the cache and of scratch of a stage.
+fn bytes_of(file: &ModelFile, options: &StageOptions, heads: &Heads) -> [u64; 3] {
+    let config = file.config();
+    let tensors = file.tensors().iter().filter(|t| belongs(config, &t.name, &options.layers));
+    let weights = tensors.map(|t| match t.rows {
+        1 => (t.cols * 4) as u64,
+        _ => Layout::of(t.quant).matrix_bytes(t.rows, t.cols) as u64,
+    });
+    let caches = pages_of(options) * heads.page_bytes() * options.layers.len();
+    [weights.sum(), caches as u64, scratch_bytes(config, heads, options)]
+}
+
+/// Bytes that a stage takes on a GPU if none of its experts lie in RAM.
+pub fn stage_bytes(file: &ModelFile, options: &StageOptions) -> u64 {
+    bytes_of(file, options, &heads_of(file.config(), options)).into_iter().sum()
+}
+
+/// Pages of a stage's cache: one more for a challenge beside the requests.
+pub(super) fn pages_of(options: &StageOptions) -> usize {
+    options.sequences * options.context.div_ceil(POSITIONS) + 1
+}
+
+pub(super) fn heads_of(config: &ModelConfig, options: &StageOptions) -> Heads {
+    Heads {
+        heads: config.heads,
+        kv_heads: config.kv_heads,
+        head_dim: config.head_dim,
+        pairs: config.rope.dims / 2,
+        halves: config.rope.kind == RopeKind::Halves,
+        half_cells: options.activations.cache_cell_bytes() == 2,
+    }
 }
 
 /// Whether a stage with these layers holds the tensor on the device.

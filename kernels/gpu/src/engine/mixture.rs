@@ -9,8 +9,8 @@ use kernels_models::weights;
 
 use super::{FeedForward, Gated, GpuEngine};
 use crate::error::input;
-use crate::experts::{Choices, SharedOutput, combine, route, scale_rows};
-use crate::load::{Loader, Part};
+use crate::experts::{Choices, SharedOutput, combine, look_up, route, scale_rows};
+use crate::load::{Loader, Part, Share};
 use crate::platform::Platform;
 use crate::product::operands::Matrix;
 use crate::product::{ExpertMatrix, ExpertRows, Groups, Pairs, expert_product, group, grouped};
@@ -24,11 +24,13 @@ pub(super) struct Experts {
     router_bias: Option<Handle>,
     /// One per expert.
     corrections: Option<Handle>,
-    /// Of gate and up, and of down: one row per expert.
-    biases: Option<[Handle; 2]>,
-    /// Gate and up: together, or one by one if their formats differ.
-    inputs: Vec<ExpertMatrix>,
-    down: ExpertMatrix,
+    /// Of gate and up, and of down: one row per slot.
+    pub(super) biases: Option<[Handle; 2]>,
+    /// Gate and up: together, or one by one if their formats differ. Each expert on the device has a slot.
+    pub(super) inputs: Vec<ExpertMatrix>,
+    pub(super) down: ExpertMatrix,
+    /// If some experts lie in RAM: the slot of each expert. An expert in RAM has the slot of another, whose output is replaced.
+    pub(super) slots: Option<Handle>,
     /// The expert of every row.
     shared: Option<Gated>,
     /// Its gate of one row.
@@ -40,6 +42,7 @@ impl FeedForward {
         loader: &mut Loader<'_, R>,
         recipe: &LayerRecipe,
         index: usize,
+        in_ram: usize,
     ) -> Result<Self, StageError> {
         let name = |part: &str| format!("blk.{index}.{part}.weight");
         let block = |loader: &mut Loader<'_, R>, kind: &str| -> Result<Gated, StageError> {
@@ -55,8 +58,9 @@ impl FeedForward {
         if recipe.norms_after {
             return Err(input("expected no norm after a mixture of experts"));
         }
-        let inputs = stacked(loader, &["ffn_gate_exps", "ffn_up_exps"].map(name), count)?;
-        let [down] = <[ExpertMatrix; 1]>::try_from(stacked(loader, &[name("ffn_down_exps")], count)?)
+        let share = Share { taken: count - in_ram, of: count };
+        let inputs = stacked(loader, &["ffn_gate_exps", "ffn_up_exps"].map(name), share)?;
+        let [down] = <[ExpertMatrix; 1]>::try_from(stacked(loader, &[name("ffn_down_exps")], share)?)
             .map_err(|_| input("expected one matrix of outputs"))?;
         let gate = shared.filter(|shared| shared.gated);
         let shared = shared.map(|_| block(loader, "_shexp")).transpose()?;
@@ -66,12 +70,16 @@ impl FeedForward {
         let router_bias = biases.then(|| bias(loader, "ffn_gate_inp")).transpose()?;
         let all = |loader: &mut Loader<'_, R>| -> Result<[Handle; 2], StageError> {
             let inputs = ["ffn_gate_exps", "ffn_up_exps"].map(|part| format!("blk.{index}.{part}.bias"));
-            Ok([loader.vectors(&inputs)?, bias(loader, "ffn_down_exps")?])
+            let down = [format!("blk.{index}.ffn_down_exps.bias")];
+            Ok([loader.vectors_of(&inputs, share)?, loader.vectors_of(&down, share)?])
         };
         let biases = biases.then(|| all(loader)).transpose()?;
         let corrections = format!("blk.{index}.exp_probs_b.bias");
         let corrections = config.corrected.then(|| loader.vector(&corrections)).transpose()?;
-        let experts = Experts { config, router, router_bias, corrections, biases, inputs, down, shared, shared_gate };
+        let slots: Vec<u32> = (0..count as u32).map(|expert| expert % share.taken as u32).collect();
+        let slots = (in_ram > 0).then(|| loader.words("slots of experts", &slots)).transpose()?;
+        let experts =
+            Experts { config, router, router_bias, corrections, biases, inputs, down, slots, shared, shared_gate };
         Ok(Self::Experts(Box::new(experts)))
     }
 
@@ -86,6 +94,11 @@ impl FeedForward {
                 Box::new(parts.chain(experts.inputs.iter().map(|matrix| &matrix.matrix)))
             }
         }
+    }
+
+    /// Whether some of its experts lie in RAM.
+    pub(super) fn has_ram(&self) -> bool {
+        matches!(self, Self::Experts(experts) if experts.slots.is_some())
     }
 
     /// Bytes of weights that a row reads.
@@ -105,6 +118,18 @@ impl FeedForward {
     }
 }
 
+impl Experts {
+    /// Experts of a row.
+    pub(super) fn used(&self) -> usize {
+        self.config.used
+    }
+
+    /// Width of an expert.
+    pub(super) fn width(&self) -> usize {
+        self.config.width
+    }
+}
+
 impl ExpertMatrix {
     /// Bytes of one expert.
     fn bytes(&self) -> u64 {
@@ -113,13 +138,13 @@ impl ExpertMatrix {
     }
 }
 
-/// Loads matrices with all experts in their rows: together if they are stored as one.
+/// Loads a share of matrices with all experts in their rows: together if they are stored as one.
 fn stacked<R: Platform>(
     loader: &mut Loader<'_, R>,
     names: &[String],
-    count: usize,
+    share: Share,
 ) -> Result<Vec<ExpertMatrix>, StageError> {
-    let parts = loader.matrices(names)?;
+    let (parts, count) = (loader.matrices_of(names, share)?, share.taken);
     // All have the same number of rows.
     let all = parts.iter().map(|part| part.width).sum::<usize>() / names.len();
     if let [Part { matrix, .. }] = &parts[..] {
@@ -144,8 +169,8 @@ impl<R: Platform> GpuEngine<R> {
         Choices { experts: numbers.clone(), weights: weights.clone(), used: experts.config.used }
     }
 
-    /// Chooses the experts of each row, and computes their gates and ups.
-    pub(super) fn expert_gate_up<L: Platform>(&self, client: &ComputeClient<L>, experts: &Experts, count: usize) {
+    /// Chooses the experts of each row.
+    pub(super) fn route_rows<L: Platform>(&self, client: &ComputeClient<L>, experts: &Experts, count: usize) {
         let (scratch, choices) = (&self.scratch, self.choices(experts));
         let scores = &scratch.mixture.scores;
         self.products(
@@ -158,14 +183,24 @@ impl<R: Platform> GpuEngine<R> {
             experts.router_bias.as_ref(),
             false,
         );
-        let weights::Experts { count: all, used, width, on_input, .. } = experts.config;
-        let corrections = experts.corrections.as_ref();
+        let (all, corrections) = (experts.config.count, experts.corrections.as_ref());
         route(client, self.able, scores, corrections, all, experts.config.routing(), count, &choices);
+    }
+
+    /// Computes gates and ups of the chosen experts.
+    pub(super) fn expert_gate_up<L: Platform>(&self, client: &ComputeClient<L>, experts: &Experts, count: usize) {
+        let (scratch, choices) = (&self.scratch, self.choices(experts));
+        let weights::Experts { count: experts_all, used, width, on_input, .. } = experts.config;
+        let (all, pairs) = (experts.down.count, count * used);
+        if let Some(slots) = &experts.slots {
+            look_up(client, self.able, slots, experts_all, &choices.experts, pairs, &scratch.mixture.slots);
+        }
+        let chosen = self.chosen(experts);
         let groups = self.groups(experts, count);
         if let Some(groups) = groups {
-            group(client, &choices.experts, all, count * used, groups);
+            group(client, chosen, all, pairs, groups);
         }
-        let pairs = Pairs { x: &scratch.x, experts: &choices.experts, count: count * used, each: used, groups };
+        let pairs = Pairs { x: &scratch.x, experts: chosen, count: pairs, each: used, groups };
         let integers = self.integers();
         for (index, matrix) in experts.inputs.iter().enumerate() {
             let bias = experts.biases.as_ref().map(|[inputs, _]| {
@@ -194,40 +229,56 @@ impl<R: Platform> GpuEngine<R> {
         gated(client, self.able, &scratch.both, activation, pairs, wanted, &scratch.mixture.gated);
     }
 
-    /// Computes the outputs of all experts of each row, and adds them to the residual stream.
-    pub(super) fn expert_down<L: Platform>(
+    /// The slot that computes each pair.
+    fn chosen(&self, experts: &Experts) -> &Handle {
+        let scratch = &self.scratch.mixture;
+        if experts.slots.is_some() { &scratch.slots } else { &scratch.choices[0] }
+    }
+
+    /// Computes the outputs of the chosen experts, and of the shared one.
+    pub(super) fn expert_outputs<L: Platform>(
         &self,
         client: &ComputeClient<L>,
         experts: &Experts,
         count: usize,
         activation: Activation,
-        hidden: &Handle,
     ) {
-        let (scratch, width, choices) = (&self.scratch, self.config.width, self.choices(experts));
+        let (scratch, width) = (&self.scratch, self.config.width);
         let mixture = &scratch.mixture;
-        let (groups, on_input) = (self.groups(experts, count), experts.config.on_input);
-        let all = count * experts.config.used;
-        let pairs = Pairs { x: &mixture.gated, experts: &choices.experts, count: all, each: 1, groups };
+        let (groups, all) = (self.groups(experts, count), count * experts.config.used);
+        let pairs = Pairs { x: &mixture.gated, experts: self.chosen(experts), count: all, each: 1, groups };
         let bias = experts.biases.as_ref().map(|[_, down]| down);
         let out = ExpertRows { rows: &mixture.outputs, stride: width, offset: 0, bias };
         expert_product(client, self.able, &experts.down, &pairs, self.integers(), &out);
-        let shared = experts.shared.as_ref().map(|gated| {
-            let [gates, outputs] = &mixture.shared;
-            let gates = experts.shared_gate.as_ref().map(|gate| {
-                self.products(client, gate, &scratch.x, count, gates, 1, None, false);
-                gates
-            });
-            self.gate_up(client, gated, count, activation, &mixture.shared_gated);
-            self.gate(client, gated, count, activation, &mixture.shared_gated);
-            self.products(client, &gated.down, &mixture.shared_gated, count, outputs, width, None, false);
-            SharedOutput { gates, outputs }
-        });
+        let Some(gated) = &experts.shared else { return };
+        let [gates, outputs] = &mixture.shared;
+        if let Some(gate) = &experts.shared_gate {
+            self.products(client, gate, &scratch.x, count, gates, 1, None, false);
+        }
+        self.gate_up(client, gated, count, activation, &mixture.shared_gated);
+        self.gate(client, gated, count, activation, &mixture.shared_gated);
+        self.products(client, &gated.down, &mixture.shared_gated, count, outputs, width, None, false);
+    }
+
+    /// Adds the outputs of the experts of each row to the residual stream.
+    pub(super) fn combine_experts<L: Platform>(
+        &self,
+        client: &ComputeClient<L>,
+        experts: &Experts,
+        count: usize,
+        hidden: &Handle,
+    ) {
+        let (mixture, width, choices) = (&self.scratch.mixture, self.config.width, self.choices(experts));
+        let on_input = experts.config.on_input;
+        let [gates, outputs] = &mixture.shared;
+        let gates = experts.shared_gate.as_ref().map(|_| gates);
+        let shared = experts.shared.as_ref().map(|_| SharedOutput { gates, outputs });
         combine(client, self.able, &mixture.outputs, &choices, !on_input, shared.as_ref(), count, width, hidden);
     }
 
     /// Where pairs are sorted by expert, if those of one expert are computed together in a pass of `count` rows.
     fn groups(&self, experts: &Experts, count: usize) -> Option<&Groups> {
-        let grouped = grouped(self.able, self.integers(), count * experts.config.used, experts.config.count);
+        let grouped = grouped(self.able, self.integers(), count * experts.config.used, experts.down.count);
         grouped.then_some(&self.scratch.mixture.groups)
     }
 

@@ -29,6 +29,12 @@ pub trait Profiled: Stage {
     /// Times of the phases of loading.
     fn load_phases(&self) -> LoadPhases;
 
+    /// Bytes of experts in RAM.
+    fn ram_bytes(&self) -> u64;
+
+    /// Number of experts that moved from RAM to the device since the stage was loaded.
+    fn experts_moved(&self) -> usize;
+
     /// Bytes of matrices that a step with one row reads: all layers and the output head, without keys, values and norms.
     fn bytes_per_token(&self) -> u64;
 }
@@ -54,10 +60,8 @@ impl<R: Platform> GpuEngine<R> {
         let any = &self.scratch.hidden; // a recorded launch reads no buffer
         let blocks = self.options.context.div_ceil(POSITIONS);
         let places = Places { count: 1, rows: any.clone(), tables: any.clone(), tables_len: blocks, blocks };
-        let (recipe, layer) = (&self.recipe.layers[self.options.layers.start], &self.layers[0]);
         let count = |launch: &dyn Fn(&ComputeClient<Recorder>)| graph::launches(self.client.properties(), launch);
-        let per_layer =
-            count(&|client| STEPS.iter().for_each(|step| self.step(client, *step, recipe, layer, &places, any)));
+        let per_layer = count(&|client| self.layer_steps(client, 0, &STEPS, &places, any));
         let per_step = count(&|client| {
             self.layers(client, self.table.as_ref().map(|_| any), &places, any);
             self.logits(client, any, any, 1, any);
@@ -88,6 +92,14 @@ impl<R: Platform> Profiled for Decoder<GpuEngine<R>> {
 
     fn load_phases(&self) -> LoadPhases {
         self.engine().phases
+    }
+
+    fn ram_bytes(&self) -> u64 {
+        self.engine().ram.as_ref().map_or(0, |ram| ram.bytes())
+    }
+
+    fn experts_moved(&self) -> usize {
+        self.engine().ram.as_ref().map_or(0, |ram| ram.moved)
     }
 
     fn bytes_per_token(&self) -> u64 {

@@ -35,14 +35,14 @@ pub(super) struct Steps {
     /// Number of steps so far.
     steps: u64,
     /// All inputs of a step, in the order of [`Input`].
-    words: Buffer,
+    pub(super) words: Buffer,
     /// Hidden rows, updated in place by each layer.
-    hidden: Handle,
+    pub(super) hidden: Handle,
     /// Logits if the stage ends with the output head, else `hidden`.
-    output: Buffer,
-    sent: Pinned,
-    got: Pinned,
-    done: Mark,
+    pub(super) output: Buffer,
+    pub(super) sent: Pinned,
+    pub(super) got: Pinned,
+    pub(super) done: Mark,
     draws: Option<Draws>,
     /// Set if pages may move to RAM.
     pub(super) mover: Option<Mover>,
@@ -91,7 +91,7 @@ struct Slot {
 /// Parts of a step's input, each at a multiple of 64 words. Tokens come first, so that a step whose tokens are already on the
 /// device is sent without them.
 #[derive(Clone, Copy)]
-enum Input {
+pub(super) enum Input {
     Tokens,
     Rows,
     Chosen,
@@ -118,12 +118,12 @@ impl Input {
 }
 
 /// A part of the input buffer.
-fn part(words: &Handle, part: Input, most: usize) -> Handle {
+pub(super) fn part(words: &Handle, part: Input, most: usize) -> Handle {
     words.clone().offset_start(4 * part.start(most) as u64)
 }
 
 /// Waits for a mark and adds the time to `wait_time`.
-fn wait(graphs: &Graphs, mark: &Mark, waited: &mut Duration) -> Result<(), StageError> {
+pub(super) fn wait(graphs: &Graphs, mark: &Mark, waited: &mut Duration) -> Result<(), StageError> {
     let start = Instant::now();
     let result = graphs.wait(mark);
     *waited += start.elapsed();
@@ -194,7 +194,7 @@ impl Draws {
 
 impl<R: Platform> GpuEngine<R> {
     /// Runs `work` with both the engine and its steps. Waits first for kernels that CubeCL launched on its own stream.
-    fn with_steps<T>(
+    pub(super) fn with_steps<T>(
         &mut self,
         work: impl FnOnce(&Self, &mut Steps) -> Result<T, StageError>,
     ) -> Result<T, StageError> {
@@ -210,7 +210,7 @@ impl<R: Platform> GpuEngine<R> {
     }
 
     /// Pages of the longest sequence, rounded up to a power of two so that few shapes are recorded.
-    fn blocks_of(&self, rows: &[RowAt]) -> usize {
+    pub(super) fn blocks_of(&self, rows: &[RowAt]) -> usize {
         let blocks = rows.iter().map(|row| row.position / POSITIONS + 1).max().unwrap_or(1);
         blocks.next_power_of_two().min(self.options.context.div_ceil(POSITIONS))
     }
@@ -229,14 +229,8 @@ impl<R: Platform> GpuEngine<R> {
             oldest.and_then(|oldest| steps.recorded.remove(&oldest));
         }
         let most = self.options.context.div_ceil(POSITIONS);
-        let words = &steps.words.handle;
-        let places = Places {
-            count: shape.rows,
-            rows: part(words, Input::Rows, most),
-            tables: part(words, Input::Tables, most),
-            tables_len: DRAWN_MAX * most,
-            blocks: shape.blocks,
-        };
+        let (words, places) =
+            (&steps.words.handle, self.recorded_places(&steps.words.handle, shape.rows, shape.blocks));
         let [tokens, chosen, settings] =
             [Input::Tokens, Input::Chosen, Input::Settings].map(|of| part(words, of, most));
         let (hidden, output, draws) = (&steps.hidden, &steps.output.handle, &steps.draws);
@@ -251,6 +245,13 @@ impl<R: Platform> GpuEngine<R> {
         Ok(())
     }
 
+    /// The places of the rows of recorded steps, whose input is in `words`.
+    pub(super) fn recorded_places(&self, words: &Handle, rows: usize, blocks: usize) -> Places {
+        let most = self.options.context.div_ceil(POSITIONS);
+        let [rows_at, tables] = [Input::Rows, Input::Tables].map(|of| part(words, of, most));
+        Places { count: rows, rows: rows_at, tables, tables_len: DRAWN_MAX * most, blocks }
+    }
+
     /// Writes the inputs that every step has: positions and page tables of its rows, and the rows whose logits are requested.
     fn write_rows(&self, words: &mut [u32], rows: &[RowAt], wanted: impl Iterator<Item = usize>) {
         let most = self.options.context.div_ceil(POSITIONS);
@@ -262,6 +263,26 @@ impl<R: Platform> GpuEngine<R> {
         }
     }
 
+    /// Writes the input of a pass that reads its results. Returns the number of words.
+    pub(super) fn write_pass(
+        &self,
+        words: &mut [u32],
+        rows: &[RowAt],
+        input: PassInput<'_>,
+        wanted: &[usize],
+    ) -> usize {
+        self.write_rows(words, rows, wanted.iter().copied());
+        let mut len = Input::Hidden.start(self.options.context.div_ceil(POSITIONS));
+        match input {
+            PassInput::Tokens(tokens) => words[..tokens.len()].copy_from_slice(tokens),
+            PassInput::Hidden(hidden) => {
+                words[len..][..hidden.len()].copy_from_slice(bytemuck::cast_slice(hidden));
+                len += hidden.len();
+            }
+        }
+        len
+    }
+
     /// Queues a pass of few rows as a graph. Returns the number of results of [`Self::replayed`]. At most one may be queued.
     pub(super) fn replay(
         &mut self,
@@ -269,20 +290,12 @@ impl<R: Platform> GpuEngine<R> {
         input: PassInput<'_>,
         wanted: &[usize],
     ) -> Result<usize, StageError> {
-        let (blocks, most) = (self.blocks_of(rows), self.options.context.div_ceil(POSITIONS));
+        let blocks = self.blocks_of(rows);
         self.with_steps(|engine, steps| {
             let shape = Shape { rows: rows.len(), wanted: wanted.len(), blocks, drawn: false };
             engine.record(steps, shape)?;
             let words = steps.sent.words();
-            engine.write_rows(words, rows, wanted.iter().copied());
-            let mut len = Input::Hidden.start(most);
-            match input {
-                PassInput::Tokens(tokens) => words[..tokens.len()].copy_from_slice(tokens),
-                PassInput::Hidden(hidden) => {
-                    words[len..][..hidden.len()].copy_from_slice(bytemuck::cast_slice(hidden));
-                    len += hidden.len();
-                }
-            }
+            let len = engine.write_pass(words, rows, input, wanted);
             let each = if engine.head.is_some() { engine.config.vocab } else { engine.config.width };
             let numbers = each * if engine.head.is_some() { wanted.len() } else { rows.len() };
             let got = &mut steps.got.words()[..numbers];

@@ -74,9 +74,6 @@ impl<R: Platform> GpuEngine<R> {
 
     /// Launches one step of all layers.
     fn all_layers<L: Platform>(&self, client: &ComputeClient<L>, step: Step, places: &Places, hidden: &Handle) {
-        for (index, layer) in self.layers.iter().enumerate() {
-            let recipe = &self.recipe.layers[self.options.layers.start + index];
-            self.step(client, step, recipe, layer, places, hidden);
-        }
+        (0..self.layers.len()).for_each(|index| self.layer_steps(client, index, &[step], places, hidden));
     }
 }

@@ -59,6 +59,18 @@ pub(crate) fn rows(kind: QuantType, cols: usize) -> Vec<u8> {
     random_blocks(kind, ROWS * cols / kind.block_len(), SEED)
 }
 
+/// Writes tiles of random weights to RAM: the same tile row again and again.
+///
+/// # Errors
+/// The format has no tiles of these columns.
+pub(crate) fn fill(kind: QuantType, cols: usize, tiles: &mut [u8]) -> Result<(), StageError> {
+    let mut strip = vec![0; Layout::of(kind).matrix_bytes(ROWS, cols)];
+    convert(kind, cols, 0..ROWS, &rows(kind, cols), &mut strip)
+        .map_err(|error| StageError::Device(format!("random weights: {error}")))?;
+    tiles.chunks_mut(strip.len()).for_each(|out| out.copy_from_slice(&strip[..out.len()]));
+    Ok(())
+}
+
 impl TileRow {
     fn new<R: Platform>(memory: &Memory<'_, R>, kind: QuantType, cols: usize) -> Result<Self, StageError> {
         let mut tiles = vec![0; Layout::of(kind).matrix_bytes(ROWS, cols)];

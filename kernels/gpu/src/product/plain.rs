@@ -6,6 +6,7 @@ use kernels::tile::{Layout, ROWS, Scales};
 
 use super::operands::{Finish, finish_element};
 use crate::arithmetic::{Features, chunk_range, fused};
+use crate::inline::{await_previous, release_next};
 use crate::tiles::{code_words, row_scales, slot_codes, tile_words, weight};
 
 /// Columns of unquantised weights that are loaded at once: as many as the registers hold. With several activation rows, each has its
@@ -47,6 +48,8 @@ pub(super) fn plain_kernel(
     #[comptime] finish: Finish,
     #[comptime] able: Features,
 ) {
+    release_next(able);
+    await_previous(able);
     let (row, chunk) = (UNIT_POS_X as usize, UNIT_POS_Y as usize);
     let (strip, token, count) = (CUBE_POS_X as usize, CUBE_POS_Y as usize * tokens, count as usize);
     let mut sums = Array::<f32>::new(tokens);

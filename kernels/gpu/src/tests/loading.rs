@@ -104,7 +104,7 @@ fn random_weights_compute_like_the_same_weights_from_a_file() {
         (Shape { family: Architecture::Qwen3Moe, experts: Some([6, 2]), ..SHAPE }, QuantType::Q4_0),
     ];
     for (shape, quant) in models {
-        let mut made = load_random(&shape, quant, options(3), device).unwrap();
+        let mut made = load_random(&shape, quant, &|_| options(3), device).unwrap();
         let mut loaded = load_stage(whole(&shape, quant), options(3), device).unwrap();
         assert!(logits(&mut *made) == logits(&mut *loaded), "{shape:?} in {}", quant.name());
         assert_eq!(made.resident_bytes(), loaded.resident_bytes());
@@ -119,10 +119,10 @@ fn an_invalid_shape_is_rejected() {
         (narrow, QuantType::Q4K, "whole blocks"),
         (Shape { family: Architecture::Gemma3, ..SHAPE }, QuantType::Q4_0, "gemma3"),
     ] {
-        let error = load_random(&shape, quant, options(3), device).err().expect("no model");
+        let error = load_random(&shape, quant, &|_| options(3), device).err().expect("no model");
         assert!(matches!(&error, StageError::Input(text) if text.contains(why)), "{error}");
     }
-    let error = load_random(&SHAPE, QuantType::Q4_0, options(3), DeviceId::Cpu).err().expect("no GPU");
+    let error = load_random(&SHAPE, QuantType::Q4_0, &|_| options(3), DeviceId::Cpu).err().expect("no GPU");
     assert!(error.to_string().contains("cpu"), "{error}");
 }
 
@@ -139,7 +139,7 @@ fn a_sketch_leaves_no_file_behind() {
 #[test]
 fn a_profile_counts_launches_and_bytes() {
     let Some(device) = device() else { return };
-    let load = |layers| load_random(&Shape { layers, ..SHAPE }, QuantType::Q4_0, options(layers), device).unwrap();
+    let load = |layers| load_random(&Shape { layers, ..SHAPE }, QuantType::Q4_0, &|_| options(layers), device).unwrap();
     let (mut two, three) = (load(2), load(3));
     let (few, many) = (two.launches(), three.launches());
     assert_eq!(few.per_layer, many.per_layer);

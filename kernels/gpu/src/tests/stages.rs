@@ -4,15 +4,16 @@ use std::time::Instant;
 
 use kernels::device::DeviceId;
 use kernels::threads::Threads;
+use kernels_models::ram::movable_bytes;
 use kernels_models::sampler::{LogitChanges, SamplerSettings};
 use kernels_models::stage::{
     Activations, Draw, Drawn, RequestedOutput, Rows, RowsIn, RowsOut, StageError, StageOptions, Submitted,
 };
-use kernels_models::weights::ModelFile;
 use kernels_models::weights::testing::{TinyModel, real_model_path};
+use kernels_models::weights::{Architecture, ModelFile};
 
 use super::device;
-use crate::{load_stage, measure_gpu, probe, selftest};
+use crate::{load_profiled, load_stage, measure_gpu, probe, selftest};
 
 fn options(file: &ModelFile, context: usize) -> StageOptions {
     let layers = 0..file.config().layers;
@@ -140,6 +141,32 @@ fn conversations_move_to_ram_and_back() {
     let batch = [Rows { sequence: 6, position: 128, input: RowsIn::Tokens(&tokens), output: RequestedOutput::Logits }];
     assert_eq!(stage.forward(&mut threads, &batch).unwrap(), reference.forward(&mut threads, &batch).unwrap());
     (1..=6).for_each(|sequence| stage.release(sequence));
+}
+
+/// The same token again and again uses few experts: those of them in RAM move to the device, and no bit changes.
+#[test]
+fn experts_in_ram_that_are_used_move_to_the_device() {
+    let Some(device) = device() else { return };
+    for architecture in [Architecture::GptOss, Architecture::Qwen3Moe] {
+        let file = TinyModel { experts: Some([8, 2]), layers: 2, ..TinyModel::of(architecture) }.open();
+        let options = options(&file, 256);
+        let ram = movable_bytes(&file, &options).unwrap();
+        let mut stage = load_profiled(file.clone(), StageOptions { ram, ..options.clone() }, device).unwrap();
+        let mut reference = load_stage(file.clone(), options.clone(), DeviceId::Cpu).unwrap();
+        let mut threads = Threads::new(2).unwrap();
+        let mut position = 0;
+        for rows in [70, 70, 1, 1, 40, 1] {
+            let (tokens, output) = (vec![7; rows], RequestedOutput::Logits);
+            let batch = [Rows { sequence: 1, position, input: RowsIn::Tokens(&tokens), output }];
+            let expected = reference.forward(&mut threads, &batch).unwrap();
+            assert_eq!(stage.forward(&mut threads, &batch).unwrap(), expected, "{architecture:?} at {position}");
+            position += rows;
+        }
+        assert!(stage.experts_moved() > 0, "{architecture:?}: no expert moved");
+        let too_much = StageOptions { ram: ram + 1, ..options };
+        let error = load_stage(file, too_much, device).err().expect("fewer experts may lie in RAM").to_string();
+        assert!(error.contains("MiB of experts were to lie in RAM"), "{error}");
+    }
 }
 
 /// Prefill of two passes, then steps with and without sampling: the device holds queued batches of two stages, and a new batch

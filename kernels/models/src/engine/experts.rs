@@ -10,7 +10,7 @@ use kernels::order::{reciprocal, sigmoid};
 use kernels::pool::Pool;
 
 use super::{BlockScratch, GRAIN, Run, Shared, add_bias, each_row, gate_rows, products};
-use crate::model::load::{Experts, Matrix};
+use crate::model::load::{Bank, Experts, Matrix};
 
 /// Scratch of a mixture.
 #[derive(Default)]
@@ -22,7 +22,7 @@ pub(super) struct Mixture {
     keys: Vec<f32>,
     /// Of one row.
     choices: Vec<Choice>,
-    /// `[rows, used]`
+    /// Of all rows.
     routes: Vec<Route>,
     /// Of each expert: the number of its rows, then its place among the groups.
     counts: Vec<usize>,
@@ -42,6 +42,7 @@ pub(super) struct Mixture {
 /// An expert of a row.
 #[derive(Clone, Copy)]
 struct Route {
+    row: usize,
     choice: Choice,
     /// Index of the row among the rows of all groups.
     place: usize,
@@ -69,8 +70,7 @@ impl Mixture {
         products(run.isa, pool, x, run.integers, &[weights.router.tiles()], [&mut self.scores]);
         add_bias(&mut self.scores, weights.router_bias.as_deref());
         self.route(run, weights, x.count());
-        self.gather(x);
-        self.run_experts(pool, run, weights);
+        self.run_experts(pool, run, x, &weights.bank);
         let [gate, shared] = &mut self.shared;
         if let Some(weights) = &weights.shared {
             if let Some(matrix) = &weights.gate {
@@ -81,13 +81,31 @@ impl Mixture {
         self.combine(pool, run, weights, x, out);
     }
 
-    /// Chooses the experts of each row, and a place for each choice: the rows of an expert lie together.
+    /// Computes the outputs of experts for rows of `x`: for each of `pairs` the row, the expert, and the factor. See
+    /// [`Self::output`].
+    pub(super) fn compute_pairs(
+        &mut self,
+        pool: &mut Pool,
+        run: Run,
+        x: &Rows,
+        bank: &Bank,
+        pairs: impl Iterator<Item = (usize, Choice)>,
+    ) {
+        self.routes.clear();
+        self.routes.extend(pairs.map(|(row, choice)| Route { row, choice, place: 0 }));
+        self.run_experts(pool, run, x, bank);
+    }
+
+    /// The output of the pair with this index in [`Self::compute_pairs`], without its factor unless that applies to the input.
+    pub(super) fn output(&self, index: usize, width: usize) -> &[f32] {
+        &self.down[self.routes[index].place * width..][..width]
+    }
+
+    /// Chooses the experts of each row.
     fn route(&mut self, run: Run, weights: &Experts, rows: usize) {
-        let Self { scores, shares, keys, choices, routes, counts, groups, .. } = self;
+        let Self { scores, shares, keys, choices, routes, .. } = self;
         routes.clear();
-        counts.clear();
-        counts.resize(weights.count, 0);
-        for scores in scores.chunks_exact(weights.count) {
+        for (row, scores) in scores.chunks_exact(weights.bank.count).enumerate() {
             shares.clear();
             shares.extend_from_slice(scores);
             let mut by = scores;
@@ -107,12 +125,20 @@ impl Mixture {
             };
             choices.clear();
             weigh(by, shares, factor, weights.routing, choices);
-            for &choice in &*choices {
-                routes.push(Route { choice, place: counts[choice.expert] });
-                counts[choice.expert] += 1;
-            }
+            routes.extend(choices.iter().map(|&choice| Route { row, choice, place: 0 }));
         }
         debug_assert_eq!(routes.len(), rows * weights.routing.used);
+    }
+
+    /// Gives each route a place: the rows of an expert lie together.
+    fn group(&mut self, experts: usize) {
+        let Self { routes, counts, groups, .. } = self;
+        counts.clear();
+        counts.resize(experts, 0);
+        for route in routes.iter_mut() {
+            route.place = counts[route.choice.expert];
+            counts[route.choice.expert] += 1;
+        }
         groups.clear();
         let mut first = 0;
         for (expert, count) in counts.iter_mut().enumerate() {
@@ -132,15 +158,17 @@ impl Mixture {
         for (rows, group) in gathered.iter_mut().zip(&*groups) {
             rows.shape(group.count, x.cols());
         }
-        let used = routes.len() / x.count().max(1);
-        for (index, route) in routes.iter().enumerate() {
+        for route in &*routes {
             let group = counts[route.choice.expert];
             // SAFETY: no row is borrowed.
-            unsafe { gathered[group].rows_mut().copy(route.place - groups[group].first, x, index / used) }
+            unsafe { gathered[group].rows_mut().copy(route.place - groups[group].first, x, route.row) }
         }
     }
 
-    fn run_experts(&mut self, pool: &mut Pool, run: Run, weights: &Experts) {
+    /// Computes the output of each route.
+    fn run_experts(&mut self, pool: &mut Pool, run: Run, x: &Rows, weights: &Bank) {
+        self.group(weights.count);
+        self.gather(x);
         let Self { routes, groups, x, gated, gate, up, down, .. } = self;
         let [gates, ups] = &weights.experts.inputs;
         let ffn = gates.tiles().rows() / weights.count;
@@ -154,7 +182,7 @@ impl Mixture {
         }
         if weights.on_input {
             // Gate and up are linear: a factor of their input is one of their output.
-            for Route { choice, place } in &*routes {
+            for Route { choice, place, .. } in &*routes {
                 for rows in [&mut *gate, &mut *up] {
                     rows[place * ffn..(place + 1) * ffn].iter_mut().for_each(|number| *number *= choice.weight);
                 }
@@ -181,7 +209,7 @@ impl Mixture {
         each_row(pool, x.count(), (used + 1) * width, &|i| {
             let mut parts: [(f32, &[f32]); USED_MAX + 1] = [(0.0, &[]); USED_MAX + 1];
             for (part, route) in parts.iter_mut().zip(&routes[i * used..][..used]) {
-                let factor = if weights.on_input { 1.0 } else { route.choice.weight };
+                let factor = if weights.bank.on_input { 1.0 } else { route.choice.weight };
                 *part = (factor, &down[route.place * width..][..width]);
             }
             let mut count = used;

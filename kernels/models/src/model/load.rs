@@ -80,6 +80,17 @@ impl Matrix {
         let size = Layout::of(self.kind).matrix_bytes(self.rows, self.cols);
         Tiles::new(self.kind, self.rows, self.cols, &self.bytes[..size]).expect("made for these rows and columns")
     }
+
+    /// The tiles, to be replaced.
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes
+    }
+
+    /// Where the tiles of one of `count` matrices lie that were stored one after another in the rows.
+    pub(crate) fn part_of(&self, index: usize, count: usize) -> Range<usize> {
+        let each = Layout::of(self.kind).matrix_bytes(self.rows / count, self.cols);
+        index * each..(index + 1) * each
+    }
 }
 
 /// Weights of one layer.
@@ -115,20 +126,26 @@ pub(crate) struct Gated {
 
 /// A mixture of experts.
 pub(crate) struct Experts {
-    pub(crate) count: usize,
     pub(crate) routing: Routing,
-    /// The factors apply to the inputs of experts.
-    pub(crate) on_input: bool,
     /// One row per expert.
     pub(crate) router: Matrix,
     pub(crate) router_bias: Option<Vec<f32>>,
     /// One per expert.
     pub(crate) corrections: Option<Vec<f32>>,
+    pub(crate) bank: Bank,
+    /// The expert of every row.
+    pub(crate) shared: Option<SharedExpert>,
+}
+
+/// Weights of experts of one layer.
+pub(crate) struct Bank {
+    /// Number of experts.
+    pub(crate) count: usize,
+    /// The factors apply to the inputs of experts.
+    pub(crate) on_input: bool,
     /// Of gate, up and down, one row per expert.
     pub(crate) biases: Option<[Vec<f32>; 3]>,
     pub(crate) experts: Gated,
-    /// The expert of every row.
-    pub(crate) shared: Option<SharedExpert>,
 }
 
 /// An expert of every row.
@@ -154,9 +171,9 @@ pub(crate) struct Loader<'a> {
 impl Experts {
     /// Bytes of the experts that a row does not use.
     pub(crate) fn unused_bytes(&self) -> u64 {
-        let Gated { inputs: [gate, up], down } = &self.experts;
+        let Bank { count, experts: Gated { inputs: [gate, up], down }, .. } = &self.bank;
         let bytes: u64 = [gate, up, down].iter().map(|matrix| matrix.tiles().bytes().len() as u64).sum();
-        bytes / self.count as u64 * (self.count - self.routing.used) as u64
+        bytes / *count as u64 * (count - self.routing.used) as u64
     }
 }
 
@@ -215,14 +232,11 @@ impl Loader<'_> {
         let mut all = || Ok::<_, StageError>([vector(biases[0])?, vector(biases[1])?, vector(biases[2])?]);
         let biases = config.biases.then(&mut all).transpose()?;
         Ok(FeedForward::Experts(Box::new(Experts {
-            count: config.count,
             routing: config.routing(),
-            on_input: config.on_input,
             router,
             router_bias,
             corrections,
-            biases,
-            experts,
+            bank: Bank { count: config.count, on_input: config.on_input, biases, experts },
             shared: shared.map(|expert| SharedExpert { gate, expert }),
         })))
     }
@@ -246,6 +260,6 @@ impl Loader<'_> {
     }
 }
 
-fn missing(name: &str) -> StageError {
+pub(crate) fn missing(name: &str) -> StageError {
     StageError::Input(format!("tensor {name:?} is missing"))
 }

@@ -5,6 +5,7 @@ use crate::cli::global::{Global, answer};
 use crate::cli::model::fetch;
 use crate::cli::print::remark;
 use crate::cli::progress::Spinner;
+use crate::config::Size;
 use crate::measure::{self, GpuBench, Source};
 use kernels::device::{DeviceChoice, DeviceId};
 use kernels::quant::QuantType;
@@ -32,6 +33,9 @@ pub(in crate::cli) struct ModelArgs {
     /// Compute threads [default: on the CPU one measurement with one thread and one with one per core]
     #[arg(long, value_name = "N", env = "MESHNODE_THREADS", value_parser = threads)]
     threads: Option<usize>,
+    /// Device memory for the model, on a GPU: experts that do not fit lie in RAM, and the processor computes them
+    #[arg(long, value_name = "SIZE")]
+    memory: Option<Size>,
 }
 
 #[derive(Debug, clap::Args)]
@@ -134,6 +138,7 @@ fn run(global: &Global, args: &ModelArgs, numbers: &Numbers) -> Result<(), Failu
         tokens: if numbers.decodes { numbers.tokens.unwrap_or(128) as usize } else { 0 },
         requests: numbers.requests as usize,
         temperature: numbers.temperature,
+        memory: args.memory.map(|size| size.0),
     };
     let path;
     let source = match args.shape {
