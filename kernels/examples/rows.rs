@@ -2,15 +2,17 @@
 use kernels::bench::fastest;
 use kernels::boundary::Codec;
 use std::hint::black_box;
+use std::io::Write;
 use std::time::Duration;
 
-/// Rows per pass: more than the caches of a core hold at the usual widths.
-const ROWS: usize = 500;
-const LIMIT: Duration = Duration::from_secs(5);
+/// Rows per pass: few, so that one pass in several is undisturbed on a machine that does other work, too.
+const ROWS: usize = 32;
+const LIMIT: Duration = Duration::from_secs(1);
 
-fn main() {
+fn main() -> std::io::Result<()> {
+    let mut out = std::io::stdout();
     let given: Option<usize> = std::env::args().nth(1).map(|text| text.parse().expect("elements of a row"));
-    println!("codec       width   encode GB/s   µs/row   decode GB/s   µs/row   (GB of f32, one core)");
+    writeln!(out, "codec       width   encode GB/s   µs/row   decode GB/s   µs/row   (GB of f32, one core)")?;
     for width in given.map_or(vec![576, 4096], |width| vec![width]) {
         let rows = hidden(width);
         for codec in Codec::ALL {
@@ -20,9 +22,10 @@ fn main() {
             let figures = |seconds: f64| (size_of_val(&rows[..]) as f64 / seconds / 1e9, seconds / ROWS as f64 * 1e6);
             let ((encode, encode_us), (decode, decode_us)) = (figures(encode), figures(decode));
             let name = codec.name();
-            println!("{name:9} {width:7} {encode:13.3} {encode_us:8.1} {decode:13.3} {decode_us:8.1}");
+            writeln!(out, "{name:9} {width:7} {encode:13.3} {encode_us:8.1} {decode:13.3} {decode_us:8.1}")?;
         }
     }
+    Ok(())
 }
 
 /// Rows as language models have them: roughly Gaussian, and a few channels a hundred times larger.
