@@ -1,9 +1,9 @@
-//! Two nodes with half of a model each, and 20 Mbit/s between them: how long a prompt of 500 tokens takes with rows as they are,
-//! and with rows of 4.5 bits per element, which `meshnode gate` allows for SmolLM2. Prints the times:
+//! Two nodes with half of a model each, and 20 Mbit/s between them: how long a prompt of 500 tokens takes with rows as
+//! they are, and with rows of 4.5 bits per element, which `meshnode gate` allows for SmolLM2. Prints the times:
 //! `cargo test --release -p system-tests slow_link -- --nocapture`
 //!
-//! On few cores SmolLM2 takes longer to compute than to send. A model of wide rows with little to compute shows a link that is the
-//! bottleneck, as between faster machines.
+//! On few cores SmolLM2 takes longer to compute than to send. A model of wide rows with little to compute shows a link
+//! that is the bottleneck, as between faster machines.
 use crate::client::solo;
 use crate::harness::{CONTEXT, Mesh, Turn, deploy, generate, tokens_of};
 use kernels::boundary::Codec;

@@ -209,7 +209,7 @@ fn search(blocks: &[[f32; ROTATED]]) -> (Vec<u8>, Vec<u8>) {
     let mut state = (0..STATES).fold(0, |best, state| if errors[state] < errors[best] { state } else { best });
     let mut codes = vec![0; ROTATED * blocks.len()];
     for (at, turns) in turns.as_flattened().iter().enumerate().rev() {
-        // A transition's lowest bit is that of the state it leads to; its highest one is that of the state it comes from.
+        // A transition's lowest bit is that of the state it leads to, its highest one that of the state it comes from.
         let transition = state + STATES * usize::from(turns >> state & 1);
         codes[at] = transition as u8;
         state = transition / 2;
@@ -225,13 +225,13 @@ fn search(blocks: &[[f32; ROTATED]]) -> (Vec<u8>, Vec<u8>) {
     (scales, codes)
 }
 
-/// Viterbi's algorithm over one block, with several scales side by side: the least error with which each state is reached, and
-/// how it is reached at each element.
+/// Viterbi's algorithm over one block, with several scales side by side: the least error with which each state is
+/// reached, and how it is reached at each element.
 #[inline(always)]
 fn walk(block: &[f32; ROTATED], sigmas: Errors, before: [f32; STATES]) -> ([Errors; STATES], [Turns; ROTATED]) {
     let mut errors = before.map(|error| [error; TRIED.len()]);
     let mut path = [[0; TRIED.len()]; ROTATED];
-    // Of the levels of a subset, the four that are positive and the last one that is not: no other is the nearest to an |x|.
+    // Of a subset, the four levels that are positive and the last one that is not: no other is the nearest to an |x|.
     let levels: [[Errors; 4]; 5] = core::array::from_fn(|number| {
         core::array::from_fn(|subset| sigmas.map(|sigma| sigma * level(4 * (number + 3) + subset)))
     });

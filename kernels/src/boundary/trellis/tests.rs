@@ -1,4 +1,4 @@
-//! The search against a plain one: one scale at a time, with all levels of all subsets, and the code of every step kept.
+//! The search against a plain one: one scale at a time, all levels of all subsets, and the code of every step kept.
 use super::*;
 
 /// How each state was reached at one element: the state before, and the code.
