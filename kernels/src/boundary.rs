@@ -6,9 +6,12 @@
 //!
 //! A row with a non-finite element decodes to a row of NaN: it reaches the logits, and the sampler rejects them, as without
 //! encoding. Next: `boundary/trellis.rs`.
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use thiserror::Error;
 
+use crate::cpu::Isa;
+use crate::cpu::simd::{Kernel, Simd};
 use crate::order::{BLOCK, QUANTISE_MIN, reciprocal};
 
 mod trellis;
@@ -83,14 +86,8 @@ impl Codec {
         let bytes = self.row_bytes(width).expect("a width that stages have");
         assert!(rows.len().is_multiple_of(width), "{} elements are no whole rows of {width}", rows.len());
         let mut out = Vec::with_capacity(rows.len() / width * bytes);
-        for row in rows.chunks_exact(width) {
-            match self {
-                Codec::Lossless => row.iter().for_each(|x| out.extend(x.to_le_bytes())),
-                Codec::F16 => encode_f16(row, &mut out),
-                Codec::Q8 => encode_q8(row, &mut out),
-                Codec::Q4 => trellis::encode(row, &mut out),
-            }
-        }
+        // SAFETY: the instruction set was detected.
+        unsafe { Isa::detect().run(Encode { codec: self, width, rows, out: &mut out }) };
         out
     }
 
@@ -104,8 +101,52 @@ impl Codec {
             return Err(BoundaryError::Length { codec: self.name(), width, row_bytes, found: bytes.len() });
         }
         let mut out = vec![0.0; bytes.len() / row_bytes * width];
-        for (row, bytes) in out.chunks_exact_mut(width).zip(bytes.chunks_exact(row_bytes)) {
-            match self {
+        // SAFETY: the instruction set was detected.
+        unsafe { Isa::detect().run(Decode { codec: self, width, row_bytes, bytes, rows: &mut out }) }?;
+        Ok(out)
+    }
+}
+
+/// Encodes rows with the vectors that the machine has: the same operations, and so the same bytes, whatever they are.
+struct Encode<'a> {
+    codec: Codec,
+    width: usize,
+    rows: &'a [f32],
+    out: &'a mut Vec<u8>,
+}
+
+impl Kernel for Encode<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        for row in self.rows.chunks_exact(self.width) {
+            match self.codec {
+                Codec::Lossless => row.iter().for_each(|x| self.out.extend(x.to_le_bytes())),
+                Codec::F16 => encode_f16(row, self.out),
+                Codec::Q8 => encode_q8(row, self.out),
+                Codec::Q4 => trellis::encode(row, self.out),
+            }
+        }
+    }
+}
+
+/// Decodes rows, likewise.
+struct Decode<'a> {
+    codec: Codec,
+    width: usize,
+    row_bytes: usize,
+    bytes: &'a [u8],
+    rows: &'a mut [f32],
+}
+
+impl Kernel for Decode<'_> {
+    type Output = Result<(), BoundaryError>;
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) -> Result<(), BoundaryError> {
+        for (row, bytes) in self.rows.chunks_exact_mut(self.width).zip(self.bytes.chunks_exact(self.row_bytes)) {
+            match self.codec {
                 Codec::Lossless => {
                     row.iter_mut().zip(bytes.as_chunks().0).for_each(|(x, bytes)| *x = f32::from_le_bytes(*bytes));
                 }
@@ -114,7 +155,7 @@ impl Codec {
                 Codec::Q4 => trellis::decode(bytes, row)?,
             }
         }
-        Ok(out)
+        Ok(())
     }
 }
 
@@ -169,8 +210,22 @@ fn exact(width: usize) -> usize {
 }
 
 /// The `count` elements of the largest magnitude, of equal ones the first, by ascending index. All elements are finite.
+#[inline(always)]
 fn outliers(row: &[f32], count: usize) -> Vec<usize> {
-    let mut indices: Vec<usize> = (0..row.len()).collect();
+    /// Elements whose largest is found with few comparisons.
+    const PIECE: usize = 16;
+    let pieces: Vec<f32> = row.chunks(PIECE).map(largest).collect();
+    let mut greatest = pieces.clone();
+    // Each of `count` pieces has an element of at least this, so no smaller one is an outlier.
+    let least = match count.checked_sub(1) {
+        None => return Vec::new(),
+        Some(at) if at < greatest.len() => *greatest.select_nth_unstable_by(at, |a, b| b.total_cmp(a)).1,
+        Some(_) => 0.0,
+    };
+    let mut indices = Vec::with_capacity(2 * count);
+    for (number, piece) in row.chunks(PIECE).enumerate().filter(|(number, _)| pieces[*number] >= least) {
+        indices.extend((0..piece.len()).filter(|at| piece[*at].abs() >= least).map(|at| number * PIECE + at));
+    }
     if count < indices.len() {
         let rank = |at: &usize| (core::cmp::Reverse(row[*at].abs().to_bits()), *at);
         indices.select_nth_unstable_by_key(count, rank);
@@ -191,6 +246,7 @@ fn outlier(found: u16, before: Option<usize>, width: usize) -> Result<usize, Bou
 }
 
 /// `x` · 2^`power`, exact unless the result is subnormal or overflows.
+#[inline(always)]
 fn scaled(x: f32, power: i32) -> f32 {
     let two = |power: i32| f32::from_bits(((127 + power.clamp(-126, 127)) as u32) << 23);
     let half = power / 2;
@@ -207,12 +263,16 @@ fn exponent(x: f32) -> i32 {
     }
 }
 
+/// The largest magnitude of finite elements; not finite if one of them is not.
+#[inline(always)]
 fn largest(row: &[f32]) -> f32 {
-    row.iter().fold(0.0, |largest: f32, x| largest.max(x.abs()))
+    // The bits are in the order of the magnitudes, and a comparison of integers needs no care for NaN.
+    f32::from_bits(row.iter().fold(0, |largest, x| largest.max(x.abs().to_bits())))
 }
 
+#[inline(always)]
 fn is_finite(row: &[f32]) -> bool {
-    row.iter().all(|x| x.is_finite())
+    largest(row).is_finite()
 }
 
 /// The exponent of an encoded row; `None` if it is a row of NaN.
@@ -224,6 +284,10 @@ fn read_exponent(found: i16) -> Result<Option<i32>, BoundaryError> {
     }
 }
 
+/// Elements that are converted to or from f16 together.
+const CONVERTED: usize = 64;
+
+#[inline(always)]
 fn encode_f16(row: &[f32], out: &mut Vec<u8>) {
     if !is_finite(row) {
         out.extend(NAN_ROW.to_le_bytes());
@@ -232,38 +296,61 @@ fn encode_f16(row: &[f32], out: &mut Vec<u8>) {
     }
     let power = exponent(largest(row)) - 15;
     out.extend((power as i16).to_le_bytes());
-    row.iter().for_each(|x| out.extend(f16::from_f32(scaled(*x, -power)).to_le_bytes()));
+    for piece in row.chunks(CONVERTED) {
+        let (mut numbers, mut halves) = ([0.0; CONVERTED], [f16::ZERO; CONVERTED]);
+        numbers.iter_mut().zip(piece).for_each(|(number, x)| *number = scaled(*x, -power));
+        halves.convert_from_f32_slice(&numbers);
+        out.extend_from_slice(halves.map(f16::to_le_bytes)[..piece.len()].as_flattened());
+    }
 }
 
+#[inline(always)]
 fn decode_f16(bytes: &[u8], row: &mut [f32]) -> Result<(), BoundaryError> {
     let words = bytes.as_chunks::<2>().0;
-    let power = read_exponent(i16::from_le_bytes(words[0]))?;
-    for (x, word) in row.iter_mut().zip(&words[1..]) {
-        *x = power.map_or(f32::NAN, |power| scaled(f16::from_le_bytes(*word).to_f32(), power));
+    let Some(power) = read_exponent(i16::from_le_bytes(words[0]))? else {
+        row.fill(f32::NAN);
+        return Ok(());
+    };
+    for (piece, words) in row.chunks_mut(CONVERTED).zip(words[1..].chunks(CONVERTED)) {
+        let mut halves = [f16::ZERO; CONVERTED];
+        halves.iter_mut().zip(words).for_each(|(half, word)| *half = f16::from_le_bytes(*word));
+        halves[..piece.len()].convert_to_f32_slice(piece);
+        piece.iter_mut().for_each(|x| *x = scaled(*x, power));
     }
     Ok(())
 }
 
+#[inline(always)]
 fn encode_q8(row: &[f32], out: &mut Vec<u8>) {
     let finite = is_finite(row);
     let indices = if finite { outliers(row, exact(row.len())) } else { (0..exact(row.len())).collect() };
-    let mut rest = if finite { row.to_vec() } else { vec![0.0; row.len()] };
-    for at in indices {
-        out.extend((at as u16).to_le_bytes());
-        out.extend(rest[at].to_le_bytes());
-        rest[at] = 0.0;
+    let mut rest = vec![[0.0; BLOCK]; row.len().div_ceil(BLOCK)];
+    if finite {
+        rest.as_flattened_mut()[..row.len()].copy_from_slice(row);
     }
-    for block in rest.chunks(BLOCK) {
+    for at in indices {
+        let value = &mut rest.as_flattened_mut()[at];
+        out.extend((at as u16).to_le_bytes());
+        out.extend(value.to_le_bytes());
+        *value = 0.0;
+    }
+    for block in &rest {
         let largest = largest(block);
         let scale = if largest > QUANTISE_MIN { rounded_up(largest * (1.0 / 127.0)) } else { bf16::ZERO };
         out.extend(if finite { scale } else { bf16::NAN }.to_le_bytes());
         let inverse = if scale == bf16::ZERO { 0.0 } else { reciprocal(scale.to_f32()) };
-        let code = |x: &f32| (x * inverse).round_ties_even().clamp(-127.0, 127.0) as i8 as u8;
-        out.extend(block.iter().map(code));
-        out.resize(out.len() + BLOCK - block.len(), 0);
+        out.extend(block.map(|x| rounded((x * inverse).clamp(-127.0, 127.0))));
     }
 }
 
+/// The integer nearest to `x`, which is within ±2^22, the even one of two; its lowest eight bits.
+#[inline(always)]
+fn rounded(x: f32) -> u8 {
+    // From 2^23 on, f32 has integers only, and their lowest bits are those of the number.
+    (x + 12_582_912.0).to_bits() as u8
+}
+
+#[inline(always)]
 fn decode_q8(bytes: &[u8], row: &mut [f32]) -> Result<(), BoundaryError> {
     let (exact, blocks) = bytes.split_at(EXACT_BYTES * exact(row.len()));
     for (block, bytes) in row.chunks_mut(BLOCK).zip(blocks.chunks_exact(2 + BLOCK)) {

@@ -26,6 +26,7 @@ mod mesh;
 mod replicas;
 mod reshape;
 mod serving;
+mod slow_link;
 mod standby;
 mod structured;
 mod tidy;

@@ -144,6 +144,22 @@ fn each_row_is_encoded_alone() {
 }
 
 #[test]
+fn every_instruction_set_gives_the_same_bytes() {
+    for codec in Codec::ALL {
+        for width in WIDTHS {
+            let rows = noise(width as u64, 2 * width);
+            let expected = codec.encode(width, &rows);
+            for isa in Isa::all() {
+                let mut out = Vec::new();
+                // SAFETY: the machine has the instruction set.
+                unsafe { isa.run(Encode { codec, width, rows: &rows, out: &mut out }) };
+                assert_eq!(out, expected, "{codec:?}, {isa:?}");
+            }
+        }
+    }
+}
+
+#[test]
 fn bytes_of_a_wrong_length_or_with_wrong_outliers_are_rejected() {
     for codec in Codec::ALL {
         let bytes = codec.encode(576, &hidden(1, 576));
