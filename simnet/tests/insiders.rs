@@ -144,17 +144,19 @@ fn a_false_death_heals_within_two_seconds_and_disturbs_no_job() {
 }
 
 /// A burst of loss so heavy that many nodes report many live ones down, while one does die: two seconds after its end all
-/// live nodes are members again, under the identities they had, and all views have the dead one as down.
+/// live nodes are members again, under the identities they had, and all views have the dead one as down. In some of these
+/// worlds only a few nodes heard the last refutation of the one that dies. It outranks the `Down` that all others have, so
+/// all must learn of it before its sender can be down everywhere.
 #[test]
-fn a_burst_of_loss_heals_within_four_seconds_of_its_end() {
-    let mut longest = Duration::ZERO;
+fn a_burst_of_loss_heals_within_two_seconds_of_its_end() {
+    let mut healed = Vec::new();
     let (mut believed, mut victims) = (0, 0);
-    for seed in 0..5 {
+    for seed in 0..30 {
         let (mut world, hosts) = mesh(Options::lan(500 + seed), &vec![spec(MEMORY); 64]);
         let before = generations(&world);
         world.strike(Fault::Loss(950_000));
         world.run_for(ms(1000));
-        let dead = hosts[7 + 11 * seed as usize];
+        let dead = hosts[7 + 11 * (seed as usize % 5)];
         world.strike(Fault::Crash(dead));
         world.run_for(ms(2000));
         world.strike(Fault::Loss(50_000));
@@ -172,7 +174,7 @@ fn a_burst_of_loss_heals_within_four_seconds_of_its_end() {
         let ended = world.now();
         let whole = world.run_while_not(ms(20_000), ms(20), |world| converged(world, &[dead]));
         assert!(whole, "seed {seed}: {:?}", divergences(&world, &[dead]).first());
-        longest = longest.max(world.now().since(ended));
+        healed.push((world.now().since(ended), seed));
         let renewed = generations(&world).into_iter().filter(|(node, life)| before[node] != *life).count();
         assert_eq!(renewed, 0, "seed {seed}: no live node changes its identity");
         world.run_for(ms(3000));
@@ -182,11 +184,13 @@ fn a_burst_of_loss_heals_within_four_seconds_of_its_end() {
             divergences(&world, &[dead]).first()
         );
     }
+    healed.sort();
     println!(
-        "64 nodes, 95 % loss for 3 s, 5 times: {victims} live nodes reported down, missing from {believed} views; views are \
-         equal at most {longest:?} after it"
+        "64 nodes, 95 % loss for 3 s, 30 times: {victims} live nodes reported down, missing from {believed} views; views are \
+         equal after {:?} (median), {:?} (maximum)",
+        healed[15].0, healed[29].0
     );
-    assert!(longest <= ms(4000), "{longest:?}");
+    assert!(healed[29].0 <= ms(2000), "time and seed: {:?}", &healed[20..]);
 }
 
 /// The newest known life of each node.

@@ -470,6 +470,7 @@ impl Membership {
                     self.arm_repair(now);
                 }
                 SwimOutput::Renewed => self.next_push_pull = Some(now),
+                SwimOutput::Recovered => self.catch_up(now),
             }
         }
     }
@@ -615,6 +616,15 @@ impl Membership {
         self.next_repair.get_or_insert(now + MISSING + spread);
     }
 
+    /// This node missed gossip while its datagrams were lost, and others no longer repeat it. Without an exchange two views
+    /// differ until one of their nodes happens to probe the member that they differ about.
+    fn catch_up(&mut self, now: Instant) {
+        // An outage of the whole mesh ends for all nodes together.
+        let spread_ms = CATCH_UP_MS * self.alive().count() as u64;
+        let at = now + Duration::from_millis(self.rng.random_range(0..=spread_ms));
+        self.next_push_pull = Some(self.next_push_pull.map_or(at, |next| next.min(at)));
+    }
+
     fn push_pull_tick(&mut self, now: Instant) {
         self.next_push_pull = Some(now + PUSH_PULL + Duration::from_millis(self.rng.random_range(0..1000)));
         let peers = &self.peers;
@@ -676,6 +686,8 @@ const GOSSIP: Duration = Duration::from_millis(50);
 const GOSSIP_FANOUT: usize = 3;
 /// How long an advert may be missing before push-pull fetches it.
 const MISSING: Duration = Duration::from_secs(2);
+/// Time per member over which a mesh spreads the exchanges after an outage: its nodes may all choose the same partner.
+const CATCH_UP_MS: u64 = 8;
 /// Delay after which changes of the member list are persisted together.
 const REMEMBER: Duration = Duration::from_secs(5);
 

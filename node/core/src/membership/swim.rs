@@ -63,6 +63,8 @@ pub(super) enum SwimOutput {
     Renewed,
     /// The first member is known.
     Active,
+    /// Most of this node's datagrams were lost, now they arrive again.
+    Recovered,
 }
 
 /// The membership protocol of one node.
@@ -165,6 +167,10 @@ impl Swim {
                 self.health.answered(true);
             } else {
                 self.health.acked();
+            }
+            if self.health.take_recovery(now) {
+                self.hasten(now);
+                out.push(SwimOutput::Recovered);
             }
         }
         if let Message::ForwardedAck { origin, probe_number } = header.message {
@@ -477,6 +483,19 @@ impl Swim {
             let excused = armed.excuses < EXCUSES_MAX && !put_off.is_zero();
             armed.excuses += u8::from(excused);
             self.timers.insert((if excused { at + put_off } else { at }, seq), armed);
+        }
+    }
+
+    /// Answers arrive again, and so do refutations: a suspect no longer needs the time that it got during the outage.
+    fn hasten(&mut self, now: Instant) {
+        let patience = self.health.patience(now);
+        for ((at, seq), armed) in core::mem::take(&mut self.timers) {
+            let mut latest = at;
+            if let Timer::ChangeSuspectToDown { member_id, .. } = &armed.timer {
+                let distance = self.probes.patience(member_id.node).unwrap_or_default();
+                latest = now + (SUSPECT + distance).saturating_mul(patience);
+            }
+            self.timers.insert((at.min(latest), seq), armed);
         }
     }
 
