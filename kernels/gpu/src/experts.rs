@@ -2,8 +2,9 @@
 //! are in `product/experts.rs`.
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use kernels::order::LANES;
 use kernels::order::experts::{Gating, Routing, USED_MAX};
+use kernels::order::{CHUNKS, LANES};
+use kernels::tile::ROWS as TILE_ROWS;
 
 use crate::arithmetic::{Features, exp, fused, opaque_float, reciprocal, sigmoid};
 use crate::inline::{await_previous, release_next};
@@ -21,12 +22,21 @@ pub(crate) struct Choices {
     pub(crate) used: usize,
 }
 
-/// Chooses the experts of `rows` rows by their scores `[rows, count]`, and by corrections if there are any: see
+/// Scores of rows.
+pub(crate) struct Scores<'a> {
+    /// `[rows, experts]`, or `[rows, chunks, experts]` with the experts padded to whole tile rows.
+    pub(crate) numbers: &'a Handle,
+    /// The scores are sums of chunks, and a bias per expert is added to them if there is one.
+    pub(crate) chunked: bool,
+    pub(crate) bias: Option<&'a Handle>,
+}
+
+/// Chooses the experts of `rows` rows of `count` scores, and by corrections if there are any: see
 /// [`kernels::order::experts::route`].
 pub(crate) fn route<R: Platform>(
     client: &ComputeClient<R>,
     able: Features,
-    scores: &Handle,
+    scores: &Scores<'_>,
     corrections: Option<&Handle>,
     count: usize,
     routing: Routing,
@@ -34,19 +44,26 @@ pub(crate) fn route<R: Platform>(
     choices: &Choices,
 ) {
     let used = choices.used;
+    let Scores { numbers, chunked, bias } = *scores;
+    let chunks = if chunked { CHUNKS } else { 1 };
+    let stride = if chunked { count.next_multiple_of(TILE_ROWS) } else { count };
     // SAFETY: a cube stays within its row; lanes past the last expert do not read.
     unsafe {
         route_kernel::launch_unchecked::<R>(
             client,
             CubeCount::Static(rows as u32, 1, 1),
             CubeDim::new_1d(LANES as u32),
-            array(scores, rows * count),
-            array(corrections.unwrap_or(scores), count),
+            array(numbers, rows * chunks * stride),
+            array(bias.unwrap_or(numbers), count),
+            array(corrections.unwrap_or(numbers), count),
             array(&choices.experts, rows * used),
             array(&choices.weights, rows * used),
             count as u32,
+            stride as u32,
             used as u32,
             routing.scale,
+            chunks,
+            bias.is_some(),
             count.div_ceil(LANES),
             routing.gating,
             corrections.is_some(),
@@ -117,12 +134,16 @@ fn sum_of_lanes(mine: f32, shared: &mut SharedMemory<f32>, #[comptime] able: Fea
 #[cube(launch_unchecked)]
 fn route_kernel(
     scores: &Array<f32>,
+    bias: &Array<f32>,
     corrections: &Array<f32>,
     experts: &mut Array<u32>,
     weights: &mut Array<f32>,
     count: u32,
+    stride: u32,
     used: u32,
     scale: f32,
+    #[comptime] chunks: usize,
+    #[comptime] biased: bool,
     #[comptime] per_lane: usize,
     #[comptime] gating: Gating,
     #[comptime] corrected: bool,
@@ -144,7 +165,18 @@ fn route_kernel(
         values[i] = 0.0f32;
         keys[i] = 0u32;
         if expert < count {
-            let score = scores[row * count + expert];
+            let mut score = 0.0f32;
+            if comptime!(chunks == 1) {
+                score = scores[row * stride as usize + expert];
+            } else {
+                #[unroll]
+                for chunk in 0..chunks {
+                    score += scores[(row * chunks + chunk) * stride as usize + expert];
+                }
+            }
+            if comptime!(biased) {
+                score += bias[expert];
+            }
             values[i] = score;
             let mut key = score;
             if comptime!(sigmoids) {

@@ -18,6 +18,7 @@ mod matrices;
 pub(crate) mod operands;
 mod panel;
 mod plain;
+mod router;
 
 pub(crate) use experts::{ExpertMatrix, ExpertRows, Pairs, expert_product, grouped};
 use few::{FEW, Shape, few_kernel};
@@ -27,6 +28,7 @@ use operands::{Activations, Finish, Matrix, Target};
 pub(crate) use panel::PARTS_WORDS;
 use panel::{GATHERERS, PANEL_ROWS, Share, gather_kernel, panel_kernel, panel_tokens, parts};
 use plain::{plain_kernel, plain_tokens};
+pub(crate) use router::{chunk_words, is_chunked, router_chunks};
 
 /// Matrices with at least this number of tile rows let a plane compute two of them.
 const TWO_STRIPS: usize = 1024;

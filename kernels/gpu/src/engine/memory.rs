@@ -15,7 +15,7 @@ use crate::draw::{DRAWN_MAX, DrawScratch};
 use crate::error::{failed, guarded, input};
 use crate::platform::Platform;
 use crate::product::operands::Activations;
-use crate::product::{Groups, PARTS_WORDS};
+use crate::product::{Groups, PARTS_WORDS, chunk_words};
 
 /// Maximum rows of a forward pass.
 pub(super) const ROWS: usize = 512;
@@ -139,7 +139,7 @@ pub(super) struct Scratch {
 
 /// Scratch of mixtures of experts; of one number each for a model without.
 pub(super) struct MixtureScratch {
-    /// `[rows, experts]`
+    /// `[rows, experts]`, or chunks of them.
     pub(super) scores: Handle,
     /// Experts and their factors, `[rows, used]`.
     pub(super) choices: [Handle; 2],
@@ -193,7 +193,7 @@ impl Scratch {
             both: floats(2 * (pairs * width).max(ROWS * config.ffn.max(shared))),
             gated: Activations::new(client, ROWS, config.ffn),
             mixture: MixtureScratch {
-                scores: floats((ROWS * experts).max(1)),
+                scores: floats((ROWS * experts).max(chunk_words(experts)).max(1)),
                 choices: [floats(pairs.max(1)), floats(pairs.max(1))],
                 slots: floats(pairs.max(1)),
                 groups: groups(),

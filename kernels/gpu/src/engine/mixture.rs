@@ -9,11 +9,13 @@ use kernels_models::weights;
 
 use super::{FeedForward, Gated, GpuEngine};
 use crate::error::input;
-use crate::experts::{Choices, SharedOutput, combine, look_up, route, scale_rows};
+use crate::experts::{Choices, Scores, SharedOutput, combine, look_up, route, scale_rows};
 use crate::load::{Loader, Part, Share};
 use crate::platform::Platform;
 use crate::product::operands::Matrix;
-use crate::product::{ExpertMatrix, ExpertRows, Groups, Pairs, expert_product, group, grouped};
+use crate::product::{
+    ExpertMatrix, ExpertRows, Groups, Pairs, expert_product, group, grouped, is_chunked, router_chunks,
+};
 use crate::rows::gated;
 
 /// The weights of a mixture.
@@ -172,19 +174,19 @@ impl<R: Platform> GpuEngine<R> {
     /// Chooses the experts of each row.
     pub(super) fn route_rows<L: Platform>(&self, client: &ComputeClient<L>, experts: &Experts, count: usize) {
         let (scratch, choices) = (&self.scratch, self.choices(experts));
-        let scores = &scratch.mixture.scores;
-        self.products(
-            client,
-            &experts.router,
-            &scratch.x,
-            count,
-            scores,
-            experts.config.count,
-            experts.router_bias.as_ref(),
-            false,
-        );
-        let (all, corrections) = (experts.config.count, experts.corrections.as_ref());
-        route(client, self.able, scores, corrections, all, experts.config.routing(), count, &choices);
+        let (all, numbers, bias) = (experts.config.count, &scratch.mixture.scores, experts.router_bias.as_ref());
+        let scores = match &experts.router[..] {
+            [Part { matrix, .. }] if is_chunked(self.able, matrix, count) => {
+                router_chunks(client, self.able, matrix, &scratch.x.floats, count, numbers);
+                Scores { numbers, chunked: true, bias }
+            }
+            router => {
+                self.products(client, router, &scratch.x, count, numbers, all, bias, false);
+                Scores { numbers, chunked: false, bias: None }
+            }
+        };
+        let corrections = experts.corrections.as_ref();
+        route(client, self.able, &scores, corrections, all, experts.config.routing(), count, &choices);
     }
 
     /// Computes gates and ups of the chosen experts.

@@ -18,10 +18,13 @@ use crate::attention::{Heads, LayerHeads, Pages, Partials, Places, attend, place
 use crate::compile::{Source, compile, ptx};
 use crate::device::toolkit::{Toolkit, load_from};
 use crate::draw::{DrawScratch, draw};
-use crate::experts::{Choices, SharedOutput, combine, route, scale_rows};
+use crate::experts::{Choices, Scores, SharedOutput, combine, look_up, put_rows, route, scale_rows};
 use crate::graph::Recorder;
 use crate::product::operands::{Activations, Matrix, Target};
-use crate::product::{ExpertMatrix, ExpertRows, Groups, Pairs, expert_product, gate_product, gates, group, product};
+use crate::product::{
+    ExpertMatrix, ExpertRows, Groups, Pairs, expert_product, gate_product, gates, group, is_chunked, product,
+    router_chunks,
+};
 use crate::rows::{RowFormats, cap, embed, gated, norm, norm_add};
 
 fn no_device() -> DeviceProperties {
@@ -112,10 +115,21 @@ fn mixtures(client: &ComputeClient<Recorder>) {
         (128, sigmoid, Some(&gates)),
         (16, sigmoid, None),
     ] {
-        route(client, ABLE, &handle(), corrections, count, routing, 1, &choices);
+        let numbers = &handle();
+        for (chunked, bias) in [(false, None), (true, None), (true, Some(&gates))] {
+            let scores = Scores { numbers, chunked, bias };
+            route(client, ABLE, &scores, corrections, count, routing, 1, &choices);
+        }
         let groups = Groups { order: handle(), blocks: [handle(), handle()] };
         group(client, &choices.experts, count, 64, &groups);
     }
+    let router = Matrix { kind: QuantType::F32, rows: 128, cols: 2048, tiles: handle() };
+    for count in [1, 2, 8] {
+        assert!(is_chunked(ABLE, &router, count));
+        router_chunks(client, ABLE, &router, &handle(), count, &handle());
+    }
+    look_up(client, ABLE, &handle(), 128, &choices.experts, 8, &handle());
+    put_rows(client, ABLE, &handle(), &handle(), 8, 2048, &handle(), 8);
     scale_rows(client, ABLE, &handle(), &handle(), 8, 2048);
     for (shared, weighted) in [(None, true), (Some(Some(&gates)), true), (Some(None), true), (Some(None), false)] {
         let shared = shared.map(|gates| SharedOutput { gates, outputs: &outputs });
