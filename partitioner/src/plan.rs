@@ -2,7 +2,7 @@
 //! wire passes the same structural checks as one built here, so every `Plan` satisfies them. Next: `cost.rs`.
 use crate::cost::{
     self,
-    ram::{KEPT_SHARE, Room},
+    ram::{Room, ram_beside_max},
 };
 use crate::explain::bytes;
 use crate::fleet::{Device, DeviceId, Fleet, NodeKey};
@@ -259,8 +259,7 @@ fn check_stages(stages: &[Stage]) -> Result<(), InvalidPlan> {
         if stage.layers.start != next || stage.layers.is_empty() || stage.layers.end as usize > LAYERS_MAX {
             return Err(InvalidPlan::Layers { stage: index, start: stage.layers.start, end: stage.layers.end });
         }
-        // A share of the experts stays on the device.
-        let most = stage.bytes.saturating_mul(u64::from(KEPT_SHARE) - 1);
+        let most = ram_beside_max(stage.bytes);
         if stage.ram > most {
             return Err(InvalidPlan::Ram { stage: index, ram: stage.ram, most });
         }

@@ -12,7 +12,7 @@ use core::ops::Range;
 
 /// One part in this number of the experts of a layer stays on the device, and at least as many as a row uses: with fewer, the
 /// device only waits for the processor, and a node without it does as well.
-pub const KEPT_SHARE: u32 = 8;
+const KEPT_SHARE: u32 = 8;
 
 /// Nanoseconds per layer in which the device's rows are read and the processor's outputs are written: two small transfers and
 /// the wait for each. An estimate, not measured on the device.
@@ -79,6 +79,12 @@ pub(crate) fn usable(work: &Work, layers: &Range<u32>, ram: u64) -> u64 {
     let each = one_of_each(work, layers);
     let experts = ram.checked_div(each).unwrap_or(0).min(in_ram_max(work).into());
     each.saturating_mul(experts)
+}
+
+/// Most bytes of experts in RAM beside this many bytes of a stage in memory: whatever the model, a share of the experts is among
+/// these.
+pub fn ram_beside_max(memory: u64) -> u64 {
+    memory.saturating_mul(u64::from(KEPT_SHARE) - 1)
 }
 
 fn split(total: u64, each: u64, most: u32, room: Room) -> Option<Room> {
@@ -328,7 +334,7 @@ mod tests {
                 assert_eq!(table.placed(&whole), held);
                 let Some(held) = held else { continue };
                 assert_eq!(held.bytes(), stage_bytes(&work, &whole));
-                assert!(held.ram <= held.memory * u64::from(KEPT_SHARE - 1), "as a plan from the wire is checked");
+                assert!(held.ram <= ram_beside_max(held.memory), "as a plan from the wire is checked");
                 let plain =
                     super::super::stage_ns_at(&work, &device, (&whole, 0), 1, work.planned_positions()).unwrap();
                 assert_eq!(ns(&whole), plain + table.extra_ns(&whole));
