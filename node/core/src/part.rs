@@ -195,6 +195,7 @@ impl LocalPart {
             device: self.order.device,
             standby,
             bytes,
+            ram: self.ram,
             what,
         }
     }

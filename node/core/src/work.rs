@@ -92,6 +92,11 @@ pub enum PartWork {
 }
 
 impl Order {
+    /// What the part may take of the device's memory and of RAM.
+    pub fn room(&self) -> Room {
+        Room { memory: self.bytes_max, ram: self.ram }
+    }
+
     /// The owner of a part. `None` if there is no such part.
     pub fn owner(&self, part: PartId) -> Option<NodeId> {
         self.owners.get(part.index()).copied()
@@ -326,6 +331,8 @@ pub struct HeldPart {
     pub standby: bool,
     /// Memory that it takes, in bytes. `None` while it loads or after it failed.
     pub bytes: Option<u64>,
+    /// Bytes of a stage's experts in RAM.
+    pub ram: u64,
     /// What it computes.
     pub what: HeldWork,
 }
