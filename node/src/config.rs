@@ -46,6 +46,9 @@ pub struct UpOptions {
     pub memory_of: Vec<(DeviceId, u64)>,
     /// RAM for cached conversations that the device has no room for; `None` means a quarter of the free RAM beside a GPU.
     pub spill: Option<u64>,
+    /// RAM that experts of mixtures may take beside GPUs with memory of their own; `None` means half of the free RAM, or none
+    /// if the processor is one of the node's devices.
+    pub expert_ram: Option<u64>,
     /// Compute threads; `None` means one per core.
     pub threads: Option<usize>,
     /// How long a served model stays loaded without requests; `None`: until it is stopped.
@@ -79,6 +82,7 @@ impl UpOptions {
             memory: None,
             memory_of: Vec::new(),
             spill: None,
+            expert_ram: None,
             threads: None,
             idle_unload: None,
             mdns: false,
@@ -116,6 +120,8 @@ pub struct ConfigFile {
     pub memory: Option<MemoryLimits>,
     /// See [`UpOptions::spill`]; as "8GiB".
     pub spill: Option<Size>,
+    /// See [`UpOptions::expert_ram`]; as "32GiB".
+    pub expert_ram: Option<Size>,
     /// See [`UpOptions::threads`].
     pub threads: Option<usize>,
     /// See [`UpOptions::idle_unload`]; as "30m".
@@ -461,7 +467,7 @@ mod tests {
         let path = dir.path().join("meshnode.toml");
         std::fs::write(
             &path,
-            "name = \"desk\"\nidle-unload = \"30m\"\nmemory = \"4G\"\nspill = \"8G\"\napi = \"127.0.0.1:9000\"\nno-mdns = true\ncache-size = \"20G\"\n\
+            "name = \"desk\"\nidle-unload = \"30m\"\nmemory = \"4G\"\nspill = \"8G\"\nexpert-ram = \"32G\"\napi = \"127.0.0.1:9000\"\nno-mdns = true\ncache-size = \"20G\"\n\
              advertise = [\"203.0.113.5:7000\"]\n",
         )
         .unwrap();
@@ -469,6 +475,7 @@ mod tests {
         assert_eq!(read.as_deref(), Some(path.as_path()));
         assert_eq!(file.name.as_deref(), Some("desk"));
         assert_eq!((file.memory, file.spill), (Some(MemoryLimits::each(4 << 30)), Some(Size(8 << 30))));
+        assert_eq!(file.expert_ram, Some(Size(32 << 30)));
         assert_eq!(file.idle_unload, Some(Duration::from_secs(1800)));
         assert_eq!((file.no_mdns, file.cache_size), (Some(true), Some(Size(20 << 30))));
         assert_eq!(file.advertise, Some(vec!["203.0.113.5:7000".parse().unwrap()]));

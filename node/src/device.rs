@@ -76,12 +76,9 @@ impl Devices {
             offers.push(offer);
         }
         let zone = options.zone.as_ref().map(|zone| zone.name().to_owned()).unwrap_or_default();
-        let spill = match (options.spill, used.iter().find(|device| device.id != DeviceId::Cpu)) {
-            (_, None) => 0, // the caches are in RAM already
-            (Some(bytes), Some(_)) => bytes,
-            (None, Some(gpu)) if !gpu.own_memory => 0,
-            (None, Some(_)) => devices.first().map_or(0, |cpu| cpu.memory_free) / SPILL_SHARE,
-        };
+        let free = devices.first().map_or(0, |cpu| cpu.memory_free);
+        let (spill, experts) = ram_shares(free, &used, (options.spill, options.expert_ram));
+        offer_ram(&mut offers, &used, experts, threads);
         let spill = Arc::new(AtomicU64::new(spill));
         let compute = |(index, device): (u8, &&Device)| {
             Arc::new(Compute { device: (*device).clone(), index, threads, spill: spill.clone() })
@@ -199,6 +196,59 @@ impl Compute {
         }
     }
 }
+
+/// RAM of a node beside its GPUs: for positions that leave them, and for experts that they have no memory for. `free`: free RAM
+/// of the machine. `asked`: the same two as the user configured them. A default takes nothing of what the other one has.
+fn ram_shares(free: u64, used: &[&Device], asked: (Option<u64>, Option<u64>)) -> (u64, u64) {
+    let gpus = || used.iter().filter(|device| device.id != DeviceId::Cpu);
+    let own_memory = gpus().any(|gpu| gpu.own_memory);
+    let spills = gpus().next().is_some_and(|gpu| gpu.own_memory);
+    let (spill, experts) = asked;
+    let experts = experts.filter(|_| own_memory);
+    let spill = match spill {
+        _ if gpus().next().is_none() => 0, // the caches are in RAM already
+        Some(bytes) => bytes,
+        None if !spills => 0,
+        None => (free / SPILL_SHARE).min(free.saturating_sub(experts.unwrap_or(0))),
+    };
+    let experts = match experts {
+        Some(bytes) => bytes,
+        None if !own_memory || used.iter().any(|device| device.id == DeviceId::Cpu) => 0,
+        None => (free / EXPERTS_SHARE).min(free.saturating_sub(spill)),
+    };
+    (spill, experts)
+}
+
+/// Divides RAM for experts among the GPUs with memory of their own. Measures the processor, unless that is one of the node's
+/// devices. Without its speed, plans leave no expert to it, and none is offered.
+fn offer_ram(offers: &mut [DeviceCapacity], used: &[&Device], experts: u64, threads: usize) {
+    let takes = |offer: &DeviceCapacity, device: &Device| {
+        device.id != DeviceId::Cpu && device.own_memory && offer.bytes_per_second > 0
+    };
+    let count = offers.iter().zip(used).filter(|(offer, device)| takes(offer, device)).count() as u64;
+    let Some(each) = experts.checked_div(count).filter(|each| *each > 0) else { return };
+    let known =
+        used.iter().zip(&*offers).find(|(device, offer)| device.id == DeviceId::Cpu && offer.bytes_per_second > 0);
+    let processor = match known {
+        Some((_, cpu)) => Ok(Speed {
+            bytes_per_second: cpu.bytes_per_second,
+            flops_per_second: cpu.flops_per_second,
+            ..Speed::default()
+        }),
+        None => processor_speed(threads, experts),
+    };
+    match processor {
+        Ok(speed) => {
+            for (offer, _) in offers.iter_mut().zip(used).filter(|(offer, device)| takes(offer, device)) {
+                *offer = std::mem::take(offer).with_ram(each, speed);
+            }
+        }
+        Err(why) => tracing::warn!(%why, "the processor could not be measured: no experts lie in RAM"),
+    }
+}
+
+/// The default of `--expert-ram` is this fraction of the free RAM: with that of `--spill`, a quarter is left to other programs.
+const EXPERTS_SHARE: u64 = 2;
 
 /// The default of `--spill` is this fraction of the free RAM: other programs need the rest.
 const SPILL_SHARE: u64 = 4;
@@ -430,6 +480,39 @@ mod tests {
         assert!(warning.is_some_and(|text| text.contains("900.0 GiB") && text.contains("23.0 GiB")));
         let warning = doubtful(1, 1, &device);
         assert!(warning.is_some_and(|text| text.contains("--memory 1 B") && text.contains("4G")));
+    }
+
+    #[test]
+    fn ram_is_divided_between_conversations_and_experts() {
+        let device = |id, own_memory| Device { id, name: "A".into(), memory_total: 1, memory_free: 1, own_memory };
+        let (cpu, card, shared) =
+            (device(DeviceId::Cpu, false), device(DeviceId::Cuda(0), true), device(DeviceId::Vulkan(0), false));
+        assert_eq!(ram_shares(100, &[&card], (None, None)), (25, 50));
+        assert_eq!(ram_shares(100, &[&card], (Some(80), None)), (80, 20), "what is left");
+        assert_eq!(ram_shares(100, &[&card], (None, Some(90))), (10, 90));
+        assert_eq!(ram_shares(100, &[&card], (None, Some(0))), (25, 0));
+        assert_eq!(ram_shares(100, &[&card, &cpu], (None, None)), (25, 0), "the processor's parts have the RAM");
+        assert_eq!(ram_shares(100, &[&card, &cpu], (None, Some(30))), (25, 30));
+        assert_eq!(ram_shares(100, &[&cpu], (None, Some(30))), (0, 0));
+        assert_eq!(ram_shares(100, &[&shared], (None, Some(30))), (0, 0), "its memory is the RAM");
+        assert_eq!(ram_shares(100, &[&shared], (Some(9), None)), (9, 0));
+    }
+
+    #[test]
+    fn each_card_offers_its_part_of_the_ram() {
+        let device = |id, own_memory| Device { id, name: "A".into(), memory_total: 1, memory_free: 1, own_memory };
+        let (cpu, cards) = (device(DeviceId::Cpu, false), [0, 1].map(|index| device(DeviceId::Cuda(index), true)));
+        let used = [&cards[0], &cards[1], &cpu];
+        let measured = |bytes_per_second| DeviceCapacity { bytes_per_second, ..DeviceCapacity::default() };
+        let mut offers = [measured(9), measured(9), measured(2)];
+        offer_ram(&mut offers, &used, 100, 1);
+        assert_eq!(
+            offers.each_ref().map(|offer| (offer.ram_total, offer.ram_bytes_per_second)),
+            [(50, 2), (50, 2), (0, 0)]
+        );
+        let mut offers = [measured(9), measured(0), measured(2)];
+        offer_ram(&mut offers, &used, 100, 1);
+        assert_eq!(offers.map(|offer| offer.ram_free), [100, 0, 0], "a card without measured products gets no layers");
     }
 
     #[test]

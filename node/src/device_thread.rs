@@ -19,7 +19,7 @@ use node_core::limits::PAGE_POSITIONS;
 use node_core::work::serve::Item;
 use node_core::work::steps::TileStart;
 use node_core::work::{Loaded, Run, RunResult, Task};
-use partitioner::Tier;
+use partitioner::{Room, Tier};
 use pending::{Pending, PendingWork, Watcher, nanos};
 use queue::{Queue, Work};
 use shared::Shared;
@@ -204,9 +204,10 @@ impl DeviceThread {
         part: NewPart,
     ) -> Result<Option<Loaded>, String> {
         self.parts.remove(&key);
-        let mut ram_pages = 0;
+        let (mut ram_pages, mut experts) = (0, 0);
         let (part, bytes, is_loading) = match part {
-            NewPart::Stage { mut stage, file, rows } => {
+            NewPart::Stage { mut stage, file, rows, ram } => {
+                experts = ram;
                 let now = stage.resident_bytes();
                 let constraints = Constraints::new(file);
                 let spill = self.shared.device.spill(SPILL_OF_STAGE.saturating_mul(now.working));
@@ -235,8 +236,9 @@ impl DeviceThread {
         };
         self.parts.insert(key, part);
         // Report the capacity before the answer: a plan computed once the job is ready must count this part's memory.
-        self.shared.residency.loaded(self.shared.device.index, key, load, bytes);
-        Ok((!is_loading).then_some(Loaded { bytes, ram_pages, step: None }))
+        let room = Room { memory: bytes, ram: experts };
+        self.shared.residency.loaded(self.shared.device.index, key, load, room);
+        Ok((!is_loading).then_some(Loaded { bytes, ram: experts, ram_pages, step: None }))
     }
 
     /// The initial state of a tile is complete, or failed.

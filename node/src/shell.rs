@@ -178,7 +178,7 @@ impl Shell {
     ) {
         let key = (job, order.part);
         self.expect(job, epoch, &order);
-        let begun = self.residency.begin(key, order.device, load, order.bytes_max, replaces);
+        let begun = self.residency.begin(key, order.device, load, order.room(), replaces);
         // A tile of the same number is replaced when the new one is created; its saved states are kept.
         let stays = |part: PartId| part == order.part && matches!(order.work, PartWork::Tile(_));
         for part in replaces.iter().copied().filter(|part| !stays(*part)) {
@@ -198,9 +198,9 @@ impl Shell {
         };
         self.placed.insert(key, order.device);
         let ordered = Ordered { key, epoch, load, sources, device };
-        let Order { name, standby, bytes_max, work, .. } = order;
+        let Order { name, standby, bytes_max, ram, work, .. } = order;
         match work {
-            PartWork::Stage(stage) => self.load_stage(ordered, name, bytes_max, stage),
+            PartWork::Stage(stage) => self.load_stage(ordered, name, (bytes_max, ram), stage),
             PartWork::Tile(order) => self.load_tile(ordered, bytes_max, standby, Box::new(order)),
         }
     }

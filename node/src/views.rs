@@ -94,6 +94,8 @@ pub(crate) struct StageView {
     pub end_layer: u32,
     /// Memory in bytes; 0 until it is loaded.
     pub bytes: u64,
+    /// Bytes of its experts that lie in RAM besides; 0 until it is loaded.
+    pub ram: u64,
     /// Predicted milliseconds per token; `None` for a stage of another node's job, whose coordinator has the
     /// prediction.
     pub step_ms: Option<f64>,
@@ -333,7 +335,7 @@ fn served_view(job: job::JobView, own_name: &str, names: &Names) -> Option<JobVi
     };
     let stages = job.parts.iter().filter_map(|part| match &part.what {
         WhatView::Stage(layers) => {
-            Some(held_stage((part.owner, part.device), layers, part.bytes, Some(part.step_ns), names))
+            Some(held_stage((part.owner, part.device), layers, (part.bytes, part.ram), Some(part.step_ns), names))
         }
         WhatView::Tile { .. } => None,
     });
@@ -408,7 +410,7 @@ fn held_view(part: HeldPart, me: NodeId, names: &Names) -> Option<JobView> {
         state: state.to_owned(),
         coordinator: names.get(part.epoch.issuer),
         epoch: part.epoch.counter,
-        stages: vec![held_stage((me, part.device), &layers, part.bytes, None, names)],
+        stages: vec![held_stage((me, part.device), &layers, (part.bytes, part.ram), None, names)],
         model: part.name,
         ..JobView::default()
     })
@@ -417,7 +419,7 @@ fn held_view(part: HeldPart, me: NodeId, names: &Names) -> Option<JobView> {
 fn held_stage(
     (node, device): (NodeId, u8),
     layers: &Range<u32>,
-    bytes: Option<u64>,
+    (bytes, ram): (Option<u64>, u64),
     step_ns: Option<u64>,
     names: &Names,
 ) -> StageView {
@@ -428,6 +430,7 @@ fn held_stage(
         first_layer: layers.start,
         end_layer: layers.end,
         bytes: bytes.unwrap_or(0),
+        ram: bytes.map_or(0, |_| ram),
         step_ms: step_ns.map(|ns| ns as f64 / 1e6),
     }
 }
@@ -508,6 +511,7 @@ fn stage_view(stage: &partitioner::Stage, name: String, device: String) -> Stage
         first_layer: stage.layers.start,
         end_layer: stage.layers.end,
         bytes: stage.bytes,
+        ram: stage.ram,
         step_ms: Some(stage.step_ns as f64 / 1e6),
     }
 }

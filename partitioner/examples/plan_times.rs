@@ -5,7 +5,7 @@
 #[path = "../tests/fleets/mod.rs"]
 mod fleets;
 
-use fleets::{Random, fleet, options, work};
+use fleets::{Random, fleet, options, with_experts, with_ram, work};
 use partitioner::{Goal, Options, plan, repair};
 use std::time::Instant;
 
@@ -13,16 +13,23 @@ fn main() {
     for (devices, layers, share) in
         [(3, 30, 2), (8, 80, 2), (10, 80, 1), (10, 80, 4), (11, 80, 2), (64, 80, 2), (64, 80, 8)]
     {
-        for goal in [Goal::Latency, Goal::Throughput] {
+        let goals =
+            [(Goal::Latency, false), (Goal::Throughput, false), (Goal::Latency, true), (Goal::Throughput, true)];
+        for (goal, ram) in goals {
             let mut random = Random::new(7);
-            let (work, mut fleet) = (work(&mut random, layers), fleet(&mut random, devices));
+            let (mut work, mut fleet) = (work(&mut random, layers), fleet(&mut random, devices));
             for device in &mut fleet.devices {
                 device.memory = device.memory * layers as u64 * share / devices as u64;
             }
+            if ram {
+                (work, fleet) = (with_experts(&mut random, work), with_ram(&mut random, fleet));
+                fleet.devices.iter_mut().for_each(|device| device.ram *= layers as u64 * share / devices as u64);
+            }
+            let label = if ram { ", experts in RAM" } else { "" };
             let options = options(goal);
             let (found, plan_ms) = least_ms(|| plan(&work, &fleet, &options));
             let Ok(found) = found else {
-                println!("{devices:>3} nodes × {layers:>3} layers, {goal:?}: no plan, {plan_ms:.1} ms");
+                println!("{devices:>3} nodes × {layers:>3} layers, {goal:?}{label}: no plan, {plan_ms:.1} ms");
                 continue;
             };
             let mut left = fleet.clone();
@@ -31,7 +38,7 @@ fn main() {
             let with_losses = Options { losses: true, ..options.clone() };
             let (all, losses_ms) = least_ms(|| plan(&work, &fleet, &with_losses).is_ok());
             println!(
-                "{devices:>3} nodes × {layers:>3} layers, {goal:?}: {} stages, exact {}, plan {plan_ms:.1} ms, \
+                "{devices:>3} nodes × {layers:>3} layers, {goal:?}{label}: {} stages, exact {}, plan {plan_ms:.1} ms, \
                  repair {repair_ms:.1} ms ({repaired}), with loss plans {losses_ms:.1} ms ({all}), token {:.3} ms",
                 found.stages().len(),
                 found.exact(),

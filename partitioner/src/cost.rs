@@ -2,7 +2,9 @@
 //!
 //! Integer nanoseconds and bytes, so that every node and the simulator compute the same figure. Decode is charged at batch 1
 //! over half of the context ([`Work::planned_positions`]); memory is charged for the full context of all sequences. Next:
-//! `layers.rs`.
+//! `cost/ram.rs`.
+pub mod ram;
+
 use crate::fleet::{Device, DeviceId, Endpoint, Fleet, Link, NodeKey};
 use crate::work::{Layer, Work};
 use alloc::vec::Vec;
@@ -74,17 +76,25 @@ impl<'a> StageBytes<'a> {
 }
 
 /// Nanoseconds of one step of a stage over `tokens` rows (1 in decode, the chunk in prefill, the batch when batched). Each row
-/// attends to [`Work::planned_positions`].
+/// attends to [`Work::planned_positions`]. The device holds nothing else, and experts lie in RAM as far as its memory is short.
 ///
 /// `None`: the device has no measured speed.
 pub fn stage_ns(work: &Work, device: &Device, layers: &Range<u32>, tokens: u32) -> Option<u64> {
-    stage_ns_at(work, device, layers, tokens, work.planned_positions())
+    let ram = ram::ram_on(work, device, layers);
+    stage_ns_at(work, device, (layers, ram), tokens, work.planned_positions())
 }
 
-/// As [`stage_ns`], for rows that attend to `positions` each; 0: over an empty cache.
+/// As [`stage_ns`], with `ram` bytes of the stage's experts in RAM, for rows that attend to `positions` each; 0: over an empty
+/// cache.
 ///
 /// `None`: the device has no measured speed.
-pub fn stage_ns_at(work: &Work, device: &Device, layers: &Range<u32>, tokens: u32, positions: u32) -> Option<u64> {
+pub fn stage_ns_at(
+    work: &Work,
+    device: &Device,
+    (layers, ram): (&Range<u32>, u64),
+    tokens: u32,
+    positions: u32,
+) -> Option<u64> {
     let mut sum = device.step_ns.min(NS_MAX);
     for layer in blocks(work, layers) {
         sum = sum.saturating_add(layer_ns(device, layer, tokens, positions)?);
@@ -92,7 +102,7 @@ pub fn stage_ns_at(work: &Work, device: &Device, layers: &Range<u32>, tokens: u3
     if layers.end as usize == work.layers.len() {
         sum = sum.saturating_add(head_ns(work, device, tokens)?);
     }
-    Some(sum)
+    Some(sum.saturating_add(ram::extra_ns(work, device, layers, ram, tokens)))
 }
 
 /// Nanoseconds for one block over `tokens` rows that attend to `positions` each: the fixed cost, the matrix products (weights
@@ -254,6 +264,9 @@ mod tests {
             step_ns: 5,
             layer_ns: 0,
             cache_bytes_per_second: 0,
+            ram: 0,
+            ram_bytes_per_second: 0,
+            ram_flops_per_second: 0,
             numerics: 0,
             pass_steps: 1,
             excluded: false,
@@ -318,7 +331,7 @@ mod tests {
         assert_eq!(decode(&longer, &measured), decode(&longer, &bare).map(|ns| ns + 2 * (7 + second)));
         // Whatever the context, an unmeasured cache charges nothing.
         assert_eq!(decode(&longer, &bare), decode(&work(true), &bare));
-        assert_eq!(stage_ns_at(&longer, &measured, &(1..3), 1, 0), decode(&longer, &bare).map(|ns| ns + 2 * 7));
+        assert_eq!(stage_ns_at(&longer, &measured, (&(1..3), 0), 1, 0), decode(&longer, &bare).map(|ns| ns + 2 * 7));
         // Each row of a chunk reads its positions; the fixed cost is paid once.
         let chunk = stage_ns(&longer, &measured, &(1..3), 8);
         assert_eq!(chunk, decode(&longer, &bare).map(|ns| ns + 2 * (7 + 8 * second)));

@@ -1,6 +1,6 @@
 //! Explanations of a plan: why each node is or is not used, as sentences and as a human-readable table. Next: the tests,
 //! `tests/brute_force.rs`.
-use crate::cost;
+use crate::cost::{self, ram::Room};
 use crate::fleet::{Device, DeviceId, Fleet, NodeKey};
 use crate::plan::{Goal, Options, Plan, REASONS_MAX, Stage};
 use crate::work::Work;
@@ -16,7 +16,7 @@ pub(crate) enum Verdict {
     /// Its speed was never measured.
     NoSpeed,
     /// Cannot hold the smallest stage.
-    TooSmall { need: u64, offered: u64 },
+    TooSmall { need: u64, offered: Room },
     /// Excluded by the shortlist before the search.
     NotShortlisted,
     /// In the search; the best placement with it takes this long.
@@ -69,8 +69,12 @@ fn used(work: &Work, plan: &Plan, device: &Device, stage: &Stage) -> String {
         (false, false) => "",
     };
     let solo = if plan.stages().len() == 1 { "; one node is fastest" } else { "" };
+    let in_ram = match stage.ram {
+        0 => String::new(),
+        ram => format!(" and {} of experts in RAM of {}", bytes(ram), bytes(device.ram)),
+    };
     format!(
-        "used: layers {}{ends}, {} of {}, {} per token{solo}",
+        "used: layers {}{ends}, {} of {}{in_ram}, {} per token{solo}",
         layers(&stage.layers),
         bytes(stage.bytes),
         bytes(device.memory),
@@ -87,7 +91,11 @@ fn unused(verdict: &Verdict, options: &Options, least_ns: u64) -> String {
         Verdict::Excluded => "not used; it takes no new work (draining)".into(),
         Verdict::NoSpeed => "not used; its speed is not measured yet".into(),
         Verdict::TooSmall { need, offered } => {
-            format!("not used; it offers {}, the smallest stage needs {}", bytes(*offered), bytes(*need))
+            let ram = match offered.ram {
+                0 => String::new(),
+                ram => format!(" and {} of RAM for experts", bytes(ram)),
+            };
+            format!("not used; it offers {}{ram}, the smallest stage needs {}", bytes(offered.memory), bytes(*need))
         }
         Verdict::NotShortlisted => {
             "not used; other nodes are faster or larger, and the search is limited to those".into()
@@ -129,6 +137,9 @@ pub fn table(plan: &Plan, fleet: &Fleet) -> String {
             "{index:>5}  {:<width$}  {layers:>11}  {memory:>10}  {step:>10}  {decode:>10}  {attention:>10}  {prefill:>12}",
             name(stage.device)
         ));
+    }
+    for (index, stage) in plan.stages().iter().enumerate().filter(|(_, stage)| stage.ram > 0) {
+        line(format_args!("stage {index}: {} of its experts lie in RAM, computed by the processor", bytes(stage.ram)));
     }
     let stages: u64 = plan.stages().iter().map(|stage| stage.step_ns).sum();
     let (links, token) = (time(plan.token_ns().saturating_sub(stages)), time(plan.token_ns()));

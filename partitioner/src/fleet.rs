@@ -78,6 +78,13 @@ pub struct Device {
     /// Bytes of keys and values per second that attention of one row reads from the cache. 0: not measured; attention is not
     /// charged.
     pub cache_bytes_per_second: u64,
+    /// Bytes of the machine's RAM that experts of stages on this device may take: the processor computes them there. 0: none, as
+    /// for the processor itself, whose memory is RAM.
+    pub ram: u64,
+    /// Quantised weight bytes per second that the processor reads in decode. 0: not measured, and no expert lies in RAM.
+    pub ram_bytes_per_second: u64,
+    /// Flops per second of the processor in prefill. 0: not measured; only bytes bound the prediction.
+    pub ram_flops_per_second: u64,
     /// Kernel set whose results agree bit for bit; standbys with the same id are preferred.
     pub numerics: u64,
     /// Maximum number of grid steps per pass over the memory; 1: each step is a pass.

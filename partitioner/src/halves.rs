@@ -1,11 +1,15 @@
 //! Standbys made of two devices: a stage that no other device can hold as a whole is split in two on its own device, so that
 //! each half has its own standby. Next: `explain.rs`.
-use crate::cost::{self, StageBytes};
+use crate::cost::{
+    StageBytes,
+    ram::{RamTable, Room},
+};
 use crate::fleet::{Device, DeviceId, Fleet, NodeKey};
 use crate::plan::{Options, Plan, Stage};
 use crate::standby::{Standby, standbys};
 use crate::work::Work;
 use alloc::{collections::BTreeSet, vec::Vec};
+use core::ops::Range;
 
 /// Maximum number of stages tried. Each split costs one more choice of standbys, and the owner one more hand-over of rows per
 /// token.
@@ -56,23 +60,25 @@ fn middle(plan: &Plan, at: usize, (chosen, head): (&[Standby], NodeKey), work: &
     let taken = |device: DeviceId| {
         let places = others(plan, chosen, head).filter_map(|standby| standby.place.as_ref());
         let parts = plan.stages().iter().chain(places);
-        parts.filter(|part| part.device == device).fold(0u64, |sum, part: &Stage| sum.saturating_add(part.bytes))
+        parts.filter(|part| part.device == device).fold(Room::default(), |sum, part: &Stage| sum.plus(part.room()))
     };
     let (start, end) = (stage.layers.start, stage.layers.end);
     // For each device that can take part: the end of the longest first half that fits, and the start of the longest second
     // half.
     let reach = |device: &Device| {
-        cost::stage_ns(work, device, &stage.layers, 1)?;
-        let free = device.memory.saturating_sub(taken(device.id));
-        let first = (start + 1..end).take_while(|&cut| bytes.of(&(start..cut)) <= free).last();
-        let second = (start + 1..end).rev().take_while(|&cut| bytes.of(&(cut..end)) <= free).last();
-        Some((device.id, first, second))
+        let free = Room::of(device).without(taken(device.id));
+        let table = RamTable::new(&bytes, device, free);
+        let fits = |layers: Range<u32>| table.placed(&layers).is_some();
+        let first = (start + 1..end).take_while(|&cut| fits(start..cut)).last();
+        let second = (start + 1..end).rev().take_while(|&cut| fits(cut..end)).last();
+        (device.id, first, second)
     };
     let elsewhere = fleet
         .devices
         .iter()
+        .filter(|device| device.bytes_per_second > 0)
         .filter(|device| !device.excluded && device.machine != machine && device.id.node != stage.device.node);
-    let reaches: Vec<_> = elsewhere.filter_map(reach).collect();
+    let reaches: Vec<_> = elsewhere.map(reach).collect();
     // Two of each suffice: at most one of them is the device that the other half needs.
     let mut firsts: Vec<(u32, DeviceId)> = reaches.iter().filter_map(|&(id, first, _)| Some((first?, id))).collect();
     let mut seconds: Vec<(u32, DeviceId)> = reaches.iter().filter_map(|&(id, _, second)| Some((second?, id))).collect();
@@ -89,9 +95,9 @@ fn middle(plan: &Plan, at: usize, (chosen, head): (&[Standby], NodeKey), work: &
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cost;
     use crate::plan::Goal;
     use crate::standby::tests;
-    use core::ops::Range;
 
     const A: DeviceId = DeviceId::first([1; 16]);
     const B: DeviceId = DeviceId::first([2; 16]);

@@ -6,6 +6,7 @@
 //! fast as that allows. Next: `layers/search.rs`.
 pub(crate) mod search;
 
+use crate::cost::ram::{self, RamTable, Room};
 use crate::cost::{self, StageBytes};
 use crate::explain::{self, Verdict};
 use crate::fleet::{Device, DeviceId, Endpoint, Fleet, NodeKey};
@@ -14,7 +15,7 @@ use crate::repair;
 use crate::work::Work;
 use alloc::{boxed::Box, collections::BTreeSet, format, vec::Vec};
 use core::ops::Range;
-use search::{DEVICES_MAX, DeviceCosts, Guide, NEVER, Outcome, Problem, Rule, Score, search};
+use search::{DEVICES_MAX, DeviceCosts, Extra, Guide, NEVER, Outcome, Problem, Rule, Score, search};
 
 /// Bits below the nanoseconds in a score: stages × 2 (128 stages at most), and 1 if the first stage is not on the coordinator.
 const TIE_BITS: u32 = 10;
@@ -115,7 +116,7 @@ pub(crate) struct Solution {
 }
 
 /// Solves a problem whose scores are nanoseconds above the tie bits.
-fn solve(problem: &Problem) -> Solution {
+fn solve(problem: &Problem<'_>) -> Solution {
     solution(search(problem), TIE_BITS)
 }
 
@@ -130,7 +131,7 @@ fn solution(outcome: Outcome, bits: u32) -> Solution {
 }
 
 /// The placement with the least time of its slowest stage or link; ties go to the least time per token.
-fn least_bottleneck(pool: &Pool) -> Solution {
+fn least_bottleneck(pool: &Pool<'_>) -> Solution {
     let outcome = search(&pool.bottleneck_problem());
     let bound = outcome.best.as_ref().map(|&(bound, _)| bound);
     let slowest = solution(outcome, 0);
@@ -158,16 +159,18 @@ impl<'a> Pool<'a> {
     pub(crate) fn new(work: &'a Work, fleet: &'a Fleet, options: &'a Options) -> Self {
         let mut pool =
             Self { work, fleet, options, bytes: StageBytes::new(work), candidates: Vec::new(), rejected: Vec::new() };
-        let least = (0..work.layers.len() as u32).map(|layer| pool.bytes.of(&(layer..layer + 1))).min();
+        let layers = || (0..work.layers.len() as u32).map(|layer| layer..layer + 1);
+        let least = layers().map(|layer| pool.bytes.of(&layer)).min();
         let mut devices: Vec<&Device> = fleet.devices.iter().collect();
         devices.sort_by_key(|device| device.id);
         for device in devices {
-            let offered = device.memory;
+            let offered = Room::of(device);
+            let table = RamTable::new(&pool.bytes, device, offered);
             if device.excluded {
                 pool.rejected.push((device.id, Verdict::Excluded));
             } else if device.bytes_per_second == 0 {
                 pool.rejected.push((device.id, Verdict::NoSpeed));
-            } else if least.is_none_or(|need| need > offered) {
+            } else if layers().all(|layer| table.placed(&layer).is_none()) {
                 pool.rejected.push((device.id, Verdict::TooSmall { need: least.unwrap_or(0), offered }));
             } else {
                 pool.candidates.push(device);
@@ -185,19 +188,27 @@ impl<'a> Pool<'a> {
         let mut order: Vec<(u64, &Device)> =
             self.candidates.iter().map(|&device| (self.layer_share_ns(device), device)).collect();
         order.sort_by_key(|&(share_ns, device)| (share_ns, device.id));
-        order[limit / 2..].sort_by_key(|&(_, device)| (core::cmp::Reverse(device.memory), device.id));
+        order[limit / 2..].sort_by_key(|&(_, device)| (core::cmp::Reverse(self.room(device)), device.id));
         self.retain(&order[..limit].iter().map(|(_, device)| device.id).collect());
     }
 
-    /// Nanoseconds per mean layer on a device filled with layers, with the layer's share of the hop from the coordinator.
+    /// Bytes that a device has for this model: its memory, and RAM as far as experts may lie there.
+    fn room(&self, device: &Device) -> u64 {
+        let all = 0..self.work.layers.len() as u32;
+        device.memory.saturating_add(ram::usable(self.work, &all, Room::of(device).ram))
+    }
+
+    /// Nanoseconds per mean layer on a device filled with layers, with the layer's share of the hop from the coordinator. Layers
+    /// count as if all experts were in memory.
     fn layer_share_ns(&self, device: &Device) -> u64 {
         let layers = self.work.layers.len() as u64;
         let all = 0..layers as u32;
         let scratch = self.work.scratch_bytes;
         let mean_bytes = (self.bytes.of(&all) - scratch) / layers;
-        let room = (device.memory.saturating_sub(scratch) / mean_bytes.max(1)).clamp(1, layers);
+        let room = (self.room(device).saturating_sub(scratch) / mean_bytes.max(1)).clamp(1, layers);
         let way_ns = cost::between_ns(self.fleet, self.options.head, device.id, self.work.activation_bytes);
-        match (cost::stage_ns(self.work, device, &all, 1), way_ns) {
+        let in_memory = cost::stage_ns_at(self.work, device, (&all, 0), 1, self.work.planned_positions());
+        match (in_memory, way_ns) {
             (Some(all_ns), Some(way_ns)) => all_ns / layers + way_ns / room,
             (None, _) | (_, None) => u64::MAX,
         }
@@ -235,7 +246,7 @@ impl<'a> Pool<'a> {
     }
 
     /// The problem of splitting the layers over these devices in this order, with no stage slower than `bound`.
-    fn chain(&self, order: &[usize], bound: u64) -> Problem {
+    fn chain(&self, order: &[usize], bound: u64) -> Problem<'_> {
         let only = |at: usize| (0..order.len()).map(|i| if i == at { 0 } else { NEVER }).collect();
         let costs = |&device: &usize| self.costs(self.candidates[device], TIE_BITS, ONE_STAGE, Some(bound));
         Problem {
@@ -266,7 +277,7 @@ impl<'a> Pool<'a> {
 
     /// Scores are nanoseconds per token, then stages, then whether the coordinator is first; `bound` limits each stage and
     /// link.
-    pub(crate) fn problem(&self, bound: Option<u64>) -> Problem {
+    pub(crate) fn problem(&self, bound: Option<u64>) -> Problem<'_> {
         let bounded = |busy: Option<u64>| busy.is_some_and(|ns| bound.is_none_or(|bound| ns <= bound));
         let hop = |from: Endpoint, to: Endpoint, bytes: u64| match cost::between_ns(self.fleet, from, to, bytes) {
             Some(ns) if bounded(cost::busy_ns(self.fleet, from, to, bytes)) => Score::from(ns) << TIE_BITS,
@@ -282,7 +293,7 @@ impl<'a> Pool<'a> {
     }
 
     /// Scores are the nanoseconds of the slowest stage or link.
-    fn bottleneck_problem(&self) -> Problem {
+    fn bottleneck_problem(&self) -> Problem<'_> {
         let busy = |from: Endpoint, to: Endpoint, bytes: u64| {
             cost::busy_ns(self.fleet, from, to, bytes).map_or(NEVER, Score::from)
         };
@@ -292,7 +303,7 @@ impl<'a> Pool<'a> {
     }
 
     /// A problem with its links and no devices yet.
-    fn linked(&self, rule: Rule, hop: &dyn Fn(Endpoint, Endpoint, u64) -> Score) -> Problem {
+    fn linked(&self, rule: Rule, hop: &dyn Fn(Endpoint, Endpoint, u64) -> Score) -> Problem<'_> {
         let (head, activation) = (Endpoint::from(self.options.head), self.work.activation_bytes);
         let ids: Vec<Endpoint> = self.candidates.iter().map(|device| device.id.into()).collect();
         let row = |from: Endpoint| ids.iter().map(|&to| hop(from, to, activation)).collect();
@@ -309,7 +320,7 @@ impl<'a> Pool<'a> {
     }
 
     /// A device's times as scores, and which ranges of layers fit (in memory, and in time if there is a bound).
-    fn costs(&self, device: &Device, bits: u32, one_stage: Score, bound: Option<u64>) -> DeviceCosts {
+    fn costs(&self, device: &Device, bits: u32, one_stage: Score, bound: Option<u64>) -> DeviceCosts<'_> {
         let work = self.work;
         let layers = work.layers.len();
         // A candidate has a measured speed, so every prediction exists.
@@ -321,33 +332,38 @@ impl<'a> Pool<'a> {
         }
         let step_ns = device.step_ns.min(cost::NS_MAX);
         let head_ns = ns(cost::head_ns(work, device, 1));
-        let offered = device.memory;
+        let table = RamTable::new(&self.bytes, device, Room::of(device));
+        let range = |start: usize, end: usize| start as u32..end as u32;
         let fits = |start: usize, end: usize| {
             let last = if end == layers { head_ns } else { 0 };
-            let stage_ns = before_ns[end] - before_ns[start] + step_ns + last;
-            self.bytes.of(&(start as u32..end as u32)) <= offered && bound.is_none_or(|bound| stage_ns <= bound)
+            let stage_ns = || before_ns[end] - before_ns[start] + step_ns + last + table.extra_ns(&range(start, end));
+            table.placed(&range(start, end)).is_some() && bound.is_none_or(|bound| stage_ns() <= bound)
         };
-        let mut from = Vec::with_capacity(layers + 1);
-        let mut start = 1;
-        for end in 0..=layers {
-            while start < end && !fits(start, end) {
-                start += 1;
-            }
-            from.push(start.min(end));
-        }
+        let in_memory = |start: usize, end: usize| self.bytes.of(&range(start, end)) <= device.memory;
+        let from = first_starts(layers, &fits);
+        let plain = if table.has_ram() {
+            first_starts(layers, &|start, end| start >= from[end] && in_memory(start, end))
+        } else {
+            Vec::new()
+        };
+        let (longest_first, fits_whole) = ((1..layers).take_while(|&end| fits(0, end)).count(), fits(0, layers));
         let scratch = work.scratch_bytes;
         let mean = (self.bytes.of(&(0..layers as u32)) - scratch) / layers as u64;
-        let capacity = offered.saturating_sub(scratch) / mean.max(1);
-        let score = |ns: u64| Score::from(ns) << bits;
+        let capacity = self.room(device).saturating_sub(scratch) / mean.max(1);
+        let score = move |ns: u64| Score::from(ns) << bits;
         DeviceCosts {
             before: before_ns.iter().map(|&ns| score(ns)).collect(),
             open: score(step_ns) + one_stage,
             first: 0,
             last: score(head_ns),
             whole: score(head_ns),
+            plain,
+            extra: table.has_ram().then(|| -> Extra<'_> {
+                Box::new(move |start, end| score(table.extra_ns(&(start as u32..end as u32))))
+            }),
             from,
-            longest_first: (1..layers).take_while(|&end| fits(0, end)).count(),
-            fits_whole: fits(0, layers),
+            longest_first,
+            fits_whole,
             capacity: usize::try_from(capacity).unwrap_or(usize::MAX).min(layers),
         }
     }
@@ -373,11 +389,13 @@ impl<'a> Pool<'a> {
     pub(crate) fn shortage(&self, furthest: usize) -> PlanError {
         let blocks = self.work.layers.len() as u32;
         let allowed = self.fleet.devices.iter().filter(|device| !device.excluded && device.bytes_per_second > 0);
-        let offers: Vec<u64> = allowed.map(|device| device.memory).collect();
-        let Some(&largest) = offers.iter().max() else {
+        let offers: Vec<Room> = allowed.map(Room::of).collect();
+        if offers.is_empty() {
             return PlanError::NoDevices;
-        };
-        let offered = offers.iter().fold(0u64, |sum, &offer| sum.saturating_add(offer));
+        }
+        let all = offers.iter().fold(Room::default(), |sum, offer| sum.plus(*offer));
+        let ram = ram::usable(self.work, &(0..blocks), all.ram);
+        let offered = all.memory.saturating_add(ram);
         // Includes the embedding, the output head and the scratch of every stage, at the largest possible number of stages.
         let stages = (self.candidates.len() as u64).max(1);
         let mut need = self.bytes.of(&(0..blocks)).saturating_add(self.work.scratch_bytes.saturating_mul(stages - 1));
@@ -385,12 +403,20 @@ impl<'a> Pool<'a> {
             need = need.saturating_add(self.work.embed_bytes.min(self.work.head_bytes));
         }
         if need > offered {
-            return PlanError::Memory { need, offered, missing: need - offered };
+            return PlanError::Memory { need, offered, ram, missing: need - offered };
         }
         for layer in 0..blocks {
-            let need = self.bytes.of(&(layer..layer + 1));
-            if need > largest {
-                return PlanError::LayerTooLarge { layer, need, largest, missing: need - largest };
+            let layers = layer..layer + 1;
+            let need = self.bytes.of(&layers);
+            let usable = |ram: u64| ram::usable(self.work, &layers, ram);
+            let room = |offer: &&Room| offer.memory.saturating_add(usable(offer.ram));
+            let largest = offers.iter().max_by_key(room).copied().unwrap_or_default();
+            let (ram, offered) = (usable(largest.ram), room(&&largest));
+            if need > offered {
+                // Only a device that offers RAM can offer more of it.
+                let more_ram = if largest.ram > 0 { usable(u64::MAX) - ram } else { 0 };
+                let (largest, missing) = (largest.memory, need - offered);
+                return PlanError::LayerTooLarge { layer, need, largest, ram, missing, more_ram };
             }
         }
         if self.fits_with_any_links() {
@@ -406,4 +432,16 @@ impl<'a> Pool<'a> {
         problem.devices = self.candidates.iter().map(|device| self.costs(device, 0, 0, None)).collect();
         search(&problem).best.is_some()
     }
+}
+
+/// For each end, the least start ≥ 1 of a range with a property that every part of a range with it has; the end if there is none.
+fn first_starts(layers: usize, has: &dyn Fn(usize, usize) -> bool) -> Vec<usize> {
+    let mut start = 1;
+    let starts = (0..=layers).map(|end| {
+        while start < end && !has(start, end) {
+            start += 1;
+        }
+        start.min(end)
+    });
+    starts.collect()
 }

@@ -33,6 +33,7 @@ pub mod tiles;
 
 pub mod explain;
 
+pub use cost::ram::Room;
 pub use fit::{CONTEXT_MIN, Fit, largest_fit};
 pub use fleet::{Device, DeviceId, Endpoint, Fleet, IN_PROCESS, Link, NodeKey};
 pub use layers::plan;

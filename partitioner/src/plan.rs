@@ -1,10 +1,13 @@
 //! The plan: contiguous stages, each on one device. Fields are private where an invalid value could be built. A plan from the
 //! wire passes the same structural checks as one built here, so every `Plan` satisfies them. Next: `cost.rs`.
-use crate::cost;
+use crate::cost::{
+    self,
+    ram::{Room, ram_beside_max},
+};
 use crate::explain::bytes;
-use crate::fleet::{DeviceId, Fleet, NodeKey};
+use crate::fleet::{Device, DeviceId, Fleet, NodeKey};
 use crate::work::Work;
-use alloc::{boxed::Box, collections::BTreeSet, string::String, vec::Vec};
+use alloc::{boxed::Box, collections::BTreeSet, format, string::String, vec::Vec};
 use core::ops::Range;
 use serde::{Deserialize, Serialize};
 
@@ -42,10 +45,33 @@ pub struct Stage {
     pub device: DeviceId,
     /// Layers `start..end`.
     pub layers: Range<u32>,
-    /// Bytes it takes there: weights, cache, scratch.
+    /// Bytes it takes in the device's memory: weights, cache, scratch.
     pub bytes: u64,
+    /// Bytes it takes in the machine's RAM besides: weights of experts, as many experts of each layer.
+    pub ram: u64,
     /// Predicted nanoseconds per decoded token.
     pub step_ns: u64,
+}
+
+impl Stage {
+    /// A stage on a device that has this room for it; `index` is its place in the plan.
+    fn on(device: &Device, layers: &Range<u32>, room: Room, work: &Work, index: usize) -> Result<Self, InvalidPlan> {
+        let short = || InvalidPlan::Memory {
+            stage: index,
+            need: cost::stage_bytes(work, layers),
+            offered: room.memory,
+            ram: cost::ram::usable(work, layers, room.ram),
+        };
+        let Room { memory: bytes, ram } = cost::ram::placed(work, layers, room).ok_or_else(short)?;
+        let step_ns = cost::stage_ns_at(work, device, (layers, ram), 1, work.planned_positions());
+        let step_ns = step_ns.ok_or(InvalidPlan::NoSpeed { stage: index })?;
+        Ok(Self { device: device.id, layers: layers.clone(), bytes, ram, step_ns })
+    }
+
+    /// What it takes of its device's memory and of RAM.
+    pub fn room(&self) -> Room {
+        Room { memory: self.bytes, ram: self.ram }
+    }
 }
 
 /// The plan after the loss of one node.
@@ -92,13 +118,7 @@ impl Plan {
             if layers.is_empty() || layers.end as usize > work.layers.len() {
                 return Err(InvalidPlan::Layers { stage: index, start: layers.start, end: layers.end });
             }
-            let bytes = cost::stage_bytes(work, layers);
-            let offered = device.memory;
-            if bytes > offered {
-                return Err(InvalidPlan::Memory { stage: index, need: bytes, offered });
-            }
-            let step_ns = cost::stage_ns(work, device, layers, 1).ok_or(InvalidPlan::NoSpeed { stage: index })?;
-            charged.push(Stage { device: *id, layers: layers.clone(), bytes, step_ns });
+            charged.push(Stage::on(device, layers, Room::of(device), work, index)?);
         }
         check_stages(&charged)?;
         let mut devices = BTreeSet::new();
@@ -193,19 +213,26 @@ impl Plan {
         let misfit = InvalidPlan::Layers { stage: index, start: 0, end: cut };
         let old = self.stages.get(index).filter(|old| old.layers.start < cut && cut < old.layers.end).ok_or(misfit)?;
         let device = fleet.device(old.device).ok_or(InvalidPlan::UnknownDevice { stage: index })?;
-        let half = |layers: Range<u32>| {
-            let step_ns = cost::stage_ns(work, device, &layers, 1).ok_or(InvalidPlan::NoSpeed { stage: index })?;
-            Ok(Stage { device: device.id, bytes: cost::stage_bytes(work, &layers), layers, step_ns })
-        };
-        let halves = [half(old.layers.start..cut)?, half(cut..old.layers.end)?];
+        // Both halves together have the device's room, each in proportion to its bytes.
+        let (first, second) = (old.layers.start..cut, cut..old.layers.end);
+        let [ahead, behind] = [&first, &second].map(|layers| u128::from(cost::stage_bytes(work, layers)));
+        let room = Room::of(device).without(self.taken_beside(index));
+        let share = |bytes: u64| (u128::from(bytes) * ahead / (ahead + behind).max(1)) as u64;
+        let part = Room { memory: share(room.memory), ram: room.ram };
+        let first = Stage::on(device, &first, part, work, index)?;
+        let second = Stage::on(device, &second, room.without(first.room()), work, index)?;
+        let halves = [first, second];
         let steps = halves.iter().fold(0u64, |sum, half| sum.saturating_add(half.step_ns));
         self.token_ns = (self.token_ns - old.step_ns).saturating_add(steps);
         self.stages.splice(index..=index, halves);
-        let need = self.stages_of(device.id).fold(0u64, |sum, stage| sum.saturating_add(stage.bytes));
-        if need > device.memory {
-            return Err(InvalidPlan::Memory { stage: index, need, offered: device.memory });
-        }
         Ok(self)
+    }
+
+    /// What the other stages on a stage's device take there.
+    fn taken_beside(&self, index: usize) -> Room {
+        let device = self.stages[index].device;
+        let others = self.stages.iter().enumerate().filter(|(at, stage)| *at != index && stage.device == device);
+        others.fold(Room::default(), |sum, (_, stage)| sum.plus(stage.room()))
     }
 
     /// Records how the plan was found, and why each device is or is not used.
@@ -231,6 +258,10 @@ fn check_stages(stages: &[Stage]) -> Result<(), InvalidPlan> {
     for (index, stage) in stages.iter().enumerate() {
         if stage.layers.start != next || stage.layers.is_empty() || stage.layers.end as usize > LAYERS_MAX {
             return Err(InvalidPlan::Layers { stage: index, start: stage.layers.start, end: stage.layers.end });
+        }
+        let most = ram_beside_max(stage.bytes);
+        if stage.ram > most {
+            return Err(InvalidPlan::Ram { stage: index, ram: stage.ram, most });
         }
         next = stage.layers.end;
     }
@@ -286,14 +317,29 @@ pub enum InvalidPlan {
         stage: usize,
     },
     /// More than the device offers.
-    #[error("stage {stage} takes {need}, its device offers {offered}", need = bytes(*.need), offered = bytes(*.offered))]
+    #[error(
+        "stage {stage} takes {need}, its device offers {offered}{beside}",
+        need = bytes(*.need), offered = bytes(*.offered), beside = beside(*.ram)
+    )]
     Memory {
         /// Which stage.
         stage: usize,
         /// Bytes it takes.
         need: u64,
-        /// Bytes offered.
+        /// Bytes of the device's memory.
         offered: u64,
+        /// Bytes of RAM that its experts may take besides.
+        ram: u64,
+    },
+    /// More experts in RAM than a stage may have there.
+    #[error("stage {stage} has {ram} of experts in RAM, expected at most {most}", ram = bytes(*.ram), most = bytes(*.most))]
+    Ram {
+        /// Which stage.
+        stage: usize,
+        /// Bytes in RAM.
+        ram: u64,
+        /// The most there may be for its bytes on the device.
+        most: u64,
     },
     /// A link of the pipeline is unusable.
     #[error("two neighbours of the pipeline have no usable link between them")]
@@ -324,33 +370,41 @@ pub enum PlanError {
     NoDevices,
     /// Weights, cache and scratch exceed what all devices together offer.
     #[error(
-        "the model needs {need} with its caches, the mesh offers {offered}: {missing} are missing; join another node, \
-         raise --memory of a node, or lower --context or --sequences",
-        need = bytes(*.need), offered = bytes(*.offered), missing = bytes(*.missing)
+        "the model needs {need} with its caches, the mesh offers {offered}{of_it}: {missing} are missing; join another node, \
+         raise --memory{or_ram} of a node, or lower --context or --sequences",
+        need = bytes(*.need), offered = bytes(*.offered), missing = bytes(*.missing), of_it = of_it(*.ram),
+        or_ram = if *.ram > 0 { " or --expert-ram" } else { "" }
     )]
     Memory {
         /// Bytes needed.
         need: u64,
         /// Bytes offered.
         offered: u64,
+        /// Bytes of them that are RAM for experts.
+        ram: u64,
         /// The difference.
         missing: u64,
     },
     /// It fits in total, but one layer (with the fixed bytes of its stage) fits on no device.
     #[error(
-        "layer {layer} needs {need} on one node, the largest node offers {largest}: {missing} are missing there; raise its \
-         --memory, or lower --context or --sequences",
-        need = bytes(*.need), largest = bytes(*.largest), missing = bytes(*.missing)
+        "layer {layer} needs {need} on one node, the largest node offers {largest}{beside}: {missing} are missing there; \
+         raise its --memory{or_ram}, or lower --context or --sequences",
+        need = bytes(*.need), largest = bytes(*.largest), missing = bytes(*.missing), beside = beside(*.ram),
+        or_ram = or_ram(*.more_ram)
     )]
     LayerTooLarge {
         /// The layer.
         layer: u32,
         /// Bytes it needs, with the fixed bytes of its stage.
         need: u64,
-        /// Bytes of the largest device.
+        /// Bytes of memory of the device that offers most.
         largest: u64,
+        /// Bytes of RAM there that the layer's experts may take besides.
+        ram: u64,
         /// The difference.
         missing: u64,
+        /// Bytes of RAM that the layer's experts could take besides if the device offered them. 0: only memory helps.
+        more_ram: u64,
     },
     /// It fits in total and each layer fits on some device, but no placement of whole layers was found.
     #[error(
@@ -378,6 +432,21 @@ pub enum PlanError {
     /// The job itself is invalid (no layers, sums that overflow).
     #[error("the job cannot be planned: {0}")]
     Invalid(Box<str>),
+}
+
+/// RAM besides memory, in a message.
+fn beside(ram: u64) -> String {
+    if ram > 0 { format!(" and {} of RAM for experts", bytes(ram)) } else { String::new() }
+}
+
+/// RAM as a part of what is offered, in a message.
+fn of_it(ram: u64) -> String {
+    if ram > 0 { format!(", {} of it RAM for experts", bytes(ram)) } else { String::new() }
+}
+
+/// A way out besides more memory, in a message.
+fn or_ram(more: u64) -> String {
+    if more > 0 { format!(", or its --expert-ram by up to {}", bytes(more)) } else { String::new() }
 }
 
 /// Plans as records, for the wire and the store. A loss plan has no field for further loss plans, so that no sender can make a

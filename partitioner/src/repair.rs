@@ -75,7 +75,7 @@ fn shortlist(pool: &Pool<'_>, current: &Plan) -> BTreeSet<DeviceId> {
 }
 
 /// The time problem, with the bytes to move above the time.
-fn problem(pool: &Pool<'_>, current: &Plan, work: &Work) -> Problem {
+fn problem<'a>(pool: &'a Pool<'_>, current: &Plan, work: &Work) -> Problem<'a> {
     let mut problem = pool.problem(None);
     problem.guide = Guide::Cheapest;
     problem.budget = search::BUDGET / 4; // loss plans search once per stage

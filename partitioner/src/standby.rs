@@ -4,12 +4,16 @@
 //! A hot standby has the stage in memory and computes all its rows too, so it must keep up, and its link must carry the copy of
 //! the rows. If one of the two is impossible it is warm: in memory, but its cache is built at the takeover. Without free memory
 //! on any node the stage is cold: a repair moves its weights first. Next: `halves.rs`.
-use crate::cost;
+use crate::cost::{
+    self,
+    ram::{self, Room},
+};
 use crate::fleet::{Device, DeviceId, Endpoint, Fleet, NodeKey};
 use crate::plan::{Options, Plan, Stage};
 use crate::work::Work;
 use alloc::{collections::BTreeMap, vec::Vec};
 use core::cmp::Reverse;
+use core::ops::Range;
 use serde::{Deserialize, Serialize};
 
 /// How ready a standby is to take over.
@@ -64,11 +68,18 @@ const LOAD_BYTES_PER_SECOND: u64 = 1_000_000_000;
 /// separated.
 pub fn standbys(plan: &Plan, work: &Work, fleet: &Fleet, options: &Options, kept: &[(u16, DeviceId)]) -> Vec<Standby> {
     let mut loads = Loads::default();
-    plan.stages().iter().for_each(|stage| loads.add(stage.device, stage.bytes, stage.step_ns, true));
+    plan.stages().iter().for_each(|stage| loads.add(stage.device, stage.room(), stage.step_ns, true));
     for &(stage, device) in kept {
         let layers = plan.stages().get(usize::from(stage)).map(|stage| &stage.layers);
-        let step_ns = layers.and_then(|layers| cost::stage_ns(work, fleet.device(device)?, layers, 1));
-        loads.add(device, layers.map_or(0, |layers| cost::stage_bytes(work, layers)), step_ns.unwrap_or(0), false);
+        let known = fleet.device(device);
+        let placed = layers.map(|layers| {
+            let room = known.map(|device| Room::of(device).without(loads.of(device.id).room));
+            let whole = || Room { memory: cost::stage_bytes(work, layers), ram: 0 };
+            room.and_then(|room| ram::placed(work, layers, room)).unwrap_or_else(whole)
+        });
+        let placed = placed.unwrap_or_default();
+        let step_ns = layers.and_then(|layers| step_ns(work, known?, layers, placed.ram));
+        loads.add(device, placed, step_ns.unwrap_or(0), false);
     }
     let open = |(at, _): &(usize, &Stage)| kept.iter().all(|&(covered, _)| usize::from(covered) != *at);
     let mut stages: Vec<(usize, &Stage)> = plan.stages().iter().enumerate().filter(open).collect();
@@ -83,12 +94,17 @@ pub fn standbys(plan: &Plan, work: &Work, fleet: &Fleet, options: &Options, kept
         let asked = candidates.filter_map(|device| question.ask(device, loads.of(device.id)));
         let standby = asked.min_by_key(|(rank, _)| *rank).map_or_else(|| question.cold(), |(_, standby)| standby);
         if let Some(place) = &standby.place {
-            loads.add(place.device, place.bytes, place.step_ns, false);
+            loads.add(place.device, place.room(), place.step_ns, false);
         }
         chosen.push(standby);
     }
     chosen.sort_by_key(|standby| standby.stage);
     chosen
+}
+
+/// Predicted nanoseconds per decoded token of a stage with this much of it in RAM.
+fn step_ns(work: &Work, device: &Device, layers: &Range<u32>, ram: u64) -> Option<u64> {
+    cost::stage_ns_at(work, device, (layers, ram), 1, work.planned_positions())
 }
 
 type Rank = (bool, bool, u32, bool, Tier, u64, DeviceId);
@@ -97,7 +113,7 @@ type Rank = (bool, bool, u32, bool, Tier, u64, DeviceId);
 #[derive(Clone, Copy, Debug, Default)]
 struct Load {
     parts: u32,
-    bytes: u64,
+    room: Room,
     step_ns: u64,
     /// It owns one of the parts.
     owns: bool,
@@ -111,10 +127,10 @@ impl Loads {
         self.0.get(&device).copied().unwrap_or_default()
     }
 
-    fn add(&mut self, device: DeviceId, bytes: u64, step_ns: u64, owns: bool) {
+    fn add(&mut self, device: DeviceId, room: Room, step_ns: u64, owns: bool) {
         let load = self.0.entry(device).or_default();
         load.parts = load.parts.saturating_add(1);
-        load.bytes = load.bytes.saturating_add(bytes);
+        load.room = load.room.plus(room);
         load.step_ns = load.step_ns.saturating_add(step_ns);
         load.owns |= owns;
     }
@@ -135,17 +151,17 @@ impl Question<'_> {
     /// besides that.
     fn ask(&self, device: &Device, load: Load) -> Option<(Rank, Standby)> {
         let (work, layers) = (self.work, &self.stage.layers);
-        let bytes = cost::stage_bytes(work, layers);
-        if device.excluded || bytes.saturating_add(load.bytes) > device.memory {
+        if device.excluded {
             return None;
         }
-        let step_ns = cost::stage_ns(work, device, layers, 1)?;
+        let Room { memory: bytes, ram } = ram::placed(work, layers, Room::of(device).without(load.room))?;
+        let step_ns = step_ns(work, device, layers, ram)?;
         let owner = self.fleet.device(self.stage.device);
         let same_machine = owner.is_some_and(|owner| owner.machine == device.machine);
         let same_zone = owner.is_some_and(|owner| owner.shares_zone(device));
         let other_numerics = owner.is_some_and(|owner| owner.numerics != device.numerics);
         let tier = if self.keeps_up(device, load, step_ns)? { Tier::Hot } else { Tier::Warm };
-        let place = Stage { device: device.id, layers: layers.clone(), bytes, step_ns };
+        let place = Stage { device: device.id, layers: layers.clone(), bytes, ram, step_ns };
         let replay = match tier {
             Tier::Hot => 0,
             Tier::Warm | Tier::Cold | Tier::None => replay_ns(self.plan, self.work, self.fleet),
@@ -204,7 +220,8 @@ fn replay_ns(plan: &Plan, work: &Work, fleet: &Fleet) -> u64 {
     let chunks = u64::from(work.context.div_ceil(CHUNK));
     let pass = plan.stages().iter().filter_map(|stage| {
         let device = fleet.device(stage.device)?;
-        cost::stage_ns(work, device, &stage.layers, work.context.min(CHUNK))
+        let (held, rows) = ((&stage.layers, stage.ram), work.context.min(CHUNK));
+        cost::stage_ns_at(work, device, held, rows, work.planned_positions())
     });
     pass.fold(0u64, u64::saturating_add).saturating_mul(chunks)
 }
@@ -278,6 +295,9 @@ pub(crate) mod tests {
             step_ns: 10_000,
             layer_ns: 0,
             cache_bytes_per_second: 0,
+            ram: 0,
+            ram_bytes_per_second: 0,
+            ram_flops_per_second: 0,
             numerics: 1,
             pass_steps: 1,
             excluded: false,

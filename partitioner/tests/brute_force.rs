@@ -1,7 +1,7 @@
 //! The planner compared with every possible placement, on fleets small enough to enumerate them.
 mod fleets;
 
-use fleets::{Random, fleet, id, options, work};
+use fleets::{Random, fleet, id, options, with_experts, with_ram, work};
 use partitioner::{
     Answer, Device, DeviceId, Fleet, Goal, Layer, Link, ModelQuestion, NodeKey, Options, Plan, PlanError, Question,
     Work,
@@ -78,8 +78,10 @@ fn nodes_of(plan: &Plan) -> Vec<DeviceId> {
 /// Checks the figures of a failed plan, given that no placement exists.
 fn check_shortage(error: &PlanError, seed: u64) {
     match error {
-        PlanError::Memory { need, offered, missing } => assert_eq!(*missing, need - offered, "seed {seed}"),
-        PlanError::LayerTooLarge { need, largest, missing, .. } => assert_eq!(*missing, need - largest, "seed {seed}"),
+        PlanError::Memory { need, offered, missing, .. } => assert_eq!(*missing, need - offered, "seed {seed}"),
+        PlanError::LayerTooLarge { need, largest, ram, missing, .. } => {
+            assert_eq!(*missing, need - largest - ram, "seed {seed}");
+        }
         PlanError::Packing { placed, layers, missing, .. } => assert!(placed < layers && *missing > 0, "seed {seed}"),
         PlanError::NoDevices | PlanError::Unlinked => {}
         PlanError::Invalid(reason) => panic!("seed {seed}: {reason}"),
@@ -89,12 +91,17 @@ fn check_shortage(error: &PlanError, seed: u64) {
 #[test]
 fn plans_equal_the_best_of_all_placements() {
     let (mut planned, mut split, mut rejected, mut balanced, mut boxed) = (0, 0, 0, 0, 0);
-    for (seed, of_boxes) in (0..600).map(|seed| (seed, false)).chain((0..600).map(|seed| (seed, true))) {
+    let (mut in_ram, mut split_in_ram) = (0, 0);
+    let kinds = [(false, false), (true, false), (false, true)];
+    for (seed, (of_boxes, of_experts)) in kinds.into_iter().flat_map(|kind| (0..600).map(move |seed| (seed, kind))) {
         let mut random = Random::new(seed);
         let (devices, layers) = (1 + random.below(4) as usize, 1 + random.below(5) as usize);
-        let (work, mut fleet) = (work(&mut random, layers), fleet(&mut random, devices));
+        let (mut work, mut fleet) = (work(&mut random, layers), fleet(&mut random, devices));
         if of_boxes {
             fleet = boxes(fleet);
+        }
+        if of_experts {
+            (work, fleet) = (with_experts(&mut random, work), with_ram(&mut random, fleet));
         }
         if seed % 3 == 0 {
             // Equal devices, so that many splits take the same time.
@@ -139,6 +146,9 @@ fn plans_equal_the_best_of_all_placements() {
                     let nodes = nodes_of(&found);
                     let both = nodes.iter().any(|a| nodes.iter().any(|b| a.node == b.node && a.index != b.index));
                     boxed += usize::from(both);
+                    let ram = found.stages().iter().any(|stage| stage.ram > 0);
+                    in_ram += usize::from(ram);
+                    split_in_ram += usize::from(ram && found.stages().len() > 1);
                 }
                 (Err(error), None) => {
                     check_shortage(&error, seed);
@@ -150,6 +160,7 @@ fn plans_equal_the_best_of_all_placements() {
     }
     assert!(planned > 600 && split > 200 && rejected > 200, "{planned} planned, {split} split, {rejected} rejected");
     assert!(balanced > 20 && boxed > 50, "{balanced} had a worse split with an equal time, {boxed} use a whole box");
+    assert!(in_ram > 100 && split_in_ram > 50, "{in_ram} with experts in RAM, {split_in_ram} of them split");
 }
 
 /// A regression: ties went to the first placement found, and three equal nodes got 20, 31 and 29 layers.
@@ -168,6 +179,9 @@ fn among_equal_token_times_the_least_bottleneck_is_planned() {
         step_ns: 400_000,
         layer_ns: 0,
         cache_bytes_per_second: 0,
+        ram: 0,
+        ram_bytes_per_second: 0,
+        ram_flops_per_second: 0,
         numerics: 1,
         pass_steps: 1,
         excluded: false,
@@ -231,6 +245,9 @@ fn a_long_context_moves_layers_to_the_device_with_the_faster_cache() {
         step_ns: 100_000,
         layer_ns: 10_000,
         cache_bytes_per_second: cache * 1_000_000_000,
+        ram: 0,
+        ram_bytes_per_second: 0,
+        ram_flops_per_second: 0,
         numerics: 1,
         pass_steps: 1,
         excluded: false,
@@ -259,11 +276,14 @@ fn a_long_context_moves_layers_to_the_device_with_the_faster_cache() {
 
 #[test]
 fn repairs_move_the_fewest_bytes_of_all_placements() {
-    let (mut repaired, mut moved_some) = (0, 0);
-    for seed in 0..600 {
+    let (mut repaired, mut moved_some, mut in_ram) = (0, 0, 0);
+    for (seed, of_experts) in (0..600).map(|seed| (seed, false)).chain((0..600).map(|seed| (seed, true))) {
         let mut random = Random::new(seed);
         let (devices, layers) = (2 + random.below(3) as usize, 2 + random.below(4) as usize);
-        let (work, before) = (work(&mut random, layers), fleet(&mut random, devices));
+        let (mut work, mut before) = (work(&mut random, layers), fleet(&mut random, devices));
+        if of_experts {
+            (work, before) = (with_experts(&mut random, work), with_ram(&mut random, before));
+        }
         let options = options(Goal::Latency);
         let Ok(current) = plan(&work, &before, &options) else {
             continue;
@@ -278,6 +298,7 @@ fn repairs_move_the_fewest_bytes_of_all_placements() {
                 assert_eq!(key(&found), key(best), "seed {seed}: found {found:?}, best {best:?}, was {current:?}");
                 repaired += 1;
                 moved_some += usize::from(moved_bytes(&current, &found, &work) > 0);
+                in_ram += usize::from(found.stages().iter().any(|stage| stage.ram > 0));
             }
             (Err(error), None) => check_shortage(&error, seed),
             (found, best) => panic!("seed {seed}: found {found:?}, best {best:?}"),
@@ -286,6 +307,7 @@ fn repairs_move_the_fewest_bytes_of_all_placements() {
         assert_eq!(moved_bytes(&current, &same, &work), 0, "seed {seed}: without a loss nothing moves");
     }
     assert!(repaired > 100 && moved_some > 90, "{repaired} repaired, {moved_some} moved something");
+    assert!(in_ram > 20, "{in_ram} with experts in RAM");
 }
 
 #[test]

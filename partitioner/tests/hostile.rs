@@ -40,7 +40,7 @@ fn a_model_larger_than_the_fleet_names_the_missing_bytes() {
     work.layers = vec![work.layers[0]; 10];
     // Ten layers of 100 bytes; three nodes of 225 bytes.
     let error = plan(&work, &fleet, &options).expect_err("it cannot fit");
-    assert_eq!(error, PlanError::Memory { need: 1_000, offered: 675, missing: 325 });
+    assert_eq!(error, PlanError::Memory { need: 1_000, offered: 675, ram: 0, missing: 325 });
     assert!(error.to_string().contains("325 B are missing"), "{error}");
 }
 
@@ -49,7 +49,7 @@ fn a_layer_larger_than_any_node_is_named() {
     let (mut work, fleet, options) = even();
     work.layers[2].weight_bytes = 300;
     let error = plan(&work, &fleet, &options).expect_err("one layer fits nowhere");
-    assert_eq!(error, PlanError::LayerTooLarge { layer: 2, need: 300, largest: 225, missing: 75 });
+    assert_eq!(error, PlanError::LayerTooLarge { layer: 2, need: 300, largest: 225, ram: 0, missing: 75, more_ram: 0 });
 }
 
 #[test]
@@ -197,7 +197,10 @@ fn the_constructor_rejects_every_broken_rule() {
     assert_eq!(new(&[], &fleet), Err(InvalidPlan::Empty));
     assert_eq!(new(&[(0, 0..2)], &fleet), Err(InvalidPlan::Uncovered { covered: 2, layers: 4 }));
     assert_eq!(new(&[(0, 0..2), (1, 3..4)], &fleet), Err(InvalidPlan::Layers { stage: 1, start: 3, end: 4 }));
-    assert_eq!(new(&[(0, 0..2), (1, 1..4)], &fleet), Err(InvalidPlan::Memory { stage: 1, need: 300, offered: 225 }));
+    assert_eq!(
+        new(&[(0, 0..2), (1, 1..4)], &fleet),
+        Err(InvalidPlan::Memory { stage: 1, need: 300, offered: 225, ram: 0 })
+    );
     assert_eq!(new(&[(0, 0..2), (1, 1..3)], &fleet), Err(InvalidPlan::Layers { stage: 1, start: 1, end: 3 }));
     assert_eq!(new(&[(0, 0..0)], &fleet), Err(InvalidPlan::Layers { stage: 0, start: 0, end: 0 }));
     assert_eq!(new(&[(0, 0..u32::MAX)], &fleet), Err(InvalidPlan::Layers { stage: 0, start: 0, end: u32::MAX }));

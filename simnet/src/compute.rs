@@ -53,6 +53,8 @@ pub struct Unit {
     cache_bytes_per_second: u64,
     /// Memory for stages and tiles; the node's advert may claim another amount.
     pub memory: u64,
+    /// Bytes of the machine's RAM for experts of its stages.
+    pub ram: u64,
     /// End of the work queued so far.
     busy_until: Instant,
     /// The current stall: when the queued work would have ended, and when the stall ends.
@@ -69,6 +71,7 @@ impl Unit {
             layer_ns: device.layer_ns,
             cache_bytes_per_second: device.cache_bytes_per_second,
             memory: device.memory_free,
+            ram: device.ram_free,
             busy_until: Instant(0),
             stalled: None,
             gone: false,
@@ -111,6 +114,8 @@ struct Stage {
     /// Its layers are in memory, or are being read.
     resident: bool,
     bytes: u64,
+    /// Bytes of its experts in RAM.
+    ram: u64,
     layers: std::ops::Range<u32>,
     order: StageOrder,
     /// Per request and layer of the stage: the hash chain after each position.
@@ -171,8 +176,8 @@ impl Executor {
         &mut self.units[usize::from(device)]
     }
 
-    /// Whether a device takes a load now.
-    fn takes(&mut self, device: u8, bytes: u64) -> Result<(), String> {
+    /// Whether a device takes a load now, of which `ram` bytes lie in RAM.
+    fn takes(&mut self, device: u8, (bytes, ram): (u64, u64)) -> Result<(), String> {
         let Some(unit) = self.units.get(usize::from(device)) else {
             return Err(format!("there is no device {device}"));
         };
@@ -186,6 +191,10 @@ impl Executor {
         let free = self.free_on(device);
         if bytes > free {
             return Err(format!("a part of {bytes} bytes, {free} are free"));
+        }
+        let free = self.ram_free_on(device);
+        if ram > free {
+            return Err(format!("experts of {ram} bytes in RAM, {free} are free"));
         }
         Ok(())
     }
@@ -201,13 +210,13 @@ impl Executor {
         order: &Order,
         replaces: &[PartId],
     ) -> Result<(), Box<(Instant, Input)>> {
-        let (part, bytes) = (order.part, order.bytes_max);
+        let (part, bytes, ram) = (order.part, order.bytes_max, order.ram);
         let old: Vec<Stage> = replaces.iter().filter_map(|part| self.stages.remove(&(job, *part))).collect();
         let reject = |reason| {
             let rejection = Input::Loaded { job, part, load, result: Err(reason) };
             Err(Box::new((now + Duration::from_millis(1), rejection)))
         };
-        if let Err(reason) = self.takes(order.device, bytes) {
+        if let Err(reason) = self.takes(order.device, (bytes, ram)) {
             return reject(reason);
         }
         let PartWork::Stage(stage) = order.work.clone() else { return reject("not a stage".into()) };
@@ -218,7 +227,7 @@ impl Executor {
         let same = |old: &Stage| old.device == device && old.layers == layers && old.order.content == stage.content;
         let resident = old.iter().any(|old| old.resident && same(old));
         let stage =
-            Stage { device, epoch, load, resident, bytes, layers, order: stage, caches: BTreeMap::new(), pages };
+            Stage { device, epoch, load, resident, bytes, ram, layers, order: stage, caches: BTreeMap::new(), pages };
         self.stages.insert((job, part), stage);
         Ok(())
     }
@@ -227,13 +236,13 @@ impl Executor {
     /// again meanwhile.
     pub fn load(&mut self, now: Instant, (job, part): (JobId, PartId), load: LoadId) -> Option<(Instant, Input)> {
         let stage = self.stages.get_mut(&(job, part)).filter(|stage| stage.load == load)?;
-        let (bytes, device) = (stage.bytes, stage.device);
-        let reading = Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / LOAD_BYTES_PER_SECOND);
+        let (bytes, ram, device) = (stage.bytes, stage.ram, stage.device);
+        let reading = Duration::from_nanos((bytes + ram).saturating_mul(1_000_000_000) / LOAD_BYTES_PER_SECOND);
         let took = if stage.resident { Duration::from_millis(1) } else { reading + Duration::from_millis(20) };
         stage.resident = true;
         let ends = self.unit(device).busy_until.max(now) + took;
         self.unit(device).busy_until = ends;
-        let result = Ok(Loaded { bytes, ram_pages: self.ram_pages, step: None });
+        let result = Ok(Loaded { bytes, ram, ram_pages: self.ram_pages, step: None });
         (!self.dead).then_some((ends, Input::Loaded { job, part, load, result }))
     }
 
@@ -259,7 +268,14 @@ impl Executor {
         self.units.get(usize::from(device)).map_or(0, |unit| unit.memory.saturating_sub(taken))
     }
 
-    /// The same of all devices together.
+    /// RAM for experts of a device that no stage uses.
+    fn ram_free_on(&self, device: u8) -> u64 {
+        let stages = self.stages.values().filter(|stage| stage.device == device);
+        let taken = stages.fold(0u64, |sum, stage| sum.saturating_add(stage.ram));
+        self.units.get(usize::from(device)).map_or(0, |unit| unit.ram.saturating_sub(taken))
+    }
+
+    /// Memory that no stage or tile uses, of all devices together.
     pub fn memory_free(&self) -> u64 {
         (0..self.units.len() as u8).map(|device| self.free_on(device)).sum()
     }
@@ -275,6 +291,7 @@ impl Executor {
         let mut capacity = spec.capacity.clone();
         for (at, device) in (0..).zip(&mut capacity.devices) {
             device.memory_free = self.free_on(at);
+            device.ram_free = self.ram_free_on(at);
             device.gone = self.units[usize::from(at)].gone;
         }
         capacity
@@ -373,7 +390,7 @@ impl Executor {
     /// `Output::Load` of a tile. A tile that exceeds the free memory is rejected.
     pub fn load_tile(&mut self, job: JobId, order: &Order, cells: Option<Saved>) -> Result<Loaded, String> {
         self.grids.drop_tile(job, order.part);
-        self.takes(order.device, order.bytes_max)?;
+        self.takes(order.device, (order.bytes_max, 0))?;
         self.grids.load(job, order, cells)
     }
 

@@ -277,7 +277,7 @@ impl GridDevice {
             made.fill(cells);
         }
         self.tiles.insert((job, part), made);
-        Ok(Loaded { bytes, ram_pages: 0, step })
+        Ok(Loaded { bytes, ram: 0, ram_pages: 0, step })
     }
 
     /// `Output::Restore`.
@@ -286,7 +286,7 @@ impl GridDevice {
         let held = self.tiles.get_mut(&(job, part)).ok_or("the tile is gone")?;
         held.fill(cells);
         held.step = step;
-        Ok(Loaded { bytes: held.bytes, ram_pages: 0, step: Some(step) })
+        Ok(Loaded { bytes: held.bytes, ram: 0, ram_pages: 0, step: Some(step) })
     }
 
     /// Advances a tile. Returns its reports and saved states, and the outgoing halos by tensor id.

@@ -54,6 +54,10 @@ impl Default for HostSpec {
                     step_ns: 50_000,
                     layer_ns: 10_000,
                     cache_bytes_per_second: 200_000_000_000,
+                    ram_total: 0,
+                    ram_free: 0,
+                    ram_bytes_per_second: 0,
+                    ram_flops_per_second: 0,
                     numerics: 1,
                     pass_steps: 1,
                     gone: false,
@@ -72,6 +76,16 @@ impl HostSpec {
     pub fn with_memory(mut self, bytes: u64) -> Self {
         for device in &mut self.capacity.devices {
             (device.memory_total, device.memory_free) = (bytes, bytes);
+        }
+        self
+    }
+
+    /// The same machine with this much RAM for experts beside each device, computed a fifth as fast as there.
+    #[must_use]
+    pub fn with_ram(mut self, bytes: u64) -> Self {
+        for device in &mut self.capacity.devices {
+            (device.ram_total, device.ram_free) = (bytes, bytes);
+            device.ram_bytes_per_second = device.bytes_per_second / 5;
         }
         self
     }

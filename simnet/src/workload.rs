@@ -9,7 +9,7 @@ use node_core::output::Event;
 use node_core::time::{Duration, Instant};
 use node_core::work::JobSpec;
 use node_core::work::serve::{DoneReason, ModelSpec, Priority, Request, RequestKey, Sampled, Sampling};
-use partitioner::{Layer, Work};
+use partitioner::{Experts, Layer, Work};
 use std::collections::BTreeMap;
 
 /// A model whose stages compute with hashes: `layers` blocks of `layer_bytes` each.
@@ -17,7 +17,16 @@ pub fn symbolic_model(layers: u32, layer_bytes: u64) -> ModelSpec {
     wide_model(layers, layer_bytes, WIDTH)
 }
 
-/// The same with rows of `width` elements.
+/// The same with three quarters of each layer in 16 experts, of which a row uses 2.
+pub fn symbolic_mixture(layers: u32, layer_bytes: u64) -> ModelSpec {
+    let mut model = symbolic_model(layers, layer_bytes);
+    for layer in &mut model.work.layers {
+        layer.experts = Some(Experts { bytes: layer_bytes / 4 * 3, count: 16, used: 2 });
+    }
+    model
+}
+
+/// The same as [`symbolic_model`] with rows of `width` elements.
 pub fn wide_model(layers: u32, layer_bytes: u64, width: u32) -> ModelSpec {
     let layer = Layer {
         flops_per_token: 2 * layer_bytes,

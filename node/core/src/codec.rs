@@ -12,7 +12,7 @@ use serde::{Serialize, de::DeserializeOwned};
 
 /// Version of every encoding in this file and of the protocol it serves. A change of meaning needs a new number, and a new
 /// protocol name in `transport/src/version.rs`: connections with another name are rejected before a message is read.
-pub const PROTOCOL: u8 = 19;
+pub const PROTOCOL: u8 = 20;
 
 /// A decrypted datagram. Its second byte is its kind.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -58,6 +58,15 @@ pub struct DeviceCapacity {
     pub layer_ns: u64,
     /// Bytes of keys and values per second that attention of one row reads from the cache. 0: not measured.
     pub cache_bytes_per_second: u64,
+    /// Bytes of the machine's RAM that experts of stages on this device may take in total, where the processor computes them.
+    /// 0: none.
+    pub ram_total: u64,
+    /// Bytes of them not yet taken.
+    pub ram_free: u64,
+    /// Quantised weight bytes per second that the processor reads in decode. 0: not measured, and no expert lies in RAM.
+    pub ram_bytes_per_second: u64,
+    /// Flops per second of the processor in prefill. 0: not measured.
+    pub ram_flops_per_second: u64,
     /// Kernel set whose results agree bit for bit.
     pub numerics: u64,
     /// Maximum number of grid steps per pass over the memory; 1: each step is a pass.
@@ -139,9 +148,25 @@ impl DeviceCapacity {
             step_ns,
             layer_ns,
             cache_bytes_per_second,
+            ram_total: 0,
+            ram_free: 0,
+            ram_bytes_per_second: 0,
+            ram_flops_per_second: 0,
             numerics: device.numerics,
             pass_steps: device.pass_steps,
             gone: false,
+        }
+    }
+
+    /// The same device with `bytes` of the machine's RAM for experts, which a processor of this speed computes.
+    #[must_use]
+    pub fn with_ram(self, bytes: u64, processor: Speed) -> Self {
+        Self {
+            ram_total: bytes,
+            ram_free: bytes,
+            ram_bytes_per_second: processor.bytes_per_second,
+            ram_flops_per_second: processor.flops_per_second,
+            ..self
         }
     }
 }
@@ -155,6 +180,16 @@ impl Capacity {
     /// Bytes that parts may take on all devices together.
     pub fn memory_total(&self) -> u64 {
         self.devices.iter().fold(0, |sum, device| sum.saturating_add(device.memory_total))
+    }
+
+    /// Bytes of RAM that experts may take beside all devices together.
+    pub fn ram_total(&self) -> u64 {
+        self.devices.iter().fold(0, |sum, device| sum.saturating_add(device.ram_total))
+    }
+
+    /// Bytes of this RAM not yet taken.
+    pub fn ram_free(&self) -> u64 {
+        self.devices.iter().fold(0, |sum, device| sum.saturating_add(device.ram_free))
     }
 
     /// Bytes not yet taken on all devices together.
@@ -190,6 +225,10 @@ mod wire {
         step_ns: u64,
         layer_ns: u64,
         cache_bytes_per_second: u64,
+        /// The devices of a node divide its RAM evenly.
+        ram_total: u64,
+        ram_bytes_per_second: u64,
+        ram_flops_per_second: u64,
         numerics: u64,
         pass_steps: u32,
     }
@@ -200,6 +239,7 @@ mod wire {
         label: String,
         memory_total: u64,
         memory_free: u64,
+        ram_free: u64,
         gone: bool,
     }
 
@@ -213,6 +253,9 @@ mod wire {
                 step_ns: device.step_ns,
                 layer_ns: device.layer_ns,
                 cache_bytes_per_second: device.cache_bytes_per_second,
+                ram_total: device.ram_total,
+                ram_bytes_per_second: device.ram_bytes_per_second,
+                ram_flops_per_second: device.ram_flops_per_second,
                 numerics: device.numerics,
                 pass_steps: device.pass_steps,
             }
@@ -234,6 +277,7 @@ mod wire {
                     label: device.label().to_owned(),
                     memory_total: device.memory_total,
                     memory_free: device.memory_free,
+                    ram_free: device.ram_free,
                     gone: device.gone,
                 });
             }
@@ -250,7 +294,7 @@ mod wire {
                 return Err(format!("{} devices, expected at most {DEVICES_MAX}", devices.len()));
             }
             let device = |record: DeviceRecord| {
-                let DeviceRecord { kind, label, memory_total, memory_free, gone } = record;
+                let DeviceRecord { kind, label, memory_total, memory_free, ram_free, gone } = record;
                 let known = kinds.get(usize::from(kind));
                 let known = known.ok_or_else(|| format!("a device of kind {kind}, expected below {}", kinds.len()))?;
                 Ok(DeviceCapacity {
@@ -263,6 +307,10 @@ mod wire {
                     step_ns: known.step_ns,
                     layer_ns: known.layer_ns,
                     cache_bytes_per_second: known.cache_bytes_per_second,
+                    ram_total: known.ram_total,
+                    ram_free,
+                    ram_bytes_per_second: known.ram_bytes_per_second,
+                    ram_flops_per_second: known.ram_flops_per_second,
                     numerics: known.numerics,
                     pass_steps: known.pass_steps,
                     gone,

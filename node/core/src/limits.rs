@@ -4,8 +4,8 @@ use core::time::Duration;
 /// Bytes of the largest gossip datagram before sealing: a UDP payload of 1200 bytes fits any path without fragmentation (IPv6
 /// guarantees packets of 1280 bytes), and the transport's seal adds 49 (`transport::gossip::PAYLOAD_BYTES_MAX`).
 pub const DATAGRAM_BYTES_MAX: usize = 1151;
-/// Bytes of the largest encoded advert: with its signature and a header it must fit into one datagram.
-pub const ADVERT_BYTES_MAX: usize = 900;
+/// Bytes of the largest encoded advert: with its signature and two headers (65 + 3 + 2 bytes) it must fit into one datagram.
+pub const ADVERT_BYTES_MAX: usize = DATAGRAM_BYTES_MAX - 70;
 /// Contents named in an advert (32 bytes each): more would exceed the advert's size, and peers ask for the rest.
 pub const ADVERT_HOLDINGS_MAX: usize = 8;
 /// Nodes asked for the weights of one stage: more would not make the transfer faster.

@@ -509,8 +509,8 @@ impl Node {
                 self.liveness.handle_unwatch(job);
                 self.parts.handle_left(self.now, job, successor);
             }
-            JobOutput::Measured { job, device, work, layers, measured } => {
-                self.measured(job, device, &work, &layers, measured);
+            JobOutput::Measured { job, device, work, layers, ram, measured } => {
+                self.measured(job, device, &work, (&layers, ram), measured);
             }
             JobOutput::Drafting(_) => {} // between jobs, which have routed it
             JobOutput::Notify(event) => self.notify(event),

@@ -84,6 +84,8 @@ struct LocalPart {
     epoch: Epoch,
     load: Load,
     bytes: u64,
+    /// Bytes of a stage's experts in RAM, as loaded.
+    ram: u64,
     ram_pages: u32,
     /// The coordinator waits for an answer, which has to wait for a load or a run.
     answer_due: bool,
@@ -193,6 +195,7 @@ impl LocalPart {
             device: self.order.device,
             standby,
             bytes,
+            ram: self.ram,
             what,
         }
     }
@@ -333,8 +336,8 @@ impl Parts {
         let Some(held) = known.parts.get_mut(&part).filter(|held| held.load == Load::Loading(load)) else { return };
         let answered = !held.answer_due;
         match result {
-            Ok(Loaded { bytes, ram_pages, step }) => {
-                (held.bytes, held.ram_pages, held.load) = (bytes, ram_pages, Load::Resident);
+            Ok(Loaded { bytes, ram, ram_pages, step }) => {
+                (held.bytes, held.ram, held.ram_pages, held.load) = (bytes, ram, ram_pages, Load::Resident);
                 held.run.loaded(now, (ram_pages, step), &mut self.out);
             }
             Err(reason) => held.load = Load::Failed(reason),

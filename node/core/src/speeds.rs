@@ -138,6 +138,8 @@ impl MeasuredSpeeds {
         device.bytes_per_second = scaled(device.bytes_per_second);
         device.flops_per_second = scaled(device.flops_per_second);
         device.cache_bytes_per_second = scaled(device.cache_bytes_per_second);
+        device.ram_bytes_per_second = scaled(device.ram_bytes_per_second);
+        device.ram_flops_per_second = scaled(device.ram_flops_per_second);
         device.step_ns = device.step_ns.saturating_mul(percent) / 100;
         device.layer_ns = device.layer_ns.saturating_mul(percent) / 100;
         if percent >= SLOWER_TIMES * 100 {
@@ -170,6 +172,9 @@ mod tests {
             step_ns: 10,
             layer_ns: 20,
             cache_bytes_per_second: 2_000,
+            ram: 0,
+            ram_bytes_per_second: 0,
+            ram_flops_per_second: 0,
             numerics: 1,
             pass_steps: 1,
             excluded: false,

@@ -16,8 +16,9 @@ use alloc::{boxed::Box, format, string::String, vec::Vec};
 use core::net::SocketAddr;
 use core::ops::Range;
 use log::TokenLog;
+use partitioner::cost::ram::ram_beside_max;
 use partitioner::tiles::{Block, GridWork};
-use partitioner::{DeviceId, Tier};
+use partitioner::{DeviceId, Room, Tier};
 use serde::{Deserialize, Serialize};
 use serve::{Item, ItemResult, ModelSpec, Position, ServeRecord, StageOrder};
 use steps::{GridSpec, SimulationId, StepsRecord, TileFigures, TileOrder, TileResult, TileWork};
@@ -69,8 +70,10 @@ pub struct Order {
     pub standby: Option<Tier>,
     /// Other parts of this job at the receiver, as owner or standby. The receiver drops stages that are not listed.
     pub other_parts: Vec<PartId>,
-    /// Memory that the plan allows the part, in bytes.
+    /// Memory of the device that the plan allows the part, in bytes.
     pub bytes_max: u64,
+    /// Bytes of a stage's experts that lie in the RAM of the receiver's machine. The rest of the stage takes `bytes_max`.
+    pub ram: u64,
     /// Nodes that may take the job over when the coordinator falls silent, in order.
     pub successors: Vec<NodeId>,
     /// Previous coordinators of the job, most recent first. They may come back.
@@ -89,6 +92,11 @@ pub enum PartWork {
 }
 
 impl Order {
+    /// What the part may take of the device's memory and of RAM.
+    pub fn room(&self) -> Room {
+        Room { memory: self.bytes_max, ram: self.ram }
+    }
+
     /// The owner of a part. `None` if there is no such part.
     pub fn owner(&self, part: PartId) -> Option<NodeId> {
         self.owners.get(part.index()).copied()
@@ -100,7 +108,7 @@ impl Order {
     }
 
     /// Whether state loaded for `other` can be used for this order: same part of the same partition, on the same device.
-    /// Owners may differ.
+    /// Owners may differ, and the share of a stage in RAM: it stays where it was loaded.
     pub fn is_same_part(&self, other: &Order) -> bool {
         let same = match (&self.work, &other.work) {
             (PartWork::Stage(a), PartWork::Stage(b)) => a.is_same_stage(self.part, b, other.part),
@@ -145,6 +153,13 @@ impl Order {
             }
             Some(_) => {}
         }
+        let ram_max = match &self.work {
+            PartWork::Stage(_) => ram_beside_max(self.bytes_max),
+            PartWork::Tile(_) => 0,
+        };
+        if self.ram > ram_max {
+            return Some(format!("{} bytes of the part in RAM, expected at most {ram_max}", self.ram));
+        }
         match &self.work {
             PartWork::Stage(stage) => stage.unsound(),
             PartWork::Tile(tile) => tile.unsound(self.standby),
@@ -184,10 +199,19 @@ pub struct Ready {
     pub device: u8,
     /// Memory that it takes there, in bytes.
     pub bytes: u64,
+    /// Bytes of a stage's experts in RAM.
+    pub ram: u64,
     /// Pages that a stage has in RAM beside those of its device.
     pub ram_pages: u32,
     /// State that it holds.
     pub has: PartState,
+}
+
+impl Ready {
+    /// What the part takes of its device's memory and of RAM.
+    pub fn room(&self) -> Room {
+        Room { memory: self.bytes, ram: self.ram }
+    }
 }
 
 /// State that a part holds when it is ordered. The coordinator computes from it where the job resumes.
@@ -247,6 +271,8 @@ pub enum Cursors {
 pub struct Loaded {
     /// Memory that it takes, in bytes: weights, caches and scratch, or cells.
     pub bytes: u64,
+    /// Bytes of a stage's experts in RAM.
+    pub ram: u64,
     /// Pages that a stage has in RAM beside those of its device.
     pub ram_pages: u32,
     /// The step of a tile's cells. `None` for a stage, and for a standby that waits for a snapshot.
@@ -305,6 +331,8 @@ pub struct HeldPart {
     pub standby: bool,
     /// Memory that it takes, in bytes. `None` while it loads or after it failed.
     pub bytes: Option<u64>,
+    /// Bytes of a stage's experts in RAM.
+    pub ram: u64,
     /// What it computes.
     pub what: HeldWork,
 }
@@ -341,12 +369,33 @@ pub struct Record {
 pub struct PartRecord {
     /// Its owner's device.
     pub device: u8,
-    /// Memory that the plan allows it, in bytes.
+    /// Memory of that device that the plan allows it, in bytes.
     pub bytes: u64,
+    /// Bytes of a stage's experts that lie in RAM there.
+    pub ram: u64,
     /// Predicted nanoseconds per token or step on its owner.
     pub step_ns: u64,
     /// Its standby, if it has one.
     pub standby: Option<StandbyRecord>,
+}
+
+impl PartRecord {
+    /// What it takes of its owner's device and RAM.
+    pub fn room(&self) -> Room {
+        Room { memory: self.bytes, ram: self.ram }
+    }
+}
+
+impl StandbyRecord {
+    /// Its device.
+    pub fn place(&self) -> DeviceId {
+        self.node.device(self.device)
+    }
+
+    /// What it takes of its device's memory and RAM, as the standby of `part`.
+    pub fn room(&self, part: &PartRecord) -> Room {
+        Room { memory: part.room().bytes().saturating_sub(self.ram), ram: self.ram }
+    }
 }
 
 /// The standby in a [`PartRecord`].
@@ -356,6 +405,8 @@ pub struct StandbyRecord {
     pub node: NodeId,
     /// The node's device.
     pub device: u8,
+    /// Bytes of a stage's experts that lie in RAM there. With the memory of its device it takes as many bytes as the owner.
+    pub ram: u64,
     /// Its tier.
     pub tier: Tier,
     /// Whether it can take the part over.

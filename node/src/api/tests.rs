@@ -152,7 +152,7 @@ impl Engine for FakeNode {
     }
 
     async fn plan(&self, _: ModelRef, _: ModelOptions) -> Result<PlanReport, NodeError> {
-        Err(NodeError::Plan(partitioner::PlanError::Memory { need: 10, offered: 4, missing: 6 }.to_string()))
+        Err(NodeError::Plan(partitioner::PlanError::Memory { need: 10, offered: 4, ram: 0, missing: 6 }.to_string()))
     }
 
     async fn state(&self) -> StateView {

@@ -104,7 +104,7 @@ struct DeviceArgs {
 fn bench_device(global: &Global, args: &DeviceArgs) -> Result<(), Failure> {
     let spinner = Spinner::new(format!("measuring {}", args.device));
     let without_dirs = UpOptions::solo(PathBuf::new(), PathBuf::new());
-    let options = UpOptions { device: args.device.clone(), threads: args.threads, ..without_dirs };
+    let options = UpOptions { device: args.device.clone(), threads: args.threads, expert_ram: Some(0), ..without_dirs };
     let figures = crate::measure::device(&options).map_err(Failure::failed)?;
     drop(spinner);
     answer(global, &figures, crate::measure::device_text);

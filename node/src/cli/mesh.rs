@@ -257,6 +257,11 @@ fn peers_text(peers: &[PeerView], all: bool) -> String {
     if zones {
         rows[0].insert(3, "ZONE".into());
     }
+    // Likewise RAM for experts.
+    let experts = peers.iter().any(|peer| peer.ram_total > 0);
+    if experts {
+        rows[0].push("EXPERT RAM".into());
+    }
     for peer in peers.iter().filter(|peer| all || peer.state != "left") {
         let mut state = peer.state.clone();
         if peer.draining {
@@ -283,6 +288,12 @@ fn peers_text(peers: &[PeerView], all: bool) -> String {
         ];
         if zones {
             cells.insert(3, if peer.zone.is_empty() { "–".into() } else { peer.zone.clone() });
+        }
+        if experts {
+            cells.push(match peer.ram_total {
+                0 => "–".into(),
+                total => format!("{} free of {}", Size(peer.ram_free), Size(total)),
+            });
         }
         rows.push(cells);
     }

@@ -203,7 +203,11 @@ fn zones(zones: &[ZoneView], kind: &Kind) -> String {
 pub(super) fn stages(stages: &[StageView]) -> String {
     let mut rows = vec![row(["STAGE", "NODE", "LAYERS", "MEMORY", "MS/TOKEN"])];
     for (i, stage) in stages.iter().enumerate() {
-        let memory = if stage.bytes > 0 { Size(stage.bytes).to_string() } else { "–".into() };
+        let memory = match (stage.bytes, stage.ram) {
+            (0, _) => "–".into(),
+            (bytes, 0) => Size(bytes).to_string(),
+            (bytes, ram) => format!("{} + {} RAM", Size(bytes), Size(ram)),
+        };
         let step = stage.step_ms.filter(|ms| *ms > 0.0);
         rows.push(vec![
             i.to_string(),

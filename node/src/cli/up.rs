@@ -99,6 +99,10 @@ struct NodeArgs {
     /// RAM for cached conversations that a GPU has no room for, as in 8GiB; 0: none [default: a quarter of the free RAM]
     #[arg(long, value_name = "SIZE", env = "MESHNODE_SPILL")]
     spill: Option<Size>,
+    /// RAM for experts of mixtures that a GPU has no memory for, which the processor computes, as in 32GiB; 0: none [default: half of
+    /// the free RAM beside a GPU]
+    #[arg(long, value_name = "SIZE", env = "MESHNODE_EXPERT_RAM")]
+    expert_ram: Option<Size>,
     /// Unload a served model after this time without requests, as 30m; the next request loads it again [default: never]
     #[arg(long, value_name = "TIME", env = "MESHNODE_IDLE_UNLOAD", value_parser = crate::config::parse_duration)]
     idle_unload: Option<Duration>,
@@ -153,6 +157,7 @@ impl NodeArgs {
             memory,
             memory_of,
             spill: self.spill.or(file.spill).map(|size| size.0),
+            expert_ram: self.expert_ram.or(file.expert_ram).map(|size| size.0),
             threads: self.compute.threads.or(file.threads),
             idle_unload: self.idle_unload.or(file.idle_unload),
             mdns: !(self.no_mdns || file.no_mdns.unwrap_or(false)),

@@ -124,6 +124,8 @@ pub(crate) enum NewPart {
         file: Option<Arc<ModelFile>>,
         /// Encoding of the rows that it makes.
         rows: Codec,
+        /// Bytes of its experts in RAM.
+        ram: u64,
     },
     /// A tile, which the device thread creates.
     Tile {

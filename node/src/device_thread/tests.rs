@@ -194,7 +194,7 @@ impl Bench {
         let mut gate = Some(gate);
         for (job, name) in (1..).zip(names) {
             let stage = Pretended { name, log: log.clone(), gate: gate.take() };
-            self.hold(JobId(job), NewPart::Stage { stage: Box::new(stage), file: None, rows: Codec::Lossless });
+            self.hold(JobId(job), NewPart::Stage { stage: Box::new(stage), file: None, rows: Codec::Lossless, ram: 0 });
             assert!(self.loaded());
         }
         (open, log)

@@ -170,7 +170,7 @@ impl LoadedTile {
         if let Some(tile) = &mut self.tile {
             tile.resume(step.into());
         }
-        Some(Loaded { bytes: self.bytes_max, ram_pages: 0, step: Some(step) })
+        Some(Loaded { bytes: self.bytes_max, ram: 0, ram_pages: 0, step: Some(step) })
     }
 
     /// Restores the tile from the cells of a snapshot.
@@ -183,7 +183,7 @@ impl LoadedTile {
         tile.restore(tile.region(), cells).map_err(|e| e.to_string())?;
         tile.resume(step.into());
         self.tile = Some(tile);
-        Ok(Loaded { bytes: self.bytes_max, ram_pages: 0, step: Some(step) })
+        Ok(Loaded { bytes: self.bytes_max, ram: 0, ram_pages: 0, step: Some(step) })
     }
 
     /// Computes a run, or launches it on the device. With `yields`, the CPU computes it in pieces of about

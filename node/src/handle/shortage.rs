@@ -171,6 +171,9 @@ mod tests {
             step_ns: 1,
             layer_ns: 1,
             cache_bytes_per_second: 1,
+            ram: 0,
+            ram_bytes_per_second: 0,
+            ram_flops_per_second: 0,
             numerics: 1,
             pass_steps: 1,
             excluded: false,
@@ -182,7 +185,7 @@ mod tests {
     #[test]
     fn a_shortage_names_the_memory_holders_and_what_would_fit() {
         let fleet = fleet(&[120 << 20; 3]);
-        let error = PlanError::Memory { need: 422_356_224, offered: 339_738_624, missing: 82_617_600 };
+        let error = PlanError::Memory { need: 422_356_224, offered: 339_738_624, ram: 0, missing: 82_617_600 };
         let holders = [
             Holder {
                 what: "the model b".into(),

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 impl Shell {
     /// Fetches the weights, loads the stage, warms it up, and hands it to the device thread.
-    pub(super) fn load_stage(&self, ordered: Ordered, name: String, bytes_max: u64, order: StageOrder) {
+    pub(super) fn load_stage(&self, ordered: Ordered, name: String, (bytes_max, ram): (u64, u64), order: StageOrder) {
         let Ordered { key: (job, part), epoch, load, sources, device } = ordered;
         let key = (job, part);
         self.last_options.note(&order);
@@ -44,7 +44,7 @@ impl Shell {
             let loaded = tokio::task::spawn_blocking(move || {
                 held.and_then(|held| {
                     rows::check(order.row, order.width)?;
-                    let stage = load_stage(&device, held.file.clone(), (&name, &order, part), got)?;
+                    let stage = load_stage(&device, held.file.clone(), (&name, &order, part, ram), got)?;
                     let draws_tokens = part.index() + 1 == order.layers.len();
                     Ok((stage, draws_tokens.then(|| held.file.clone()), rows::codec(order.row.codec)))
                 })
@@ -54,7 +54,7 @@ impl Shell {
                 // The device thread answers. A stage whose order was superseded is dropped here.
                 Ok((stage, file, rows)) => {
                     residency.install(key, load, || {
-                        let part = NewPart::Stage { stage, file, rows };
+                        let part = NewPart::Stage { stage, file, rows, ram };
                         let _ = commands.send(Command::Load { key, epoch, load, bytes_max, part });
                     });
                 }
@@ -93,11 +93,11 @@ fn indices(layers: &Range<u32>) -> Range<usize> {
     layers.start as usize..layers.end as usize
 }
 
-/// `got`: the time it took to fetch the weights.
+/// `ram`: bytes of experts that lie in RAM. `got`: the time it took to fetch the weights.
 fn load_stage(
     device: &crate::device::Compute,
     file: Arc<kernels_models::weights::ModelFile>,
-    (name, order, part): (&str, &StageOrder, PartId),
+    (name, order, part, ram): (&str, &StageOrder, PartId, u64),
     got: Duration,
 ) -> Result<Box<dyn Stage>, String> {
     let layers = order.layers_of(part);
@@ -106,7 +106,7 @@ fn load_stage(
         sequences: order.sequences as usize,
         context: order.context as usize,
         activations: if order.int8 { Activations::Int8 } else { Activations::F32 },
-        ram: 0,
+        ram,
         threads: device.threads,
     };
     let begun = Instant::now();

@@ -30,6 +30,10 @@ pub(crate) struct PeerView {
     pub memory_total: u64,
     /// Bytes of it that are free.
     pub memory_free: u64,
+    /// Bytes of RAM offered to experts beside its GPUs.
+    pub ram_total: u64,
+    /// Bytes of it that are free.
+    pub ram_free: u64,
     /// Of its first device: measured decode speed, in bytes of weights per second; 0: not measured.
     pub bytes_per_second: u64,
     /// Measured prefill speed, in flops per second; 0: not measured.
@@ -59,6 +63,12 @@ pub(crate) struct DeviceView {
     pub memory_total: u64,
     /// Bytes of it that are free.
     pub memory_free: u64,
+    /// Bytes of RAM offered to experts of its stages.
+    pub ram_total: u64,
+    /// Bytes of it that are free.
+    pub ram_free: u64,
+    /// Measured decode speed of experts in RAM, in bytes of weights per second; 0: not measured.
+    pub ram_bytes_per_second: u64,
     /// Measured decode speed, in bytes of weights per second; 0: not measured.
     pub bytes_per_second: u64,
     /// Measured prefill speed, in flops per second; 0: not measured.
@@ -110,6 +120,8 @@ fn peer_view(advert: &Advert, state: &str) -> PeerView {
         zone: shown(&capacity.zone),
         memory_total: capacity.memory_total(),
         memory_free: capacity.memory_free(),
+        ram_total: capacity.ram_total(),
+        ram_free: capacity.ram_free(),
         bytes_per_second: first.bytes_per_second,
         flops_per_second: first.flops_per_second,
         cache_bytes_per_second: first.cache_bytes_per_second,
@@ -125,6 +137,9 @@ fn device_view(device: &DeviceCapacity) -> DeviceView {
         device: shown(&device.device),
         memory_total: device.memory_total,
         memory_free: device.memory_free,
+        ram_total: device.ram_total,
+        ram_free: device.ram_free,
+        ram_bytes_per_second: device.ram_bytes_per_second,
         bytes_per_second: device.bytes_per_second,
         flops_per_second: device.flops_per_second,
         cache_bytes_per_second: device.cache_bytes_per_second,

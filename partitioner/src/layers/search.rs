@@ -5,6 +5,7 @@
 //! states it is a beam search. The beam's width follows from a budget of cells visited, not from a clock, so that the same
 //! question has the same answer on every machine. Next: `../repair.rs`.
 use alloc::{
+    boxed::Box,
     collections::{BTreeMap, VecDeque},
     vec,
     vec::Vec,
@@ -53,8 +54,12 @@ pub(crate) enum Guide {
     Cheapest,
 }
 
+/// What a stage over layers `start..end` costs besides the sums of [`DeviceCosts`]. Not negative, and a stage that is part of
+/// another costs no more in total. For stages that do not fit it is an estimate.
+pub(crate) type Extra<'a> = Box<dyn Fn(usize, usize) -> Score + 'a>;
+
 /// Costs of a stage on one device.
-pub(crate) struct DeviceCosts {
+pub(crate) struct DeviceCosts<'a> {
     /// `before[i]`: cost of layers `0..i`.
     pub before: Vec<Score>,
     /// Fixed cost of every stage.
@@ -65,6 +70,11 @@ pub(crate) struct DeviceCosts {
     pub last: Score,
     /// See `first`.
     pub whole: Score,
+    /// `None`: no stage has extra costs.
+    pub extra: Option<Extra<'a>>,
+    /// `plain[j]`: the least start ≥ `from[j]` of a stage that ends at `j` and has no extra costs, nor has any later one; empty
+    /// without `extra`.
+    pub plain: Vec<usize>,
     /// `from[j]`: the least start ≥ 1 of a stage that ends at `j` and fits; `j` if none fits.
     pub from: Vec<usize>,
     /// The longest first stage that fits without being last: layers `0..longest_first`.
@@ -75,12 +85,18 @@ pub(crate) struct DeviceCosts {
     pub capacity: usize,
 }
 
+impl DeviceCosts<'_> {
+    fn extra(&self, start: usize, end: usize) -> Score {
+        self.extra.as_ref().map_or(0, |extra| extra(start, end))
+    }
+}
+
 /// A question.
-pub(crate) struct Problem {
+pub(crate) struct Problem<'a> {
     pub rule: Rule,
     pub guide: Guide,
     pub layers: usize,
-    pub devices: Vec<DeviceCosts>,
+    pub devices: Vec<DeviceCosts<'a>>,
     /// Coordinator to first stage, last stage to coordinator, device to device; `NEVER` where no link is usable.
     pub enter: Vec<Score>,
     pub leave: Vec<Score>,
@@ -105,7 +121,7 @@ pub(crate) struct Outcome {
 }
 
 /// Finds the placement with the least score.
-pub(crate) fn search(problem: &Problem) -> Outcome {
+pub(crate) fn search(problem: &Problem<'_>) -> Outcome {
     Search::new(problem).run()
 }
 
@@ -121,7 +137,7 @@ struct SearchState {
 }
 
 struct Search<'a> {
-    problem: &'a Problem,
+    problem: &'a Problem<'a>,
     exact: bool,
     states: Vec<SearchState>,
     best: Option<(Score, usize)>,
@@ -144,7 +160,7 @@ struct Fill {
 }
 
 impl<'a> Search<'a> {
-    fn new(problem: &'a Problem) -> Self {
+    fn new(problem: &'a Problem<'a>) -> Self {
         let (devices, layers) = (problem.devices.len(), problem.layers);
         debug_assert!(devices <= DEVICES_MAX);
         let exact = devices <= EXACT_DEVICES && (devices << devices.saturating_sub(1)) * (layers + 1) <= EXACT_CELLS;
@@ -195,11 +211,12 @@ impl<'a> Search<'a> {
             return None;
         }
         let mut cells = vec![NEVER; problem.layers + 1];
-        for (cell, before) in cells.iter_mut().zip(&costs.before).take(costs.longest_first + 1).skip(1) {
-            *cell = self.join(enter, before + costs.open + costs.first);
+        let stage = |end: usize, ends: Score| costs.before[end] + costs.open + ends + costs.extra(0, end);
+        for (end, cell) in cells.iter_mut().enumerate().take(costs.longest_first + 1).skip(1) {
+            *cell = self.join(enter, stage(end, costs.first));
         }
         if costs.fits_whole {
-            cells[problem.layers] = self.join(enter, costs.before[problem.layers] + costs.open + costs.whole);
+            cells[problem.layers] = self.join(enter, stage(problem.layers, costs.whole));
         }
         self.keep(SearchState {
             used: 1 << device,
@@ -237,8 +254,9 @@ impl<'a> Search<'a> {
         self.keep(SearchState { used: self.states[group[0]].used | 1 << device, last: device, cells, via, rank: 0 })
     }
 
-    /// Least sum for each end, with a sliding window over starts: a stage that fits an end starts at `from` or later.
-    fn extend_sum(&self, arrive: &[Score], device: usize) -> (Vec<Score>, Vec<u32>) {
+    /// Least sum for each end, with a sliding window over starts: a stage that fits an end starts at `from` or later. Stages with
+    /// extra costs are longer than those in the window, and compared one by one.
+    fn extend_sum(&mut self, arrive: &[Score], device: usize) -> (Vec<Score>, Vec<u32>) {
         let costs = &self.problem.devices[device];
         let mut cells = vec![NEVER; arrive.len()];
         let mut starts = vec![0u32; arrive.len()];
@@ -252,13 +270,22 @@ impl<'a> Search<'a> {
                 }
                 window.push_back((key, start));
             }
-            while window.front().is_some_and(|&(_, start)| start < costs.from[end]) {
+            let (from, plain) = (costs.from[end], costs.plain.get(end).copied().unwrap_or(costs.from[end]));
+            while window.front().is_some_and(|&(_, start)| start < plain) {
                 window.pop_front();
             }
+            let last = if end == self.problem.layers { costs.last } else { 0 };
             if let Some(&(key, start)) = window.front() {
-                let last = if end == self.problem.layers { costs.last } else { 0 };
                 cells[end] = key + costs.before[end] + costs.open + last;
                 starts[end] = start as u32;
+            }
+            self.visited += (plain - from) as u64;
+            for start in (from..plain).filter(|&start| arrive[start] < NEVER) {
+                let stage = costs.before[end] - costs.before[start] + costs.open + last + costs.extra(start, end);
+                if arrive[start] + stage < cells[end] {
+                    cells[end] = arrive[start] + stage;
+                    starts[end] = start as u32;
+                }
             }
         }
         (cells, starts)
@@ -273,7 +300,7 @@ impl<'a> Search<'a> {
             let last = if end == self.problem.layers { costs.last } else { 0 };
             for start in (costs.from[end]..end).rev() {
                 self.visited += 1;
-                let stage = costs.before[end] - costs.before[start] + costs.open + last;
+                let stage = costs.before[end] - costs.before[start] + costs.open + last + costs.extra(start, end);
                 if stage >= cells[end] {
                     break;
                 }
@@ -425,8 +452,8 @@ impl<'a> Filler<'a> {
     }
 }
 
-/// For each number of layers covered, a lower bound of what the rest adds: each layer where it costs least.
-fn least_rest(problem: &Problem) -> Vec<Score> {
+/// For each number of layers covered, a lower bound of what the rest adds: each layer where it costs least, without extra costs.
+fn least_rest(problem: &Problem<'_>) -> Vec<Score> {
     let least = |of: &dyn Fn(usize) -> Score| (0..problem.devices.len()).map(of).min().unwrap_or(NEVER);
     let leave = least(&|device| problem.leave[device]).min(NEVER);
     let mut rest = vec![leave; problem.layers + 1];
@@ -442,13 +469,16 @@ fn least_rest(problem: &Problem) -> Vec<Score> {
 }
 
 /// The devices by their time per layer when full, a typical hop included.
-fn fill_order(problem: &Problem) -> Vec<Fill> {
+fn fill_order(problem: &Problem<'_>) -> Vec<Fill> {
     let mut order: Vec<Fill> = (0..problem.devices.len())
         .map(|device| {
             let costs = &problem.devices[device];
             let hops: Vec<Score> = problem.hops.iter().map(|row| row[device]).filter(|&hop| hop < NEVER).collect();
             let hop = hops.iter().sum::<Score>() / hops.len().max(1) as Score;
-            let per_layer = costs.before[problem.layers] / problem.layers.max(1) as Score;
+            let mut per_layer = costs.before[problem.layers] / problem.layers.max(1) as Score;
+            if let Some(full) = Some(costs.capacity).filter(|&layers| layers > 0) {
+                per_layer += costs.extra(0, full) / full as Score;
+            }
             Fill { device, per_layer, open: costs.open + hop, capacity: costs.capacity }
         })
         .collect();
@@ -461,7 +491,7 @@ mod tests {
     use super::*;
 
     /// A random problem with `devices` devices of very different speed and capacity, all linked.
-    fn question(seed: u64, devices: usize, layers: usize) -> Problem {
+    fn question(seed: u64, devices: usize, layers: usize) -> Problem<'static> {
         let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
         let mut below = |limit: u64| {
             state ^= state << 13;
@@ -480,13 +510,15 @@ mod tests {
                 first: 0,
                 last,
                 whole: last,
+                extra: None,
+                plain: Vec::new(),
                 from,
                 longest_first,
                 fits_whole: room >= layers,
                 capacity: room,
             }
         });
-        let devices_costs: Vec<DeviceCosts> = costs.collect();
+        let devices_costs: Vec<DeviceCosts<'_>> = costs.collect();
         let mut hop = || 10 * below(200) as Score;
         let mut row = |_: usize| (0..devices).map(|_| hop()).collect::<Vec<Score>>();
         Problem {

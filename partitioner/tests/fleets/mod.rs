@@ -1,5 +1,5 @@
 //! Random small fleets and jobs from a seed, for the planner's tests.
-use partitioner::{Device, DeviceId, Fleet, Goal, Layer, Link, Options, Work};
+use partitioner::{Device, DeviceId, Experts, Fleet, Goal, Layer, Link, Options, Work};
 use std::collections::BTreeMap;
 
 /// A xorshift generator: sufficient for tests, and the same on every machine.
@@ -73,6 +73,9 @@ pub(crate) fn fleet(random: &mut Random, devices: usize) -> Fleet {
         step_ns: random.below(50_000_000),
         layer_ns: layers.below(3) * layers.below(30_000_000),
         cache_bytes_per_second: layers.below(3) * (5 + layers.below(100)),
+        ram: 0,
+        ram_bytes_per_second: 0,
+        ram_flops_per_second: 0,
         numerics: random.below(2),
         pass_steps: 1,
         excluded: random.below(12) == 0,
@@ -93,6 +96,32 @@ pub(crate) fn fleet(random: &mut Random, devices: usize) -> Fleet {
     let swap = random.below(devices as u64) as usize;
     list.swap(0, swap);
     Fleet { devices: list, links, default_link: link(random) }
+}
+
+/// The same job with experts in most layers: what a stage of it may leave to RAM.
+#[allow(dead_code, reason = "not every test binary uses it")]
+pub(crate) fn with_experts(random: &mut Random, mut work: Work) -> Work {
+    for layer in &mut work.layers {
+        let (count, share) = (4 + random.below(5) as u32, 60 + random.below(40));
+        let used = 1 + random.below(2) as u32;
+        let bytes = layer.weight_bytes * share / 100;
+        layer.experts = (random.below(8) > 0).then_some(Experts { bytes, count, used });
+    }
+    work
+}
+
+/// The same devices, most of them with RAM for experts, and less memory.
+#[allow(dead_code, reason = "not every test binary uses it")]
+pub(crate) fn with_ram(random: &mut Random, mut fleet: Fleet) -> Fleet {
+    for device in &mut fleet.devices {
+        device.memory = device.memory * (40 + random.below(50)) / 100;
+        if random.below(4) > 0 {
+            device.ram = 50 + random.below(500);
+            device.ram_bytes_per_second = random.below(8) * (20 + random.below(200));
+            device.ram_flops_per_second = random.below(3) * (10 + random.below(1_000));
+        }
+    }
+    fleet
 }
 
 /// Options with device 0 as coordinator.

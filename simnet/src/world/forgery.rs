@@ -318,6 +318,7 @@ impl Subject {
                     result: Ok(Ready {
                         device: self.order.device,
                         bytes: self.order.bytes_max,
+                        ram: self.order.ram,
                         ram_pages: u32::MAX,
                         has,
                     }),
@@ -364,7 +365,8 @@ impl Tile {
     /// Messages of the tile's holders to the coordinator.
     fn to_coordinator(&self, number: u32) -> Option<ToCoordinator> {
         let Tile { part, step, kind, .. } = *self;
-        let ready = Ready { device: 0, bytes: 1, ram_pages: 0, has: PartState::Tile { step, kept: Vec::new() } };
+        let ready =
+            Ready { device: 0, bytes: 1, ram: 0, ram_pages: 0, has: PartState::Tile { step, kept: Vec::new() } };
         Some(match number {
             10 => ToCoordinator::Prepared { part, result: Ok(ready) },
             11 => ToCoordinator::Prepared { part, result: Err("made up".into()) },

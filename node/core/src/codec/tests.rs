@@ -128,12 +128,16 @@ fn to_coordinator() -> Vec<ToCoordinator> {
     let logprobs = Some(Box::new(Logprobs { sampled_e6: -12_345, top_e6 }));
     let sampled = Sampled { token: 49_151, logprobs, embedding: Some(vec![1.0f32.to_bits(), (-0.5f32).to_bits()]) };
     vec![
-        ToCoordinator::Prepared { part, result: Ok(Ready { device: 1, bytes: 1 << 29, ram_pages: 7, has }) },
+        ToCoordinator::Prepared {
+            part,
+            result: Ok(Ready { device: 1, bytes: 1 << 29, ram: 1 << 28, ram_pages: 7, has }),
+        },
         ToCoordinator::Prepared {
             part,
             result: Ok(Ready {
                 device: 0,
                 bytes: 1 << 20,
+                ram: 0,
                 ram_pages: 0,
                 has: PartState::Tile { step: 12, kept: vec![(PartId(0), 8)] },
             }),
@@ -164,6 +168,7 @@ fn order(work: PartWork) -> Order {
         device: 1,
         standby: Some(Tier::Hot),
         bytes_max: 1 << 30,
+        ram: 1 << 28,
         successors: vec![NodeId([2; 16])],
         other_parts: vec![PartId(3)],
         previous: vec![NodeId([3; 16])],
@@ -217,10 +222,17 @@ fn tile() -> PartWork {
 }
 
 fn record(program: ProgramRecord) -> Record {
-    let standby = StandbyRecord { node: NodeId([2; 16]), device: 3, tier: Tier::Hot, ready: true, snapshot_ms: 2000 };
+    let standby = StandbyRecord {
+        node: NodeId([2; 16]),
+        device: 3,
+        ram: 1 << 20,
+        tier: Tier::Hot,
+        ready: true,
+        snapshot_ms: 2000,
+    };
     let parts = vec![
-        PartRecord { device: 2, bytes: 1 << 30, step_ns: 1_000_000, standby: Some(standby) },
-        PartRecord { device: 0, bytes: 1 << 29, step_ns: 500_000, standby: None },
+        PartRecord { device: 2, bytes: 1 << 30, ram: 1 << 28, step_ns: 1_000_000, standby: Some(standby) },
+        PartRecord { device: 0, bytes: 1 << 29, ram: 0, step_ns: 500_000, standby: None },
     ];
     Record { parts, program }
 }
@@ -284,6 +296,10 @@ fn advert() -> Advert {
                 step_ns: 30_000,
                 layer_ns: 6_000,
                 cache_bytes_per_second: 15_000_000_000,
+                ram_total: 0,
+                ram_free: 0,
+                ram_bytes_per_second: 0,
+                ram_flops_per_second: 0,
                 numerics: 42,
                 pass_steps: 1,
                 gone: false,
@@ -328,6 +344,10 @@ fn the_devices_of_a_large_box_fit_into_an_advert() {
         flops_per_second: 500_000_000_000_000,
         copy_bytes_per_second: 4_000_000_000_000,
         cache_bytes_per_second: 1_500_000_000_000,
+        ram_total: 250 << 30,
+        ram_free: 249 << 30,
+        ram_bytes_per_second: 100_000_000_000,
+        ram_flops_per_second: 3_000_000_000_000,
         numerics: u64::MAX,
         ..advert().capacity.devices[0].clone()
     };
@@ -346,7 +366,7 @@ fn the_devices_of_a_large_box_fit_into_an_advert() {
 
 /// The bytes when the protocol got its number. If this fails, either the change is a mistake or `PROTOCOL` must increase.
 #[test]
-fn golden_bytes_of_protocol_19() {
+fn golden_bytes_of_protocol_20() {
     let say = ToCoordinator::Stage(FromStage::Token { request: REQUEST, position: 41, sampled: 49_151.into() });
     let token = Message::ToCoordinator { job: JOB, epoch: EPOCH, say };
     let bytes = encode_advert(&advert()).unwrap();
@@ -360,12 +380,12 @@ fn golden_bytes_of_protocol_19() {
             hex(&blake3::hash(&bytes).as_bytes()[..8]),
         ],
         [
-            "1304fd08070605040302010710090909090909090909090909090909090600fb2c0129fbffbf0000",
-            "1301",
-            "1303fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
-            "130105fb2c01",
-            "131001010101010101010101010101010101fc00d2496b032608080808080808",
-            "976ee15c73167ad6",
+            "1404fd08070605040302010710090909090909090909090909090909090600fb2c0129fbffbf0000",
+            "1401",
+            "1403fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
+            "140105fb2c01",
+            "141001010101010101010101010101010101fc00d2496b032608080808080808",
+            "ea753239097b1d28",
         ]
     );
 }

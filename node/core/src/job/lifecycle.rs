@@ -277,7 +277,7 @@ impl Job {
         }
         // Recorded also if the placement was given up meanwhile: the node still holds the part, so the next plan may
         // use that memory.
-        let loaded = self.note_resident(from.device(ready.device), part, ready.bytes);
+        let loaded = self.note_resident(from.device(ready.device), part, ready.room());
         if epoch != self.epoch {
             return;
         }
@@ -292,7 +292,7 @@ impl Job {
         };
         self.workload.prepared(part, &ready.has);
         if loaded {
-            self.timeout.learn(now, ready.bytes);
+            self.timeout.learn(now, ready.room().bytes());
         }
         known.ready = Some(ready);
         if self.parts.iter().all(|part| part.ready.is_some()) {

@@ -11,10 +11,10 @@ use alloc::collections::VecDeque;
 use alloc::vec::Vec;
 use core::ops::Range;
 use partitioner::tiles::{Block, GridWork, RuleRates};
-use partitioner::{DeviceId, Plan, Work};
+use partitioner::{DeviceId, Plan, Room, Work};
 
 /// Bytes that devices hold for a job.
-pub type ResidentBytes = Vec<(DeviceId, u64)>;
+pub type ResidentBytes = Vec<(DeviceId, Room)>;
 
 /// An action for the router.
 #[expect(missing_docs, reason = "fields of variants are named after what they are")]
@@ -39,8 +39,8 @@ pub enum JobOutput {
     Tell { to: NodeId, call: CallId, say: ToCaller },
     /// To the coordinator of a job: a message about a caller of this node.
     Call { to: NodeId, job: JobId, call: CallId, say: FromCaller },
-    /// A node answered challenges with this device.
-    Measured { job: JobId, device: DeviceId, work: Box<Work>, layers: Range<u32>, measured: Measured },
+    /// A node answered challenges with this device, which holds these layers with `ram` bytes of experts in RAM.
+    Measured { job: JobId, device: DeviceId, work: Box<Work>, layers: Range<u32>, ram: u64, measured: Measured },
     /// Between two jobs of this node. [`Jobs`](super::Jobs) routes it itself.
     Drafting(Drafting),
     /// For callers and logs.
@@ -93,7 +93,7 @@ pub struct Measured {
 pub struct PlannerQuestion {
     /// The job that asks; `None` for a caller that only asks for a plan.
     pub job: Option<JobId>,
-    /// Bytes that devices hold for the job. Its next plan may use them.
+    /// Memory and RAM that devices hold for the job. Its next plan may use them.
     pub resident: ResidentBytes,
     /// Nodes and devices to leave out.
     pub without: PlaceSet,

@@ -3,7 +3,7 @@ use crate::id::NodeId;
 use crate::planted::{self, Planted};
 use crate::time::Instant;
 use crate::work::{Cursors, PartState, Ready};
-use partitioner::{DeviceId, Tier};
+use partitioner::{DeviceId, Room, Tier};
 
 /// A part of the present placement.
 #[derive(Clone, Debug)]
@@ -11,8 +11,8 @@ pub(super) struct Part {
     pub(super) owner: NodeId,
     /// Its owner's device.
     pub(super) device: u8,
-    /// Memory that the plan allows it, in bytes.
-    pub(super) bytes: u64,
+    /// Memory of that device and RAM that the plan allows it.
+    pub(super) room: Room,
     /// Predicted nanoseconds per token or step on its owner.
     pub(super) step_ns: u64,
     /// Its owner's answer under the present epoch.
@@ -27,7 +27,7 @@ pub(super) struct Standby {
     /// The node's device. Never one of the owner's node, which would be lost with it.
     pub(super) device: u8,
     pub(super) tier: Tier,
-    pub(super) bytes: u64,
+    pub(super) room: Room,
     pub(super) step_ns: u64,
     /// Snapshot interval, in milliseconds.
     pub(super) snapshot_ms: u32,
@@ -46,8 +46,8 @@ pub(super) struct Standby {
 }
 
 impl Part {
-    pub(super) fn new(device: DeviceId, bytes: u64, step_ns: u64) -> Self {
-        Part { owner: device.into(), device: device.index, bytes, step_ns, ready: None, standby: None }
+    pub(super) fn new(device: DeviceId, room: Room, step_ns: u64) -> Self {
+        Part { owner: device.into(), device: device.index, room, step_ns, ready: None, standby: None }
     }
 
     /// Its owner's device.
@@ -60,18 +60,18 @@ impl Part {
         let standby =
             if planted::has(Planted::StandbyPromotedTwice) { self.standby.clone() } else { self.standby.take() }?;
         (self.owner, self.device) = (standby.node, standby.device);
-        (self.bytes, self.step_ns) = (standby.bytes, standby.step_ns);
+        (self.room, self.step_ns) = (standby.room, standby.step_ns);
         Some(standby)
     }
 }
 
 impl Standby {
-    pub(super) fn new(now: Instant, device: DeviceId, tier: Tier, (bytes, step_ns): (u64, u64)) -> Self {
+    pub(super) fn new(now: Instant, device: DeviceId, tier: Tier, (room, step_ns): (Room, u64)) -> Self {
         Standby {
             node: device.into(),
             device: device.index,
             tier,
-            bytes,
+            room,
             step_ns,
             snapshot_ms: 0,
             prepared: Err(now),

@@ -18,7 +18,7 @@ use crate::work::{Order, PredictedChange};
 use alloc::boxed::Box;
 use alloc::collections::BTreeMap;
 use alloc::{format, string::String, vec::Vec};
-use partitioner::{Answer, ModelAnswer, Plan, explain};
+use partitioner::{Answer, ModelAnswer, Plan, Stage, explain};
 
 /// State of the rebalancing of one job.
 #[derive(Debug, Default)]
@@ -235,13 +235,16 @@ impl Job {
 
     /// The order of a part of a placement that is not adopted yet.
     fn planned_order(&self, serve: &Serve, plan: &Plan, part: PartId) -> Order {
+        let stage = plan.stages().get(part.index());
+        let room = stage.map(Stage::room).unwrap_or_default();
         Order {
             name: self.name.clone(),
             part,
             owners: plan.stages().iter().map(|stage| stage.device.into()).collect(),
-            device: plan.stages().get(part.index()).map_or(0, |stage| stage.device.index),
+            device: stage.map_or(0, |stage| stage.device.index),
             standby: None,
-            bytes_max: plan.stages().get(part.index()).map_or(0, |stage| stage.bytes),
+            bytes_max: room.memory,
+            ram: room.ram,
             successors: Vec::new(),
             other_parts: Vec::new(),
             previous: self.previous.clone(),

@@ -20,7 +20,8 @@ use alloc::boxed::Box;
 use alloc::collections::BTreeMap;
 use alloc::{string::String, vec::Vec};
 use calibration::{Calibration, MeasuredSpeed};
-use partitioner::{DeviceId, ModelAnswer, Plan, Stage, Tier};
+use core::ops::Range;
+use partitioner::{DeviceId, ModelAnswer, Plan, Room, Stage, Tier};
 use requests::Route;
 pub(in crate::job) use requests::{Requests, Submitted};
 pub(in crate::job) use stream::Caller;
@@ -113,7 +114,7 @@ impl Serve {
 
     /// Adopts a plan. Returns its parts.
     pub(super) fn adopt(&mut self, plan: Plan) -> Vec<Part> {
-        let part = |stage: &Stage| Part::new(stage.device, stage.bytes, stage.step_ns);
+        let part = |stage: &Stage| Part::new(stage.device, stage.room(), stage.step_ns);
         let parts: Vec<Part> = plan.stages().iter().map(part).collect();
         self.tiers.retain(|part, _| part.index() < parts.len());
         // From the first rows that pass between nodes on, the encoding stays: another one would change the tokens.
@@ -134,8 +135,8 @@ impl Serve {
     pub(super) fn promoted(&mut self, part: PartId, standby: &Standby) {
         let Some(plan) = &self.plan else { return };
         let Some(layers) = plan.stages().get(part.index()).map(|stage| stage.layers.clone()) else { return };
-        let (bytes, step_ns) = (standby.bytes, standby.step_ns);
-        let stage = Stage { device: standby.place(), layers, bytes, step_ns };
+        let (Room { memory: bytes, ram }, step_ns) = (standby.room, standby.step_ns);
+        let stage = Stage { device: standby.place(), layers, bytes, ram, step_ns };
         if let Ok(next) = plan.clone().with_stage(part.index(), stage) {
             self.plan = Some(Box::new(next));
         }
@@ -323,6 +324,7 @@ impl Serve {
         node: NodeId,
         nonce: u64,
         result: Result<u64, String>,
+        parts: &[Part],
         out: &mut Out,
     ) {
         let quiet = self.requests.quiet();
@@ -330,7 +332,19 @@ impl Serve {
         let MeasuredSpeed { device, layers, took, quiet, nonce } = found;
         let measured = Measured { took, quiet, nonce, digest: result.unwrap_or_default() };
         let (job, work) = (self.job, Box::new(self.model.work.clone()));
-        out.push_back(JobOutput::Measured { job, device, work, layers, measured });
+        let ram = self.ram_of(device, &layers, parts);
+        out.push_back(JobOutput::Measured { job, device, work, layers, ram, measured });
+    }
+
+    /// Bytes in RAM of the stage with these layers on a device, as its owner or standby.
+    fn ram_of(&self, device: DeviceId, layers: &Range<u32>, parts: &[Part]) -> u64 {
+        let stages = self.plan.as_deref().map(Plan::stages).unwrap_or_default();
+        let same = stages.iter().zip(parts).filter(|(stage, _)| stage.layers == *layers).map(|(_, part)| part);
+        let of = |part: &Part| {
+            let owner = (part.place() == device).then(|| part.ready.as_ref().map_or(part.room.ram, |ready| ready.ram));
+            owner.or_else(|| part.standby.as_ref().filter(|s| s.place() == device).map(|standby| standby.room.ram))
+        };
+        same.filter_map(of).next().unwrap_or(0)
     }
 
     /// Measures all nodes again.

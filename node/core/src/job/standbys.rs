@@ -49,7 +49,7 @@ impl Job {
                 serve.set_tier(part, standby.tier, standby.stall_ns);
             }
             let Some(place) = standby.place else { continue };
-            let costs = (place.bytes, place.step_ns);
+            let costs = (place.room(), place.step_ns);
             new.push((part, Standby::new(now, place.device, standby.tier, costs)));
         }
         self.add_standbys(now, new, out);
@@ -64,7 +64,7 @@ impl Job {
         for &TileStandby { tile, device, snapshot_every_ns } in chosen {
             let Some(part) = self.parts.get_mut(usize::from(tile)) else { continue };
             let snapshot_ms = u32::try_from(snapshot_every_ns / 1_000_000).unwrap_or(u32::MAX);
-            let standby = Standby::new(now, device, tier, (part.bytes, part.step_ns));
+            let standby = Standby::new(now, device, tier, (part.room, part.step_ns));
             let before = part.standby.take();
             new.push((PartId(tile), Standby { snapshot_ms, ..standby }));
             if let Some(before) = before {

@@ -17,7 +17,7 @@ use alloc::collections::BTreeMap;
 use alloc::{string::String, vec::Vec};
 use collect::Assembly;
 use partitioner::tiles::{Block, GridPlan, GridTile};
-use partitioner::{DeviceId, Tier};
+use partitioner::{DeviceId, Room, Tier};
 use rates::Rates;
 use search::Search;
 
@@ -217,7 +217,10 @@ impl Steps {
         self.tiles = plan.tiles().iter().map(tile).collect();
         self.collected.restart();
         self.fetching.clear();
-        plan.tiles().iter().map(|tile| Part::new(tile.device, tile.bytes, tile.compute_ns)).collect()
+        plan.tiles()
+            .iter()
+            .map(|tile| Part::new(tile.device, Room { memory: tile.bytes, ram: 0 }, tile.compute_ns))
+            .collect()
     }
 
     fn start_step(&self) -> u32 {

@@ -16,7 +16,7 @@ use crate::work::serve::ToCaller;
 use crate::work::{Ending, Inherited, PartRecord, PartWork, ProgramRecord, Record, StandbyRecord, Takeover};
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::{boxed::Box, format, vec::Vec};
-use partitioner::DeviceId;
+use partitioner::{DeviceId, Room};
 
 impl Job {
     /// Successors under the present epoch, in order.
@@ -147,10 +147,10 @@ impl Job {
         }
         // The next placement may use the memory that the participants hold, if it gives them other parts.
         for (at, record) in record.parts.iter().enumerate() {
-            let owner = order.owners.get(at).map(|owner| owner.device(record.device));
-            let standby = record.standby.map(|standby| standby.node.device(standby.device));
-            for device in owner.into_iter().chain(standby) {
-                job.note_resident(device, PartId::of(at), record.bytes);
+            let owner = order.owners.get(at).map(|owner| (owner.device(record.device), record.room()));
+            let standby = record.standby.map(|standby| (standby.place(), standby.room(record)));
+            for (device, room) in owner.into_iter().chain(standby) {
+                job.note_resident(device, PartId::of(at), room);
             }
         }
         let (from, inherited) = (epoch.issuer, Box::new(inherited));
@@ -282,22 +282,20 @@ fn part_record(part: &Part) -> PartRecord {
     let standby = part.standby.as_ref().map(|standby| StandbyRecord {
         node: standby.node,
         device: standby.device,
+        ram: standby.room.ram,
         tier: standby.tier,
         ready: standby.ready,
         snapshot_ms: standby.snapshot_ms,
     });
-    PartRecord { device: part.device, bytes: part.bytes, step_ns: part.step_ns, standby }
+    let Room { memory: bytes, ram } = part.room;
+    PartRecord { device: part.device, bytes, ram, step_ns: part.step_ns, standby }
 }
 
 fn part(owner: NodeId, record: &PartRecord) -> Part {
-    let mut part = Part::new(owner.device(record.device), record.bytes, record.step_ns);
+    let mut part = Part::new(owner.device(record.device), record.room(), record.step_ns);
     part.standby = record.standby.map(|known| {
-        let standby = Standby::new(
-            Instant::default(),
-            known.node.device(known.device),
-            known.tier,
-            (record.bytes, record.step_ns),
-        );
+        let costs = (known.room(record), record.step_ns);
+        let standby = Standby::new(Instant::default(), known.place(), known.tier, costs);
         Standby { ready: known.ready, snapshot_ms: known.snapshot_ms, ..standby }
     });
     part

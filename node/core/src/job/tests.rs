@@ -9,7 +9,7 @@ use crate::work::steps::{Schedule, SimulationId, StepsRecord, TileOrder, TileSta
 use crate::work::{Order, PartRecord, PartState, PartWork, ProgramRecord, Ready, Record, StandbyRecord};
 use alloc::vec;
 use partitioner::tiles::{Block, GridWork};
-use partitioner::{DeviceId, Tier};
+use partitioner::{DeviceId, Room, Tier};
 
 const ME: NodeId = NodeId([1; 16]);
 const JOB: JobId = JobId(7);
@@ -61,14 +61,16 @@ fn inherited(standbys: [Option<NodeId>; 4]) -> (Jobs, Epoch) {
         device: 0,
         standby: None,
         bytes_max: 1 << 20,
+        ram: 0,
         successors: vec![owner(0)],
         other_parts: Vec::new(),
         previous: Vec::new(),
         work: PartWork::Tile(tile),
     };
     let parts = standbys.map(|node| {
-        let standby = node.map(|node| StandbyRecord { node, device: 0, tier: Tier::Hot, ready: true, snapshot_ms: 0 });
-        PartRecord { device: 0, bytes: 1 << 20, step_ns: 1, standby }
+        let standby =
+            node.map(|node| StandbyRecord { node, device: 0, ram: 0, tier: Tier::Hot, ready: true, snapshot_ms: 0 });
+        PartRecord { device: 0, bytes: 1 << 20, ram: 0, step_ns: 1, standby }
     });
     let start = TileStart::Continue;
     let steps = StepsRecord { tier: Tier::Hot, depth: None, step_ns: 1, start, checkpoint: None, rates: vec![0; 4] };
@@ -195,7 +197,10 @@ fn standbys_are_announced_again_under_a_new_placement() {
         let mut say = |from, say| jobs.handle_message(now, from, JOB, epoch, say);
         let prepared = |part| {
             let has = PartState::Tile { step: 0, kept: Vec::new() };
-            ToCoordinator::Prepared { part: PartId(part), result: Ok(Ready { device: 0, bytes: 1, ram_pages: 0, has }) }
+            ToCoordinator::Prepared {
+                part: PartId(part),
+                result: Ok(Ready { device: 0, bytes: 1, ram: 0, ram_pages: 0, has }),
+            }
         };
         for (tile, from) in (0..).zip(owners) {
             say(from, prepared(tile));
@@ -240,8 +245,9 @@ fn a_successor_that_places_the_tiles_again_counts_what_participants_hold_as_free
         | JobOutput::Watch { .. }
         | JobOutput::Unwatch { .. } => None,
     });
-    let held: Vec<(DeviceId, u64)> = asked.expect("it asks for a placement").into_iter().collect();
-    assert_eq!(held, [0, 1, 2, 3].map(|tile| (owner(tile).device(0), 1 << 20)));
+    let held: Vec<(DeviceId, Room)> = asked.expect("it asks for a placement").into_iter().collect();
+    let room = Room { memory: 1 << 20, ram: 0 };
+    assert_eq!(held, [0, 1, 2, 3].map(|tile| (owner(tile).device(0), room)));
 }
 
 #[test]

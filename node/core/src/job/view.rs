@@ -99,6 +99,8 @@ pub struct PartView {
     pub bytes: Option<u64>,
     /// Memory that the plan allows it, in bytes.
     pub bytes_max: u64,
+    /// Bytes of a stage's experts that lie in RAM by the plan.
+    pub ram: u64,
     /// Predicted nanoseconds per token or step.
     pub step_ns: u64,
     /// Share of the last second that a stage computed, of 1000, if requests ran all that time.
@@ -170,7 +172,8 @@ impl Job {
             owner: part.owner,
             device: part.device,
             bytes: self.bytes_at(number, part.owner),
-            bytes_max: part.bytes,
+            bytes_max: part.room.memory,
+            ram: part.room.ram,
             step_ns: part.step_ns,
             busy: self.workload.busy(number),
             what: self.workload.part_view(number),

@@ -230,7 +230,7 @@ impl Workload {
         match (self, say) {
             (Workload::Serve(serve), ToCoordinator::Stage(say)) => serve.handle_report(now, from, epoch, say, out),
             (Workload::Serve(serve), ToCoordinator::Challenged { nonce, result, .. }) => {
-                serve.handle_challenged(now, from, nonce, result, out);
+                serve.handle_challenged(now, from, nonce, result, parts, out);
             }
             (Workload::Steps(steps), ToCoordinator::Tile(say)) => {
                 return steps.handle_report(now, from, (running, epoch), say, parts, out).map(Some);

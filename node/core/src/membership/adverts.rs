@@ -117,12 +117,15 @@ impl Adverts {
         let moved = |a: u64, b: u64| a.abs_diff(b) > a.max(b) / 20;
         let changed = |(old, new): (&DeviceCapacity, &DeviceCapacity)| {
             moved(old.memory_free, new.memory_free)
+                || moved(old.ram_free, new.ram_free)
                 || moved(old.bytes_per_second, new.bytes_per_second)
                 || moved(old.flops_per_second, new.flops_per_second)
                 || moved(old.copy_bytes_per_second, new.copy_bytes_per_second)
                 || moved(old.cache_bytes_per_second, new.cache_bytes_per_second)
-                || (&old.device, old.memory_total, old.numerics, old.gone)
-                    != (&new.device, new.memory_total, new.numerics, new.gone)
+                || moved(old.ram_bytes_per_second, new.ram_bytes_per_second)
+                || moved(old.ram_flops_per_second, new.ram_flops_per_second)
+                || (&old.device, old.memory_total, old.ram_total, old.numerics, old.gone)
+                    != (&new.device, new.memory_total, new.ram_total, new.numerics, new.gone)
         };
         let worth_telling = old.devices.iter().zip(&new.devices).any(changed)
             || (old.machine, &old.zone, old.devices.len()) != (new.machine, &new.zone, new.devices.len());

@@ -13,7 +13,7 @@ use alloc::vec::Vec;
 use core::ops::Range;
 use partitioner::tiles::GridQuestion;
 use partitioner::{
-    DeviceId, Fleet, Goal, GridStandbysQuestion, ModelQuestion, ModelStandbysQuestion, Options, Question, Work,
+    DeviceId, Fleet, Goal, GridStandbysQuestion, ModelQuestion, ModelStandbysQuestion, Options, Question, Room, Work,
 };
 
 impl Node {
@@ -87,14 +87,14 @@ impl Node {
         job: JobId,
         device: DeviceId,
         work: &Work,
-        layers: &Range<u32>,
+        (layers, ram): (&Range<u32>, u64),
         Measured { took, quiet, nonce, digest }: Measured,
     ) {
         let fleet = self.membership.fleet();
         // Challenges begin at position 0, so their rows attend to almost nothing.
         let Some(known) = fleet.device(device) else { return };
         let numerics = known.numerics;
-        let Some(step_ns) = partitioner::cost::stage_ns_at(work, known, layers, 1, 0) else { return };
+        let Some(step_ns) = partitioner::cost::stage_ns_at(work, known, (layers, ram), 1, 0) else { return };
         let node = NodeId::from(device);
         let way_ns = self.membership.member(node).and_then(|member| member.rtt_ns).unwrap_or(0);
         let took_ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
@@ -109,18 +109,20 @@ impl Node {
         }
     }
 
-    /// The mesh as a job may use it: members that are alive, without those that the job lost. Memory that the job holds
-    /// counts as free, up to the total memory of a device.
-    pub(super) fn fleet_for(&self, job: JobId, resident: &[(DeviceId, u64)]) -> Fleet {
+    /// The mesh as a job may use it: members that are alive, without those that the job lost. Memory and RAM that the job
+    /// holds count as free, up to the total of a device.
+    pub(super) fn fleet_for(&self, job: JobId, resident: &[(DeviceId, Room)]) -> Fleet {
         let mut fleet = self.fleet();
         let excluded = self.failover.excluded(self.now, job);
         for device in &mut fleet.devices {
             device.excluded |= excluded.has(device.id);
-            let own = resident.iter().filter(|(held, _)| *held == device.id).map(|(_, bytes)| bytes);
+            let own = resident.iter().filter(|(held, _)| *held == device.id).map(|(_, room)| *room);
+            let own = own.fold(Room::default(), Room::plus);
             let capacity = self.membership.capacity(device.id.into());
             let known = capacity.and_then(|capacity| capacity.device(device.id.index));
-            let total = known.map_or(0, |device| device.memory_total);
-            device.memory = device.memory.saturating_add(own.sum()).min(total.max(device.memory));
+            let [memory_total, ram_total] = known.map_or([0, 0], |device| [device.memory_total, device.ram_total]);
+            device.memory = device.memory.saturating_add(own.memory).min(memory_total.max(device.memory));
+            device.ram = device.ram.saturating_add(own.ram).min(ram_total.max(device.ram));
         }
         fleet
     }

@@ -165,6 +165,10 @@ impl Mesh {
                 step_ns: 1000,
                 layer_ns: 0,
                 cache_bytes_per_second: 0,
+                ram_total: 0,
+                ram_free: 0,
+                ram_bytes_per_second: 0,
+                ram_flops_per_second: 0,
                 numerics: 1,
                 pass_steps: 1,
                 gone: false,
@@ -286,7 +290,7 @@ impl Mesh {
                 let result = if bytes > host.memory {
                     Err("too large".into())
                 } else {
-                    Ok(Loaded { bytes, ram_pages: self.ram_pages, step: None })
+                    Ok(Loaded { bytes, ram: 0, ram_pages: self.ram_pages, step: None })
                 };
                 replaces.iter().for_each(|part| drop(host.stage.remove(&(job, *part))));
                 load(host, job, &order);

@@ -151,6 +151,7 @@ impl Parts {
             epoch,
             load: state,
             bytes: 0,
+            ram: 0,
             ram_pages: 0,
             answer_due: true,
             reroute: false,
@@ -164,7 +165,7 @@ impl Parts {
     pub(super) fn answer(&mut self, now: Instant, job: JobId, part: PartId) {
         let Some(held) = self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&part)) else { return };
         let (epoch, device) = (held.epoch, held.order.device);
-        let (bytes, ram_pages) = (held.bytes, held.ram_pages);
+        let (bytes, ram, ram_pages) = (held.bytes, held.ram, held.ram_pages);
         if matches!(held.load, Load::Loading(_)) || held.run.is_busy() || !core::mem::take(&mut held.answer_due) {
             return;
         }
@@ -173,7 +174,7 @@ impl Parts {
         let Some(has) = held.run.answer(now, epoch, &held.order, reroute, &mut self.out) else { return };
         let result = match &held.load {
             Load::Failed(reason) => Err(reason.clone()),
-            Load::Loading(_) | Load::Resident => Ok(Ready { device, bytes, ram_pages, has }),
+            Load::Loading(_) | Load::Resident => Ok(Ready { device, bytes, ram, ram_pages, has }),
         };
         let failed = result.is_err();
         self.report(job, epoch, ToCoordinator::Prepared { part, result });

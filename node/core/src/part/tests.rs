@@ -46,6 +46,7 @@ fn order_of(context: u32, owners: &[NodeId], part: u16, standby: Option<Tier>) -
         device: 0,
         standby,
         bytes_max: 100,
+        ram: 0,
         successors: Vec::new(),
         other_parts: Vec::new(),
         previous: Vec::new(),
@@ -68,7 +69,7 @@ fn load(parts: &mut Parts) -> bool {
         _ => None,
     });
     let Some((load, part)) = loads.next() else { return false };
-    parts.handle_loaded(NOW, JOB, part, load, Ok(Loaded { bytes: 100, ram_pages: 0, step: None }));
+    parts.handle_loaded(NOW, JOB, part, load, Ok(Loaded { bytes: 100, ram: 0, ram_pages: 0, step: None }));
     true
 }
 

@@ -105,7 +105,17 @@ fn id(job: JobId) -> String {
 fn held(job: JobId, step: u32) -> HeldPart {
     let epoch = Epoch { counter: 1, issuer: NodeId([2; 16]) };
     let what = HeldWork::Tile { step, steps: 100 };
-    HeldPart { job, name: "plate".into(), epoch, part: PartId(0), device: 0, standby: false, bytes: Some(9), what }
+    HeldPart {
+        job,
+        name: "plate".into(),
+        epoch,
+        part: PartId(0),
+        device: 0,
+        standby: false,
+        bytes: Some(9),
+        ram: 0,
+        what,
+    }
 }
 
 #[test]

@@ -271,6 +271,7 @@ fn job(id: u64, head: bool, nodes: &[&str]) -> JobView {
         first_layer: 0,
         end_layer: 1,
         bytes: 1,
+        ram: 0,
         step_ms: None,
     };
     JobView { job: name_of(JobId(id)), head, stages: nodes.iter().map(stage).collect(), ..JobView::default() }

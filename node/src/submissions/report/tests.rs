@@ -60,6 +60,7 @@ fn coordinated(tile: TileFigures, standby: Option<NodeId>) -> JobView {
         device: 0,
         bytes: Some(1),
         bytes_max: 1,
+        ram: 0,
         step_ns: 1,
         what: WhatView::Tile { block: rows(0, SIZE[1]), step: 9, figures: tile },
         standby: Some(standby),
@@ -87,6 +88,7 @@ fn held(part: u16, standby: bool, step: u32, bytes: Option<u64>) -> HeldPart {
         device: 0,
         standby,
         bytes,
+        ram: 0,
         what: HeldWork::Tile { step, steps: 1000 },
     }
 }

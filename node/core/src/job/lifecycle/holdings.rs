@@ -3,42 +3,42 @@ use super::Job;
 use crate::id::{NodeId, PartId};
 use crate::job::output::ResidentBytes;
 use alloc::collections::BTreeMap;
-use partitioner::DeviceId;
+use partitioner::{DeviceId, Room};
 
 /// What a node holds.
 #[derive(Debug, Default)]
 pub(super) struct Held {
     /// The partition (`Job::cut`) that the parts belong to.
     cut: u32,
-    /// Device and bytes of each part.
-    pub(super) parts: BTreeMap<PartId, (u8, u64)>,
+    /// Device of each part, and what it takes there.
+    pub(super) parts: BTreeMap<PartId, (u8, Room)>,
 }
 
 impl Job {
-    /// Bytes that devices hold for the job.
+    /// Memory and RAM that devices hold for the job.
     pub(in crate::job) fn holdings(&self) -> ResidentBytes {
-        let mut holdings: BTreeMap<DeviceId, u64> = BTreeMap::new();
+        let mut holdings: BTreeMap<DeviceId, Room> = BTreeMap::new();
         for (node, held) in &self.resident {
-            for &(device, bytes) in held.parts.values() {
+            for &(device, room) in held.parts.values() {
                 let sum = holdings.entry(node.device(device)).or_default();
-                *sum = sum.saturating_add(bytes);
+                *sum = sum.plus(room);
             }
         }
         holdings.into_iter().collect()
     }
 
-    /// Bytes that a node holds of a part.
+    /// Bytes of a device's memory that a node holds of a part.
     pub(in crate::job) fn bytes_at(&self, part: PartId, node: NodeId) -> Option<u64> {
-        self.resident.get(&node).and_then(|held| held.parts.get(&part)).map(|(_, bytes)| *bytes)
+        self.resident.get(&node).and_then(|held| held.parts.get(&part)).map(|(_, room)| room.memory)
     }
 
     /// Records what a node reports to hold. Returns whether the part is new at the device.
-    pub(in crate::job) fn note_resident(&mut self, device: DeviceId, part: PartId, bytes: u64) -> bool {
+    pub(in crate::job) fn note_resident(&mut self, device: DeviceId, part: PartId, room: Room) -> bool {
         let held = self.resident.entry(device.into()).or_default();
         if core::mem::replace(&mut held.cut, self.cut) != self.cut {
             held.parts.clear();
         }
-        held.parts.insert(part, (device.index, bytes)).is_none_or(|(before, _)| before != device.index)
+        held.parts.insert(part, (device.index, room)).is_none_or(|(before, _)| before != device.index)
     }
 
     /// A node is ordered to hold a part.

@@ -195,7 +195,7 @@ impl Job {
         self.inherited = false;
         self.workload.placed(now);
         self.watch(out);
-        let bytes = self.parts.iter().map(|part| part.bytes).max().unwrap_or(0);
+        let bytes = self.parts.iter().map(|part| part.room.bytes()).max().unwrap_or(0);
         self.timeout.begin(now, bytes, step_ns);
         self.phase = Phase::Preparing { retry_at: now + PREPARE_RETRY };
         self.send_orders(out);
@@ -224,6 +224,7 @@ impl Job {
         let known = self.parts.get(part.index())?;
         let standby = known.standby.as_ref().filter(|_| role == Role::Standby);
         let node = standby.map_or(known.owner, |standby| standby.node);
+        let room = standby.map_or(known.room, |standby| standby.room);
         Some(Box::new(Order {
             name: self.name.clone(),
             part,
@@ -231,7 +232,8 @@ impl Job {
             device: standby.map_or(known.device, |standby| standby.device),
             other_parts: self.parts_of(node).filter(|&beside| beside != part).collect(),
             standby: standby.map(|standby| standby.tier),
-            bytes_max: standby.map_or(known.bytes, |standby| standby.bytes),
+            bytes_max: room.memory,
+            ram: room.ram,
             successors: self.successors(),
             previous: self.previous.clone(),
             work: self.workload.work(part, known.step_ns, standby),

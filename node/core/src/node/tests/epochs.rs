@@ -31,6 +31,7 @@ fn a_stranger_to_a_job_moves_neither_its_stages_nor_its_epoch() {
         device: 0,
         standby: None,
         bytes_max: 1,
+        ram: 0,
         successors: Vec::new(),
         other_parts: Vec::new(),
         previous: Vec::new(),

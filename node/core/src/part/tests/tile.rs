@@ -45,6 +45,7 @@ fn tile_order(part: u16, standby: Option<Tier>) -> Box<Order> {
         device: 0,
         standby,
         bytes_max: 1 << 20,
+        ram: 0,
         successors: Vec::new(),
         previous: Vec::new(),
         work: PartWork::Tile(tile),
@@ -59,7 +60,13 @@ fn running() -> Parts {
         PartOutput::Load { load, .. } => Some(load),
         _ => None,
     });
-    parts.handle_loaded(NOW, JOB, PartId(0), load.unwrap(), Ok(Loaded { bytes: 1, ram_pages: 0, step: Some(0) }));
+    parts.handle_loaded(
+        NOW,
+        JOB,
+        PartId(0),
+        load.unwrap(),
+        Ok(Loaded { bytes: 1, ram: 0, ram_pages: 0, step: Some(0) }),
+    );
     parts
 }
 
@@ -201,7 +208,7 @@ fn parts_of_a_coordinator_that_stood_down_are_dropped_unless_the_next_one_orders
 #[test]
 fn the_successor_that_has_the_last_checkpoint_goes_first() {
     let succeeds = |parts: &mut Parts| outputs(parts).iter().any(|output| matches!(output, PartOutput::Succeed(_)));
-    let part = PartRecord { device: 0, bytes: 1, step_ns: 1, standby: None };
+    let part = PartRecord { device: 0, bytes: 1, ram: 0, step_ns: 1, standby: None };
     let steps = StepsRecord {
         tier: Tier::None,
         depth: None,
