@@ -36,6 +36,7 @@ pub(crate) mod profile;
 mod ram;
 mod spill;
 mod steps;
+mod stream;
 mod times;
 
 use memory::{Memory, ROWS, Release, Scratch, buffer_max, check_memory, heads_of, pages_of, scratch_bytes};
@@ -237,11 +238,13 @@ impl<R: Platform> GpuEngine<R> {
         });
         let head = head.transpose()?;
         let (weights, mut phases) = loader.finish()?;
-        let ram =
-            (split.bytes > 0).then(|| Ram::load(file, weights_from, &options, &split).map(Box::new)).transpose()?;
+        let ram = (split.bytes > 0)
+            .then(|| Ram::load(&memory, file, weights_from, &options, &split).map(Box::new))
+            .transpose()?;
         let scratch = Scratch::new(&memory, &config, &heads, &options)?;
         let scratch_bytes = scratch_bytes(&config, &heads, &options);
         let working = (pages * heads.page_bytes() * layers.len()) as u64 + scratch_bytes;
+        let working = working + ram.as_ref().map_or(0, |ram| ram.device_bytes());
         let pool = Pool::new(pages);
         let bytes = ResidentBytes { weights, working };
         let begun = Instant::now();
@@ -432,7 +435,7 @@ impl<R: Platform> GpuEngine<R> {
             },
             Step::GateUp => match &layer.feed_forward {
                 FeedForward::Dense(gated) => self.gate_up(client, gated, count, recipe.activation, &scratch.gated),
-                FeedForward::Experts(experts) => self.expert_gate_up(client, experts, count),
+                FeedForward::Experts(experts) => self.expert_gate_up(client, experts, &experts.bank, count),
             },
             Step::Gated => match &layer.feed_forward {
                 FeedForward::Dense(gated) => self.gate(client, gated, count, recipe.activation, &scratch.gated),
@@ -443,7 +446,8 @@ impl<R: Platform> GpuEngine<R> {
                     self.add_products(client, down, &scratch.gated, count, None, after(1), hidden);
                 }
                 FeedForward::Experts(experts) => {
-                    self.expert_outputs(client, experts, count, recipe.activation);
+                    self.expert_outputs(client, experts, &experts.bank, count);
+                    self.shared_expert(client, experts, count, recipe.activation);
                     self.combine_experts(client, experts, count, hidden);
                 }
             },

@@ -27,6 +27,9 @@ pub(crate) struct Upload {
     context: Context,
 }
 
+// SAFETY: streams, events, contexts and pinned memory belong to no thread, and every method enters the context first.
+unsafe impl Send for Upload {}
+
 /// One is filled while the other is copied.
 const SLABS: usize = 2;
 

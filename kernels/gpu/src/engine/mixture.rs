@@ -26,18 +26,34 @@ pub(super) struct Experts {
     router_bias: Option<Handle>,
     /// One per expert.
     corrections: Option<Handle>,
-    /// Of gate and up, and of down: one row per slot.
-    pub(super) biases: Option<[Handle; 2]>,
-    /// Gate and up: together, or one by one if their formats differ. Each expert on the device has a slot.
-    pub(super) inputs: Vec<ExpertMatrix>,
-    pub(super) down: ExpertMatrix,
-    /// If some experts lie in RAM: the slot of each expert. An expert in RAM has the slot of another, whose output is replaced.
-    pub(super) slots: Option<Handle>,
+    pub(super) bank: Bank,
     /// The expert of every row.
     shared: Option<Gated>,
     /// Its gate of one row.
     shared_gate: Option<Vec<Part>>,
 }
+
+/// Experts on the device, each in a slot.
+pub(super) struct Bank {
+    /// Gate and up: together, or one by one if their formats differ.
+    pub(super) inputs: Vec<ExpertMatrix>,
+    pub(super) down: ExpertMatrix,
+    /// Of gate and up, and of down: one row per slot.
+    pub(super) biases: Option<[Handle; 2]>,
+    /// `None`: each expert is in the slot of its number.
+    pub(super) slots: Option<Slots>,
+}
+
+/// The slot of each expert.
+pub(super) struct Slots {
+    /// [`NO_SLOT`] for an expert that has none: where pairs are sorted by expert.
+    pub(super) exact: Handle,
+    /// An expert that has none has that of another, whose output is replaced.
+    pub(super) any: Handle,
+}
+
+/// No expert of a bank is in this slot.
+pub(super) const NO_SLOT: u32 = u32::MAX;
 
 impl FeedForward {
     pub(super) fn load<R: Platform>(
@@ -78,10 +94,18 @@ impl FeedForward {
         let biases = biases.then(|| all(loader)).transpose()?;
         let corrections = format!("blk.{index}.exp_probs_b.bias");
         let corrections = config.corrected.then(|| loader.vector(&corrections)).transpose()?;
-        let slots: Vec<u32> = (0..count as u32).map(|expert| expert % share.taken as u32).collect();
-        let slots = (in_ram > 0).then(|| loader.words("slots of experts", &slots)).transpose()?;
-        let experts =
-            Experts { config, router, router_bias, corrections, biases, inputs, down, slots, shared, shared_gate };
+        let mut slots = |slot: &dyn Fn(u32) -> u32| {
+            loader.words("slots of experts", &(0..count as u32).map(slot).collect::<Vec<u32>>())
+        };
+        let taken = share.taken as u32;
+        let slots = if in_ram > 0 {
+            let exact = slots(&|expert| if expert < taken { expert } else { NO_SLOT })?;
+            Some(Slots { exact, any: slots(&|expert| expert % taken)? })
+        } else {
+            None
+        };
+        let bank = Bank { inputs, down, biases, slots };
+        let experts = Experts { config, router, router_bias, corrections, bank, shared, shared_gate };
         Ok(Self::Experts(Box::new(experts)))
     }
 
@@ -93,14 +117,14 @@ impl FeedForward {
                 let shared = experts.shared.iter().flat_map(|gated| &gated.inputs);
                 let shared = shared.chain(experts.shared_gate.iter().flatten());
                 let parts = experts.router.iter().chain(shared).map(|part| &part.matrix);
-                Box::new(parts.chain(experts.inputs.iter().map(|matrix| &matrix.matrix)))
+                Box::new(parts.chain(experts.bank.inputs.iter().map(|matrix| &matrix.matrix)))
             }
         }
     }
 
     /// Whether some of its experts lie in RAM.
     pub(super) fn has_ram(&self) -> bool {
-        matches!(self, Self::Experts(experts) if experts.slots.is_some())
+        matches!(self, Self::Experts(experts) if experts.bank.slots.is_some())
     }
 
     /// Bytes of weights that a row reads.
@@ -110,7 +134,7 @@ impl FeedForward {
         match self {
             Self::Dense(gated) => block(gated),
             Self::Experts(experts) => {
-                let matrices = experts.inputs.iter().chain([&experts.down]);
+                let matrices = experts.bank.inputs.iter().chain([&experts.bank.down]);
                 let used = matrices.map(|expert| expert.bytes() * experts.config.used as u64).sum::<u64>();
                 let gate = experts.shared_gate.as_deref().map_or(0, parts);
                 let shared = experts.shared.as_ref().map_or(0, block) + gate;
@@ -189,23 +213,30 @@ impl<R: Platform> GpuEngine<R> {
         route(client, self.able, &scores, corrections, all, experts.config.routing(), count, &choices);
     }
 
-    /// Computes gates and ups of the chosen experts.
-    pub(super) fn expert_gate_up<L: Platform>(&self, client: &ComputeClient<L>, experts: &Experts, count: usize) {
+    /// Computes gates and ups of the chosen experts in a bank.
+    pub(super) fn expert_gate_up<L: Platform>(
+        &self,
+        client: &ComputeClient<L>,
+        experts: &Experts,
+        bank: &Bank,
+        count: usize,
+    ) {
         let (scratch, choices) = (&self.scratch, self.choices(experts));
         let weights::Experts { count: experts_all, used, width, on_input, .. } = experts.config;
-        let (all, pairs) = (experts.down.count, count * used);
-        if let Some(slots) = &experts.slots {
+        let (all, pairs) = (bank.down.count, count * used);
+        let groups = self.groups(experts, bank, count);
+        if let Some(Slots { exact, any }) = &bank.slots {
+            let slots = if groups.is_some() { exact } else { any };
             look_up(client, self.able, slots, experts_all, &choices.experts, pairs, &scratch.mixture.slots);
         }
-        let chosen = self.chosen(experts);
-        let groups = self.groups(experts, count);
+        let chosen = self.chosen(bank);
         if let Some(groups) = groups {
             group(client, chosen, all, pairs, groups);
         }
         let pairs = Pairs { x: &scratch.x, experts: chosen, count: pairs, each: used, groups };
         let integers = self.integers();
-        for (index, matrix) in experts.inputs.iter().enumerate() {
-            let bias = experts.biases.as_ref().map(|[inputs, _]| {
+        for (index, matrix) in bank.inputs.iter().enumerate() {
+            let bias = bank.biases.as_ref().map(|[inputs, _]| {
                 // The biases of gate, then of up.
                 inputs.clone().offset_start(4 * (index * all * width) as u64)
             });
@@ -227,18 +258,34 @@ impl<R: Platform> GpuEngine<R> {
         activation: Activation,
     ) {
         let (scratch, pairs) = (&self.scratch, count * experts.config.used);
-        let wanted = self.wanted_by(std::iter::once(&experts.down.matrix));
+        let wanted = self.wanted_by(std::iter::once(&experts.bank.down.matrix));
         gated(client, self.able, &scratch.both, activation, pairs, wanted, &scratch.mixture.gated);
     }
 
     /// The slot that computes each pair.
-    fn chosen(&self, experts: &Experts) -> &Handle {
+    fn chosen(&self, bank: &Bank) -> &Handle {
         let scratch = &self.scratch.mixture;
-        if experts.slots.is_some() { &scratch.slots } else { &scratch.choices[0] }
+        if bank.slots.is_some() { &scratch.slots } else { &scratch.choices[0] }
     }
 
-    /// Computes the outputs of the chosen experts, and of the shared one.
+    /// Computes the outputs of the chosen experts in a bank.
     pub(super) fn expert_outputs<L: Platform>(
+        &self,
+        client: &ComputeClient<L>,
+        experts: &Experts,
+        bank: &Bank,
+        count: usize,
+    ) {
+        let mixture = &self.scratch.mixture;
+        let (groups, all) = (self.groups(experts, bank, count), count * experts.config.used);
+        let pairs = Pairs { x: &mixture.gated, experts: self.chosen(bank), count: all, each: 1, groups };
+        let bias = bank.biases.as_ref().map(|[_, down]| down);
+        let out = ExpertRows { rows: &mixture.outputs, stride: self.config.width, offset: 0, bias };
+        expert_product(client, self.able, &bank.down, &pairs, self.integers(), &out);
+    }
+
+    /// Computes the outputs of the shared expert, if there is one.
+    pub(super) fn shared_expert<L: Platform>(
         &self,
         client: &ComputeClient<L>,
         experts: &Experts,
@@ -247,11 +294,6 @@ impl<R: Platform> GpuEngine<R> {
     ) {
         let (scratch, width) = (&self.scratch, self.config.width);
         let mixture = &scratch.mixture;
-        let (groups, all) = (self.groups(experts, count), count * experts.config.used);
-        let pairs = Pairs { x: &mixture.gated, experts: self.chosen(experts), count: all, each: 1, groups };
-        let bias = experts.biases.as_ref().map(|[_, down]| down);
-        let out = ExpertRows { rows: &mixture.outputs, stride: width, offset: 0, bias };
-        expert_product(client, self.able, &experts.down, &pairs, self.integers(), &out);
         let Some(gated) = &experts.shared else { return };
         let [gates, outputs] = &mixture.shared;
         if let Some(gate) = &experts.shared_gate {
@@ -279,9 +321,14 @@ impl<R: Platform> GpuEngine<R> {
     }
 
     /// Where pairs are sorted by expert, if those of one expert are computed together in a pass of `count` rows.
-    fn groups(&self, experts: &Experts, count: usize) -> Option<&Groups> {
-        let grouped = grouped(self.able, self.integers(), count * experts.config.used, experts.down.count);
+    fn groups(&self, experts: &Experts, bank: &Bank, count: usize) -> Option<&Groups> {
+        let grouped = grouped(self.able, self.integers(), count * experts.config.used, bank.down.count);
         grouped.then_some(&self.scratch.mixture.groups)
+    }
+
+    /// Whether a pass of `count` rows sorts the pairs of a layer by expert.
+    pub(super) fn is_grouped(&self, experts: &Experts, count: usize) -> bool {
+        self.groups(experts, &experts.bank, count).is_some()
     }
 
     fn integers(&self) -> bool {

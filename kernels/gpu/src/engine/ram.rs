@@ -16,8 +16,10 @@ use kernels_models::ram::{Expert, Pair, RamExperts, Split};
 use kernels_models::stage::{StageError, StageOptions};
 use kernels_models::weights::ModelFile;
 
-use super::mixture::Experts;
+use super::memory::Memory;
+use super::mixture::{Experts, NO_SLOT};
 use super::steps::{Input, Steps, part, wait};
+use super::stream::Stream;
 use super::{FEW, FeedForward, GpuEngine, STEPS, Step};
 use crate::attention::Places;
 use crate::error::{failed, input as invalid};
@@ -51,6 +53,8 @@ pub(super) struct Ram {
     /// Experts moved to the device so far.
     pub(super) moved: usize,
     recorded: Option<Recorded>,
+    /// How passes of many rows bring experts to the device, if the runtime can.
+    stream: Option<Stream>,
 }
 
 /// The experts of one layer.
@@ -114,7 +118,8 @@ fn staged_words(pairs: usize, width: usize) -> usize {
 impl Ram {
     /// # Errors
     /// A tensor is missing or invalid, no threads, or no memory.
-    pub(super) fn load(
+    pub(super) fn load<R: Platform>(
+        memory: &Memory<'_, R>,
         file: &ModelFile,
         weights: Weights,
         options: &StageOptions,
@@ -144,12 +149,18 @@ impl Ram {
             rows: 0,
             moved: 0,
             recorded: None,
+            stream: Stream::new(memory, file, options, split)?,
         })
     }
 
     /// Bytes of weights in RAM.
     pub(super) fn bytes(&self) -> u64 {
         self.experts.bytes()
+    }
+
+    /// Bytes of device memory that passes of many rows need.
+    pub(super) fn device_bytes(&self) -> u64 {
+        self.stream.as_ref().map_or(0, Stream::bytes)
     }
 
     /// Computes the experts in RAM of layer `index`: for each pair of `rows` and `chosen` experts, whose factors are `weights`. Fills
@@ -187,6 +198,18 @@ impl Ram {
 }
 
 impl LayerExperts {
+    /// The experts in RAM, in the order of their places there.
+    fn in_ram(&self) -> Vec<usize> {
+        let mut places: Vec<(usize, usize)> = Vec::new();
+        for (expert, place) in self.places.iter().enumerate() {
+            if let Place::Ram(place) = place {
+                places.push((*place, expert));
+            }
+        }
+        places.sort_unstable();
+        places.into_iter().map(|(_, expert)| expert).collect()
+    }
+
     /// The expert in RAM that should change places with one on the device, which follows; `None` if none should.
     fn review(&mut self) -> Option<[usize; 2]> {
         let of = |device: bool| {
@@ -320,12 +343,13 @@ impl<R: Platform> GpuEngine<R> {
     fn experts_on_device<L: Platform>(&self, client: &ComputeClient<L>, index: usize, count: usize) {
         let Some(experts) = self.mixture(index) else { return };
         let activation = self.recipe.layers[self.options.layers.start + index].activation;
-        self.expert_gate_up(client, experts, count);
+        self.expert_gate_up(client, experts, &experts.bank, count);
         self.gate_experts(client, experts, count, activation);
-        self.expert_outputs(client, experts, count, activation);
+        self.expert_outputs(client, experts, &experts.bank, count);
+        self.shared_expert(client, experts, count, activation);
     }
 
-    fn mixture(&self, index: usize) -> Option<&Experts> {
+    pub(super) fn mixture(&self, index: usize) -> Option<&Experts> {
         match &self.layers[index].feed_forward {
             FeedForward::Experts(experts) => Some(experts),
             FeedForward::Dense(_) => None,
@@ -357,6 +381,16 @@ impl<R: Platform> GpuEngine<R> {
             self.until_choice(&self.client, &ram.cuts, cut, &pass, before);
             let [chosen, weights] = &self.scratch.mixture.choices;
             let read = vec![first(&self.scratch.x.floats, count * width), first(chosen, pairs), first(weights, pairs)];
+            if let Some(stream) = &mut ram.stream
+                && self.mixture(index).is_some_and(|experts| self.is_grouped(experts, count))
+            {
+                // So many rows use most experts: it is faster to bring these to the device.
+                self.experts_on_device(&self.client, index, count);
+                let in_ram = ram.layers[index].in_ram();
+                stream.compute(self, threads, &ram.experts, index, &in_ram, count)?;
+                staged = None;
+                continue;
+            }
             self.client.flush().map_err(failed)?;
             let coming = self.client.read_async(read);
             self.experts_on_device(&self.client, index, count);
@@ -456,7 +490,7 @@ impl<R: Platform> GpuEngine<R> {
             return Err(failed("expected an expert in RAM and one on the device"));
         };
         let experts = self.mixture(index).ok_or_else(|| failed("expected a layer with experts"))?;
-        let slots = experts.slots.as_ref().ok_or_else(|| failed("expected a layer with experts in RAM"))?;
+        let slots = experts.bank.slots.as_ref().ok_or_else(|| failed("expected a layer with experts in RAM"))?;
         let parts = experts.parts(slot, self.config.width);
         let read = parts.iter().map(SlotPart::handle).collect();
         let read = cubecl::future::block_on(self.client.read_async(read)).map_err(failed)?;
@@ -480,12 +514,15 @@ impl<R: Platform> GpuEngine<R> {
         }
         ram.experts.replace(index, place, &leaving);
         layer.places[busy] = replace(&mut layer.places[idle], Place::Ram(place));
-        let slot_of = |(expert, place): (usize, &Place)| match place {
-            Place::Device(slot) => *slot as u32,
-            Place::Ram(_) => (expert % experts.down.count) as u32,
-        };
-        let words: Vec<u32> = layer.places.iter().enumerate().map(slot_of).collect();
-        write(&self.client, &self.upload(bytemuck::cast_slice(&words)), slots, 0, words.len());
+        for (slots, exact) in [(&slots.exact, true), (&slots.any, false)] {
+            let slot_of = |(expert, place): (usize, &Place)| match place {
+                Place::Device(slot) => *slot as u32,
+                Place::Ram(_) if exact => NO_SLOT,
+                Place::Ram(_) => (expert % experts.bank.down.count) as u32,
+            };
+            let words: Vec<u32> = layer.places.iter().enumerate().map(slot_of).collect();
+            write(&self.client, &self.upload(bytemuck::cast_slice(&words)), slots, 0, words.len());
+        }
         self.launched = true;
         self.client.flush().map_err(failed)
     }
@@ -517,18 +554,19 @@ impl Experts {
                 bytes: experts.rows / TILE_ROWS * strip,
             }
         };
-        let mut parts = match &self.inputs[..] {
+        let bank = &self.bank;
+        let mut parts = match &bank.inputs[..] {
             [both] => vec![tiles(both, 0), tiles(both, 1)],
             one_each => one_each.iter().map(|one| tiles(one, 0)).collect(),
         };
-        parts.push(tiles(&self.down, 0));
-        if let Some([inputs, outputs]) = &self.biases {
+        parts.push(tiles(&bank.down, 0));
+        if let Some([inputs, outputs]) = &bank.biases {
             let bias = |buffer: &Handle, place: usize, each: usize| SlotPart {
                 buffer: buffer.clone(),
                 start: 4 * place * each,
                 bytes: 4 * each,
             };
-            let (slots, each) = (self.down.count, self.width());
+            let (slots, each) = (bank.down.count, self.width());
             parts.extend([bias(inputs, slot, each), bias(inputs, slots + slot, each), bias(outputs, slot, width)]);
         }
         parts

@@ -9,11 +9,12 @@ use kernels::cpu::activations::{Quantise, Rows};
 use kernels::order::Activation;
 use kernels::order::experts::Choice;
 use kernels::pool::Pool;
+use kernels::quant::QuantType;
 use kernels::threads::Threads;
 use kernels::tile::Layout;
 
 use super::experts::Mixture;
-use super::{Run, each_row};
+use super::{Run, Shared, each_row};
 use crate::model::load::{Bank, Gated, Matrix, missing};
 use crate::recipe::Recipe;
 use crate::stage::{Activations, StageError, StageOptions};
@@ -71,17 +72,27 @@ fn names(layer: usize, kind: &str) -> [String; 3] {
     ["gate", "up", "down"].map(|part| format!("blk.{layer}.ffn_{part}_exps.{kind}"))
 }
 
+/// Format, rows and columns of the matrices of one expert of a layer: gate, up and down.
+///
+/// # Errors
+/// A tensor is missing.
+pub fn expert_tiles(file: &ModelFile, layer: usize) -> Result<[(QuantType, [usize; 2]); 3], StageError> {
+    let count = file.config().experts.map_or(1, |experts| experts.count);
+    let tensor = |name: String| {
+        let tensor = file.tensor(&name).ok_or_else(|| missing(&name))?;
+        Ok::<_, StageError>((tensor.quant, [tensor.rows / count, tensor.cols]))
+    };
+    let [gate, up, down] = names(layer, "weight");
+    Ok([tensor(gate)?, tensor(up)?, tensor(down)?])
+}
+
 /// Bytes of one expert of a layer as tiles.
 ///
 /// # Errors
 /// A tensor is missing.
 pub fn expert_bytes(file: &ModelFile, layer: usize) -> Result<u64, StageError> {
-    let count = file.config().experts.map_or(1, |experts| experts.count);
-    let tensor = |name: &String| {
-        let tensor = file.tensor(name).ok_or_else(|| missing(name))?;
-        Ok(Layout::of(tensor.quant).matrix_bytes(tensor.rows / count, tensor.cols) as u64)
-    };
-    names(layer, "weight").iter().map(tensor).sum()
+    let bytes = |(kind, [rows, cols]): (QuantType, [usize; 2])| Layout::of(kind).matrix_bytes(rows, cols) as u64;
+    Ok(expert_tiles(file, layer)?.into_iter().map(bytes).sum())
 }
 
 /// Bytes of an expert of each layer of a stage; 0 for a layer without.
@@ -234,6 +245,39 @@ impl RamExperts {
         for (i, out) in out.chunks_exact_mut(*width).take(pairs.len()).enumerate() {
             out.copy_from_slice(mixture.output(i, *width));
         }
+    }
+
+    /// Copies the tiles of experts of layer `index`, one after another: of gate, up or down (`matrix` 0 to 2).
+    ///
+    /// # Panics
+    /// If there are none at these places, or `out` has another length.
+    pub fn copy_tiles(&self, threads: &mut Threads, index: usize, matrix: usize, places: Range<usize>, out: &mut [u8]) {
+        /// Bytes per unit of work: large enough that threads rarely meet.
+        const PIECE: usize = 256 << 10;
+        let bank = &self.layers[index].as_ref().expect("a layer with experts in RAM").bank;
+        let Gated { inputs: [gate, up], down } = &bank.experts;
+        let of = [gate, up, down][matrix];
+        let (first, last) = (of.part_of(places.start, bank.count).start, of.part_of(places.end - 1, bank.count).end);
+        let tiles = &of.tiles().bytes()[first..last];
+        assert_eq!(tiles.len(), out.len(), "bytes of experts {places:?}");
+        let (len, out) = (out.len(), Shared::of(out));
+        threads.pool().run(len.div_ceil(PIECE), 1, &|_, mine| {
+            let part = mine.start * PIECE..(mine.end * PIECE).min(len);
+            // SAFETY: the pool's ranges do not overlap.
+            unsafe { out.slice(part.clone()) }.copy_from_slice(&tiles[part]);
+        });
+    }
+
+    /// Biases of experts of layer `index`, one after another: of gate, up or down (`matrix` 0 to 2).
+    ///
+    /// # Panics
+    /// If there are none at these places.
+    #[must_use]
+    pub fn biases(&self, index: usize, matrix: usize, places: Range<usize>) -> Option<&[f32]> {
+        let bank = &self.layers[index].as_ref().expect("a layer with experts in RAM").bank;
+        let all = &bank.biases.as_ref()?[matrix];
+        let each = all.len() / bank.count;
+        Some(&all[places.start * each..places.end * each])
     }
 
     /// A copy of an expert.
