@@ -57,9 +57,9 @@ fn two_hosts_serve_with_ram_what_three_would_without() {
     assert!(ram >= 2 * LAYER_BYTES, "{ram}");
     let taken: u64 = (0..2).map(|host| RAM - ram_free(&world, host)).sum();
     assert_eq!(taken, ram, "what the stages take is not free");
-    (0..4).for_each(|n| {
+    for n in 0..4 {
         work.submit(&mut world, request(n, 40, 30));
-    });
+    }
     assert!(work.run_until_done(&mut world, ms(60_000)));
     assert_eq!(requests::violations(&work), Vec::<String>::new());
 }
@@ -67,9 +67,9 @@ fn two_hosts_serve_with_ram_what_three_would_without() {
 #[test]
 fn a_lost_owner_with_experts_in_ram_is_replaced() {
     let (mut world, mut work) = serving(4, 2 * RAM).expect("it fits");
-    (0..4).for_each(|n| {
+    for n in 0..4 {
         work.submit(&mut world, request(n, 40, 60));
-    });
+    }
     work.run(&mut world, ms(300), |_, _| false);
     let of = |part: &PartView| world.host_of(part.owner).filter(|host| *host != COORDINATOR);
     let lost = job(&world, &work).parts.iter().find_map(of).expect("an owner besides the coordinator");

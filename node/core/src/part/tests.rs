@@ -11,7 +11,7 @@ use crate::message::{FromStage, ToStage};
 use crate::work::serve::{ItemResult, Position, RowFormat, Sampling, StageOrder};
 use crate::work::{Cursors, PartState, PartWork, Payload, Ready, Resume, Task};
 use alloc::{string::ToString, vec};
-use partitioner::Tier;
+use partitioner::{Room, Tier};
 
 const JOB: JobId = JobId(1);
 const COORDINATOR: NodeId = NodeId([1; 16]);
@@ -600,4 +600,31 @@ fn a_standby_stays_for_the_successor_of_its_coordinator() {
         parts.handle_coordinator_gone(NOW, COORDINATOR, false);
         assert_eq!(parts.held().count() == 1, kept, "a majority may elect a successor, if there is one");
     }
+}
+
+/// What a stage has in RAM is reported as it was loaded, also under an order that says otherwise.
+#[test]
+fn a_stage_keeps_its_experts_in_ram_and_no_order_asks_for_more_than_a_plan_may() {
+    let ordered = |ram: u64| Order { ram, ..*order(&[ME, NEXT], 0, None) };
+    assert_eq!(ordered(700).problem(ME), None, "seven eighths of the experts");
+    assert!(ordered(701).problem(ME).is_some_and(|why| why.contains("expected at most 700")));
+    let mut parts = Parts::new(ME);
+    prepare(&mut parts, EPOCH, Box::new(ordered(300)));
+    let loads = outputs(&mut parts);
+    let load = loads.iter().find_map(|output| match output {
+        PartOutput::Load { load, .. } => Some(*load),
+        _ => None,
+    });
+    let loaded = Loaded { bytes: 100, ram: 300, ram_pages: 0, step: None };
+    parts.handle_loaded(NOW, JOB, PartId(0), load.expect("it is loaded"), Ok(loaded));
+    let ready = |parts: &mut Parts| {
+        outputs(parts).into_iter().find_map(|output| match output {
+            PartOutput::Report { say: ToCoordinator::Prepared { result: Ok(ready), .. }, .. } => Some(ready.room()),
+            _ => None,
+        })
+    };
+    assert_eq!(ready(&mut parts), Some(Room { memory: 100, ram: 300 }));
+    let next = Epoch { counter: EPOCH.counter + 1, ..EPOCH };
+    prepare(&mut parts, next, Box::new(ordered(0)));
+    assert_eq!(ready(&mut parts), Some(Room { memory: 100, ram: 300 }), "it stays where it is");
 }
