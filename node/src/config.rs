@@ -467,7 +467,8 @@ mod tests {
         let path = dir.path().join("meshnode.toml");
         std::fs::write(
             &path,
-            "name = \"desk\"\nidle-unload = \"30m\"\nmemory = \"4G\"\nspill = \"8G\"\nexpert-ram = \"32G\"\napi = \"127.0.0.1:9000\"\nno-mdns = true\ncache-size = \"20G\"\n\
+            "name = \"desk\"\nidle-unload = \"30m\"\nmemory = \"4G\"\nspill = \"8G\"\nexpert-ram = \"32G\"\n\
+             api = \"127.0.0.1:9000\"\nno-mdns = true\ncache-size = \"20G\"\n\
              advertise = [\"203.0.113.5:7000\"]\n",
         )
         .unwrap();

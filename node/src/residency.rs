@@ -503,7 +503,10 @@ mod tests {
         );
         residency.install(FIRST, LoadId(1), || {});
         residency.loaded(0, FIRST, LoadId(1), room(60, 30));
-        let free = || (shown.lock().memory_free(), shown.lock().ram_free());
+        let free = || {
+            let now = shown.lock().clone();
+            (now.memory_free(), now.ram_free())
+        };
         assert_eq!(free(), (40, 20));
         residency.begin(SECOND, 0, LoadId(2), room(30, 20), &[]).expect("exactly what is left");
         residency.end(FIRST, || {});
