@@ -15,10 +15,10 @@ use kernels_gpu_grids::{PendingRead, submit_read};
 use kernels_models::decoder::{self, Decoder, PassInput, RowAt};
 use kernels_models::ram::experts_in_ram;
 use kernels_models::recipe::{LayerRecipe, Recipe};
-use kernels_models::rotary::{RotaryTable, RotaryTables};
+use kernels_models::rotary::RotaryTables;
 use kernels_models::sampler::SamplerSettings;
 use kernels_models::stage::{self, ResidentBytes, SequenceId, StageError, StageOptions};
-use kernels_models::weights::{HeadNorms, ModelConfig, ModelFile};
+use kernels_models::weights::{ModelConfig, ModelFile};
 
 use crate::arithmetic::Features;
 use crate::attention::{Heads, LayerHeads, Pages, Places, attend, place};
@@ -30,6 +30,7 @@ use crate::product::operands::{Activations, Matrix, Target};
 use crate::product::{gate_product, gates, product};
 use crate::rows::{RowFormats, cap, embed, gated, norm, norm_add};
 
+mod layers;
 pub(crate) mod memory;
 mod mixture;
 pub(crate) mod profile;
@@ -39,6 +40,7 @@ mod steps;
 mod stream;
 mod times;
 
+use layers::{layer, rotary};
 use memory::{Memory, ROWS, Release, Scratch, buffer_max, check_memory, heads_of, pages_of, scratch_bytes};
 use ram::Ram;
 use steps::{FEW, Steps};
@@ -685,49 +687,4 @@ impl<R: Platform> decoder::Engine for GpuEngine<R> {
     fn numerics(&self) -> &str {
         self.options.activations.numerics()
     }
-}
-
-fn layer<R: Platform>(
-    loader: &mut Loader<'_, R>,
-    recipe: &LayerRecipe,
-    index: usize,
-    in_ram: usize,
-    pages: Pages,
-    rotary: Handle,
-    head_dim: usize,
-) -> Result<Layer, StageError> {
-    let weight = |part: &str| format!("blk.{index}.{part}.weight");
-    let bias = |part: &str| format!("blk.{index}.{part}.bias");
-    let inputs = ["attn_q", "attn_k", "attn_v"];
-    let two = |loader: &mut Loader<'_, R>, parts: [&str; 2]| -> Result<[Handle; 2], StageError> {
-        Ok([loader.vector(&weight(parts[0]))?, loader.vector(&weight(parts[1]))?])
-    };
-    Ok(Layer {
-        attention_norm: loader.vector(&weight("attn_norm"))?,
-        inputs: loader.matrices(&inputs.map(weight))?,
-        biases: recipe.biases.then(|| loader.vectors(&inputs.map(bias))).transpose()?,
-        head_norms: match recipe.head_norms {
-            None => None,
-            Some(HeadNorms::Weighted) => Some(loader.vectors(&["attn_q_norm", "attn_k_norm"].map(weight))?),
-            Some(HeadNorms::Plain) => Some(loader.ones(2 * head_dim)?),
-        },
-        sinks: recipe.sinks.then(|| loader.vector(&weight("attn_sinks"))).transpose()?,
-        output: loader.matrices(&[weight("attn_output")])?,
-        output_bias: recipe.output_bias.then(|| loader.vector(&bias("attn_output"))).transpose()?,
-        norms_after: recipe.norms_after.then(|| two(loader, ["post_attention_norm", "post_ffw_norm"])).transpose()?,
-        ffn_norm: loader.vector(&format!("blk.{index}.{}", recipe.ffn_norm))?,
-        feed_forward: FeedForward::load(loader, recipe, index, in_ram)?,
-        pages,
-        rotary,
-    })
-}
-
-/// Uploads the cosines, then the sines, then the factor of queries of each position below `positions`, which the table must cover.
-fn rotary<R: Platform>(memory: &Memory<'_, R>, table: &RotaryTable, positions: usize) -> Result<Handle, StageError> {
-    let row = |position| {
-        let (cosines, sines) = table.at(position);
-        cosines.iter().chain(sines).copied().chain([table.query_factor(position)])
-    };
-    let numbers: Vec<f32> = (0..positions).flat_map(row).collect();
-    memory.created(bytemuck::cast_slice(&numbers).to_vec(), "rotary tables")
 }

@@ -11,6 +11,7 @@ use crate::platform::{Platform, array};
 mod compile;
 mod draws;
 mod loading;
+mod routers;
 mod stages;
 
 /// The device under test: the first CUDA device if `MESHNODE_DEVICE` is `cuda`, else the first Vulkan device. `None`, after printing

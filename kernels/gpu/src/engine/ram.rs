@@ -384,7 +384,7 @@ impl<R: Platform> GpuEngine<R> {
             if let Some(stream) = &mut ram.stream
                 && self.mixture(index).is_some_and(|experts| self.is_grouped(experts, count))
             {
-                // So many rows use most experts: it is faster to bring these to the device.
+                // Many rows use most experts: it is faster to bring these to the device.
                 self.experts_on_device(&self.client, index, count);
                 let in_ram = ram.layers[index].in_ram();
                 stream.compute(self, threads, &ram.experts, index, &in_ram, count)?;
