@@ -214,8 +214,8 @@ fn toolkit() -> Option<(PathBuf, Toolkit)> {
 /// - CUDA runs `plain_expert_kernel` only for unquantised weights and in strict arithmetic.
 /// - Formats with a table, or scales per 16 columns, take more registers in `panel_kernel` and `gate_kernel`; on some cards they spill
 ///   up to five words. Q5_0 spills three in `panel_kernel` on sm_120.
-/// - `plain_kernel` spills one or two words of half-precision weights on sm_120.
-const MAY_SPILL: [(&str, &str); 8] = [
+/// - `plain_kernel` spills one or two words of half-precision weights on sm_120, and `router_kernel` two for some numbers of rows.
+const MAY_SPILL: [(&str, &str); 9] = [
     ("choose_kernel", ""),
     ("plain_expert_kernel", ""),
     ("panel_kernel", "Q3K"),
@@ -224,6 +224,7 @@ const MAY_SPILL: [(&str, &str); 8] = [
     ("gate_kernel", "Iq2"),
     ("plain_kernel", "F16"),
     ("plain_kernel", "Bf16"),
+    ("router_kernel", ""),
 ];
 
 /// Compiles a kernel to machine code for one architecture.
