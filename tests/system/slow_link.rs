@@ -102,7 +102,8 @@ struct Measured {
     first_ms: f64,
     /// Least bytes between the nodes during a request, in both directions: a measurement of the link adds to some.
     bytes: u64,
-    /// Bytes of rows and token ids that stages sent to the next one, before compression.
+    /// Least bytes of rows and token ids that stages sent to the next one, before compression: after a lost connection they send
+    /// some again.
     frame_bytes: u64,
 }
 
@@ -114,12 +115,12 @@ impl fmt::Display for Measured {
 
 fn measure(mesh: &Mesh, model: &Path, prompts: &[Vec<u64>], check: impl Fn(&[u64], &[u64])) -> Measured {
     let relay = mesh.relay.as_ref().expect("a relay");
-    let (mut times, mut bytes, mut frame_bytes) = (Vec::new(), u64::MAX, 0);
+    let (mut times, mut bytes, mut frame_bytes) = (Vec::new(), u64::MAX, u64::MAX);
     for prompt in prompts {
         let (before, frames_before) = (relay.passed_in_all(Plane::Data).bytes, sent(mesh));
         let events = ask(mesh, model, prompt);
         bytes = bytes.min(relay.passed_in_all(Plane::Data).bytes - before);
-        frame_bytes = sent(mesh) - frames_before;
+        frame_bytes = frame_bytes.min(sent(mesh) - frames_before);
         let end = events.last().expect("an end");
         assert_eq!(end["cached_tokens"], 0, "a fresh prompt: {end}");
         times.push(end["first_token_ms"].as_f64().unwrap_or_else(|| panic!("an answer: {end}")));
