@@ -44,7 +44,9 @@ impl<R: Platform> GpuEngine<R> {
                 synced.map_err(failed)
             };
             let mut times = Vec::new();
-            for step in STEPS {
+            // Models without experts launch nothing to choose them.
+            let routes = self.config.experts.is_some();
+            for step in STEPS.into_iter().filter(|step| routes || *step != Step::Route) {
                 let mut took = Vec::with_capacity(REPEATS);
                 let graph = steps.as_mut().map(|steps| {
                     sync()?;
