@@ -375,12 +375,10 @@ impl<R: Platform> GpuEngine<R> {
             handle.clone().offset_end(unused)
         };
         let mut staged: Option<(Handle, usize)> = None;
-        let mut words = vec![0; staged_words(pairs, width)];
+        let mut words = Vec::new();
         for (cut, index) in ram.cuts.clone().into_iter().enumerate() {
             let before = staged.as_ref().map(|(staged, pairs)| (staged, *pairs));
             self.until_choice(&self.client, &ram.cuts, cut, &pass, before);
-            let [chosen, weights] = &self.scratch.mixture.choices;
-            let read = vec![first(&self.scratch.x.floats, count * width), first(chosen, pairs), first(weights, pairs)];
             if let Some(stream) = &mut ram.stream
                 && self.mixture(index).is_some_and(|experts| self.is_grouped(experts, count))
             {
@@ -391,6 +389,8 @@ impl<R: Platform> GpuEngine<R> {
                 staged = None;
                 continue;
             }
+            let [chosen, weights] = &self.scratch.mixture.choices;
+            let read = vec![first(&self.scratch.x.floats, count * width), first(chosen, pairs), first(weights, pairs)];
             self.client.flush().map_err(failed)?;
             let coming = self.client.read_async(read);
             self.experts_on_device(&self.client, index, count);
@@ -400,6 +400,7 @@ impl<R: Platform> GpuEngine<R> {
             let x: Vec<f32> = bytemuck::pod_collect_to_vec(x);
             let chosen: Vec<u32> = bytemuck::pod_collect_to_vec(chosen);
             let weights: Vec<f32> = bytemuck::pod_collect_to_vec(weights);
+            words.resize(staged_words(pairs, width), 0);
             let found = ram.compute(threads, index, &x, (&chosen, &weights), &mut words)?;
             staged = (found > 0).then(|| {
                 // The pairs of this pass that are in RAM, as if there were no others.
@@ -435,35 +436,41 @@ impl<R: Platform> GpuEngine<R> {
                 Some(recorded) => recorded,
                 None => Recorded::new(engine, &steps.graphs)?,
             };
-            recorded.record(engine, steps, &ram.cuts, shape)?;
-            let len = engine.write_pass(steps.sent.words(), rows, input, wanted);
-            steps.graphs.queue_write(&steps.sent.words()[..len], &steps.words, 0)?;
-            let Recorded { pieces, read, got, staged, sent, arrived, .. } = &mut recorded;
-            let pieces = &pieces[&shape].graphs;
-            for (cut, index) in ram.cuts.clone().into_iter().enumerate() {
-                steps.graphs.launch(&pieces[2 * cut])?;
-                let (x, choices) = got.words().split_at_mut(rows.len() * width);
-                let (chosen, weights) = choices[..2 * pairs].split_at_mut(pairs);
-                for (buffer, words) in read.iter().zip([&mut *x, &mut *chosen, &mut *weights]) {
-                    steps.graphs.queue_read(buffer, 0, words)?;
+            let result = (|| {
+                recorded.record(engine, steps, &ram.cuts, shape)?;
+                let len = engine.write_pass(steps.sent.words(), rows, input, wanted);
+                steps.graphs.queue_write(&steps.sent.words()[..len], &steps.words, 0)?;
+                let Recorded { pieces, read, got, staged, sent, arrived, .. } = &mut recorded;
+                let pieces = &pieces[&shape].graphs;
+                for (cut, index) in ram.cuts.clone().into_iter().enumerate() {
+                    steps.graphs.launch(&pieces[2 * cut])?;
+                    let (x, choices) = got.words().split_at_mut(rows.len() * width);
+                    let (chosen, weights) = choices[..2 * pairs].split_at_mut(pairs);
+                    for (buffer, words) in read.iter().zip([&mut *x, &mut *chosen, &mut *weights]) {
+                        steps.graphs.queue_read(buffer, 0, words)?;
+                    }
+                    steps.graphs.set(arrived)?;
+                    steps.graphs.launch(&pieces[2 * cut + 1])?;
+                    wait(&steps.graphs, arrived, &mut steps.waited)?;
+                    let weights = bytemuck::cast_slice(weights);
+                    let words = &mut sent.words()[..staged_words(pairs, width)];
+                    let found = ram.compute(threads, index, bytemuck::cast_slice(x), (chosen, weights), words)?;
+                    let len = pairs.next_multiple_of(64) + found * width;
+                    steps.graphs.queue_write(&words[..len], staged, 0)?;
                 }
-                steps.graphs.set(arrived)?;
-                steps.graphs.launch(&pieces[2 * cut + 1])?;
-                wait(&steps.graphs, arrived, &mut steps.waited)?;
-                let weights = bytemuck::cast_slice(weights);
-                let words = &mut sent.words()[..staged_words(pairs, width)];
-                let found = ram.compute(threads, index, bytemuck::cast_slice(x), (chosen, weights), words)?;
-                let len = pairs.next_multiple_of(64) + found * width;
-                steps.graphs.queue_write(&words[..len], staged, 0)?;
+                steps.graphs.launch(&pieces[2 * ram.cuts.len()])?;
+                let each = if engine.head.is_some() { engine.config.vocab } else { width };
+                let numbers = each * if engine.head.is_some() { wanted.len() } else { rows.len() };
+                steps.graphs.queue_read(&steps.output, 0, &mut steps.got.words()[..numbers])?;
+                steps.graphs.set(&steps.done)?;
+                wait(&steps.graphs, &steps.done, &mut steps.waited)?;
+                Ok(bytemuck::cast_slice(&steps.got.words()[..numbers]).to_vec())
+            })();
+            if result.is_err() {
+                let _ = steps.graphs.settle(); // copies that were queued may still use the buffers
             }
-            steps.graphs.launch(&pieces[2 * ram.cuts.len()])?;
-            let each = if engine.head.is_some() { engine.config.vocab } else { width };
-            let numbers = each * if engine.head.is_some() { wanted.len() } else { rows.len() };
-            steps.graphs.queue_read(&steps.output, 0, &mut steps.got.words()[..numbers])?;
-            steps.graphs.set(&steps.done)?;
-            wait(&steps.graphs, &steps.done, &mut steps.waited)?;
             ram.recorded = Some(recorded);
-            Ok(bytemuck::cast_slice(&steps.got.words()[..numbers]).to_vec())
+            result
         })
     }
 
