@@ -40,7 +40,7 @@ mod steps;
 mod stream;
 mod times;
 
-use layers::{layer, rotary};
+use layers::{FeedForward, Gated, Head, Layer, layer, rotary};
 use memory::{Memory, ROWS, Release, Scratch, buffer_max, check_memory, heads_of, pages_of, scratch_bytes};
 use ram::Ram;
 use steps::{FEW, Steps};
@@ -117,47 +117,6 @@ const STEPS: [Step; 10] = [
     Step::Gated,
     Step::Down,
 ];
-
-/// Weights and KV cache pages of one layer.
-struct Layer {
-    attention_norm: Handle,
-    /// Query, key, value.
-    inputs: Vec<Part>,
-    biases: Option<Handle>,
-    head_norms: Option<Handle>,
-    /// A score per query head.
-    sinks: Option<Handle>,
-    output: Vec<Part>,
-    output_bias: Option<Handle>,
-    /// Norms of the outputs of attention and feed-forward.
-    norms_after: Option<[Handle; 2]>,
-    ffn_norm: Handle,
-    feed_forward: FeedForward,
-    pages: Pages,
-    /// `[context, 2 · pairs + 1]`: cosines, sines, the factor of queries.
-    rotary: Handle,
-}
-
-/// What follows attention.
-enum FeedForward {
-    Dense(Gated),
-    Experts(Box<mixture::Experts>),
-}
-
-/// A gated feed-forward block.
-struct Gated {
-    /// Gate, up.
-    inputs: Vec<Part>,
-    down: Vec<Part>,
-    /// Rows of the gate.
-    width: usize,
-}
-
-/// Final norm and output matrix.
-struct Head {
-    norm: Handle,
-    matrix: Vec<Part>,
-}
 
 /// Loads layers onto device `number` of a runtime, the device of `client`. `memory_free`: its free bytes, if known.
 ///

@@ -16,11 +16,11 @@ use kernels_models::ram::{Expert, Pair, RamExperts, Split};
 use kernels_models::stage::{StageError, StageOptions};
 use kernels_models::weights::ModelFile;
 
+use super::layers::{Experts, FeedForward, NO_SLOT};
 use super::memory::Memory;
-use super::mixture::{Experts, NO_SLOT};
 use super::steps::{Input, Steps, part, wait};
 use super::stream::Stream;
-use super::{FEW, FeedForward, GpuEngine, STEPS, Step};
+use super::{FEW, GpuEngine, STEPS, Step};
 use crate::attention::Places;
 use crate::error::{failed, input as invalid};
 use crate::experts::put_rows;

@@ -9,8 +9,8 @@ use kernels_models::stage::{StageError, StageOptions};
 use kernels_models::weights::ModelFile;
 
 use super::GpuEngine;
+use super::layers::{Bank, NO_SLOT, Slots};
 use super::memory::Memory;
-use super::mixture::{Bank, NO_SLOT, Slots};
 use crate::error::failed;
 use crate::platform::Platform;
 use crate::product::ExpertMatrix;
