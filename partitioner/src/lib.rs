@@ -38,7 +38,9 @@ pub use fit::{CONTEXT_MIN, Fit, largest_fit};
 pub use fleet::{Device, DeviceId, Endpoint, Fleet, IN_PROCESS, Link, NodeKey};
 pub use layers::plan;
 pub use plan::{Goal, InvalidPlan, LossPlan, Options, Plan, PlanError, Stage};
-pub use question::{Answer, GridStandbysQuestion, ModelAnswer, ModelQuestion, ModelStandbysQuestion, Question};
+pub use question::{
+    Answer, GridStandbysQuestion, ModelAnswer, ModelQuestion, ModelStandbysQuestion, Question, pays_to_move,
+};
 pub use repair::{moved_bytes, repair};
 pub use standby::{Standby, Tier, standbys};
 pub use work::{Experts, Layer, Work};

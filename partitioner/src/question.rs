@@ -37,7 +37,8 @@ pub struct ModelQuestion {
     pub options: Options,
     /// A plan to repair by moving the fewest bytes; without one a new plan is made.
     pub repair: Option<Plan>,
-    /// The present placement: the answer predicts its time on the same fleet.
+    /// The present placement: the answer predicts its time on the same fleet. Without `repair`, it stays unless another one
+    /// [pays](pays_to_move).
     pub present: Option<Plan>,
     /// Also choose standbys for the resulting plan.
     pub standbys: bool,
@@ -133,18 +134,40 @@ impl Question {
 impl ModelQuestion {
     fn answer(&self) -> Result<ModelAnswer, PlanError> {
         let ModelQuestion { work, fleet, options, repair: current, present, standbys: with_standbys } = self;
-        let plan = chosen_rows(work, fleet, options.head, |work| match current {
-            Some(current) => repair(current, work, fleet, options),
-            None => plan(work, fleet, options),
-        })?;
+        let placed = |current: &Option<Plan>| -> Result<Plan, PlanError> {
+            let plan = chosen_rows(work, fleet, options.head, |work| match current {
+                Some(current) => repair(current, work, fleet, options),
+                None => plan(work, fleet, options),
+            })?;
+            let work = work.with_rows_of(plan.row_bytes());
+            Ok(split_for_standbys(plan, &work, fleet, options))
+        };
+        let mut plan = placed(current)?;
+        let before_ns = present.as_ref().and_then(|present| {
+            cost::token_ns(&work.with_rows_of(plan.row_bytes()), fleet, options.head, &present.placement())
+        });
+        if current.is_none()
+            && before_ns.is_some_and(|before_ns| !pays_to_move(before_ns, plan.token_ns()))
+            && let Ok(kept) = placed(present)
+            && present.as_ref().is_some_and(|present| kept.placement() == present.placement())
+        {
+            plan = kept;
+        }
         let work = &work.with_rows_of(plan.row_bytes());
-        let plan = split_for_standbys(plan, work, fleet, options);
-        let before_ns =
-            present.as_ref().and_then(|present| cost::token_ns(work, fleet, options.head, &present.placement()));
         let moved_bytes = present.as_ref().map_or(0, |present| moved_bytes(present, &plan, work));
         let standbys = if *with_standbys { standbys(&plan, work, fleet, options, &[]) } else { Vec::new() };
         Ok(ModelAnswer { plan, before_ns, moved_bytes, standbys })
     }
+}
+
+/// Percent of its time per token that a placement must gain to replace the present one: smaller gains are within measurement
+/// noise.
+const MOVE_GAIN_PERCENT: u64 = 20;
+
+/// Whether a predicted gain in time per token is worth moving a running job.
+#[must_use]
+pub fn pays_to_move(before_ns: u64, after_ns: u64) -> bool {
+    after_ns.saturating_mul(100) <= before_ns.saturating_mul(100 - MOVE_GAIN_PERCENT)
 }
 
 /// The plan with the most precise rows, or with coarser ones if they pay: if a token, or a row of a long prompt, then takes

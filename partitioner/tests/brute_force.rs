@@ -6,7 +6,7 @@ use partitioner::{
     Answer, Device, DeviceId, Fleet, Goal, Layer, Link, ModelQuestion, NodeKey, Options, Plan, PlanError, Question,
     Work,
 };
-use partitioner::{cost, moved_bytes, plan, repair, standbys};
+use partitioner::{cost, moved_bytes, pays_to_move, plan, repair, standbys};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
@@ -337,6 +337,45 @@ fn every_used_node_but_the_coordinator_has_a_plan_for_its_loss() {
         }
     }
     assert!(survivable > 100, "{survivable}");
+}
+
+/// Speeds are measured again and again: a running job stays where it is unless another placement pays.
+#[test]
+fn a_present_placement_stays_unless_another_pays() {
+    let (mut kept, mut better, mut replaced) = (0, 0, 0);
+    for seed in 0..400 {
+        let mut random = Random::new(seed);
+        let (work, mut fleet, options) = (work(&mut random, 6), fleet(&mut random, 4), options(Goal::Latency));
+        let placed = |fleet: &Fleet, present: Option<&Plan>| {
+            let (work, fleet, options) = (work.clone(), fleet.clone(), options.clone());
+            let present = present.cloned();
+            let question = ModelQuestion { work, fleet, options, repair: None, present, standbys: false };
+            let Answer::Model(answer) = Question::Model(Box::new(question)).answer() else { panic!("of another kind") };
+            answer
+        };
+        let Ok(present) = placed(&fleet, None).map(|answer| answer.plan) else { continue };
+        for device in &mut fleet.devices {
+            device.bytes_per_second = device.bytes_per_second * (20 + random.below(160)) / 100;
+        }
+        let before_ns = cost::token_ns(&work, &fleet, options.head, &present.placement()).expect("the same devices");
+        let best = placed(&fleet, None).expect("the same memory").plan;
+        let pays = pays_to_move(before_ns, best.token_ns());
+        let answer = placed(&fleet, Some(&present)).expect("the same memory");
+        let expected = if pays { &best } else { &present };
+        assert_eq!(answer.plan.placement(), expected.placement(), "seed {seed}");
+        assert_eq!(answer.before_ns, Some(before_ns), "seed {seed}");
+        if pays {
+            replaced += 1;
+        } else {
+            assert_eq!((answer.plan.token_ns(), answer.moved_bytes), (before_ns, 0), "seed {seed}");
+            kept += 1;
+            better += usize::from(best.placement() != present.placement());
+        }
+    }
+    assert!(
+        kept > 50 && better > 20 && replaced > 5,
+        "{kept} kept, {better} although others were better, {replaced} replaced"
+    );
 }
 
 /// Another device of the owner's node would be lost with it.

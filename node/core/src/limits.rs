@@ -144,8 +144,6 @@ pub const EXCLUDED: Duration = Duration::from_secs(10);
 pub const MOVE_EVERY: Duration = Duration::from_secs(5);
 /// Consecutive reviews that must agree before a job moves: a link or machine that is slow for seconds must move nothing.
 pub const MOVE_REVIEWS: u32 = 3;
-/// Percent of its time per token that a job must gain to be moved: smaller gains are within measurement noise.
-pub const MOVE_GAIN_PERCENT: u64 = 20;
 /// How long a job stays where it is after a loss or a move: each move pauses its requests.
 pub const MOVE_QUIET: Duration = Duration::from_secs(60);
 /// How long the weights of a move may take to arrive: 20 GB at 100 Mbit/s take 27 minutes.

@@ -131,7 +131,7 @@ fn text(model: &str, plan: &PlanReport) -> String {
             bytes => writeln!(
                 text,
                 "\nThe model is running with another placement, at {:.2} ms/token; {} of weights would move. It moves automatically \
-                 once the predicted gain has been at least a fifth of the time for {} s.",
+                 if the predicted gain, at least a fifth of the time, lasts {} s.",
                 change.before_ms,
                 Size(bytes),
                 (limits::MOVE_EVERY * limits::MOVE_REVIEWS).as_secs(),

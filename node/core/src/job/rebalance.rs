@@ -9,7 +9,7 @@ use super::output::{JobOutput, JobQuestion, Out};
 use super::serve::Serve;
 use super::workload::{NewPlan, Workload};
 use crate::id::{NodeId, PartId};
-use crate::limits::{FETCH_MAX, MOVE_EVERY, MOVE_GAIN_PERCENT, MOVE_QUIET, MOVE_REVIEWS, PREPARE_RETRY, STANDBY_RETRY};
+use crate::limits::{FETCH_MAX, MOVE_EVERY, MOVE_QUIET, MOVE_REVIEWS, PREPARE_RETRY, STANDBY_RETRY};
 use crate::message::ToParticipant;
 use crate::output::Event;
 use crate::place::PlaceSet;
@@ -18,7 +18,7 @@ use crate::work::{Order, PredictedChange};
 use alloc::boxed::Box;
 use alloc::collections::BTreeMap;
 use alloc::{format, string::String, vec::Vec};
-use partitioner::{Answer, ModelAnswer, Plan, Stage, explain};
+use partitioner::{Answer, ModelAnswer, Plan, Stage, explain, pays_to_move};
 
 /// State of the rebalancing of one job.
 #[derive(Debug, Default)]
@@ -186,9 +186,7 @@ impl Job {
     fn review(&mut self, now: Instant, leaving: bool, answer: Option<ModelAnswer>, out: &mut Out) {
         let Workload::Serve(serve) = &mut self.workload else { return };
         let change = answer.as_ref().and_then(|answer| serve.change(answer));
-        let gains = |change: &PredictedChange| {
-            change.after_ns.saturating_mul(100) <= change.before_ns.saturating_mul(100 - MOVE_GAIN_PERCENT)
-        };
+        let gains = |change: &PredictedChange| pays_to_move(change.before_ns, change.after_ns);
         let (Some(change), Some(answer)) = (change.filter(|change| leaving || gains(change)), answer) else {
             self.rebalance.confirmed = 0;
             return;
