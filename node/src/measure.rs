@@ -4,7 +4,6 @@ use crate::device::Devices;
 use crate::views::count;
 use kernels::device::{DeviceChoice, DeviceId};
 use kernels_models::bench::{DecodeBench, DecodeFigures};
-use kernels_models::stage::Activations;
 use kernels_models::weights::ModelFile;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -19,15 +18,14 @@ pub(crate) use gpu::{GpuBench, Source, model as gpu_model, text as gpu_text};
 ///
 /// # Errors
 /// The model cannot be opened, or its context is too short for the measurement.
-pub(crate) fn decode(path: &Path, threads: Option<usize>, prompt: usize, tokens: usize) -> Result<Value, String> {
+pub(crate) fn decode(path: &Path, threads: Option<usize>, bench: DecodeBench) -> Result<Value, String> {
     let file = ModelFile::open(path).map_err(|e| format!("{}: {e}", path.display()))?;
     let all = std::thread::available_parallelism().map_or(1, usize::from);
     let counts = threads.map_or_else(|| if all > 1 { vec![1, all] } else { vec![1] }, |threads| vec![threads]);
     let figures = counts
         .into_iter()
         .map(|threads| {
-            let bench =
-                DecodeBench { threads, activations: Activations::Int8, prompt, tokens, ..DecodeBench::default() };
+            let bench = DecodeBench { threads, ..bench };
             kernels_models::bench::decode(&file, bench).map_err(|e| e.to_string())
         })
         .collect::<Result<Vec<DecodeFigures>, String>>()?;
@@ -40,13 +38,17 @@ pub(crate) fn decode_text(figures: &Value) -> String {
     for run in figures["runs"].as_array().into_iter().flatten() {
         let number = |name: &str| run[name].as_f64().unwrap_or(0.0);
         text.push_str(&format!(
-            "{} ({}): decode {:.1} tok/s, prefill {:.0} tok/s; reads {:.2} GB/s, {:.0} % of the read bandwidth of one thread \
+            "{} ({}): decode {:.1} tok/s{}, prefill {:.0} tok/s; reads {:.2} GB/s, {:.0} % of the read bandwidth of one thread \
              ({:.2} GB/s), {:.0} % of that of all these threads ({:.2} GB/s)\n",
             count(run["threads"].as_u64().unwrap_or(0) as usize, "thread"),
             run["instruction_set"].as_str().unwrap_or("?"),
             number("decode_tok_s"),
+            match run["requests"].as_u64().unwrap_or(1) {
+                1 => String::new(),
+                requests => format!(" of {requests} requests"),
+            },
             number("prefill_tok_s"),
-            number("decode_tok_s") * number("bytes_per_token") / 1e9,
+            number("share_of_1") * number("read_bandwidth_1") / 1e9,
             number("share_of_1") * 100.0,
             number("read_bandwidth_1") / 1e9,
             number("share_of_n") * 100.0,

@@ -1,7 +1,7 @@
 //! CPU benchmarks of a model, compared with the memory bandwidth measured in the same minutes.
 //!
-//! Decoding one sequence reads every weight once per token, so tokens/s · bytes per token over the measured read
-//! bandwidth is the fraction of the roofline. All figures are medians over rounds, and each round takes every
+//! A decoding step reads every weight once, whatever the number of sequences, so steps/s · bytes per step over the measured
+//! read bandwidth is the fraction of the roofline. All figures are medians over rounds, and each round takes every
 //! measurement once.
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -36,15 +36,17 @@ pub struct DecodeBench {
     pub activations: Activations,
     /// Prompt tokens per round.
     pub prompt: usize,
-    /// Tokens decoded after the prompt.
+    /// Tokens of each sequence decoded after the prompt.
     pub tokens: usize,
+    /// Sequences that decode together.
+    pub requests: usize,
     /// Rounds to take medians over.
     pub rounds: usize,
 }
 
 impl Default for DecodeBench {
     fn default() -> Self {
-        Self { threads: 1, activations: Activations::Int8, prompt: 128, tokens: 64, rounds: 5 }
+        Self { threads: 1, activations: Activations::Int8, prompt: 128, tokens: 64, requests: 1, rounds: 5 }
     }
 }
 
@@ -59,17 +61,19 @@ pub struct DecodeFigures {
     pub numerics: String,
     /// Prompt tokens per second.
     pub prefill_tok_s: f64,
-    /// Tokens decoded per second, for one sequence.
+    /// Sequences that decode together.
+    pub requests: usize,
+    /// Tokens decoded per second, of all sequences.
     pub decode_tok_s: f64,
-    /// Weight bytes read per decoded token.
+    /// Weight bytes read per decoding step.
     pub bytes_per_token: u64,
     /// Read bandwidth of one thread from a buffer larger than the caches, in bytes per second.
     pub read_bandwidth_1: f64,
     /// Read bandwidth of `threads` threads together, in bytes per second.
     pub read_bandwidth_n: f64,
-    /// `decode_tok_s · bytes_per_token / read_bandwidth_1`
+    /// `decode_tok_s / requests · bytes_per_token / read_bandwidth_1`
     pub share_of_1: f64,
-    /// `decode_tok_s · bytes_per_token / read_bandwidth_n`
+    /// `decode_tok_s / requests · bytes_per_token / read_bandwidth_n`
     pub share_of_n: f64,
 }
 
@@ -81,7 +85,7 @@ pub fn decode(file: &Arc<ModelFile>, bench: DecodeBench) -> Result<DecodeFigures
     let isa = Isa::detect();
     let options = StageOptions {
         layers: 0..file.config().layers,
-        sequences: 1,
+        sequences: bench.requests,
         context: file.config().context.min(bench.prompt + bench.tokens + 1),
         activations: bench.activations,
         ram: 0,
@@ -104,15 +108,16 @@ pub fn decode(file: &Arc<ModelFile>, bench: DecodeBench) -> Result<DecodeFigures
         read_n.push(read_bandwidth(isa, all.pool(), &buffer));
         let (prompt_s, tokens_s) = run(&mut stage, &mut all, &bench, bench.tokens)?;
         prefill.push(bench.prompt as f64 / prompt_s);
-        decode.push(bench.tokens as f64 / tokens_s);
+        decode.push((bench.requests * bench.tokens) as f64 / tokens_s);
     }
     let (decode_tok_s, read_bandwidth_1, read_bandwidth_n) = (median(decode), median(read_1), median(read_n));
-    let bytes_s = decode_tok_s * bytes_per_token as f64;
+    let bytes_s = decode_tok_s / bench.requests as f64 * bytes_per_token as f64;
     Ok(DecodeFigures {
         threads: bench.threads,
         instruction_set: isa.name(),
         numerics: stage.numerics().to_owned(),
         prefill_tok_s: median(prefill),
+        requests: bench.requests,
         decode_tok_s,
         bytes_per_token,
         read_bandwidth_1,
@@ -232,30 +237,39 @@ fn no_threads(threads: usize, error: &std::io::Error) -> StageError {
     StageError::Device(format!("cannot start {threads} threads for the benchmark: {error}"))
 }
 
-/// Runs a prompt and greedy decoding; returns the seconds of each.
+fn rows(sequence: usize, position: usize, tokens: &[u32]) -> Rows<'_> {
+    Rows { sequence: sequence as u64, position, input: RowsIn::Tokens(tokens), output: RequestedOutput::Logits }
+}
+
+/// Runs the prompt of each sequence and greedy decoding of `count` tokens of each; returns the seconds of one prompt and of
+/// decoding.
 fn run(
     stage: &mut CpuStage,
     threads: &mut Threads,
     bench: &DecodeBench,
-    tokens: usize,
+    count: usize,
 ) -> Result<(f64, f64), StageError> {
     let vocab = stage.vocab() as u32;
     let prompt: Vec<u32> = (0..bench.prompt as u32).map(|i| (i * 37 + 11) % vocab).collect();
-    let mut forward = |position: usize, tokens: &[u32]| -> Result<u32, StageError> {
-        let rows = Rows { sequence: 0, position, input: RowsIn::Tokens(tokens), output: RequestedOutput::Logits };
-        let Some(RowsOut::Logits(logits)) = stage.forward(threads, &[rows])?.pop() else { return Ok(0) };
-        let best = logits
-            .iter()
-            .enumerate()
-            .fold((0, f32::NEG_INFINITY), |best, (i, &logit)| if logit > best.1 { (i, logit) } else { best });
-        Ok(best.0 as u32)
+    let mut forward = |rows: &[Rows<'_>]| -> Result<Vec<u32>, StageError> {
+        let best = |out| {
+            let RowsOut::Logits(logits) = out else { return 0 };
+            let best = logits.iter().zip(0..).max_by(|a, b| a.0.total_cmp(b.0));
+            best.map_or(0, |(_, token)| token)
+        };
+        Ok(stage.forward(threads, rows)?.into_iter().map(best).collect())
     };
+    let (start, mut tokens, mut prompt_s) = (Instant::now(), Vec::new(), 0.0);
+    for sequence in 0..bench.requests {
+        tokens.extend(forward(&[rows(sequence, 0, &prompt[..])])?);
+        if sequence == 0 {
+            prompt_s = start.elapsed().as_secs_f64();
+        }
+    }
     let start = Instant::now();
-    let mut token = forward(0, &prompt)?;
-    let prompt_s = start.elapsed().as_secs_f64();
-    let start = Instant::now();
-    for i in 0..tokens {
-        token = forward(bench.prompt + i, &[token])?;
+    for i in 0..count {
+        let of = |(sequence, token)| rows(sequence, bench.prompt + i, token);
+        tokens = forward(&tokens.chunks(1).enumerate().map(of).collect::<Vec<_>>())?;
     }
     Ok((prompt_s, start.elapsed().as_secs_f64()))
 }

@@ -110,7 +110,7 @@ impl<D: Dot> Kernel for Panels<'_, D> {
                     product.panel::<S, D, 8>(panel, first, rows, m);
                     m += 8;
                 }
-                while !D::EIGHT && m + 4 <= count {
+                while m + 4 <= count {
                     product.panel::<S, D, 4>(panel, first, rows, m);
                     m += 4;
                 }
@@ -156,7 +156,7 @@ impl Product<'_> {
 trait Dot {
     /// Memory layout of a tile.
     const LAYOUT: Layout;
-    /// Whether activation rows are processed eight at a time instead of four; the remaining ones run singly. Each
+    /// Whether activation rows are processed eight at a time, and then four at a time; the remaining ones run singly. Each
     /// further size would be another copy of the kernel, which takes seconds to compile.
     const EIGHT: bool = false;
     /// The sums of one chunk of columns, for `M` rows of activations.
@@ -185,8 +185,8 @@ formats! {
     Q4_0; Q4_1; Q5_0; Q5_1; Q8_0; Iq2Xxs; Iq2Xs; Iq2S; Iq3Xxs; Iq3S; Q3K; Q4K; Q5K; Q6K; Iq4Nl; Iq4Xs; Mxfp4;
 }
 
-/// Prefetch distance in bytes for a single row of activations: measured 25 % faster than the hardware prefetcher, which
-/// stops at page boundaries.
+/// Prefetch distance in bytes: measured 25 % faster for a single row of activations than the hardware prefetcher, which stops
+/// at page boundaries. Later rows find the weights in the cache.
 const AHEAD: usize = 4096;
 
 /// Quantised weights times integer activations.
@@ -204,7 +204,7 @@ impl<T: Format> Dot for Integers<T> {
             let (first, stride) = (x.blocks_at(m), block_count(x.cols()));
             for g in groups {
                 let tile = panel.add(g * T::LAYOUT.tile_bytes);
-                if M == 1 {
+                if m == 0 {
                     for line in (0..T::LAYOUT.tile_bytes).step_by(64) {
                         S::prefetch(tile.wrapping_add(line + AHEAD));
                     }
@@ -505,7 +505,7 @@ impl<T: Number> Dot for Plain<T> {
             let column_bytes = Self::LAYOUT.tile_bytes / GROUP;
             for column in groups.start * GROUP..groups.end * GROUP {
                 let from = panel.add(column * column_bytes);
-                if M == 1 {
+                if m == 0 {
                     S::prefetch(from.wrapping_add(AHEAD));
                 }
                 let w = T::load::<S>(from);

@@ -10,6 +10,7 @@ use crate::measure::{self, GpuBench, Source};
 use kernels::device::{DeviceChoice, DeviceId};
 use kernels::quant::QuantType;
 use kernels_gpu::{SHAPES, Shape};
+use kernels_models::bench::DecodeBench;
 use std::path::{Path, PathBuf};
 
 /// A model and a device.
@@ -48,7 +49,7 @@ pub(in crate::cli) struct DecodeArgs {
     /// Tokens to decode per measurement [default: 128 on a GPU, 64 on the CPU]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(8..=4096))]
     tokens: Option<u32>,
-    /// Batch size: requests that decode concurrently, on a GPU
+    /// Batch size: requests that decode concurrently
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     requests: u32,
     /// Sampling temperature, on a GPU; 0 chooses the most likely token
@@ -123,10 +124,14 @@ fn run(global: &Global, args: &ModelArgs, numbers: &Numbers) -> Result<(), Failu
     }
     if chosen == DeviceId::Cpu {
         let (path, _kept) = file(global, args)?;
-        let (prompt, tokens) = (numbers.prompt.unwrap_or(128), numbers.tokens.unwrap_or(64));
+        let bench = DecodeBench {
+            prompt: numbers.prompt.unwrap_or(128) as usize,
+            tokens: if numbers.decodes { numbers.tokens.unwrap_or(64) as usize } else { 1 },
+            requests: numbers.requests as usize,
+            ..DecodeBench::default()
+        };
         let spinner = Spinner::new("measuring");
-        let tokens = if numbers.decodes { tokens as usize } else { 1 };
-        let figures = measure::decode(&path, threads, prompt as usize, tokens).map_err(Failure::failed)?;
+        let figures = measure::decode(&path, threads, bench).map_err(Failure::failed)?;
         drop(spinner);
         answer(global, &figures, measure::decode_text);
         return Ok(());
