@@ -50,10 +50,13 @@ pub enum QuantType {
     Iq4Xs,
     /// 32 weights: a power of two as scale, 4 bits each, which index [`MXFP4_VALUES`].
     Mxfp4,
+    /// 32 weights: a word with a scale of 9 bits and a zero of 7, see [`scale_and_zero`]; 4 bits each, minus the zero. Of `.mesh`
+    /// files: as precise as `Q4K`, and in tiles as small as `Q4_0`.
+    Q4Z,
 }
 
 /// All formats; tests iterate over them.
-pub const QUANT_TYPES: [QuantType; 20] = [
+pub const QUANT_TYPES: [QuantType; 21] = [
     QuantType::F32,
     QuantType::F16,
     QuantType::Bf16,
@@ -74,6 +77,7 @@ pub const QUANT_TYPES: [QuantType; 20] = [
     QuantType::Iq4Nl,
     QuantType::Iq4Xs,
     QuantType::Mxfp4,
+    QuantType::Q4Z,
 ];
 
 /// Weights per block of the 32-wide formats.
@@ -104,7 +108,7 @@ impl QuantType {
         QUANT_TYPES.into_iter().find(|q| q.ggml_id() == id)
     }
 
-    /// The ggml type number in GGUF.
+    /// The ggml type number in GGUF; from 1000 for formats that ggml does not have.
     #[must_use]
     pub fn ggml_id(self) -> u32 {
         match self {
@@ -128,10 +132,11 @@ impl QuantType {
             Self::Iq4Xs => 23,
             Self::Bf16 => 30,
             Self::Mxfp4 => 39,
+            Self::Q4Z => 1000,
         }
     }
 
-    /// The ggml name.
+    /// The ggml name, if ggml has the format.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -155,6 +160,7 @@ impl QuantType {
             Self::Iq4Nl => "IQ4_NL",
             Self::Iq4Xs => "IQ4_XS",
             Self::Mxfp4 => "MXFP4",
+            Self::Q4Z => "Q4_Z",
         }
     }
 
@@ -163,7 +169,9 @@ impl QuantType {
     pub fn block_len(self) -> usize {
         match self {
             Self::F32 | Self::F16 | Self::Bf16 => 1,
-            Self::Q4_0 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1 | Self::Q8_0 | Self::Iq4Nl | Self::Mxfp4 => BLOCK,
+            Self::Q4_0 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1 | Self::Q8_0 | Self::Iq4Nl | Self::Mxfp4 | Self::Q4Z => {
+                BLOCK
+            }
             Self::Iq2Xxs | Self::Iq2Xs | Self::Iq2S | Self::Iq3Xxs | Self::Iq3S | Self::Iq4Xs => SUPER_BLOCK,
             Self::Q3K | Self::Q4K | Self::Q5K | Self::Q6K => SUPER_BLOCK,
         }
@@ -176,7 +184,7 @@ impl QuantType {
             Self::F32 => 4,
             Self::F16 | Self::Bf16 => 2,
             Self::Mxfp4 => 17,
-            Self::Q4_0 | Self::Iq4Nl => 18,
+            Self::Q4_0 | Self::Iq4Nl | Self::Q4Z => 18,
             Self::Q4_1 => 20,
             Self::Q5_0 => 22,
             Self::Q5_1 => 24,
@@ -249,6 +257,10 @@ impl QuantType {
                 Self::Q6K => q6_k(block, out),
                 Self::Iq4Nl => by_table(half_at(block, 0), &IQ4_VALUES, &block[2..], out),
                 Self::Iq4Xs => iq4_xs(block, out),
+                Self::Q4Z => {
+                    let (scale, zero) = scale_and_zero(u16::from_le_bytes([block[0], block[1]]));
+                    q4(scale.to_f64(), -scale.to_f64() * f64::from(zero), &[0; 4], &block[2..], out);
+                }
                 Self::Mxfp4 => by_table(2f64.powi(mxfp4_exponent(block) - 1), &MXFP4_VALUES, &block[1..], out),
             }
         }
@@ -274,6 +286,13 @@ impl Real for f32 {
 
 fn half_at(block: &[u8], at: usize) -> f64 {
     f16::from_le_bytes([block[at], block[at + 1]]).to_f64()
+}
+
+/// Scale and zero of a block of [`QuantType::Q4Z`]: the upper nine bits are those of an f16 without its sign and its lowest six
+/// bits, the lower seven are the zero in eighths of a code. A weight is `scale · (code - zero)`.
+#[must_use]
+pub fn scale_and_zero(word: u16) -> (f16, f32) {
+    (f16::from_bits(word >> 1 & 0x7fc0), f32::from(word & 0x7f) / 8.0)
 }
 
 /// 16 bytes of nibbles: weight `j` is the low nibble of byte `j`, weight `16 + j` its high nibble; bit `i` of the four bytes of
@@ -543,7 +562,8 @@ pub fn quantize(kind: QuantType, weights: &[f32]) -> Option<Vec<u8>> {
             | QuantType::Q6K
             | QuantType::Iq4Nl
             | QuantType::Iq4Xs
-            | QuantType::Mxfp4 => return None,
+            | QuantType::Mxfp4
+            | QuantType::Q4Z => return None,
         }
     }
     Some(out)
@@ -610,6 +630,10 @@ pub fn random_blocks(kind: QuantType, blocks: usize, seed: u64) -> Vec<u8> {
             QuantType::Iq4Xs => block[..2].copy_from_slice(&unit(1.0 / 32.0 / 128.0)),
             // Scales of 2^-6 to 2^-3.
             QuantType::Mxfp4 => block[0] = 122 + block[0] % 4,
+            QuantType::Q4Z => {
+                let (scale, zero) = (u16::from_le_bytes(unit(0.125)) >> 6 << 7, u16::from(block[0] & 0x7f));
+                block[..2].copy_from_slice(&(scale | zero).to_le_bytes());
+            }
         }
         // Signs of the unquantised formats are set last: such a block is a single number.
         if matches!(kind, QuantType::F32 | QuantType::F16 | QuantType::Bf16) && next() % 2 == 1 {

@@ -123,6 +123,10 @@ pub(crate) fn row_scales(
             minimum = half_of_row(tiles[scales + comptime!(16 + 8 * block) + row / 2], row, able);
         }
         (scale, scale, minimum)
+    } else if comptime!(form == Scales::HalfAndZero) {
+        let word = tiles[scales + 8 * block + row / 2] >> (16 * (row % 2) as u32);
+        let scale = from_half((word >> 1u32) & 0x7fc0u32, able);
+        (scale, scale, -(scale * zero_of(word)))
     } else if comptime!(form == Scales::Bytes) {
         let scale = byte_of_row(tiles[scales + comptime!(16 + 4 * block) + row / 4], row);
         let least = byte_of_row(tiles[scales + comptime!(24 + 4 * block) + row / 4], row);
@@ -139,6 +143,12 @@ pub(crate) fn row_scales(
         let second = byte_of_row(tiles[scales + comptime!(12 + 8 * block) + row / 4], row);
         (factor * signed_byte(first, kind), factor * signed_byte(second, kind), 0.0f32)
     }
+}
+
+/// The zero in the lower half of a word, see [`kernels::quant::scale_and_zero`].
+#[cube]
+fn zero_of(word: u32) -> f32 {
+    f32::cast_from(word & 0x7fu32) * 0.125f32
 }
 
 /// A byte as a signed integer in units of the format, as f32.
@@ -161,7 +171,7 @@ pub(crate) const fn lane_vectors(kind: QuantType) -> usize {
 pub(crate) const fn lane_scales(kind: QuantType) -> usize {
     match Layout::of(kind).scales {
         Scales::None => 0,
-        Scales::Half => 2,
+        Scales::Half | Scales::HalfAndZero => 2,
         Scales::HalfAndMinimum => 4,
         Scales::Bytes => 6,
         Scales::SignedBytes => 3,
@@ -229,7 +239,7 @@ pub(crate) fn read_lane<P: List<Vector<u32, Const<2>>>, S: List<u32>>(
     }
     let from = tile.scales;
     let to = comptime!(at * lane_scales(kind));
-    if comptime!(layout.scales == Scales::Half || layout.scales == Scales::HalfAndMinimum) {
+    if comptime!(matches!(layout.scales, Scales::Half | Scales::HalfAndMinimum | Scales::HalfAndZero)) {
         #[unroll]
         for i in 0..comptime!(lane_scales(kind)) {
             scales[to + i] = singles.read(from + 8 * i);
@@ -326,6 +336,14 @@ pub(crate) fn lane_block_scales(
             out[4] = a;
             out[5] = b;
         }
+    }
+    if comptime!(form == Scales::HalfAndZero) {
+        let word = scales[from + block];
+        let (a, b) = both_halves((word >> 1u32) & 0x7fc0_7fc0u32, able);
+        out[0] = a;
+        out[1] = b;
+        out[4] = -(a * zero_of(word));
+        out[5] = -(b * zero_of(word >> 16u32));
     }
     let shift = (16 * (lane / 4 % 2)) as u32;
     if comptime!(form == Scales::Bytes) {

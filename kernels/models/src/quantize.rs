@@ -29,7 +29,7 @@ mod sensitivity;
 pub enum Bits {
     /// The formats of the source: the same weights and the same results, bit for bit.
     Keep,
-    /// Q4_K, found by a search; IQ4_NL where rows are not multiples of 256.
+    /// Q4_Z, found by a search.
     Four,
     /// Q8_0.
     Eight,
@@ -42,7 +42,7 @@ pub enum Bits {
     },
 }
 
-/// Bits per weight of [`Bits::Auto`] if none are named: Q4_K, and a seventh of the weights in eight bits.
+/// Bits per weight of [`Bits::Auto`] if none are named: Q4_Z, and a quarter of the weights in eight bits.
 pub const TARGET_DEFAULT: f64 = 5.5;
 
 /// How to write a file.

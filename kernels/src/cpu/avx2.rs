@@ -44,6 +44,23 @@ impl Simd for Avx2 {
         unsafe { [_mm256_cvtph_ps(_mm_loadu_si128(from.cast())), _mm256_cvtph_ps(_mm_loadu_si128(from.add(8).cast()))] }
     }
     #[inline(always)]
+    unsafe fn load_scales(from: *const u16) -> Pair<__m256> {
+        unsafe {
+            let halves = _mm256_srli_epi16::<1>(_mm256_loadu_si256(from.cast()));
+            let halves = _mm256_and_si256(halves, _mm256_set1_epi16(0x7fc0));
+            let (low, high) = (_mm256_castsi256_si128(halves), _mm256_extracti128_si256::<1>(halves));
+            [_mm256_cvtph_ps(low), _mm256_cvtph_ps(high)]
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_zeros(from: *const u16) -> Pair<__m256> {
+        unsafe {
+            let zeros = _mm256_and_si256(_mm256_loadu_si256(from.cast()), _mm256_set1_epi16(0x7f));
+            let (low, high) = (_mm256_castsi256_si128(zeros), _mm256_extracti128_si256::<1>(zeros));
+            [_mm256_cvtepi32_ps(_mm256_cvtepu16_epi32(low)), _mm256_cvtepi32_ps(_mm256_cvtepu16_epi32(high))]
+        }
+    }
+    #[inline(always)]
     unsafe fn load_bf16(from: *const u16) -> Pair<__m256> {
         unsafe { [wide_bf16(from), wide_bf16(from.add(8))] }
     }

@@ -32,6 +32,20 @@ impl Simd for Avx512 {
         unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())) }
     }
     #[inline(always)]
+    unsafe fn load_scales(from: *const u16) -> __m512 {
+        unsafe {
+            let halves = _mm256_srli_epi16::<1>(_mm256_loadu_si256(from.cast()));
+            _mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16(0x7fc0)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_zeros(from: *const u16) -> __m512 {
+        unsafe {
+            let zeros = _mm256_and_si256(_mm256_loadu_si256(from.cast()), _mm256_set1_epi16(0x7f));
+            _mm512_cvtepi32_ps(_mm512_cvtepu16_epi32(zeros))
+        }
+    }
+    #[inline(always)]
     unsafe fn load_bf16(from: *const u16) -> __m512 {
         unsafe {
             let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));

@@ -49,6 +49,18 @@ impl Simd for Portable {
     }
     #[cfg_attr(target_arch = "x86_64", inline(never))]
     #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
+    unsafe fn load_scales(from: *const u16) -> [f32; 16] {
+        // SAFETY: 16 lanes are readable by contract.
+        std::array::from_fn(|i| f16_to_f32(unsafe { from.add(i).read_unaligned() } >> 1 & 0x7fc0))
+    }
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
+    unsafe fn load_zeros(from: *const u16) -> [f32; 16] {
+        // SAFETY: 16 lanes are readable by contract.
+        std::array::from_fn(|i| f32::from(unsafe { from.add(i).read_unaligned() } & 0x7f))
+    }
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn load_bf16(from: *const u16) -> [f32; 16] {
         // SAFETY: 16 lanes are readable by contract.
         std::array::from_fn(|i| f32::from_bits(u32::from(unsafe { from.add(i).read_unaligned() }) << 16))

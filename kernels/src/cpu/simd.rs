@@ -42,6 +42,10 @@ pub trait Simd: Words {
     unsafe fn load_first(from: *const f32, lanes: usize) -> Self::F;
     /// 16 IEEE half-precision numbers.
     unsafe fn load_f16(from: *const u16) -> Self::F;
+    /// The scales of 16 words, as [`scale_and_zero`](crate::quant::scale_and_zero) has them.
+    unsafe fn load_scales(from: *const u16) -> Self::F;
+    /// The zeros of 16 such words, in eighths.
+    unsafe fn load_zeros(from: *const u16) -> Self::F;
     /// 16 bfloat16 numbers.
     unsafe fn load_bf16(from: *const u16) -> Self::F;
     /// 16 unsigned bytes as `f32`.

@@ -148,6 +148,14 @@ fn ggml(kind: QuantType, block: &[u8]) -> Vec<f32> {
                 y[j + 16] = d * f32::from(values[usize::from(block[at + j] >> 4)]);
             }
         }
+        QuantType::Q4Z => {
+            let word = u16::from_le_bytes([block[0], block[1]]);
+            let (mantissa, exponent) = (f32::from(word >> 7 & 15), i32::from(word >> 11));
+            let scale =
+                if exponent == 0 { mantissa } else { (16.0 + mantissa) * 2f32.powi(exponent - 1) } * 2f32.powi(-18);
+            let weight = |code: u8| (8.0 * f32::from(code) - f32::from(word & 127)) / 8.0 * scale;
+            y = block[2..].iter().map(|b| b & 15).chain(block[2..].iter().map(|b| b >> 4)).map(weight).collect();
+        }
         QuantType::Iq4Xs => {
             let scales_h = u16::from_le_bytes([block[2], block[3]]);
             let mut qs = 8;
@@ -275,6 +283,7 @@ fn type_numbers_and_block_sizes_match_ggml() {
         (QuantType::Iq4Xs, 23, 256, 136),
         (QuantType::Bf16, 30, 1, 2),
         (QuantType::Mxfp4, 39, 32, 17),
+        (QuantType::Q4Z, 1000, 32, 18),
     ];
     for (kind, id, len, bytes) in table {
         assert_eq!((kind.ggml_id(), kind.block_len(), kind.block_bytes()), (id, len, bytes));

@@ -44,6 +44,7 @@ fn not_finite(kind: QuantType, layout: &Layout, tile: &[u8]) -> Option<(usize, u
         | QuantType::Q4K
         | QuantType::Q5K
         | QuantType::Q6K
+        | QuantType::Q4Z
         | QuantType::Iq4Nl
         | QuantType::Iq4Xs
         | QuantType::Mxfp4 => {}
@@ -51,13 +52,15 @@ fn not_finite(kind: QuantType, layout: &Layout, tile: &[u8]) -> Option<(usize, u
     // Halves before the scales that are bytes, and the blocks that they belong to.
     let (halves, blocks) = match layout.scales {
         Scales::None => (0, 1),
-        Scales::Half => (2, 2),
+        Scales::Half | Scales::HalfAndZero => (2, 2),
         Scales::HalfAndMinimum => (4, 2),
         Scales::Bytes => (2, 1),
         Scales::SignedBytes | Scales::Sixteens => (1, 1),
     };
     let scales = &tile[2 * layout.block_bytes..][..2 * ROWS * halves];
-    position(scales, f16::INFINITY.to_bits()).map(|index| (index % ROWS, index / ROWS % blocks * BLOCK))
+    // The scale is in the upper nine bits of such a word.
+    let above = u32::from(layout.scales == Scales::HalfAndZero);
+    position(scales, f16::INFINITY.to_bits() << above).map(|index| (index % ROWS, index / ROWS % blocks * BLOCK))
 }
 
 /// Index of the first 16-bit number whose exponent, the bits of infinity, is all ones.

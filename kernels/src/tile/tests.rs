@@ -76,6 +76,7 @@ fn non_finite_numbers_are_found() {
             | QuantType::Q4_0
             | QuantType::Q5_0
             | QuantType::Q8_0
+            | QuantType::Q4Z
             | QuantType::Iq2Xxs
             | QuantType::Iq2Xs
             | QuantType::Iq2S
@@ -85,8 +86,12 @@ fn non_finite_numbers_are_found() {
             | QuantType::Iq4Xs
             | QuantType::Mxfp4 => at,
         };
-        // Infinity as the upper half of an f32, NaN as an f16; MXFP4 has a NaN of one byte.
-        let bad = if kind == QuantType::Mxfp4 { [0xff, 0] } else { [0x80, 0x7f] };
+        // Infinity as the upper half of an f32, NaN as an f16; MXFP4 has a NaN of one byte, Q4_Z an f16 without its sign.
+        let bad = match kind {
+            QuantType::Mxfp4 => [0xff, 0],
+            QuantType::Q4Z => [0x80, 0xf8],
+            _ => [0x80, 0x7f],
+        };
         stored[place..place + 2].copy_from_slice(&bad);
         let found = convert(kind, cols, 0..rows, &stored, &mut tiles);
         let reason = BadWeights::NotFinite;
@@ -105,7 +110,7 @@ fn non_finite_numbers_in_tiles_are_found() {
         let (size, numbers, blocks) = match (kind, layout.scales) {
             (QuantType::F32, _) => (4, ROWS * GROUP, 1),
             (_, Scales::None) => (2, ROWS * GROUP, 1),
-            (_, Scales::Half) => (2, 2 * ROWS, 2),
+            (_, Scales::Half | Scales::HalfAndZero) => (2, 2 * ROWS, 2),
             (_, Scales::HalfAndMinimum) => (2, 4 * ROWS, 2),
             (_, Scales::Bytes) => (2, 2 * ROWS, 1),
             (_, Scales::SignedBytes | Scales::Sixteens) => (2, ROWS, 1),
@@ -118,6 +123,8 @@ fn non_finite_numbers_in_tiles_are_found() {
                 &[0, 0, 0x80, 0xff][..]
             } else if kind == QuantType::Bf16 {
                 &[0x80, 0x7f]
+            } else if kind == QuantType::Q4Z {
+                &[0x80, 0xf8]
             } else {
                 &[1, 0x7c]
             };

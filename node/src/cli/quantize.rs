@@ -22,7 +22,7 @@ Examples:
   meshnode quantize ./folder-with-safetensors big.mesh --bits auto --target-bpw 6
   meshnode quantize Big-00001-of-00003.gguf big.mesh --json | jq .content
 
-The bits are those of the matrices; norms and biases stay in 32. 4: Q4_K, found by a search. 8: Q8_0. 16: F16. auto: more bits where a \
+The bits are those of the matrices; norms and biases stay in 32. 4: Q4_Z, found by a search. 8: Q8_0. 16: F16. auto: more bits where a \
 measurement on a short text finds that a tensor needs them. No tensor gets more bits than it has. An interrupted command continues \
 where it stopped if it is run again.")]
 pub(super) struct QuantizeArgs {

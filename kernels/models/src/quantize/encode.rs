@@ -81,8 +81,10 @@ pub(super) fn finite(source: &TensorView<'_>, rows: Range<usize>) -> Result<Vec<
 
 /// Finite weights in a format that [`super::formats`] chooses, as rows of a file.
 pub(super) fn blocks(kind: QuantType, weights: &[f32]) -> Vec<u8> {
-    let searched = search::search(kind, Isa::detect(), weights);
-    searched.or_else(|| quant::quantize(kind, weights)).expect("only formats that can be written are chosen")
+    if kind == QuantType::Q4Z {
+        return search::q4_z(Isa::detect(), weights);
+    }
+    quant::quantize(kind, weights).expect("only formats that can be written are chosen")
 }
 
 /// The error of blocks.

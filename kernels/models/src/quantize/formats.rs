@@ -1,11 +1,10 @@
 //! Which format each tensor of a file gets.
 //!
-//! Bits per weight are those of tiles, as the file stores them: 4.5 for IQ4_NL, 5 for Q4_K (4.5 in GGUF, whose scales are packed), 8.5
-//! for Q8_0. A tensor never gets more bits than it has. Vectors are F32, and the routers of mixtures stay as they are: they are
+//! Bits per weight are those of tiles, as the file stores them: 4.5 for Q4_Z, 8.5 for Q8_0. A tensor never gets more bits than it has. Vectors are F32, and the routers of mixtures stay as they are: they are
 //! small, and choose what is computed.
 use std::collections::BTreeMap;
 
-use kernels::quant::{QuantType, SUPER_BLOCK};
+use kernels::quant::QuantType;
 use kernels::tile::{Layout, ROWS};
 
 use super::encode::{blocks, finite, squares};
@@ -42,10 +41,10 @@ impl Formats {
                 _ if is_vector(tensor) => return Ok(QuantType::F32),
                 _ if is_fixed(tensor) => return Ok(tensor.quant),
                 Bits::Keep => return Ok(tensor.quant),
-                Bits::Four => ladder(tensor)
-                    .into_iter()
-                    .find(|kind| *kind != QuantType::Iq4Nl || !tensor.cols.is_multiple_of(SUPER_BLOCK)),
-                Bits::Eight => ladder(tensor).into_iter().find(|kind| Layout::of(*kind).bits == 8),
+                Bits::Four | Bits::Eight => {
+                    let wanted = if bits == Bits::Four { QuantType::Q4Z } else { QuantType::Q8_0 };
+                    ladder(tensor).into_iter().find(|kind| *kind == wanted)
+                }
                 Bits::Sixteen => None,
                 Bits::Auto { .. } => unreachable!("formats of a measurement"),
             };
@@ -115,7 +114,7 @@ pub(super) fn fewest(tensor: &TensorInfo) -> Option<QuantType> {
 /// Formats of four and eight bits that a matrix may get: its rows are whole blocks, and it has more bits now. Ascending.
 fn ladder(tensor: &TensorInfo) -> Vec<QuantType> {
     let now = bytes(tensor, tensor.quant);
-    let mut kinds = vec![QuantType::Iq4Nl, QuantType::Q4K, QuantType::Q8_0];
+    let mut kinds = vec![QuantType::Q4Z, QuantType::Q8_0];
     kinds.retain(|kind| kind.row_bytes(tensor.cols).is_some() && bytes(tensor, *kind) < now);
     kinds
 }
