@@ -61,7 +61,8 @@ struct Follower {
     held: CursorMap,
     /// Cursors up to which entries were sent to it.
     next: CursorMap,
-    /// Channels that it is sent again, and has not been yet. Its older reports do not know of these.
+    /// Channels that it is sent again, and has not been yet. Its older reports do not know of these. What is kept of them may be
+    /// older than what is computed again, which comes first.
     rewound: BTreeSet<u64>,
 }
 
@@ -132,6 +133,11 @@ impl Sent {
         if !adjoins && self.bounds.joined > 0 {
             // A stage computes its rows in order. Rows with a gap between them are useless.
             gone.extend(self.cut(channel, 0));
+        }
+        if !gone.is_empty() || !self.channels.contains_key(&channel) {
+            // This is computed again. A follower that needs earlier rows has to be fed from elsewhere.
+            let lacks = |known: &&mut Follower| known.next.of(channel) < entry.cursor;
+            self.followers.iter_mut().filter(lacks).for_each(|known| _ = known.rewound.remove(&channel));
         }
         self.bytes += entry.bytes;
         self.count += 1;
@@ -424,9 +430,12 @@ fn send(
         return;
     }
     if first.cursor > from && bounds.joined > 0 {
-        // The next entries that it needs are not kept. It has to be fed from elsewhere, and is sent new entries only.
-        known.rewound.remove(&channel);
-        return known.next.raise(channel, last.end);
+        // The next entries that it needs are not kept. They are computed again, or it has to be fed from elsewhere and is sent new
+        // entries only.
+        if !known.rewound.contains(&channel) {
+            known.next.raise(channel, last.end);
+        }
+        return;
     }
     let start = covering(entries, from);
     let mut ahead: u64 = 0;

@@ -73,6 +73,28 @@ fn an_owner_is_sent_what_it_lacks_and_what_is_computed_again() {
     assert_eq!(due(&mut sent, OWNER), [(0, 10)]);
 }
 
+/// The log reaches back to row 20 only. The owner, which has nothing, is sent what is computed again from row 0 on, however often the
+/// log is asked in between, and not the rows of before.
+#[test]
+fn what_is_computed_again_is_awaited_while_older_rows_are_kept() {
+    let mut sent = rows(20);
+    for at in 0..4 {
+        push(&mut sent, REQUEST, at * 10, at.into());
+    }
+    sent.held(NEXT, OWNER, &each(REQUEST, 0), true, true);
+    assert_eq!((due(&mut sent, OWNER), sent.kept_from(REQUEST)), (vec![], Some(20)));
+    sent.rewind(REQUEST, 0);
+    assert_eq!(due(&mut sent, OWNER), []);
+    push(&mut sent, REQUEST, 0, 4);
+    assert_eq!(due(&mut sent, OWNER), [(0, 10)]);
+    // What is computed again begins later than asked for: the owner reports that it lacks the rows before.
+    sent.rewind(REQUEST, 0);
+    push(&mut sent, REQUEST, 20, 5);
+    assert_eq!(due(&mut sent, OWNER), []);
+    push(&mut sent, REQUEST, 30, 6);
+    assert_eq!(due(&mut sent, OWNER), [(30, 10)]);
+}
+
 #[test]
 fn an_older_report_of_an_owner_does_not_keep_back_what_is_computed_again() {
     let mut sent = rows(1000);
