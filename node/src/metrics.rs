@@ -87,6 +87,8 @@ struct Gauges {
     queued: Gauge,
     memory_offered: Gauge,
     memory_free: Gauge,
+    ram_offered: Gauge,
+    ram_free: Gauge,
     frame_bytes: Family<ReceiverLabel, Counter>,
     copies_left_out: Counter,
 }
@@ -138,6 +140,9 @@ impl Gauges {
         let offered = "Memory this node offers to the mesh";
         to.register("memory_offered_bytes", offered, known.memory_offered.clone());
         to.register("memory_free_bytes", "Offered memory that is free", known.memory_free.clone());
+        let ram = "RAM this node offers for experts that a GPU has no memory for";
+        to.register("expert_ram_offered_bytes", ram, known.ram_offered.clone());
+        to.register("expert_ram_free_bytes", "Offered RAM for experts that is free", known.ram_free.clone());
         let frames = "Bytes of activation rows sent to the next stage, and of copies sent to its standby";
         to.register("frame_bytes", frames, known.frame_bytes.clone());
         let left_out = "Copies skipped because the link to the standby was too slow; the standby requests them later";
@@ -158,6 +163,8 @@ impl Gauges {
         if let Some(own) = state.peers.iter().find(|peer| peer.this_node) {
             self.memory_offered.set(gauge(own.memory_total));
             self.memory_free.set(gauge(own.memory_free));
+            self.ram_offered.set(gauge(own.ram_total));
+            self.ram_free.set(gauge(own.ram_free));
         }
         let frames = |to| self.frame_bytes.get_or_create_owned(&ReceiverLabel { to });
         set(&frames("stage"), state.boundary.stage_bytes);
