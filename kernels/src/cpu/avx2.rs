@@ -244,28 +244,6 @@ impl Simd for Avx2 {
             [add_products::<OFFSET>(sum[0], w.0[0], w.1[0], x), add_products::<OFFSET>(sum[1], w.0[1], w.1[1], x)]
         }
     }
-    #[inline(always)]
-    unsafe fn dot_nibbles<const OFFSET: i32>(
-        sum: Pair<__m256i>,
-        w: &[Pair<__m256i>; 8],
-        x: &[i32; 8],
-    ) -> Pair<__m256i> {
-        unsafe {
-            // The sum of 16 products of up to 15 · 127 fits 16 bits.
-            let first = _mm256_set1_epi32(x[0]);
-            let mut pairs = [_mm256_maddubs_epi16(w[0][0], first), _mm256_maddubs_epi16(w[0][1], first)];
-            for t in 1..8 {
-                let x = _mm256_set1_epi32(x[t]);
-                pairs[0] = _mm256_add_epi16(pairs[0], _mm256_maddubs_epi16(w[t][0], x));
-                pairs[1] = _mm256_add_epi16(pairs[1], _mm256_maddubs_epi16(w[t][1], x));
-            }
-            let one = _mm256_set1_epi16(1);
-            [
-                _mm256_add_epi32(sum[0], _mm256_madd_epi16(pairs[0], one)),
-                _mm256_add_epi32(sum[1], _mm256_madd_epi16(pairs[1], one)),
-            ]
-        }
-    }
 }
 
 /// Eight bf16 numbers.

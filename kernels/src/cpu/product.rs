@@ -256,26 +256,16 @@ unsafe fn integer_block<S: Simd, T: Format, const M: usize, const B: usize>(
 #[inline(always)]
 unsafe fn whole_dot<S: Simd, T: Format>(w: &[S::U; 8], x: &Block) -> S::I {
     // Dispatch over the few possible offsets makes `OFFSET` a compile-time constant.
-    // SAFETY: the machine has `S`; nibbles that no table replaces are at most 15.
+    // SAFETY: the machine has `S`.
     unsafe {
-        match (T::LAYOUT.offset, T::LAYOUT.bits == 4 && T::LAYOUT.table.is_none()) {
-            (0, true) => nibbles_dot::<S, 0>(w, x),
-            (8, true) => nibbles_dot::<S, 8>(w, x),
-            (0, false) => eight_slots::<S, 0>(w, x),
-            (12, _) => eight_slots::<S, 12>(w, x),
-            (15, _) => eight_slots::<S, 15>(w, x),
-            (16, _) => eight_slots::<S, 16>(w, x),
+        match T::LAYOUT.offset {
+            0 => eight_slots::<S, 0>(w, x),
+            8 => eight_slots::<S, 8>(w, x),
+            12 => eight_slots::<S, 12>(w, x),
+            15 => eight_slots::<S, 15>(w, x),
+            16 => eight_slots::<S, 16>(w, x),
             _ => eight_slots::<S, 128>(w, x),
         }
-    }
-}
-
-#[inline(always)]
-unsafe fn nibbles_dot<S: Simd, const OFFSET: i32>(w: &[S::U; 8], x: &Block) -> S::I {
-    // SAFETY: the caller's contract.
-    unsafe {
-        let x_slots = [x.slot(0), x.slot(1), x.slot(2), x.slot(3), x.slot(4), x.slot(5), x.slot(6), x.slot(7)];
-        S::dot_nibbles::<OFFSET>(S::begin::<OFFSET>(x.sums[0] + x.sums[1]), w, &x_slots)
     }
 }
 

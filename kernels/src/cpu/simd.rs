@@ -115,17 +115,6 @@ pub trait Simd: Words {
     /// Lane i: `sum` plus Σ w · x over the bytes 4 i to 4 i + 3 of both pairs. Each `x` is four signed bytes within
     /// ±127, `w` is unsigned: up to 63, or up to 255 if `OFFSET` is 128. Exact.
     unsafe fn dot<const OFFSET: i32>(sum: Self::I, w: (Self::U, Self::U), x: (i32, i32)) -> Self::I;
-    /// As [`Self::dot`] over the eight slots of a block, with `w` up to 15.
-    #[inline(always)]
-    unsafe fn dot_nibbles<const OFFSET: i32>(mut sum: Self::I, w: &[Self::U; 8], x: &[i32; 8]) -> Self::I {
-        // SAFETY: the caller's contract.
-        unsafe {
-            for t in 0..4 {
-                sum = Self::dot::<OFFSET>(sum, (w[t], w[t + 4]), (x[t], x[t + 4]));
-            }
-            sum
-        }
-    }
 
     /// Prefetches a cache line. Any address is allowed.
     #[inline(always)]
