@@ -1,7 +1,7 @@
 //! Which format each tensor of a file gets.
 //!
-//! Bits per weight are those of tiles, as the file stores them: 4.5 for Q4_Z, 8.5 for Q8_0. A tensor never gets more bits than it has. Vectors are F32, and the routers of mixtures stay as they are: they are
-//! small, and choose what is computed.
+//! Bits per weight are those of tiles, as the file stores them: 4.5 for Q4_Z, 8.5 for Q8_0. A tensor never gets more bits than it
+//! has. Vectors are F32, and the routers of mixtures stay as they are: they are small, and choose what is computed.
 use std::collections::BTreeMap;
 
 use kernels::quant::QuantType;
