@@ -87,10 +87,12 @@ fn non_finite_numbers_are_found() {
             | QuantType::Mxfp4 => at,
         };
         // Infinity as the upper half of an f32, NaN as an f16; MXFP4 has a NaN of one byte, Q4_Z an f16 without its sign.
-        let bad = match kind {
-            QuantType::Mxfp4 => [0xff, 0],
-            QuantType::Q4Z => [0x80, 0xf8],
-            _ => [0x80, 0x7f],
+        let bad = if kind == QuantType::Mxfp4 {
+            [0xff, 0]
+        } else if kind == QuantType::Q4Z {
+            [0x80, 0xf8]
+        } else {
+            [0x80, 0x7f]
         };
         stored[place..place + 2].copy_from_slice(&bad);
         let found = convert(kind, cols, 0..rows, &stored, &mut tiles);
