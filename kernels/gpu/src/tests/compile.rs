@@ -260,8 +260,8 @@ fn assembled(
     if run.status.success() && wrong.is_empty() { Ok(()) } else { Err(format!("{name}: {wrong}")) }
 }
 
-/// `MESHNODE_ONLY=few` compiles only the kernels whose name contains `few`, for sm_90; `MESHNODE_KEEP=folder` keeps source and
-/// machine code.
+/// `MESHNODE_ONLY=few` compiles only the kernels whose name or format contains `few`, for sm_90; `MESHNODE_KEEP=folder` keeps
+/// source and machine code.
 #[test]
 fn kernels_compile_for_every_card() {
     let only = std::env::var("MESHNODE_ONLY").unwrap_or_default();
@@ -290,7 +290,7 @@ fn kernels_compile_for_every_card() {
     let folder = keep.as_deref().unwrap_or(temporary.path());
     let work: Vec<(&str, &Source, u32)> = sources
         .iter()
-        .filter(|(_, source)| source.entry.name.contains(&only))
+        .filter(|(label, source)| source.entry.name.contains(&only) || label.contains(&only))
         .flat_map(|(label, source)| ARCHITECTURES.map(|architecture| (label.as_str(), source, architecture)))
         .filter(|(_, _, architecture)| only.is_empty() || *architecture == 90)
         .collect();
