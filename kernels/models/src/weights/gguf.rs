@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use bytes::Bytes;
-use kernels::quant::QuantType;
+use kernels::quant::{QUANT_TYPES, QuantType};
 
 use super::config::QueryKeyOrder;
 use super::error::WeightsError;
@@ -224,7 +224,8 @@ pub(super) fn unsupported_type(name: &str, kind: u32) -> WeightsError {
         41 => " (Q1_0)",
         _ => "",
     };
-    let supported: Vec<_> = kernels::quant::QUANT_TYPES.iter().map(|q| q.name()).collect();
+    // Only `.mesh` files have Q4_Z.
+    let supported: Vec<_> = QUANT_TYPES.iter().filter(|&&q| q != QuantType::Q4Z).map(|q| q.name()).collect();
     WeightsError::Unsupported(format!(
         "tensor {name:?} is stored as ggml type {kind}{known}; supported: {}; get the file in a supported format, or convert it: \
          llama-quantize --allow-requantize IN OUT Q4_K_M",
