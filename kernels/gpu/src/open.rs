@@ -26,7 +26,7 @@ use crate::engine::{load, load_weights};
 use crate::error::panic_text;
 use crate::load::Weights;
 use crate::platform::Platform;
-use crate::selftest::{Check, checks};
+use crate::selftest::{Check, checks, product_checks};
 use crate::shapes::Shape;
 use crate::speed::{cache_speed, copy_speed, speed};
 
@@ -111,15 +111,16 @@ fn loaded(
 /// # Errors
 /// The device is missing.
 pub fn selftest(device: DeviceId) -> Result<Vec<Check>, String> {
+    fn on<R: Platform>(gpu: &R::Device, number: usize) -> Result<Vec<Check>, String> {
+        let mut all = product_checks(&client::<R>(gpu).map_err(|error| error.to_string())?);
+        all.extend(checks(&|file, options| Ok(Box::new(load(file, options, client::<R>(gpu)?, number, None)?))));
+        Ok(all)
+    }
     find(device)?;
     let checks = match gpu(device)? {
         None => checks(&|file, options| load_cpu_stage(Arc::clone(file), options)),
-        Some(Gpu::Cuda(gpu)) => {
-            checks(&|file, options| Ok(Box::new(load(file, options, client::<CudaRuntime>(&gpu)?, gpu.index, None)?)))
-        }
-        Some(Gpu::Vulkan(gpu)) => {
-            checks(&|file, options| Ok(Box::new(load(file, options, client::<WgpuRuntime>(&gpu)?, 0, None)?)))
-        }
+        Some(Gpu::Cuda(gpu)) => on::<CudaRuntime>(&gpu, gpu.index)?,
+        Some(Gpu::Vulkan(gpu)) => on::<WgpuRuntime>(&gpu, 0)?,
     };
     keep();
     Ok(checks)

@@ -26,7 +26,8 @@ pub(crate) use gates::{gate_product, gates};
 pub(crate) use groups::{Groups, group};
 use operands::{Activations, Finish, Matrix, Target};
 pub(crate) use panel::PARTS_WORDS;
-use panel::{GATHERERS, PANEL_ROWS, Share, gather_kernel, panel_kernel, panel_tokens, parts};
+pub(crate) use panel::large_rows;
+use panel::{Division, PANEL_ROWS, Share, gather_kernel, panel_kernel, panel_tokens};
 use plain::{plain_kernel, plain_tokens};
 pub(crate) use router::{chunk_words, is_chunked, router_chunks};
 
@@ -78,24 +79,25 @@ pub(crate) fn product<R: Platform>(
         return;
     }
     if count >= PANEL_FROM {
-        let parts = target.parts.map(|scratch| (scratch, parts(matrix.rows, count, matrix.kind)));
-        let parts = parts.filter(|(_, parts)| *parts > 1);
-        let (y, y_len, stride, offset, panel_finish) = match parts {
-            Some((scratch, _)) => {
-                (scratch, CHUNKS * count * target.width, target.width, 0, Finish { bias: false, add: false })
-            }
-            None => (target.rows, count * target.stride, target.stride, target.offset, finish),
+        let tokens = panel_tokens(matrix.kind);
+        let grid = (count.div_ceil(tokens), matrix.rows.div_ceil(PANEL_ROWS));
+        let processors = client.properties().hardware.num_streaming_multiprocessors;
+        let division = target.parts.map(|scratch| (scratch, Division::of(grid.0 * grid.1, processors)));
+        let division = division.filter(|(_, division)| division.divided > 0);
+        let (scratch, scratch_len, whole, parts) = match division {
+            Some((scratch, division)) => (scratch, PARTS_WORDS, division.whole, division.parts),
+            None => (target.rows, 1, 0, 1),
+        };
+        let cubes = match division {
+            Some((_, division)) => CubeCount::Static((division.whole + division.divided * division.parts) as u32, 1, 1),
+            None => CubeCount::Static(grid.0 as u32, grid.1 as u32, 1),
         };
         // SAFETY: tile rows past the last one read the last and write nothing, tokens past the last one do neither. Chunk sums fit into
         // `PARTS_WORDS`.
         unsafe {
             panel_kernel::launch_unchecked::<R>(
                 client,
-                CubeCount::Static(
-                    count.div_ceil(panel_tokens(matrix.kind)) as u32,
-                    matrix.rows.div_ceil(PANEL_ROWS) as u32,
-                    parts.map_or(1, |(_, parts)| parts) as u32,
-                ),
+                cubes,
                 CubeDim::new_2d(32, 8),
                 array(&matrix.tiles, matrix.words()),
                 array(&matrix.tiles, matrix.words()),
@@ -104,34 +106,39 @@ pub(crate) fn product<R: Platform>(
                 array(bias, bias_len),
                 array(&x.codes, 1),
                 array(&x.codes, 1),
-                array(y, y_len),
+                array(target.rows, count * target.stride),
+                array(scratch, scratch_len),
                 NIBBLES,
                 matrix.groups() as u32,
                 strips as u32,
                 0,
                 0,
                 1,
+                whole as u32,
+                parts as u32,
                 count as u32,
-                stride as u32,
-                offset as u32,
+                target.stride as u32,
+                target.offset as u32,
                 target.width as u32,
-                if parts.is_some() { Share::Chunks } else { Share::Whole },
+                if division.is_some() { Share::Divided } else { Share::Whole },
                 matrix.kind,
-                panel_finish,
+                finish,
                 able,
             );
-            if let Some((scratch, _)) = parts {
+            if let Some((scratch, division)) = division {
                 gather_kernel::launch_unchecked::<R>(
                     client,
-                    CubeCount::Static(target.width.div_ceil(GATHERERS) as u32, count as u32, 1),
-                    CubeDim::new_1d(GATHERERS as u32),
-                    array(scratch, y_len),
+                    CubeCount::Static(count.min(tokens) as u32, division.divided as u32, 1),
+                    CubeDim::new_1d(PANEL_ROWS as u32),
+                    array(scratch, PARTS_WORDS),
                     array(bias, bias_len),
                     array(target.rows, count * target.stride),
+                    division.whole as u32,
                     count as u32,
                     target.stride as u32,
                     target.offset as u32,
                     target.width as u32,
+                    tokens,
                     finish,
                 );
             }

@@ -14,6 +14,10 @@ use kernels_models::weights::{Architecture, ModelFile};
 
 use crate::error::panic_text;
 
+mod products;
+
+pub(crate) use products::checks as product_checks;
+
 /// Result of one check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Check {

@@ -2,8 +2,8 @@
 //! 32 rows for up to 32.
 //!
 //! Planes share the tiles and activations of a group of columns in shared memory. While one group is multiplied, the next two are
-//! copied asynchronously. Of a small product several cubes compute different chunks, which are then added in order. Of a product with
-//! the matrices of experts, a cube computes one block of rows of one expert (`groups.rs`).
+//! copied asynchronously. The blocks that would not fill the device are divided: several cubes compute different chunks of one, which
+//! are then added in order. Of a product with the matrices of experts, a cube computes one block of rows of one expert (`groups.rs`).
 use cubecl::prelude::*;
 use kernels::order::CHUNKS;
 use kernels::quant::QuantType;
@@ -41,26 +41,48 @@ const fn eights(kind: QuantType) -> usize {
     if matches!(Layout::of(kind).scales, Scales::Sixteens) { 2 } else { 4 }
 }
 
-/// Maximum matrix rows of a product whose chunks are divided among cubes. Larger ones have enough cubes without that.
-const PARTED_ROWS_MAX: usize = 8192;
-/// Maximum tokens of such a product: those of one cube.
-const PARTED_TOKENS_MAX: usize = 64;
-/// Words of scratch for the chunk sums of such a product: `[chunk, token, matrix row]`.
-pub(crate) const PARTS_WORDS: usize = CHUNKS * PARTED_TOKENS_MAX * PARTED_ROWS_MAX;
-/// Cubes that fill a device with two each on 96 multiprocessors.
-const CUBES_WANTED: usize = 192;
+/// Maximum blocks of a product whose chunks are divided among cubes.
+const DIVIDED_MAX: usize = 64;
+/// Words of scratch for the chunk sums of such a product: `[block, chunk, token, matrix row]`.
+pub(crate) const PARTS_WORDS: usize = DIVIDED_MAX * CHUNKS * TOKEN_PLANES * 32 * PANEL_ROWS;
+/// Cubes that run on a multiprocessor at the same time: registers suffice for no more.
+const RESIDENT: usize = 2;
+/// Multiprocessors of a device that does not say their number.
+const PROCESSORS: u32 = 128;
 
-/// Cubes among which the chunks of a product are divided: more than one if there are too few tokens and rows to fill the device.
-pub(super) const fn parts(rows: usize, count: usize, kind: QuantType) -> usize {
-    if rows > PARTED_ROWS_MAX || count > PARTED_TOKENS_MAX {
-        return 1;
+/// How the blocks of a product, of [`PANEL_ROWS`] matrix rows and [`panel_tokens`] tokens each, become cubes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Division {
+    /// Blocks that one cube computes each.
+    pub(super) whole: usize,
+    /// Further blocks, whose chunks are divided among `parts` cubes each.
+    pub(super) divided: usize,
+    /// A divisor of [`CHUNKS`].
+    pub(super) parts: usize,
+}
+
+impl Division {
+    /// A device with `processors` multiprocessors computes whole blocks as long as they fill it, and then the others in parts.
+    pub(super) fn of(blocks: usize, processors: Option<u32>) -> Self {
+        let cubes = RESIDENT * processors.unwrap_or(PROCESSORS).max(1) as usize;
+        let rest = blocks % cubes;
+        let mut parts = 1;
+        while parts < CHUNKS && rest * parts < cubes * 3 / 4 {
+            parts *= 2;
+        }
+        if parts == 1 || rest == 0 || rest > DIVIDED_MAX {
+            Self { whole: blocks, divided: 0, parts: 1 }
+        } else {
+            Self { whole: blocks - rest, divided: rest, parts }
+        }
     }
-    let cubes = count.div_ceil(panel_tokens(kind)) * rows.div_ceil(PANEL_ROWS);
-    let mut parts = 1;
-    while parts < CHUNKS && cubes * parts < CUBES_WANTED {
-        parts *= 2;
-    }
-    parts
+}
+
+/// Matrix rows of a product of `count` tokens that has both whole and divided blocks, some of them partial.
+pub(crate) fn large_rows(kind: QuantType, count: usize, processors: Option<u32>) -> usize {
+    let token_blocks = count.div_ceil(panel_tokens(kind));
+    let cubes = RESIDENT * processors.unwrap_or(PROCESSORS).max(1) as usize;
+    (cubes / token_blocks + 2) * PANEL_ROWS - 40
 }
 
 /// Groups of columns in shared memory, including those being copied.
@@ -102,56 +124,47 @@ const fn code_pieces(kind: QuantType) -> usize {
     CUBE_STRIPS * code_words(kind) / 4
 }
 
-/// The chunks of this cube: all of them, or a part.
-#[cube]
-fn chunks(#[comptime] parted: bool) -> (u32, u32) {
-    if comptime!(parted) {
-        let each = comptime!(CHUNKS as u32) / CUBE_COUNT_Z;
-        (CUBE_POS_Z * each, (CUBE_POS_Z + 1) * each)
-    } else {
-        (0u32.runtime(), comptime!(CHUNKS as u32).runtime())
-    }
-}
-
-/// Units of [`gather_kernel`] per cube.
-pub(super) const GATHERERS: usize = 256;
-
-/// Adds the chunk sums of a parted product in order.
+/// Adds the chunk sums of divided blocks in order. A cube adds those of one block and token, a unit one matrix row.
 #[cube(launch_unchecked)]
 pub(super) fn gather_kernel(
     parts: &Array<f32>,
     bias: &Array<f32>,
     y: &mut Array<f32>,
+    whole: u32,
     count: u32,
     stride: u32,
     offset: u32,
     width: u32,
+    #[comptime] tokens: usize,
     #[comptime] finish: Finish,
 ) {
-    let (row, token) = (ABSOLUTE_POS_X as usize, CUBE_POS_Y as usize);
-    if row >= width as usize {
+    let across = (count as usize).div_ceil(tokens);
+    let (unit, token, block) = (UNIT_POS_X as usize, CUBE_POS_X as usize, CUBE_POS_Y as usize);
+    let tile = whole as usize + block;
+    let (row, out) = (tile / across * comptime!(PANEL_ROWS) + unit, tile % across * tokens + token);
+    if row >= width as usize || out >= count as usize {
         terminate!();
     }
     let mut total = 0.0f32;
     #[unroll]
     for chunk in 0..CHUNKS {
-        total += parts[(chunk * count as usize + token) * width as usize + row];
+        total += parts[((block * comptime!(CHUNKS) + chunk) * tokens + token) * comptime!(PANEL_ROWS) + unit];
     }
-    finish_element(y, token * stride as usize + offset as usize + row, total, bias, row, finish);
+    finish_element(y, out * stride as usize + offset as usize + row, total, bias, row, finish);
 }
 
 /// Which products a cube computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Share {
-    /// All chunks of a matrix.
+    /// All chunks of a block.
     Whole,
-    /// Some chunks of a matrix.
-    Chunks,
+    /// All chunks of a block, or some if it is divided.
+    Divided,
     /// All chunks of an expert's matrix, for a block of pairs.
     Expert,
 }
 
-/// Writes the elements of a unit, whose first matrix row is `first_row` and first token `first_token`. Token 0 is row `base` of `y`.
+/// Writes the elements of a unit, whose first matrix row is `first_row` and first token `first_token`.
 #[cube]
 fn write_elements(
     totals: &SharedMemory<f32>,
@@ -162,7 +175,6 @@ fn write_elements(
     unit: usize,
     first_row: usize,
     first_token: usize,
-    base: usize,
     count: usize,
     stride: usize,
     offset: usize,
@@ -180,12 +192,34 @@ fn write_elements(
             let token = first_token + tile % across * 8 + comptime!(element % 2);
             if token < count && row < width {
                 let total = totals[(4 * tile + element) * comptime!(UNITS) + unit];
-                let mut out = base + token;
+                let mut out = token;
                 if comptime!(share == Share::Expert) {
                     out = order[token] as usize;
                 }
                 finish_element(y, out * stride + offset + row, total, bias, first_bias + row, finish);
             }
+        }
+    }
+}
+
+/// Writes a chunk's sums of a unit to `parts[token, matrix row]` of its block, which begins at `base`.
+#[cube]
+fn write_chunk(
+    totals: &SharedMemory<f32>,
+    parts: &mut Array<f32>,
+    base: usize,
+    unit: usize,
+    first_row: usize,
+    first_token: usize,
+    #[comptime] across: usize,
+) {
+    for tile in 0..comptime!((PANEL_STRIPS * across) as u32) {
+        let tile = tile as usize;
+        #[unroll]
+        for element in 0..4usize {
+            let row = first_row + tile / across * comptime!(ROWS) + comptime!(element / 2);
+            let token = first_token + tile % across * 8 + comptime!(element % 2);
+            parts[base + token * comptime!(PANEL_ROWS) + row] = totals[(4 * tile + element) * comptime!(UNITS) + unit];
         }
     }
 }
@@ -267,12 +301,15 @@ pub(super) fn panel_kernel(
     order: &Array<u32>,
     blocks: &Array<u32>,
     y: &mut Array<f32>,
+    sums_of_chunks: &mut Array<f32>,
     nibbles: u32,
     groups: u32,
     strips: u32,
     first: u32,
     all_strips: u32,
     each: u32,
+    whole: u32,
+    parts: u32,
     count: u32,
     stride: u32,
     offset: u32,
@@ -283,12 +320,13 @@ pub(super) fn panel_kernel(
     #[comptime] able: Features,
 ) {
     let lane = UNIT_POS_X as usize;
-    let (across, tokens, parted) = comptime!((eights(kind), panel_tokens(kind), share == Share::Chunks));
+    let (across, tokens) = comptime!((eights(kind), panel_tokens(kind)));
     let (plane, groups) = (UNIT_POS_Y as usize, groups as usize);
     let (g, t, unit) = (lane / 4, lane % 4, plane * 32 + lane);
     // Tokens `first_token .. count` of the tile rows `begin ..`.
     let mut begin = 0usize.runtime();
     let mut first_token = CUBE_POS_X as usize * tokens;
+    let mut panel = CUBE_POS_Y as usize;
     let mut count = count as usize;
     let mut offset = offset as usize;
     let mut first_bias = 0usize.runtime();
@@ -304,8 +342,28 @@ pub(super) fn panel_kernel(
         count = first_token + blocks[block + 2] as usize;
         offset += (CUBE_POS_Z * strips) as usize * comptime!(ROWS);
     }
-    let first_row = CUBE_POS_Y as usize * CUBE_STRIPS * comptime!(ROWS);
-    let first_strip = begin + CUBE_POS_Y as usize * CUBE_STRIPS;
+    let mut divided = false;
+    let mut first_chunk = 0u32.runtime();
+    let mut last_chunk = comptime!(CHUNKS as u32).runtime();
+    // Chunk sums of this block, if it is divided.
+    let mut base = 0usize.runtime();
+    if comptime!(share == Share::Divided) {
+        let mut block = CUBE_POS_X;
+        if CUBE_POS_X >= whole {
+            let (cube, each) = (CUBE_POS_X - whole, comptime!(CHUNKS as u32) / parts);
+            let rest = (CUBE_COUNT_X - whole) / parts;
+            divided = true;
+            block = whole + cube % rest;
+            first_chunk = cube / rest * each;
+            last_chunk = first_chunk + each;
+            base = (cube % rest) as usize * comptime!(CHUNKS * tokens * PANEL_ROWS);
+        }
+        let token_blocks = count.div_ceil(tokens);
+        first_token = block as usize % token_blocks * tokens;
+        panel = block as usize / token_blocks;
+    }
+    let first_row = panel * CUBE_STRIPS * comptime!(ROWS);
+    let first_strip = begin + panel * CUBE_STRIPS;
     let (strip, token) = (plane / TOKEN_PLANES * PANEL_STRIPS, plane % TOKEN_PLANES * comptime!(8 * across));
     let last_strip = begin + strips as usize - 1;
     let elements = comptime!(PANEL_STRIPS * across * 4);
@@ -336,7 +394,6 @@ pub(super) fn panel_kernel(
         code: u32::cast_from(row_of(order, first_token + unit / 4, count, each, share) * groups * 4 + unit % 4),
         scale: u32::cast_from(row_of(order, first_token + unit / 2, count, each, share) * groups * 2 + unit % 2),
     };
-    let (first_chunk, last_chunk) = chunks(parted);
     let groups = groups as u32;
     let mut group = first_chunk * groups / comptime!(CHUNKS as u32);
     let end = last_chunk * groups / comptime!(CHUNKS as u32);
@@ -450,18 +507,24 @@ pub(super) fn panel_kernel(
         #[unroll]
         for i in 0..elements {
             let at = comptime!(i * UNITS) + unit;
-            if comptime!(parted) {
+            if divided {
                 totals[at] = sums[i];
             } else {
                 totals[at] = totals[at] + sums[i];
             }
             sums[i] = 0.0f32;
         }
-        if active && (comptime!(parted) || chunk + 1 == last_chunk) {
-            let mut base = 0usize.runtime();
-            if comptime!(parted) {
-                base = chunk as usize * count;
-            }
+        if active && divided {
+            write_chunk(
+                &totals,
+                sums_of_chunks,
+                base + chunk as usize * comptime!(tokens * PANEL_ROWS),
+                unit,
+                strip * comptime!(ROWS) + 2 * g,
+                token + 2 * t,
+                across,
+            );
+        } else if active && chunk + 1 == last_chunk {
             write_elements(
                 &totals,
                 bias,
@@ -471,7 +534,6 @@ pub(super) fn panel_kernel(
                 unit,
                 first_row + strip * comptime!(ROWS) + 2 * g,
                 first_token + token + 2 * t,
-                base,
                 count,
                 stride as usize,
                 offset,
@@ -480,6 +542,43 @@ pub(super) fn panel_kernel(
                 share,
                 finish,
             );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_beyond_those_that_fill_the_device_are_divided() {
+        let of = |blocks, processors| {
+            let Division { whole, divided, parts } = Division::of(blocks, processors);
+            (whole, divided, parts)
+        };
+        // 132 multiprocessors run 264 cubes.
+        assert_eq!(of(296, Some(132)), (264, 32, 8));
+        assert_eq!(of(28, Some(132)), (0, 28, 8));
+        assert_eq!(of(60, Some(132)), (0, 60, 4));
+        assert_eq!(of(264, Some(132)), (264, 0, 1));
+        assert_eq!(of(264 + 65, Some(132)), (329, 0, 1), "the scratch holds chunk sums of {DIVIDED_MAX} blocks");
+        assert_eq!(of(35, Some(10)), (35, 0, 1), "most multiprocessors are busy");
+        assert_eq!(of(3, None), (0, 3, 8));
+        assert_eq!(of(3, Some(0)), (3, 0, 1));
+    }
+
+    #[test]
+    fn large_products_have_whole_and_divided_blocks() {
+        for kind in [QuantType::Q4_0, QuantType::Q6K] {
+            for processors in [Some(1), Some(20), Some(82), Some(128), Some(132), Some(170), None] {
+                let blocks =
+                    large_rows(kind, 70, processors).div_ceil(PANEL_ROWS) * 70usize.div_ceil(panel_tokens(kind));
+                let division = Division::of(blocks, processors);
+                assert!(
+                    division.whole > 0 && (division.divided > 0 || processors == Some(1)),
+                    "{processors:?}: {division:?}"
+                );
+            }
         }
     }
 }
