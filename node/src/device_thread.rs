@@ -91,6 +91,9 @@ const SPILL_OF_STAGE: u64 = 8;
 /// [`node_core::limits::TILE_PIECE`].
 const IN_USE: Duration = Duration::from_secs(2);
 
+/// Target of the log events that say how long rows waited on this node for their stage: `MESHNODE_LOG=handover=trace`.
+const HANDOVER: &str = "handover";
+
 impl DeviceThread {
     fn run(mut self, commands: &mpsc::Receiver<Command>) {
         loop {
@@ -282,6 +285,11 @@ impl DeviceThread {
     fn batch(&mut self, work: WorkId, key: Key, epoch: Epoch, items: Vec<Item>) {
         self.settle(|held| held == key);
         self.batch_at = Some(Instant::now());
+        if tracing::enabled!(target: HANDOVER, tracing::Level::TRACE) {
+            for age in items.iter().filter_map(|item| stages::age(&self.shared.tensors, item)) {
+                tracing::trace!(target: HANDOVER, us = age.as_micros() as u64, "rows for part {} of a job", key.1);
+            }
+        }
         let mut inputs = Inputs::default();
         // A panic must not end the node: the stage is reported as failed and loaded again.
         let submitted = guarded(|| {

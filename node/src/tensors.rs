@@ -6,6 +6,7 @@ use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 use transport::frame::Dtype;
 
 /// A payload.
@@ -31,11 +32,19 @@ pub(crate) enum Tensor {
     },
 }
 
+/// A stored payload.
+struct Held {
+    tensor: Tensor,
+    /// Of a payload that arrived.
+    _credit: Option<transport::Credit>,
+    since: Instant,
+}
+
 /// All payloads that this node still needs. Bounded: the core discards what it does not use, and the transport's
 /// credits bound arrivals.
 #[derive(Default)]
 pub(crate) struct TensorStore {
-    held: Mutex<HashMap<TensorId, (Tensor, Option<transport::Credit>)>>,
+    held: Mutex<HashMap<TensorId, Held>>,
     arrivals: AtomicU64,
 }
 
@@ -43,18 +52,27 @@ impl TensorStore {
     /// Stores an arrived payload under a new id. The sender gets its credit back when the payload is taken.
     pub(crate) fn arrive(&self, tensor: Tensor, credit: transport::Credit) -> TensorId {
         let id = TensorId::Arrived(self.arrivals.fetch_add(1, Ordering::Relaxed));
-        self.lock().insert(id, (tensor, Some(credit)));
+        self.insert(id, tensor, Some(credit));
         id
     }
 
     /// Stores a payload under an id that the core chose.
     pub(crate) fn put(&self, id: TensorId, tensor: Tensor) {
-        self.lock().insert(id, (tensor, None));
+        self.insert(id, tensor, None);
+    }
+
+    fn insert(&self, id: TensorId, tensor: Tensor, credit: Option<transport::Credit>) {
+        self.lock().insert(id, Held { tensor, _credit: credit, since: Instant::now() });
+    }
+
+    /// How long a payload has been stored.
+    pub(crate) fn age(&self, id: TensorId) -> Option<Duration> {
+        self.lock().get(&id).map(|held| held.since.elapsed())
     }
 
     /// Removes a payload and returns it.
     pub(crate) fn take(&self, id: TensorId) -> Option<Tensor> {
-        self.lock().remove(&id).map(|(tensor, _credit)| tensor)
+        self.lock().remove(&id).map(|held| held.tensor)
     }
 
     /// Splits rows or tokens after the first `at` of `of`. The parts of a payload that is missing or of another kind are
@@ -84,7 +102,7 @@ impl TensorStore {
 
     /// Returns a payload and keeps it.
     pub(crate) fn get(&self, id: TensorId) -> Option<Tensor> {
-        self.lock().get(&id).map(|(tensor, _)| tensor.clone())
+        self.lock().get(&id).map(|held| held.tensor.clone())
     }
 
     /// Whether none is stored.
@@ -93,7 +111,7 @@ impl TensorStore {
         self.lock().is_empty()
     }
 
-    fn lock(&self) -> parking_lot::MutexGuard<'_, HashMap<TensorId, (Tensor, Option<transport::Credit>)>> {
+    fn lock(&self) -> parking_lot::MutexGuard<'_, HashMap<TensorId, Held>> {
         self.held.lock()
     }
 }

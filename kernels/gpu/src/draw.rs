@@ -12,7 +12,8 @@ use cubecl::server::Handle;
 use kernels_models::sampler::order::{BUCKETS, OCTAVE_SHIFT, OCTAVES_MIN, ORIGIN, POWERS, STEP_SHIFT, STEPS};
 use kernels_models::sampler::{SamplerSettings, random};
 
-use crate::arithmetic::opaque;
+use crate::arithmetic::{Features, opaque};
+use crate::inline::{await_previous, release_next};
 use crate::platform::{Platform, array};
 
 mod choose;
@@ -109,6 +110,7 @@ pub(crate) fn parameters(settings: &SamplerSettings, position: u32, vocab: usize
 /// input of the next step, and tokens with their [`DECIDED`] flag to `drawn[rows, DRAWN_WORDS]`.
 pub(crate) fn draw<R: Platform>(
     client: &ComputeClient<R>,
+    able: Features,
     scratch: &DrawScratch,
     logits: &Handle,
     settings: &Handle,
@@ -129,6 +131,7 @@ pub(crate) fn draw<R: Platform>(
             array(&scratch.survey, survey),
             array(&scratch.sums, sums),
             vocab as u32,
+            able,
         );
         weigh_kernel::launch_unchecked::<R>(
             client,
@@ -141,6 +144,7 @@ pub(crate) fn draw<R: Platform>(
             array(&scratch.sums, sums),
             array(&scratch.buckets, rows * vocab.next_multiple_of(4)),
             vocab as u32,
+            able,
         );
         choose_kernel::launch_unchecked::<R>(
             client,
@@ -155,6 +159,7 @@ pub(crate) fn draw<R: Platform>(
             array(tokens, rows),
             array(drawn, rows * DRAWN_WORDS),
             vocab as u32,
+            able,
         );
     }
 }
@@ -179,7 +184,15 @@ const LEAST: i32 = (0xff80_0000u32 as i32) ^ 0x7fff_ffff;
 
 /// The extremes of a part of a row's logits per cube. Also clears the sums of `weigh`.
 #[cube(launch_unchecked)]
-fn survey_kernel(logits: &Array<f32>, survey: &mut Array<u32>, sums: &mut Array<Atomic<u32>>, vocab: u32) {
+fn survey_kernel(
+    logits: &Array<f32>,
+    survey: &mut Array<u32>,
+    sums: &mut Array<Atomic<u32>>,
+    vocab: u32,
+    #[comptime] able: Features,
+) {
+    release_next(able);
+    await_previous(able);
     let (cube, row, unit) = (CUBE_POS_X as usize, CUBE_POS_Y as usize, UNIT_POS_X as usize);
     let vocab = vocab as usize;
     let words = comptime!(BUCKETS * LIMBS / CUBES);
@@ -345,7 +358,10 @@ fn weigh_kernel(
     sums: &mut Array<Atomic<u32>>,
     buckets: &mut Array<u32>,
     vocab: u32,
+    #[comptime] able: Features,
 ) {
+    release_next(able);
+    await_previous(able);
     let (cube, row, unit) = (CUBE_POS_X as usize, CUBE_POS_Y as usize, UNIT_POS_X as usize);
     let vocab = vocab as usize;
     if choices[row * comptime!(PARAMETERS)] == 0u32 {

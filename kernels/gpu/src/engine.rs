@@ -629,10 +629,10 @@ impl<R: Platform> decoder::Engine for GpuEngine<R> {
     fn queue(
         &mut self,
         rows: &[RowAt],
-        tokens: Option<&[u32]>,
+        input: Option<PassInput<'_>>,
         draws: &[(SamplerSettings, u32)],
     ) -> Result<(), StageError> {
-        guarded(|| self.queue_step(rows, tokens, draws))
+        guarded(|| self.queue_step(rows, input, draws))
     }
 
     fn collect(&mut self) -> Result<Vec<Option<u32>>, StageError> {

@@ -140,6 +140,7 @@ pub(crate) fn product<R: Platform>(
                     target.width as u32,
                     tokens,
                     finish,
+                    able,
                 );
             }
         }

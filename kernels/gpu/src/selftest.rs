@@ -8,7 +8,10 @@ use kernels::quant::{QUANT_TYPES, QuantType};
 use kernels::threads::Threads;
 use kernels_models::load_plain_stage;
 use kernels_models::ram::movable_bytes;
-use kernels_models::stage::{Activations, RequestedOutput, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions};
+use kernels_models::sampler::{LogitChanges, Sampler, SamplerSettings};
+use kernels_models::stage::{
+    Activations, Draw, Drawn, RequestedOutput, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions,
+};
 use kernels_models::weights::testing::TinyModel;
 use kernels_models::weights::{Architecture, ModelFile};
 
@@ -125,27 +128,47 @@ fn check_split(
         return Ok(());
     }
     let stage = |layers| load(file, StageOptions { layers, ..options.clone() }).map_err(text);
-    let expected = bits(&mut *stage(0..end)?, threads, batch)?;
+    let mut whole = stage(0..end)?;
+    let expected = bits(&mut *whole, threads, batch)?;
+    // A step after the batch, whose token the device may draw.
+    let Some((sequence, position, prompt)) = batch.first() else { return Ok(()) };
+    let next = [(*sequence, position + prompt.len(), tokens(1, 2))];
+    let changes = LogitChanges::default();
+    let settings = SamplerSettings { temperature: 0.9, seed: 5, ..SamplerSettings::greedy() };
+    let draw = Draw { settings, position: next[0].1 as u32 + 1, changes, logprobs: None };
+    let sampled = |logits: &[f32]| {
+        Sampler::new().sample(logits, &settings, draw.position, &changes).map_err(|error| error.to_string())
+    };
+    let drawn = match whole.forward(threads, &rows(&next)).map_err(text)?.first() {
+        Some(RowsOut::Logits(logits)) => Some(sampled(logits)?),
+        _ => None, // a model for embeddings
+    };
     for cut in 1..end {
         let (mut first, mut second) = (stage(0..cut)?, stage(cut..end)?);
         let hidden = first.forward(threads, &rows(batch)).map_err(text)?;
-        let hidden = hidden.iter().zip(batch).filter_map(|(out, (sequence, position, _))| match out {
-            RowsOut::Hidden(hidden) => Some(Rows {
-                sequence: *sequence,
-                position: *position,
-                input: RowsIn::Hidden(hidden),
-                output: RequestedOutput::Logits,
-            }),
-            RowsOut::Logits(_) | RowsOut::Token(_) | RowsOut::Tokens(_) | RowsOut::Embedding(_) | RowsOut::Nothing => {
-                None
-            }
-        });
-        let found = numbers(second.forward(threads, &hidden.collect::<Vec<_>>()).map_err(text)?);
-        if found != expected {
+        let found = second.forward(threads, &continued(batch, &hidden, RequestedOutput::Logits)).map_err(text)?;
+        if numbers(found) != expected {
             return Err(format!("two stages in sequence, cut at layer {cut}, give other logits than one"));
+        }
+        let Some(token) = drawn else { continue };
+        let hidden = first.forward(threads, &rows(&next)).map_err(text)?;
+        let found = second.forward(threads, &continued(&next, &hidden, RequestedOutput::Token(draw))).map_err(text)?;
+        if found != [RowsOut::Token(Drawn { token, logprobs: None })] {
+            return Err(format!("cut at layer {cut}, the second stage drew {found:?}, expected token {token}"));
         }
     }
     Ok(())
+}
+
+/// The rows of a batch after the layers of a first stage.
+fn continued<'a>(batch: &[Entry], hidden: &'a [RowsOut], output: RequestedOutput<'a>) -> Vec<Rows<'a>> {
+    let mut all = Vec::with_capacity(batch.len());
+    for ((sequence, position, _), out) in batch.iter().zip(hidden) {
+        if let RowsOut::Hidden(hidden) = out {
+            all.push(Rows { sequence: *sequence, position: *position, input: RowsIn::Hidden(hidden), output });
+        }
+    }
+    all
 }
 
 fn rows(batch: &[Entry]) -> Vec<Rows<'_>> {

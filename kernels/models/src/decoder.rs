@@ -91,15 +91,15 @@ pub trait Engine: Send {
     }
 
     /// Queues a decode step and returns before it is computed: one row per sequence, positions reserved, one token sampled per
-    /// row. `tokens`: the input tokens; `None`: the tokens sampled by the previously queued step, row by row. At most
-    /// [`QUEUED_MAX`] steps are queued.
+    /// row. `input`: its rows; `None`, for a stage with layer 0: the tokens sampled by the previously queued step, row by row. At
+    /// most [`QUEUED_MAX`] steps are queued.
     ///
     /// # Errors
     /// The device failed.
     fn queue(
         &mut self,
         _rows: &[RowAt],
-        _tokens: Option<&[u32]>,
+        _input: Option<PassInput<'_>>,
         _draws: &[(SamplerSettings, u32)],
     ) -> Result<(), StageError> {
         Err(StageError::Device("this engine queues no steps".into()))
@@ -498,8 +498,8 @@ impl<E: Engine> Stage for Decoder<E> {
     fn submit(&mut self, threads: &mut Threads, batch: &[Rows<'_>]) -> Result<Submitted, StageError> {
         self.check(batch)?;
         self.abandon()?;
-        if let Some((step, tokens)) = self.step_of(batch) {
-            let next = self.begin_step(batch, &step, &tokens)?;
+        if let Some((step, input)) = self.step_of(batch) {
+            let next = self.begin_step(batch, &step, &input)?;
             self.queued = Some(Queued::Step { next });
             return Ok(Submitted::Queued);
         }

@@ -11,6 +11,7 @@ use node_core::limits::CHALLENGE_STEPS;
 use node_core::work::Payload;
 use node_core::work::serve::{Item, ItemResult, Logprobs, SampleSpec, Sampled, Sampling};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// A loaded stage.
 pub(super) struct LoadedStage {
@@ -56,6 +57,15 @@ pub(super) fn rows_of(tensors: &TensorStore, items: &[Item]) -> Vec<Option<Tenso
         Payload::Tokens(tokens) => Some(Tensor::Tokens(tokens.clone())),
     };
     items.iter().map(take).collect()
+}
+
+/// How long the input rows of an item have been in `tensors`, if it has such rows.
+pub(super) fn age(tensors: &TensorStore, item: &Item) -> Option<Duration> {
+    match &item.input {
+        Payload::Tensor(id) => tensors.age(*id),
+        Payload::Tensors(ids) => ids.last().and_then(|id| tensors.age(*id)),
+        Payload::Tokens(_) => None,
+    }
 }
 
 /// Submits a batch whose rows are in `inputs`. `None`: the device is computing it, and [`finish`] returns the outputs.

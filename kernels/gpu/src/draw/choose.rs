@@ -8,6 +8,8 @@ use super::{
     COUNTERS, DECIDED, DRAWN_MAX, DRAWN_WORDS, INFINITE, LEAST, LIMB_BITS, LIMBS, ORIGIN_BITS, PARAMETERS,
     bucket_shift, extremes, key, number_of, place, weight, wide,
 };
+use crate::arithmetic::Features;
+use crate::inline::{await_previous, release_next};
 
 /// Largest `top_k` that the device supports: a cube orders this number of tokens.
 pub(super) const TOP_K_MAX: u32 = MEMBERS as u32;
@@ -52,7 +54,10 @@ pub(super) fn choose_kernel(
     tokens: &mut Array<u32>,
     drawn: &mut Array<u32>,
     vocab: u32,
+    #[comptime] able: Features,
 ) {
+    release_next(able);
+    await_previous(able);
     let (row, unit) = (CUBE_POS_X as usize, UNIT_POS_X as usize);
     let vocab = vocab as usize;
     let at = row * comptime!(PARAMETERS);

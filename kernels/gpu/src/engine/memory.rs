@@ -235,7 +235,7 @@ pub(super) fn scratch_bytes(config: &ModelConfig, heads: &Heads, options: &Stage
     let per_row = 2 * config.width + heads.row() + heads.queries() + both + mixture;
     let activations = 2 * (config.width + heads.queries() + config.ffn); // floats, codes, scales
     let last = config.has_head(&options.layers);
-    let drawn = if last { 4 * DRAWN_MAX * config.vocab + DrawScratch::bytes(config.vocab) } else { 0 };
+    let drawn = if last { 4 * DRAWN_MAX * (config.vocab + config.width) + DrawScratch::bytes(config.vocab) } else { 0 };
     let groups: usize = Groups::words(ROWS * used, experts).into_iter().sum();
     ((ROWS * (per_row + activations) + rotary + PARTS_WORDS + groups) * 4 + PARTIAL_BYTES + drawn) as u64
 }

@@ -69,7 +69,7 @@ struct Shape {
     drawn: bool,
 }
 
-/// Buffers of steps that sample on the device, for a stage with both the embedding and the output head.
+/// Buffers of steps that sample on the device, for a stage with the output head.
 struct Draws {
     scratch: DrawScratch,
     /// `[rows, DRAWN_WORDS]`
@@ -140,19 +140,18 @@ impl Steps {
         embedded: Option<&Handle>,
     ) -> Result<Self, StageError> {
         let most = options.context.div_ceil(POSITIONS);
-        let len = Input::Hidden.start(most) + FEW * config.width;
+        let last = config.has_head(&options.layers);
+        let rows = if last { DRAWN_MAX } else { FEW };
+        let len = Input::Hidden.start(most) + if embedded.is_some() { 0 } else { rows * config.width };
         let words = memory.buffer(len * 4, "rows of steps")?;
         let hidden = embedded.cloned().unwrap_or_else(|| part(&words, Input::Hidden, most));
-        let last = config.has_head(&options.layers);
         let (output, numbers) = if last {
-            let rows = if embedded.is_some() { DRAWN_MAX } else { FEW };
             (memory.buffer(rows * config.vocab * 4, "logits of steps")?, FEW * config.vocab)
         } else {
             (hidden.clone(), FEW * config.width)
         };
         let (sent, got, done) = (graphs.pinned(len)?, graphs.pinned(numbers)?, graphs.mark()?);
-        let draws =
-            (last && embedded.is_some()).then(|| Draws::new(&graphs, memory, config.vocab, most)).transpose()?;
+        let draws = last.then(|| Draws::new(&graphs, memory, config.vocab, len)).transpose()?;
         let (words, output) = (graphs.buffer(words)?, graphs.buffer(output)?);
         Ok(Self {
             graphs,
@@ -172,14 +171,10 @@ impl Steps {
 }
 
 impl Draws {
-    fn new<R: Platform>(
-        graphs: &Graphs,
-        memory: &Memory<'_, R>,
-        vocab: usize,
-        most: usize,
-    ) -> Result<Self, StageError> {
+    /// `len`: words of the inputs of a step.
+    fn new<R: Platform>(graphs: &Graphs, memory: &Memory<'_, R>, vocab: usize, len: usize) -> Result<Self, StageError> {
         let slot = || -> Result<Slot, StageError> {
-            let (sent, got) = (graphs.pinned(Input::Hidden.start(most))?, graphs.pinned(DRAWN_MAX * DRAWN_WORDS)?);
+            let (sent, got) = (graphs.pinned(len)?, graphs.pinned(DRAWN_MAX * DRAWN_WORDS)?);
             Ok(Slot { sent, got, done: graphs.mark()? })
         };
         Ok(Self {
@@ -238,7 +233,7 @@ impl<R: Platform> GpuEngine<R> {
             self.layers(client, self.table.as_ref().map(|_| &tokens), &places, hidden);
             self.logits(client, hidden, &chosen, shape.wanted, output);
             if let (true, Some(Draws { scratch, drawn, .. })) = (shape.drawn, draws) {
-                draw(client, scratch, output, &settings, shape.rows, &tokens, &drawn.handle);
+                draw(client, self.able, scratch, output, &settings, shape.rows, &tokens, &drawn.handle);
             }
         })?;
         steps.recorded.insert(shape, RecordedStep { graph, used });
@@ -322,7 +317,7 @@ impl<R: Platform> GpuEngine<R> {
     pub(super) fn queue_step(
         &mut self,
         rows: &[RowAt],
-        tokens: Option<&[u32]>,
+        input: Option<PassInput<'_>>,
         settings: &[(SamplerSettings, u32)],
     ) -> Result<(), StageError> {
         let (blocks, most) = (self.blocks_of(rows), self.options.context.div_ceil(POSITIONS));
@@ -343,13 +338,19 @@ impl<R: Platform> GpuEngine<R> {
                     engine.config.vocab,
                 ));
             }
-            let start = if let Some(tokens) = tokens {
-                words[..tokens.len()].copy_from_slice(tokens);
-                0
-            } else {
-                Input::Rows.start(most)
-            };
-            let sent = (&words[start..Input::Hidden.start(most)], &steps.words, start);
+            let (mut start, mut end) = (Input::Rows.start(most), Input::Hidden.start(most));
+            match input {
+                Some(PassInput::Tokens(tokens)) => {
+                    words[..tokens.len()].copy_from_slice(tokens);
+                    start = 0;
+                }
+                Some(PassInput::Hidden(hidden)) => {
+                    words[end..][..hidden.len()].copy_from_slice(bytemuck::cast_slice(hidden));
+                    end += hidden.len();
+                }
+                None => {}
+            }
+            let sent = (&words[start..end], &steps.words, start);
             let got = (&mut slot.got.words()[..rows.len() * DRAWN_WORDS], &draws.drawn);
             steps.graphs.queue(sent, &steps.recorded[&shape].graph, got, &slot.done)?;
             draws.queued.push(rows.len());

@@ -13,7 +13,7 @@ use super::groups::BLOCK_WORDS;
 use super::matrices::multiply;
 use super::operands::{Finish, finish_element};
 use crate::arithmetic::Features;
-use crate::inline::{begin_copy, end_group, wait_groups};
+use crate::inline::{await_previous, begin_copy, end_group, release_next, wait_groups};
 use crate::tiles::{LaneTile, code_words, lane_scales, lane_vectors, read_lane, scale_words, tile_words};
 
 /// Pairs of words in shared memory.
@@ -137,7 +137,10 @@ pub(super) fn gather_kernel(
     width: u32,
     #[comptime] tokens: usize,
     #[comptime] finish: Finish,
+    #[comptime] able: Features,
 ) {
+    release_next(able);
+    await_previous(able);
     let across = (count as usize).div_ceil(tokens);
     let (unit, token, block) = (UNIT_POS_X as usize, CUBE_POS_X as usize, CUBE_POS_Y as usize);
     let tile = whole as usize + block;
@@ -224,12 +227,11 @@ fn write_chunk(
     }
 }
 
+/// Starts to copy the tiles of a group.
 #[cube]
-fn begin_group(
+fn begin_tiles(
     pairs: &Array<Vector<u32, Const<2>>>,
     singles: &Array<u32>,
-    codes: &Array<Vector<u32, Const<4>>>,
-    scales: &Array<Vector<f32, Const<4>>>,
     sources: &Sources,
     staged: &Staged,
     group: u32,
@@ -238,10 +240,9 @@ fn begin_group(
     first_strip: u32,
     last_strip: u32,
     groups: u32,
-    tokens_here: u32,
     #[comptime] kind: QuantType,
 ) {
-    let (tokens, pieces) = comptime!((panel_tokens(kind), code_pieces(kind)));
+    let pieces = comptime!(code_pieces(kind));
     #[unroll]
     for i in 0..comptime!(pieces.div_ceil(UNITS)) {
         if comptime!((i + 1) * UNITS <= pieces) || unit < comptime!(pieces - i * UNITS) {
@@ -267,6 +268,22 @@ fn begin_group(
             stage * comptime!(CUBE_STRIPS * scale_words(kind)) + 4 * unit,
         );
     }
+}
+
+/// Starts to copy the activations of a group.
+#[cube]
+fn begin_activations(
+    codes: &Array<Vector<u32, Const<4>>>,
+    scales: &Array<Vector<f32, Const<4>>>,
+    sources: &Sources,
+    staged: &Staged,
+    group: u32,
+    stage: usize,
+    unit: usize,
+    tokens_here: u32,
+    #[comptime] kind: QuantType,
+) {
+    let tokens = comptime!(panel_tokens(kind));
     if (unit as u32) < 4 * tokens_here {
         begin_copy::<Vector<u32, Const<4>>>(
             codes,
@@ -319,6 +336,11 @@ pub(super) fn panel_kernel(
     #[comptime] finish: Finish,
     #[comptime] able: Features,
 ) {
+    release_next(able);
+    if comptime!(share == Share::Expert) {
+        // The preceding kernels choose the weights.
+        await_previous(able);
+    }
     let lane = UNIT_POS_X as usize;
     let (across, tokens) = comptime!((eights(kind), panel_tokens(kind)));
     let (plane, groups) = (UNIT_POS_Y as usize, groups as usize);
@@ -401,22 +423,19 @@ pub(super) fn panel_kernel(
     for i in 0..comptime!(STAGES - 1) {
         let first = group + comptime!(i as u32);
         if first < end {
-            begin_group(
-                pairs,
-                singles,
-                codes,
-                scales,
-                &sources,
-                &staged,
-                first,
-                i,
-                unit,
-                first_strip as u32,
-                last_strip as u32,
-                groups,
-                tokens_here,
-                kind,
-            );
+            let (begin, last) = (first_strip as u32, last_strip as u32);
+            begin_tiles(pairs, singles, &sources, &staged, first, i, unit, begin, last, groups, kind);
+        }
+    }
+    if comptime!(share != Share::Expert) {
+        // The copies of tiles above overlap the end of the preceding kernel. They are part of the first group.
+        await_previous(able);
+    }
+    #[unroll]
+    for i in 0..comptime!(STAGES - 1) {
+        let first = group + comptime!(i as u32);
+        if first < end {
+            begin_activations(codes, scales, &sources, &staged, first, i, unit, tokens_here, kind);
         }
         end_group();
     }
@@ -433,22 +452,9 @@ pub(super) fn panel_kernel(
             let next = group + comptime!(STAGES as u32 - 1);
             if next < end {
                 let to = select(stage == 0, comptime!(STAGES as u32 - 1), stage - 1) as usize;
-                begin_group(
-                    pairs,
-                    singles,
-                    codes,
-                    scales,
-                    &sources,
-                    &staged,
-                    next,
-                    to,
-                    unit,
-                    first_strip as u32,
-                    last_strip as u32,
-                    groups,
-                    tokens_here,
-                    kind,
-                );
+                let (begin, last) = (first_strip as u32, last_strip as u32);
+                begin_tiles(pairs, singles, &sources, &staged, next, to, unit, begin, last, groups, kind);
+                begin_activations(codes, scales, &sources, &staged, next, to, unit, tokens_here, kind);
             }
             end_group();
             if active {

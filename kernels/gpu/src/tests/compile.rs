@@ -147,7 +147,7 @@ fn rows(client: &ComputeClient<Recorder>, wanted: RowFormats) {
     }
     norm_add(client, ABLE, &y, &vector, 1e-6, 1, 3584, &vector);
     cap(client, ABLE, &y, 4096, 30.0);
-    draw(client, &DrawScratch::of(handle, 4096), &y, &vector, 1, &handle(), &handle());
+    draw(client, ABLE, &DrawScratch::of(handle, 4096), &y, &vector, 1, &handle(), &handle());
 }
 
 /// Attention with all options, without any, and within chunks.

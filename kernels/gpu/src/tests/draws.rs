@@ -7,6 +7,7 @@ use kernels_models::sampler::order::{POWERS, Scale};
 use kernels_models::sampler::{LogitChanges, Sampler, SamplerSettings};
 
 use super::device;
+use crate::arithmetic::Features;
 use crate::draw::{DECIDED, DRAWN_WORDS, DrawScratch, draw, draws, high_product, parameters, place, weight};
 use crate::platform::{Platform, array};
 
@@ -50,6 +51,7 @@ fn some_settings() -> Vec<SamplerSettings> {
 }
 
 fn draws_on<R: Platform>(client: &ComputeClient<R>) {
+    let able = Features::of(client).unwrap();
     let mut sampler = Sampler::new();
     let (mut decided, mut all) = (0, 0);
     for (vocab, width) in [(7, 3.0), (1000, 8.0), (49_152, 12.0), (151_936, 6.0)] {
@@ -67,7 +69,7 @@ fn draws_on<R: Platform>(client: &ComputeClient<R>) {
             let words: Vec<u32> = (0..2).flat_map(|row| parameters(&settings, position as u32 + row, vocab)).collect();
             let words = client.create_from_slice(bytemuck::cast_slice(&words));
             let (tokens, drawn) = (client.empty(8), client.empty(2 * 4 * DRAWN_WORDS));
-            draw(client, &scratch, &logits, &words, 2, &tokens, &drawn);
+            draw(client, able, &scratch, &logits, &words, 2, &tokens, &drawn);
             let drawn: Vec<u32> = bytemuck::pod_collect_to_vec(&client.read_one(drawn).unwrap());
             let tokens: Vec<u32> = bytemuck::pod_collect_to_vec(&client.read_one(tokens).unwrap());
             for (row, logits) in rows.iter().enumerate() {
@@ -146,6 +148,7 @@ fn weights_are_the_same_as_on_the_cpu() {
 fn a_device_leaves_rows_it_cannot_decide_to_the_host() {
     fn on<R: Platform>(client: &ComputeClient<R>) {
         const VOCAB: usize = 3000;
+        let able = Features::of(client).unwrap();
         let scratch = DrawScratch::new(client, VOCAB);
         let settings = SamplerSettings { temperature: 1.0, ..SamplerSettings::greedy() };
         let mut unsound = some_logits(VOCAB, 3, 5.0);
@@ -158,7 +161,7 @@ fn a_device_leaves_rows_it_cannot_decide_to_the_host() {
             for settings in [settings, SamplerSettings::greedy()] {
                 let words = client.create_from_slice(bytemuck::cast_slice(&parameters(&settings, 5, VOCAB)));
                 let (tokens, drawn) = (client.empty(4), client.empty(4 * DRAWN_WORDS));
-                draw(client, &scratch, &handle, &words, 1, &tokens, &drawn);
+                draw(client, able, &scratch, &handle, &words, 1, &tokens, &drawn);
                 let drawn: Vec<u32> = bytemuck::pod_collect_to_vec(&client.read_one(drawn).unwrap());
                 let decided = equal && settings.temperature == 0.0;
                 assert_eq!(drawn[1] == DECIDED, decided, "{} {settings:?}", logits[0]);

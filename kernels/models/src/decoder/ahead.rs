@@ -1,11 +1,10 @@
-//! Step-ahead decoding: on a device that samples tokens itself, queues the next decode step before the host reads the last
-//! token.
+//! Decode steps whose tokens the device samples. A stage with layer 0 queues the next step before the host reads the last token.
 //!
 //! The device has the token before the host does, and the caller will most likely ask for exactly this step. If another batch
 //! comes, the queued step is awaited and discarded: it wrote only beyond the cached positions.
 use kernels::threads::Threads;
 
-use super::{Decoder, Engine, RowAt};
+use super::{Decoder, Engine, PassInput, RowAt};
 use crate::sampler::SamplerSettings;
 use crate::stage::{Drawn, RequestedOutput, Rows, RowsIn, RowsOut, StageError};
 
@@ -14,6 +13,24 @@ use crate::stage::{Drawn, RequestedOutput, Rows, RowsIn, RowsOut, StageError};
 pub(super) struct Step {
     rows: Vec<RowAt>,
     draws: Vec<(SamplerSettings, u32)>,
+}
+
+/// Input rows of a step.
+#[derive(Debug)]
+pub(super) enum StepInput {
+    /// One token per sequence.
+    Tokens(Vec<u32>),
+    /// `[sequences, width]`
+    Hidden(Vec<f32>),
+}
+
+impl StepInput {
+    fn as_pass(&self) -> PassInput<'_> {
+        match self {
+            Self::Tokens(tokens) => PassInput::Tokens(tokens),
+            Self::Hidden(hidden) => PassInput::Hidden(hidden),
+        }
+    }
 }
 
 /// A step that was queued ahead of its request.
@@ -36,16 +53,20 @@ impl Step {
 }
 
 impl<E: Engine> Decoder<E> {
-    /// The batch as a decode step with its input tokens; `None` if the engine cannot sample it.
-    pub(super) fn step_of(&self, batch: &[Rows<'_>]) -> Option<(Step, Vec<u32>)> {
-        if !(self.embeds() && self.has_head()) || batch.is_empty() {
+    /// The batch as a decode step with its input; `None` if the engine cannot sample it.
+    pub(super) fn step_of(&self, batch: &[Rows<'_>]) -> Option<(Step, StepInput)> {
+        if !self.has_head() || batch.is_empty() {
             return None;
         }
-        let (mut step, mut tokens) = (Step { rows: Vec::new(), draws: Vec::new() }, Vec::new());
+        let mut step = Step { rows: Vec::new(), draws: Vec::new() };
+        let mut input = if self.embeds() { StepInput::Tokens(Vec::new()) } else { StepInput::Hidden(Vec::new()) };
         for rows in batch {
-            let (RowsIn::Tokens([token]), RequestedOutput::Token(draw)) = (rows.input, rows.output) else {
-                return None;
-            };
+            let RequestedOutput::Token(draw) = rows.output else { return None };
+            match (rows.input, &mut input) {
+                (RowsIn::Tokens([token]), StepInput::Tokens(tokens)) => tokens.push(*token),
+                (RowsIn::Hidden(row), StepInput::Hidden(hidden)) if row.len() == self.width => hidden.extend(row),
+                _ => return None,
+            }
             if draw.logprobs.is_some()
                 || !draw.changes.is_empty(&draw.settings)
                 || draw.settings.check().is_err()
@@ -55,26 +76,32 @@ impl<E: Engine> Decoder<E> {
             }
             step.rows.push(RowAt { sequence: rows.sequence, position: rows.position });
             step.draws.push((draw.settings, draw.position));
-            tokens.push(*token);
         }
-        Some((step, tokens))
+        Some((step, input))
     }
 
-    /// Queues `step` unless it is already queued, then the step after it, which needs no host round trip. Returns the latter.
+    /// Queues `step` unless it is already queued. A stage with layer 0 then queues the step after it, which needs no host round
+    /// trip; returns that one.
     pub(super) fn begin_step(
         &mut self,
         batch: &[Rows<'_>],
         step: &Step,
-        tokens: &[u32],
+        input: &StepInput,
     ) -> Result<Option<Step>, StageError> {
-        let queued = self.queued_next.as_ref().is_some_and(|ahead| ahead.step == *step && ahead.tokens == tokens);
+        let queued = match (&self.queued_next, input) {
+            (Some(ahead), StepInput::Tokens(tokens)) => ahead.step == *step && ahead.tokens == *tokens,
+            (None, _) | (_, StepInput::Hidden(_)) => false,
+        };
         if queued {
             self.queued_next = None;
             self.held.extend(step.rows.iter().map(|row| (row.sequence, row.position + 1)));
         } else {
             self.forget_ahead()?;
             self.reserve(batch, &vec![1; batch.len()])?;
-            self.engine.queue(&step.rows, Some(tokens), &step.draws)?;
+            self.engine.queue(&step.rows, Some(input.as_pass()), &step.draws)?;
+        }
+        if !self.embeds() {
+            return Ok(None);
         }
         let next = step.next();
         match self.queue_ahead(&next) {
