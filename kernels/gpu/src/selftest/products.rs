@@ -64,11 +64,11 @@ fn compare<R: Platform>(client: &ComputeClient<R>, kind: QuantType) -> Result<St
     let (found, inputs) = (read(y)?, read(x.floats)?);
     let quantised: Vec<_> = inputs.chunks(COLS).map(quantise).collect();
     let tiles = Tiles::new(kind, rows, COLS, &tiles).ok_or("tiles of another length")?;
-    for row in 0..rows {
+    for (row, bias) in bias.iter().enumerate() {
         let blocks: Vec<WeightBlock> = (0..COLS / BLOCK).filter_map(|block| tiles.block(row, block)).collect();
         for (token, x) in quantised.iter().enumerate() {
             let at = token * rows + row;
-            let expected = dot(&blocks, x, COLS) + bias[row] + before[at];
+            let expected = dot(&blocks, x, COLS) + bias + before[at];
             if found[at].to_bits() != expected.to_bits() {
                 return Err(format!("row {row} of token {token} is {}, expected {expected}", found[at]));
             }
