@@ -310,7 +310,10 @@ impl DeviceThread {
             Some(Part::Stage(held)) => (held.rows, held.stage.width()),
             Some(Part::Tile(_)) | None => (Codec::Lossless, 0),
         };
-        let results = outputs.map(|outputs| stages::results(&self.shared.tensors, items, outputs, encoding));
+        let results = outputs.and_then(|outputs| {
+            let threads = threads(&mut self.threads, &self.shared.device)?;
+            Ok(stages::results(&self.shared.tensors, threads, items, outputs, encoding))
+        });
         self.answer(key, work, results.map(RunResult::Batch));
     }
 

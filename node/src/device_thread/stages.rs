@@ -10,7 +10,7 @@ use node_core::id::Epoch;
 use node_core::limits::CHALLENGE_STEPS;
 use node_core::work::Payload;
 use node_core::work::serve::{Item, ItemResult, Logprobs, SampleSpec, Sampled, Sampling};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 /// A loaded stage.
@@ -119,10 +119,30 @@ impl Inputs {
     }
 }
 
+/// Rows that a thread encodes at a time.
+const ENCODED: usize = 4;
+
+/// Encodes rows on the compute threads: in four bits, a row of 4,096 elements takes a tenth of a millisecond.
+fn encode(threads: &mut Threads, codec: Codec, width: usize, rows: &[f32]) -> Vec<u8> {
+    let count = rows.len().checked_div(width).unwrap_or(0);
+    if count <= ENCODED {
+        return codec.encode(width, rows);
+    }
+    let pieces: Vec<OnceLock<Vec<u8>>> = (0..count.div_ceil(ENCODED)).map(|_| OnceLock::new()).collect();
+    let piece = |at: usize| codec.encode(width, &rows[at * ENCODED * width..((at + 1) * ENCODED).min(count) * width]);
+    threads.pool().run(pieces.len(), 1, &|_, range| {
+        for at in range {
+            pieces[at].get_or_init(|| piece(at));
+        }
+    });
+    pieces.into_iter().enumerate().flat_map(|(at, encoded)| encoded.into_inner().unwrap_or_else(|| piece(at))).collect()
+}
+
 /// The results of a batch as reported to the core; hidden rows go into `tensors` under the id that the core chose, encoded
 /// once: every receiver gets the same bits, however often they are sent. `codec` and `width` are those of the stage.
 pub(super) fn results(
     tensors: &TensorStore,
+    threads: &mut Threads,
     items: &[Item],
     outputs: Vec<RowsOut>,
     (codec, width): (Codec, usize),
@@ -132,7 +152,7 @@ pub(super) fn results(
             let tensor = match codec {
                 Codec::Lossless => Tensor::Hidden(Arc::new(rows)),
                 codec @ (Codec::F16 | Codec::Q8 | Codec::Q4) => {
-                    Tensor::Encoded { codec, rows: codec.encode(width, &rows).into() }
+                    Tensor::Encoded { codec, rows: encode(threads, codec, width, &rows).into() }
                 }
             };
             tensors.put(item.output, tensor);
@@ -244,5 +264,24 @@ fn settings(s: &Sampling) -> SamplerSettings {
         presence_penalty: s.presence_penalty_e6 as f32 / 1e6,
         frequency_penalty: s.frequency_penalty_e6 as f32 / 1e6,
         seed: s.seed,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_have_the_same_bytes_on_any_number_of_threads() {
+        const WIDTH: usize = 96;
+        let rows: Vec<f32> = (0..37 * WIDTH).map(|i| (i * 37 % 101) as f32 - 50.0).collect();
+        for count in [1, 2, 3] {
+            let mut threads = Threads::new(count).unwrap();
+            for codec in Codec::ALL {
+                for rows in [0, 1, ENCODED, ENCODED + 1, 37].map(|count| &rows[..count * WIDTH]) {
+                    assert_eq!(encode(&mut threads, codec, WIDTH, rows), codec.encode(WIDTH, rows), "{codec:?}");
+                }
+            }
+        }
     }
 }
