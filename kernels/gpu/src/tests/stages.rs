@@ -155,7 +155,8 @@ fn experts_in_ram_that_are_used_move_to_the_device() {
         let mut reference = load_stage(file.clone(), options.clone(), DeviceId::Cpu).unwrap();
         let mut threads = Threads::new(2).unwrap();
         let mut position = 0;
-        for rows in [70, 70, 1, 1, 40, 1] {
+        // Passes of many rows may bring the experts to the device without counting uses, so single rows do.
+        for rows in [70].into_iter().chain([1; 12]).chain([70, 1, 40, 1]) {
             let (tokens, output) = (vec![7; rows], RequestedOutput::Logits);
             let batch = [Rows { sequence: 1, position, input: RowsIn::Tokens(&tokens), output }];
             let expected = reference.forward(&mut threads, &batch).unwrap();
