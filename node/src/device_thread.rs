@@ -142,8 +142,9 @@ impl DeviceThread {
                 self.shared.driver.input(Input::Loaded { job, part, load, result });
             }
             Command::Keep { key, epoch, rows } => {
+                self.settle(|held| held == key);
                 if let Some(Part::Stage(held)) = self.parts.get_mut(&key) {
-                    (held.epoch, held.rows) = (epoch, rows);
+                    held.keep(epoch, rows);
                 }
             }
             Command::Run(run) => {
@@ -177,7 +178,7 @@ impl DeviceThread {
                 self.settle(|held| held == (job, part));
                 let result = guarded(|| {
                     let (held, threads) = self.stage((job, part))?;
-                    stages::challenge(&mut *held.of(epoch)?.stage, threads, nonce)
+                    stages::challenge(held.of(epoch)?, threads, nonce)
                 });
                 self.shared.driver.input(Input::Challenged { job, epoch, part, nonce, result });
             }
@@ -211,6 +212,7 @@ impl DeviceThread {
         let (part, bytes, is_loading) = match part {
             NewPart::Stage { mut stage, file, rows, ram } => {
                 experts = ram;
+                stage.encode_rows(rows);
                 let now = stage.resident_bytes();
                 let constraints = Constraints::new(file);
                 let spill = self.shared.device.spill(SPILL_OF_STAGE.saturating_mul(now.working));
@@ -306,14 +308,11 @@ impl DeviceThread {
 
     fn answer_batch(&mut self, key: Key, work: WorkId, items: &[Item], outputs: Result<Vec<RowsOut>, String>) {
         self.batch_at = Some(Instant::now());
-        let encoding = match self.parts.get(&key) {
-            Some(Part::Stage(held)) => (held.rows, held.stage.width()),
-            Some(Part::Tile(_)) | None => (Codec::Lossless, 0),
+        let codec = match self.parts.get(&key) {
+            Some(Part::Stage(held)) => held.rows,
+            Some(Part::Tile(_)) | None => Codec::Lossless,
         };
-        let results = outputs.and_then(|outputs| {
-            let threads = threads(&mut self.threads, &self.shared.device)?;
-            Ok(stages::results(&self.shared.tensors, threads, items, outputs, encoding))
-        });
+        let results = outputs.map(|outputs| stages::results(&self.shared.tensors, items, outputs, codec));
         self.answer(key, work, results.map(RunResult::Batch));
     }
 

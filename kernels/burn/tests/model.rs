@@ -29,7 +29,12 @@ fn engine(file: &Arc<ModelFile>) -> Vec<Vec<f32>> {
         };
         match stage.forward(&mut Threads::new(1).unwrap(), &[rows]).unwrap().remove(0) {
             RowsOut::Logits(logits) => logits,
-            RowsOut::Hidden(_) | RowsOut::Token(_) | RowsOut::Tokens(_) | RowsOut::Embedding(_) | RowsOut::Nothing => {
+            RowsOut::Hidden(_)
+            | RowsOut::Encoded(_)
+            | RowsOut::Token(_)
+            | RowsOut::Tokens(_)
+            | RowsOut::Embedding(_)
+            | RowsOut::Nothing => {
                 panic!("expected logits")
             }
         }

@@ -8,11 +8,11 @@ use std::time::Instant;
 use cubecl::bytes::Bytes;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
+use kernels::boundary::Codec;
 use kernels::order::{Activation, POSITIONS};
 use kernels::threads::Threads;
 use kernels::tile::Layout;
-use kernels_gpu_grids::{PendingRead, submit_read};
-use kernels_models::decoder::{self, Decoder, PassInput, RowAt};
+use kernels_models::decoder::{self, Decoder, PassInput, PassOutput, RowAt};
 use kernels_models::ram::experts_in_ram;
 use kernels_models::recipe::{LayerRecipe, Recipe};
 use kernels_models::rotary::RotaryTables;
@@ -22,7 +22,8 @@ use kernels_models::weights::{ModelConfig, ModelFile};
 
 use crate::arithmetic::Features;
 use crate::attention::{Heads, LayerHeads, Pages, Places, attend, place};
-use crate::error::{failed, guarded, input};
+use crate::boundary::RowEncoder;
+use crate::error::{guarded, input};
 use crate::load::{LoadPhases, Loader, Part, Weights, fill, timed};
 use crate::pages::Pool;
 use crate::platform::Platform;
@@ -35,6 +36,7 @@ pub(crate) mod memory;
 mod mixture;
 pub(crate) mod profile;
 mod ram;
+mod results;
 mod spill;
 mod steps;
 mod stream;
@@ -43,6 +45,7 @@ mod times;
 use layers::{FeedForward, Gated, Head, Layer, layer, rotary};
 use memory::{Memory, ROWS, Release, Scratch, buffer_max, check_memory, heads_of, pages_of, scratch_bytes};
 use ram::Ram;
+use results::Queued;
 use steps::{FEW, Steps};
 
 /// Layers of a model on a GPU.
@@ -63,6 +66,10 @@ pub struct GpuEngine<R: Platform> {
     steps: Option<Steps>,
     /// Experts that the processor computes.
     ram: Option<Box<Ram>>,
+    /// Encodes hidden rows, if that is asked for.
+    encoder: Option<RowEncoder>,
+    /// Index of the device within its runtime.
+    number: usize,
     /// Passes queued on the device, the oldest first.
     queued: VecDeque<Queued>,
     /// CubeCL has launched kernels since the last replay or move of pages.
@@ -70,14 +77,6 @@ pub struct GpuEngine<R: Platform> {
     phases: LoadPhases,
     /// Declared after every buffer, because fields are dropped in order.
     _release: Release<R>,
-}
-
-/// A pass queued on the device.
-enum Queued {
-    /// A replayed step with `numbers` results.
-    Step { numbers: usize },
-    /// A pass launched by CubeCL, and the read of its results.
-    Read(PendingRead),
 }
 
 /// The steps of a layer, in order.
@@ -232,6 +231,8 @@ impl<R: Platform> GpuEngine<R> {
             bytes,
             steps,
             ram,
+            encoder: None,
+            number,
             queued: VecDeque::new(),
             launched: true,
             phases,
@@ -239,10 +240,15 @@ impl<R: Platform> GpuEngine<R> {
         })
     }
 
-    fn run(&mut self, rows: &[RowAt], input: PassInput<'_>, wanted: &[usize]) -> Result<Option<Vec<f32>>, StageError> {
+    fn run(
+        &mut self,
+        rows: &[RowAt],
+        input: PassInput<'_>,
+        wanted: &[usize],
+    ) -> Result<Option<PassOutput>, StageError> {
         if rows.len() <= FEW && self.steps.is_some() && (self.head.is_none() || !wanted.is_empty()) {
-            let numbers = self.replay(rows, input, wanted)?;
-            self.queued.push_back(Queued::Step { numbers });
+            let words = self.replay(rows, input, wanted)?;
+            self.queued.push_back(Queued::Step { words });
             return Ok(None);
         }
         self.launched = true;
@@ -266,29 +272,6 @@ impl<R: Platform> GpuEngine<R> {
             blocks: rows.iter().map(|row| row.position / POSITIONS + 1).max().unwrap_or(1),
         };
         (tokens, hidden, places)
-    }
-
-    /// Computes the logits of the `wanted` rows if the stage has the output head, and starts to read the results. Returns them if
-    /// there are none to read.
-    fn begin_results(
-        &mut self,
-        hidden: &Handle,
-        count: usize,
-        wanted: &[usize],
-    ) -> Result<Option<Vec<f32>>, StageError> {
-        if self.head.is_none() {
-            let unused = hidden.size() - (count * self.config.width * 4) as u64;
-            return self.read(hidden.clone().offset_end(unused)).map(|()| None);
-        }
-        if wanted.is_empty() {
-            self.client.flush().map_err(failed)?;
-            return Ok(Some(Vec::new()));
-        }
-        let chosen: Vec<u32> = wanted.iter().map(|row| *row as u32).collect();
-        let chosen = self.upload(bytemuck::cast_slice(&chosen));
-        let logits = self.client.empty(wanted.len() * self.config.vocab * 4);
-        self.logits(&self.client, hidden, &chosen, wanted.len(), &logits);
-        self.read(logits).map(|()| None)
     }
 
     /// All layers, preceded by the embedding of `tokens` if given.
@@ -544,25 +527,6 @@ impl<R: Platform> GpuEngine<R> {
     fn upload(&self, bytes: &[u8]) -> Handle {
         self.client.create(Bytes::from_bytes_vec(bytes.to_vec()))
     }
-
-    /// Starts to read numbers back. Flushes first to get errors: after a failure the device would return stale data.
-    fn read(&mut self, numbers: Handle) -> Result<(), StageError> {
-        self.client.flush().map_err(failed)?;
-        self.queued.push_back(Queued::Read(submit_read(self.client.clone(), numbers)));
-        Ok(())
-    }
-
-    /// Waits for the oldest queued pass.
-    fn arrive(&mut self) -> Result<Vec<f32>, StageError> {
-        match self.queued.pop_front().ok_or_else(|| failed("no pass is queued"))? {
-            Queued::Step { numbers } => self.replayed(numbers),
-            Queued::Read(coming) => {
-                let read = cubecl::future::block_on(coming).map_err(failed)?;
-                let bytes = read.first().ok_or_else(|| failed("a read gave nothing"))?;
-                Ok(bytemuck::pod_collect_to_vec(bytes))
-            }
-        }
-    }
 }
 
 impl<R: Platform> decoder::Engine for GpuEngine<R> {
@@ -594,6 +558,13 @@ impl<R: Platform> decoder::Engine for GpuEngine<R> {
         pages.saturating_mul(POSITIONS)
     }
 
+    fn encode_rows(&mut self, codec: Codec) {
+        let prepared = guarded(|| self.prepare_encoder(codec));
+        if let Err(error) = prepared {
+            tracing::warn!("the processor encodes hidden rows: {error}");
+        }
+    }
+
     fn share(&mut self, from: SequenceId, to: SequenceId, positions: usize) {
         self.pool.share(from, to, positions);
     }
@@ -608,7 +579,7 @@ impl<R: Platform> decoder::Engine for GpuEngine<R> {
         rows: &[RowAt],
         input: PassInput<'_>,
         wanted: &[usize],
-    ) -> Result<Option<Vec<f32>>, StageError> {
+    ) -> Result<Option<PassOutput>, StageError> {
         let mut ram = self.ram.take();
         let result = guarded(|| match &mut ram {
             Some(ram) => self.run_with_ram(ram, threads, rows, input, wanted).map(Some),
@@ -618,7 +589,7 @@ impl<R: Platform> decoder::Engine for GpuEngine<R> {
         result
     }
 
-    fn collect_pass(&mut self) -> Result<Vec<f32>, StageError> {
+    fn collect_pass(&mut self) -> Result<PassOutput, StageError> {
         guarded(|| self.arrive())
     }
 

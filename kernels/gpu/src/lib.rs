@@ -7,6 +7,7 @@
 
 mod arithmetic;
 mod attention;
+mod boundary;
 mod cache;
 mod compile;
 mod device;

@@ -26,7 +26,7 @@ use crate::engine::{load, load_weights};
 use crate::error::panic_text;
 use crate::load::Weights;
 use crate::platform::Platform;
-use crate::selftest::{Check, checks, product_checks};
+use crate::selftest::{Check, checks, encoding_checks, product_checks};
 use crate::shapes::Shape;
 use crate::speed::{cache_speed, copy_speed, speed};
 
@@ -112,7 +112,9 @@ fn loaded(
 /// The device is missing.
 pub fn selftest(device: DeviceId) -> Result<Vec<Check>, String> {
     fn on<R: Platform>(gpu: &R::Device, number: usize) -> Result<Vec<Check>, String> {
-        let mut all = product_checks(&client::<R>(gpu).map_err(|error| error.to_string())?);
+        let opened = client::<R>(gpu).map_err(|error| error.to_string())?;
+        let mut all = product_checks(&opened);
+        all.extend(encoding_checks(&opened));
         all.extend(checks(&|file, options| Ok(Box::new(load(file, options, client::<R>(gpu)?, number, None)?))));
         Ok(all)
     }

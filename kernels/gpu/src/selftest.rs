@@ -17,8 +17,12 @@ use kernels_models::weights::{Architecture, ModelFile};
 
 use crate::error::panic_text;
 
+mod encodings;
 mod products;
 
+pub(crate) use encodings::checks as encoding_checks;
+#[cfg(test)]
+pub(crate) use encodings::compare as compare_encodings;
 pub(crate) use products::checks as product_checks;
 
 /// Result of one check.
@@ -196,7 +200,7 @@ fn bits(stage: &mut dyn Stage, threads: &mut Threads, batch: &[Entry]) -> Result
 fn numbers(out: Vec<RowsOut>) -> Vec<u32> {
     let numbers = |out| match out {
         RowsOut::Logits(numbers) | RowsOut::Hidden(numbers) | RowsOut::Embedding(numbers) => numbers,
-        RowsOut::Token(_) | RowsOut::Tokens(_) | RowsOut::Nothing => Vec::new(),
+        RowsOut::Encoded(_) | RowsOut::Token(_) | RowsOut::Tokens(_) | RowsOut::Nothing => Vec::new(),
     };
     out.into_iter().flat_map(numbers).map(f32::to_bits).collect()
 }

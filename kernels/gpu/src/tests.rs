@@ -10,6 +10,7 @@ use crate::platform::{Platform, array};
 
 mod compile;
 mod draws;
+mod encodings;
 mod loading;
 mod routers;
 mod stages;

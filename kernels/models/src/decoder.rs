@@ -2,9 +2,11 @@
 //! open sequences, samples tokens and queues the next decode step ahead of its request.
 //!
 //! This logic exists once; an [`Engine`] only computes passes. Next: `model.rs`, the CPU engine.
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use kernels::boundary::Codec;
 use kernels::order::rms_norm;
 use kernels::threads::Threads;
 use parking_lot::Mutex;
@@ -17,6 +19,7 @@ use crate::stage::{
 use crate::weights::{ModelConfig, ModelFile};
 
 mod ahead;
+mod hidden;
 
 use ahead::{Ahead, Step};
 
@@ -36,6 +39,28 @@ pub enum PassInput<'a> {
     Tokens(&'a [u32]),
     /// `[rows, width]` (any other stage).
     Hidden(&'a [f32]),
+}
+
+/// Output of a pass.
+#[derive(Debug)]
+pub enum PassOutput {
+    /// Logits `[requested, vocabulary]`, or hidden rows `[rows, width]`.
+    Numbers(Vec<f32>),
+    /// Hidden rows in the encoding that [`Engine::encode_rows`] asked for.
+    Encoded(Vec<u8>),
+}
+
+impl PassOutput {
+    /// The numbers of a pass whose rows no encoding was asked for.
+    ///
+    /// # Errors
+    /// The engine encoded them nevertheless.
+    fn numbers(self) -> Result<Vec<f32>, StageError> {
+        match self {
+            Self::Numbers(numbers) => Ok(numbers),
+            Self::Encoded(_) => Err(StageError::Device("expected numbers from the engine, found encoded rows".into())),
+        }
+    }
 }
 
 /// Computes the layers of a stage on one device.
@@ -63,9 +88,13 @@ pub trait Engine: Send {
         0
     }
 
-    /// Computes rows whose positions are reserved; rows of one sequence are in position order. Returns the logits
-    /// `[requested, vocabulary]` of the rows in `requested` (ascending) if the stage has the output head, else all hidden rows
-    /// `[rows, width]`. `None`: the pass is queued, and [`Engine::collect_pass`] returns them.
+    /// Asks for hidden rows in an encoding from now on. An engine that has no kernels for it returns numbers, which the decoder
+    /// then encodes to the same bytes on the host. No pass may be queued.
+    fn encode_rows(&mut self, _codec: Codec) {}
+
+    /// Computes rows whose positions are reserved; rows of one sequence are in position order. Returns the logits of the rows in
+    /// `requested` (ascending) if the stage has the output head, else all hidden rows. `None`: the pass is queued, and
+    /// [`Engine::collect_pass`] returns them.
     ///
     /// # Errors
     /// The device failed.
@@ -75,13 +104,13 @@ pub trait Engine: Send {
         rows: &[RowAt],
         input: PassInput<'_>,
         requested: &[usize],
-    ) -> Result<Option<Vec<f32>>, StageError>;
+    ) -> Result<Option<PassOutput>, StageError>;
 
     /// Waits for the oldest queued pass and returns its output.
     ///
     /// # Errors
     /// The device failed.
-    fn collect_pass(&mut self) -> Result<Vec<f32>, StageError> {
+    fn collect_pass(&mut self) -> Result<PassOutput, StageError> {
         Err(StageError::Device("this engine queues no passes".into()))
     }
 
@@ -138,6 +167,8 @@ pub struct Decoder<E> {
     width: usize,
     vocab: usize,
     context: usize,
+    /// Encoding of hidden rows.
+    codec: Codec,
     held: BTreeMap<SequenceId, usize>,
     /// The step that was queued ahead of its request.
     queued_next: Option<Ahead>,
@@ -198,6 +229,7 @@ impl<E: Engine> Decoder<E> {
             width: config.width,
             vocab: config.vocab,
             context: options.context,
+            codec: Codec::Lossless,
             held: BTreeMap::new(),
             queued_next: None,
             queued: None,
@@ -323,10 +355,10 @@ struct DrawTask<'a> {
 #[derive(Debug)]
 struct Passes {
     joined: Joined,
-    numbers: Vec<Option<Vec<f32>>>,
+    outputs: Vec<Option<PassOutput>>,
 }
 
-/// The concatenated rows of a batch, from which passes are sliced.
+/// The rows of a batch one after another, from which passes are sliced.
 #[derive(Debug, Default)]
 struct Joined {
     rows: Vec<RowAt>,
@@ -334,8 +366,6 @@ struct Joined {
     entries: Vec<usize>,
     /// Rows whose logits are requested.
     requested: Vec<usize>,
-    tokens: Vec<u32>,
-    hidden: Vec<f32>,
 }
 
 impl Joined {
@@ -351,10 +381,6 @@ impl Joined {
                 RequestedOutput::Tokens { drafts, .. } => (drafts + 1).min(count),
             };
             joined.requested.extend(joined.rows.len() - requested..joined.rows.len());
-            match rows.input {
-                RowsIn::Tokens(tokens) => joined.tokens.extend(tokens),
-                RowsIn::Hidden(hidden) => joined.hidden.extend(hidden),
-            }
         }
         joined
     }
@@ -363,6 +389,15 @@ impl Joined {
     fn requested_of(&self, pass: &Range<usize>) -> Vec<usize> {
         self.requested.iter().filter(|row| pass.contains(row)).map(|row| row - pass.start).collect()
     }
+}
+
+/// The inputs of a batch one after another. That of a single entry is not copied.
+fn concatenated<'a, T: Copy>(mut inputs: impl Iterator<Item = &'a [T]>) -> Cow<'a, [T]> {
+    let Some(first) = inputs.next() else { return Cow::Borrowed(&[]) };
+    inputs.fold(Cow::Borrowed(first), |mut all, more| {
+        all.to_mut().extend_from_slice(more);
+        all
+    })
 }
 
 impl<E: Engine> Decoder<E> {
@@ -382,22 +417,31 @@ impl<E: Engine> Decoder<E> {
 
     /// Starts all passes of a batch.
     fn begin(&mut self, threads: &mut Threads, batch: &[Rows<'_>], counts: &[usize]) -> Result<Passes, StageError> {
-        let mut passes = Passes { joined: Joined::of(batch, counts), numbers: Vec::new() };
+        let mut passes = Passes { joined: Joined::of(batch, counts), outputs: Vec::new() };
         let joined = &passes.joined;
+        let tokens = batch.iter().filter_map(|rows| match rows.input {
+            RowsIn::Tokens(tokens) => Some(tokens),
+            RowsIn::Hidden(_) => None,
+        });
+        let hidden = batch.iter().filter_map(|rows| match rows.input {
+            RowsIn::Hidden(hidden) => Some(hidden),
+            RowsIn::Tokens(_) => None,
+        });
+        let (tokens, hidden) = (concatenated(tokens), concatenated(hidden));
         for (index, rows) in joined.rows.chunks(E::ROWS_PER_PASS).enumerate() {
             let start = index * E::ROWS_PER_PASS;
             let pass = start..start + rows.len();
             let input = if self.embeds() {
-                PassInput::Tokens(&joined.tokens[pass.clone()])
+                PassInput::Tokens(&tokens[pass.clone()])
             } else {
-                PassInput::Hidden(&joined.hidden[pass.start * self.width..pass.end * self.width])
+                PassInput::Hidden(&hidden[pass.start * self.width..pass.end * self.width])
             };
             let requested = if self.has_head() { joined.requested_of(&pass) } else { Vec::new() };
             match self.engine.pass(threads, rows, input, &requested) {
-                Ok(numbers) => passes.numbers.push(numbers),
+                Ok(output) => passes.outputs.push(output),
                 Err(error) => {
                     // Drain queued passes, so that a later batch does not collect their output.
-                    let _ = self.arrive(passes.numbers);
+                    let _ = self.arrive(passes.outputs);
                     return Err(error);
                 }
             }
@@ -406,18 +450,21 @@ impl<E: Engine> Decoder<E> {
     }
 
     /// Waits for all queued passes of a batch, even if one fails.
-    fn arrive(&mut self, numbers: Vec<Option<Vec<f32>>>) -> Result<Vec<Vec<f32>>, StageError> {
+    fn arrive(&mut self, outputs: Vec<Option<PassOutput>>) -> Result<Vec<PassOutput>, StageError> {
         let arrived: Vec<_> =
-            numbers.into_iter().map(|numbers| numbers.map_or_else(|| self.engine.collect_pass(), Ok)).collect();
+            outputs.into_iter().map(|output| output.map_or_else(|| self.engine.collect_pass(), Ok)).collect();
         arrived.into_iter().collect()
     }
 
     /// Assembles the results of a batch once its passes are computed.
     fn end(&mut self, threads: &mut Threads, batch: &[Rows<'_>], passes: Passes) -> Result<Vec<RowsOut>, StageError> {
-        let Passes { joined, numbers } = passes;
-        let numbers = self.arrive(numbers)?;
-        let empty = || if self.last { RowsOut::Nothing } else { RowsOut::Hidden(Vec::new()) };
-        let mut out: Vec<RowsOut> = batch.iter().map(|_| empty()).collect();
+        let Passes { joined, outputs } = passes;
+        let outputs = self.arrive(outputs)?;
+        if !self.last {
+            return self.hidden_of(threads, &joined, outputs);
+        }
+        let numbers = outputs.into_iter().map(PassOutput::numbers).collect::<Result<Vec<_>, _>>()?;
+        let mut out: Vec<RowsOut> = batch.iter().map(|_| RowsOut::Nothing).collect();
         let mut tasks = Vec::new();
         for (index, numbers) in numbers.iter().enumerate() {
             let start = index * E::ROWS_PER_PASS;
@@ -427,26 +474,20 @@ impl<E: Engine> Decoder<E> {
                     let hidden = &numbers[row * self.width..(row + 1) * self.width];
                     out[joined.entries[start + row]] = RowsOut::Embedding(rms_norm(hidden, norm, *eps));
                 }
-            } else if self.last {
-                for (logits, row) in numbers.chunks_exact(self.vocab).zip(joined.requested_of(&pass)) {
-                    let entry = joined.entries[start + row];
-                    let position = joined.rows[start + row].position;
-                    match batch[entry].output {
-                        RequestedOutput::Token(draw) => tasks.push(DrawTask { entry, logits, position, draw }),
-                        RequestedOutput::Tokens { draw, drafts } => {
-                            let first = batch[entry].position + self.count(&batch[entry])? - 1 - drafts;
-                            let draw = Draw { position: draw.position + (position - first) as u32, ..draw };
-                            tasks.push(DrawTask { entry, logits, position, draw });
-                        }
-                        RequestedOutput::Logits => out[entry] = RowsOut::Logits(logits.to_vec()),
-                        RequestedOutput::Nothing => {}
+                continue;
+            }
+            for (logits, row) in numbers.chunks_exact(self.vocab).zip(joined.requested_of(&pass)) {
+                let entry = joined.entries[start + row];
+                let position = joined.rows[start + row].position;
+                match batch[entry].output {
+                    RequestedOutput::Token(draw) => tasks.push(DrawTask { entry, logits, position, draw }),
+                    RequestedOutput::Tokens { draw, drafts } => {
+                        let first = batch[entry].position + self.count(&batch[entry])? - 1 - drafts;
+                        let draw = Draw { position: draw.position + (position - first) as u32, ..draw };
+                        tasks.push(DrawTask { entry, logits, position, draw });
                     }
-                }
-            } else {
-                for (hidden, entry) in numbers.chunks_exact(self.width).zip(&joined.entries[pass]) {
-                    if let RowsOut::Hidden(out) = &mut out[*entry] {
-                        out.extend(hidden);
-                    }
+                    RequestedOutput::Logits => out[entry] = RowsOut::Logits(logits.to_vec()),
+                    RequestedOutput::Nothing => {}
                 }
             }
         }
@@ -469,7 +510,7 @@ impl<E: Engine> Decoder<E> {
                 let drawn = self.engine.collect().map(drop);
                 next.map_or(Ok(()), |_| self.engine.collect().map(drop)).and(drawn)
             }
-            Some(Queued::Passes(passes)) => self.arrive(passes.numbers).map(drop),
+            Some(Queued::Passes(passes)) => self.arrive(passes.outputs).map(drop),
         }
     }
 
@@ -507,7 +548,7 @@ impl<E: Engine> Stage for Decoder<E> {
         let counts = batch.iter().map(|rows| self.count(rows)).collect::<Result<Vec<_>, _>>()?;
         self.reserve(batch, &counts)?;
         let passes = self.begin(threads, batch, &counts)?;
-        if passes.numbers.iter().all(Option::is_some) {
+        if passes.outputs.iter().all(Option::is_some) {
             return self.end(threads, batch, passes).map(Submitted::Done);
         }
         self.queued = Some(Queued::Passes(passes));
@@ -519,6 +560,13 @@ impl<E: Engine> Stage for Decoder<E> {
             None => Err(StageError::Input("no batch is queued".into())),
             Some(Queued::Step { next }) => self.end_step(threads, batch, next),
             Some(Queued::Passes(passes)) => self.end(threads, batch, passes),
+        }
+    }
+
+    fn encode_rows(&mut self, codec: Codec) {
+        if !self.last {
+            self.codec = codec;
+            self.engine.encode_rows(codec);
         }
     }
 

@@ -311,7 +311,7 @@ fn forward<'r>(
         inputs.map(|(sequence, input)| Rows { sequence, position, input, output: RequestedOutput::Logits }).collect();
     let numbers = |output| match output {
         RowsOut::Hidden(numbers) | RowsOut::Logits(numbers) | RowsOut::Embedding(numbers) => Ok(numbers),
-        RowsOut::Token(_) | RowsOut::Tokens(_) | RowsOut::Nothing => {
+        RowsOut::Encoded(_) | RowsOut::Token(_) | RowsOut::Tokens(_) | RowsOut::Nothing => {
             Err(StageError::Device("the stage returned neither rows nor logits".into()))
         }
     };

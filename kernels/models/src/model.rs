@@ -8,7 +8,7 @@ use kernels::pool::Pool;
 use kernels::threads::Threads;
 use kernels::tile::Tiles;
 
-use crate::decoder::{self, Decoder, PassInput, RowAt, SHARED_POSITIONS};
+use crate::decoder::{self, Decoder, PassInput, PassOutput, RowAt, SHARED_POSITIONS};
 use crate::engine::{Engine, Shape};
 use crate::recipe::Recipe;
 use crate::rotary::RotaryTables;
@@ -115,7 +115,7 @@ impl decoder::Engine for CpuEngine {
         rows: &[RowAt],
         input: PassInput<'_>,
         requested: &[usize],
-    ) -> Result<Option<Vec<f32>>, StageError> {
+    ) -> Result<Option<PassOutput>, StageError> {
         let pool = threads.pool();
         let Self { options, recipe, embedding, layers, head, engine, width, .. } = self;
         engine.begin(rows);
@@ -132,11 +132,11 @@ impl decoder::Engine for CpuEngine {
             engine.layer(pool, &recipe.layers[options.layers.start + index], weights, index);
         }
         engine.add_delta();
-        Ok(Some(match head {
+        Ok(Some(PassOutput::Numbers(match head {
             None => engine.hidden.clone(),
             Some(_) if requested.is_empty() => Vec::new(),
             Some(head) => engine.logits(pool, requested, &head.norm, head.matrix.tiles(), recipe.logit_cap),
-        }))
+        })))
     }
 
     fn resident_bytes(&self) -> ResidentBytes {

@@ -1,6 +1,7 @@
 //! A stage: a contiguous range of a model's layers with its KV caches. It is the unit of model computation in the mesh.
 use std::ops::Range;
 
+use kernels::boundary::Codec;
 use kernels::threads::Threads;
 
 use crate::sampler::{LogitChanges, SampleError, SamplerSettings};
@@ -115,6 +116,8 @@ pub enum RowsIn<'a> {
 pub enum RowsOut {
     /// Hidden rows `[count, width]` for the next stage.
     Hidden(Vec<f32>),
+    /// The same in the encoding that [`Stage::encode_rows`] asked for.
+    Encoded(Vec<u8>),
     /// Logits `[vocabulary]` of the last row.
     Logits(Vec<f32>),
     /// The drawn token.
@@ -203,6 +206,8 @@ pub trait Stage: Send {
         }
     }
 
+    /// Encoding of the hidden rows of later batches. Lossless at first. No batch may be queued.
+    fn encode_rows(&mut self, codec: Codec);
     /// Number of cached positions of a sequence (0 if unknown).
     fn cached_positions(&self, sequence: SequenceId) -> usize;
     /// Gives a sequence the cached first `positions` of another, instead of what it had. No batch may be queued.

@@ -156,7 +156,11 @@ fn tokens_after_drafts_are_those_of_single_steps() {
             match out.unwrap().remove(0) {
                 RowsOut::Token(drawn) => vec![drawn.token],
                 RowsOut::Tokens(tokens) => tokens,
-                other @ (RowsOut::Hidden(_) | RowsOut::Logits(_) | RowsOut::Embedding(_) | RowsOut::Nothing) => {
+                other @ (RowsOut::Hidden(_)
+                | RowsOut::Encoded(_)
+                | RowsOut::Logits(_)
+                | RowsOut::Embedding(_)
+                | RowsOut::Nothing) => {
                     panic!("{name}: {other:?}")
                 }
             }

@@ -56,6 +56,7 @@ fn forced(stage: &mut dyn Stage, prompt: &Prompt) -> Vec<Vec<f32>> {
         match stage.forward(&mut Threads::new(2).unwrap(), &[rows]).unwrap().remove(0) {
             RowsOut::Logits(logits) => logits,
             other @ (RowsOut::Hidden(_)
+            | RowsOut::Encoded(_)
             | RowsOut::Token(_)
             | RowsOut::Tokens(_)
             | RowsOut::Embedding(_)

@@ -186,6 +186,20 @@ fn bytes_of_a_wrong_length_or_with_wrong_outliers_are_rejected() {
 }
 
 #[test]
+fn rows_have_the_same_bytes_on_any_number_of_threads() {
+    const WIDTH: usize = 96;
+    let rows: Vec<f32> = (0..37 * WIDTH).map(|i| (i * 37 % 101) as f32 - 50.0).collect();
+    for count in [1, 2, 3] {
+        let mut threads = Threads::new(count).unwrap();
+        for codec in Codec::ALL {
+            for rows in [0, 1, 4, 5, 37].map(|count| &rows[..count * WIDTH]) {
+                assert_eq!(codec.encode_on(&mut threads, WIDTH, rows), codec.encode(WIDTH, rows), "{codec:?}");
+            }
+        }
+    }
+}
+
+#[test]
 fn random_bytes_never_panic() {
     let mut state = 5u64;
     for round in 0..3000 {

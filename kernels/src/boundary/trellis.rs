@@ -25,11 +25,11 @@ use half::bf16;
 use super::{BoundaryError, NAN_ROW, exponent, is_finite, largest, outlier, outliers, read_exponent, scaled};
 
 /// Elements that are rotated together and share a scale.
-const ROTATED: usize = 64;
+pub const ROTATED: usize = 64;
 /// Scale of a block of zeros.
-const ZEROS: u8 = 255;
+pub const ZEROS: u8 = 255;
 /// Scales tried, relative to that of the block's root mean square, in sixteenths of an octave.
-const TRIED: [i32; 4] = [-4, -2, 0, 2];
+pub const TRIED: [i32; 4] = [-4, -2, 0, 2];
 
 /// Bytes of a row.
 pub(super) fn row_bytes(width: usize) -> usize {
@@ -38,7 +38,7 @@ pub(super) fn row_bytes(width: usize) -> usize {
 }
 
 /// Number of outliers: what 4.5 bits per element leave.
-fn kept(width: usize) -> usize {
+pub(super) fn kept(width: usize) -> usize {
     let blocks = width.div_ceil(ROTATED);
     ((width * 9 / 16).saturating_sub(2 + blocks + ROTATED / 2 * blocks) / 4).min(width)
 }
@@ -118,7 +118,7 @@ fn rotate(block: &mut [f32; ROTATED]) {
 }
 
 /// States of the trellis.
-const STATES: usize = 8;
+pub const STATES: usize = 8;
 
 /// The subset of levels that belongs to a transition, `2 · state + bit`. The two transitions from a state, and the two into
 /// one, have subsets 0 and 2, or 1 and 3: levels of one are midway between those of the other.
@@ -129,18 +129,20 @@ const fn subset(transition: usize) -> usize {
 
 /// The upper half of 32 levels that have the least mean squared error for a Gaussian of variance 1 (Max, "Quantizing for
 /// minimum distortion", 1960). Subset `d` has every fourth level from level `d` on.
-const LEVELS: [f32; 16] = [
+pub const LEVELS: [f32; 16] = [
     0.0674, 0.2024, 0.3381, 0.4756, 0.6158, 0.7594, 0.9080, 1.0631, 1.2266, 1.4015, 1.5914, 1.8022, 2.0432, 2.3315,
     2.7038, 3.2718,
 ];
 
-/// Level 0 is the least of 32.
-const fn level(index: usize) -> f32 {
+/// A level: number 0 is the least of 32.
+#[must_use]
+pub const fn level(index: usize) -> f32 {
     if index < LEVELS.len() { -LEVELS[LEVELS.len() - 1 - index] } else { LEVELS[index - LEVELS.len()] }
 }
 
 /// σ of a scale, relative to 2^e.
-fn sigma(scale: u8) -> f32 {
+#[must_use]
+pub fn sigma(scale: u8) -> f32 {
     match scale {
         ZEROS => 0.0,
         scale => scaled(SIXTEENTHS[usize::from(scale) % 16], -i32::from(scale) / 16),
@@ -148,7 +150,7 @@ fn sigma(scale: u8) -> f32 {
 }
 
 /// 2^(-i/16).
-const SIXTEENTHS: [f32; 16] = [
+pub const SIXTEENTHS: [f32; 16] = [
     1.0,
     0.957_603_3,
     0.917_004_05,

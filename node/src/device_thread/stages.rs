@@ -10,7 +10,7 @@ use node_core::id::Epoch;
 use node_core::limits::CHALLENGE_STEPS;
 use node_core::work::Payload;
 use node_core::work::serve::{Item, ItemResult, Logprobs, SampleSpec, Sampled, Sampling};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// A loaded stage.
@@ -18,7 +18,7 @@ pub(super) struct LoadedStage {
     /// The epoch of its batches.
     pub(super) epoch: Epoch,
     pub(super) stage: Box<dyn Stage>,
-    /// Encoding of the rows that it makes.
+    /// Encoding of the rows that it makes; the stage knows it too.
     pub(super) rows: Codec,
     pub(super) constraints: Constraints,
     /// Returned when the stage is dropped.
@@ -40,6 +40,12 @@ impl LoadedStage {
             return Err(format!("the stage was loaded for epoch {}, not {}", self.epoch.counter, epoch.counter));
         }
         Ok(self)
+    }
+
+    /// Keeps the stage under another epoch, in which its rows have this encoding.
+    pub(super) fn keep(&mut self, epoch: Epoch, rows: Codec) {
+        (self.epoch, self.rows) = (epoch, rows);
+        self.stage.encode_rows(rows);
     }
 
     /// Frees what belongs to a request.
@@ -119,45 +125,16 @@ impl Inputs {
     }
 }
 
-/// Rows that a thread encodes at a time.
-const ENCODED: usize = 4;
-
-/// Encodes rows on the compute threads: in four bits, a row of 4,096 elements takes a tenth of a millisecond.
-fn encode(threads: &mut Threads, codec: Codec, width: usize, rows: &[f32]) -> Vec<u8> {
-    let count = rows.len().checked_div(width).unwrap_or(0);
-    if count <= ENCODED {
-        return codec.encode(width, rows);
-    }
-    let pieces: Vec<OnceLock<Vec<u8>>> = (0..count.div_ceil(ENCODED)).map(|_| OnceLock::new()).collect();
-    let piece = |at: usize| codec.encode(width, &rows[at * ENCODED * width..((at + 1) * ENCODED).min(count) * width]);
-    threads.pool().run(pieces.len(), 1, &|_, range| {
-        for at in range {
-            pieces[at].get_or_init(|| piece(at));
-        }
-    });
-    pieces.into_iter().enumerate().flat_map(|(at, encoded)| encoded.into_inner().unwrap_or_else(|| piece(at))).collect()
-}
-
 /// The results of a batch as reported to the core; hidden rows go into `tensors` under the id that the core chose, encoded
-/// once: every receiver gets the same bits, however often they are sent. `codec` and `width` are those of the stage.
-pub(super) fn results(
-    tensors: &TensorStore,
-    threads: &mut Threads,
-    items: &[Item],
-    outputs: Vec<RowsOut>,
-    (codec, width): (Codec, usize),
-) -> Vec<ItemResult> {
+/// once: every receiver gets the same bits, however often they are sent. `codec` is that of the stage.
+pub(super) fn results(tensors: &TensorStore, items: &[Item], outputs: Vec<RowsOut>, codec: Codec) -> Vec<ItemResult> {
+    let hidden = |item: &Item, tensor| {
+        tensors.put(item.output, tensor);
+        ItemResult::Hidden
+    };
     let result = |(item, output): (&Item, RowsOut)| match output {
-        RowsOut::Hidden(rows) => {
-            let tensor = match codec {
-                Codec::Lossless => Tensor::Hidden(Arc::new(rows)),
-                codec @ (Codec::F16 | Codec::Q8 | Codec::Q4) => {
-                    Tensor::Encoded { codec, rows: encode(threads, codec, width, &rows).into() }
-                }
-            };
-            tensors.put(item.output, tensor);
-            ItemResult::Hidden
-        }
+        RowsOut::Hidden(rows) => hidden(item, Tensor::Hidden(Arc::new(rows))),
+        RowsOut::Encoded(rows) => hidden(item, Tensor::Encoded { codec, rows: rows.into() }),
         RowsOut::Token(drawn) => ItemResult::Token(sampled(drawn)),
         RowsOut::Tokens(tokens) => ItemResult::Tokens(tokens),
         RowsOut::Embedding(row) => {
@@ -180,8 +157,12 @@ fn sampled(drawn: Drawn) -> Sampled {
 }
 
 /// A digest of the stage's outputs for generated rows: equal for equal numerics.
-pub(super) fn challenge(stage: &mut dyn Stage, threads: &mut Threads, nonce: u64) -> Result<u64, String> {
+pub(super) fn challenge(held: &mut LoadedStage, threads: &mut Threads, nonce: u64) -> Result<u64, String> {
+    let stage = &mut *held.stage;
+    // An encoding would hide differences.
+    stage.encode_rows(Codec::Lossless);
     let digest = digest(stage, threads, nonce);
+    stage.encode_rows(held.rows);
     stage.release(CHALLENGE_SEQUENCE);
     digest.map_err(|e| e.to_string())
 }
@@ -264,24 +245,5 @@ fn settings(s: &Sampling) -> SamplerSettings {
         presence_penalty: s.presence_penalty_e6 as f32 / 1e6,
         frequency_penalty: s.frequency_penalty_e6 as f32 / 1e6,
         seed: s.seed,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn rows_have_the_same_bytes_on_any_number_of_threads() {
-        const WIDTH: usize = 96;
-        let rows: Vec<f32> = (0..37 * WIDTH).map(|i| (i * 37 % 101) as f32 - 50.0).collect();
-        for count in [1, 2, 3] {
-            let mut threads = Threads::new(count).unwrap();
-            for codec in Codec::ALL {
-                for rows in [0, 1, ENCODED, ENCODED + 1, 37].map(|count| &rows[..count * WIDTH]) {
-                    assert_eq!(encode(&mut threads, codec, WIDTH, rows), codec.encode(WIDTH, rows), "{codec:?}");
-                }
-            }
-        }
     }
 }

@@ -160,6 +160,8 @@ impl Stage for Pretended {
         Ok(batch.iter().map(|_| RowsOut::Nothing).collect())
     }
 
+    fn encode_rows(&mut self, _: Codec) {}
+
     fn cached_positions(&self, _: SequenceId) -> usize {
         0
     }

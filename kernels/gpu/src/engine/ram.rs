@@ -11,7 +11,7 @@ use cubecl::server::Handle;
 use kernels::order::POSITIONS;
 use kernels::threads::Threads;
 use kernels::tile::{Layout, ROWS as TILE_ROWS};
-use kernels_models::decoder::{PassInput, RowAt};
+use kernels_models::decoder::{PassInput, PassOutput, RowAt};
 use kernels_models::ram::{Expert, Pair, RamExperts, Split};
 use kernels_models::stage::{StageError, StageOptions};
 use kernels_models::weights::ModelFile;
@@ -292,10 +292,11 @@ impl<R: Platform> GpuEngine<R> {
         rows: &[RowAt],
         input: PassInput<'_>,
         wanted: &[usize],
-    ) -> Result<Vec<f32>, StageError> {
+    ) -> Result<PassOutput, StageError> {
         let few = rows.len() <= FEW && self.steps.is_some() && (self.head.is_none() || !wanted.is_empty());
         let results = if few {
-            self.replay_with_ram(ram, threads, rows, input, wanted)?
+            // The decoder encodes rows that come as numbers.
+            PassOutput::Numbers(self.replay_with_ram(ram, threads, rows, input, wanted)?)
         } else {
             self.launch_with_ram(ram, threads, rows, input, wanted)?
         };
@@ -364,7 +365,7 @@ impl<R: Platform> GpuEngine<R> {
         rows: &[RowAt],
         input: PassInput<'_>,
         wanted: &[usize],
-    ) -> Result<Vec<f32>, StageError> {
+    ) -> Result<PassOutput, StageError> {
         self.launched = true;
         let (count, width) = (rows.len(), self.config.width);
         let pairs = count * self.config.experts.map_or(0, |experts| experts.used);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use cubecl::server::Handle;
 use kernels::order::POSITIONS;
-use kernels_models::decoder::{PassInput, QUEUED_MAX, RowAt};
+use kernels_models::decoder::{PassInput, PassOutput, QUEUED_MAX, RowAt};
 use kernels_models::sampler::SamplerSettings;
 use kernels_models::stage::{StageError, StageOptions};
 use kernels_models::weights::ModelConfig;
@@ -16,6 +16,7 @@ use super::GpuEngine;
 use super::memory::Memory;
 use super::spill::Mover;
 use crate::attention::Places;
+use crate::boundary::RowEncoder;
 use crate::draw::{DECIDED, DRAWN_MAX, DRAWN_WORDS, DrawScratch, PARAMETERS, draw, draws, parameters};
 use crate::error::failed;
 use crate::graph::{Buffer, Graph, Graphs, Mark, Pinned};
@@ -40,6 +41,8 @@ pub(super) struct Steps {
     pub(super) hidden: Handle,
     /// Logits if the stage ends with the output head, else `hidden`.
     pub(super) output: Buffer,
+    /// The encoded rows of a step, if an encoding is asked for.
+    encoded: Option<Buffer>,
     pub(super) sent: Pinned,
     pub(super) got: Pinned,
     pub(super) done: Mark,
@@ -160,6 +163,7 @@ impl Steps {
             words,
             hidden,
             output,
+            encoded: None,
             sent,
             got,
             done,
@@ -167,6 +171,25 @@ impl Steps {
             mover: None,
             waited: Duration::ZERO,
         })
+    }
+}
+
+impl Steps {
+    /// Steps from now on do not encode their rows.
+    pub(super) fn forget_encoded(&mut self) {
+        self.encoded = None;
+        self.recorded.clear();
+    }
+
+    /// Steps from now on encode their rows.
+    pub(super) fn prepare_encoded<R: Platform>(
+        &mut self,
+        memory: &Memory<'_, R>,
+        encoder: &RowEncoder,
+    ) -> Result<(), StageError> {
+        let rows = memory.buffer(4 * FEW * encoder.words(), "encoded rows of steps")?;
+        self.encoded = Some(self.graphs.buffer(rows)?);
+        Ok(())
     }
 }
 
@@ -229,9 +252,13 @@ impl<R: Platform> GpuEngine<R> {
         let [tokens, chosen, settings] =
             [Input::Tokens, Input::Chosen, Input::Settings].map(|of| part(words, of, most));
         let (hidden, output, draws) = (&steps.hidden, &steps.output.handle, &steps.draws);
+        let encoded = &steps.encoded;
         let graph = steps.graphs.record(|client| {
             self.layers(client, self.table.as_ref().map(|_| &tokens), &places, hidden);
             self.logits(client, hidden, &chosen, shape.wanted, output);
+            if let (Some(encoder), Some(rows)) = (&self.encoder, encoded) {
+                encoder.encode(client, self.able, hidden, shape.rows, &rows.handle);
+            }
             if let (true, Some(Draws { scratch, drawn, .. })) = (shape.drawn, draws) {
                 draw(client, self.able, scratch, output, &settings, shape.rows, &tokens, &drawn.handle);
             }
@@ -278,7 +305,7 @@ impl<R: Platform> GpuEngine<R> {
         len
     }
 
-    /// Queues a pass of few rows as a graph. Returns the number of results of [`Self::replayed`]. At most one may be queued.
+    /// Queues a pass of few rows as a graph. Returns the number of words for [`Self::replayed`]. At most one may be queued.
     pub(super) fn replay(
         &mut self,
         rows: &[RowAt],
@@ -291,20 +318,25 @@ impl<R: Platform> GpuEngine<R> {
             engine.record(steps, shape)?;
             let words = steps.sent.words();
             let len = engine.write_pass(words, rows, input, wanted);
-            let each = if engine.head.is_some() { engine.config.vocab } else { engine.config.width };
-            let numbers = each * if engine.head.is_some() { wanted.len() } else { rows.len() };
-            let got = &mut steps.got.words()[..numbers];
+            let (from, count) = match (&engine.encoder, &steps.encoded) {
+                (Some(encoder), Some(encoded)) => (encoded, rows.len() * encoder.words()),
+                _ if engine.head.is_some() => (&steps.output, wanted.len() * engine.config.vocab),
+                _ => (&steps.output, rows.len() * engine.config.width),
+            };
+            let got = &mut steps.got.words()[..count];
             let graph = &steps.recorded[&shape].graph;
-            steps.graphs.queue((&words[..len], &steps.words, 0), graph, (got, &steps.output), &steps.done)?;
-            Ok(numbers)
+            steps.graphs.queue((&words[..len], &steps.words, 0), graph, (got, from), &steps.done)?;
+            Ok(count)
         })
     }
 
     /// Waits for the pass that [`Self::replay`] queued.
-    pub(super) fn replayed(&mut self, numbers: usize) -> Result<Vec<f32>, StageError> {
-        let steps = self.steps.as_mut().ok_or_else(|| failed("this device cannot replay steps"))?;
-        wait(&steps.graphs, &steps.done, &mut steps.waited)?;
-        Ok(bytemuck::cast_slice(&steps.got.words()[..numbers]).to_vec())
+    pub(super) fn replayed(&mut self, words: usize) -> Result<PassOutput, StageError> {
+        let mut steps = self.steps.take().ok_or_else(|| failed("this device cannot replay steps"))?;
+        let waited = wait(&steps.graphs, &steps.done, &mut steps.waited);
+        let output = waited.map(|()| self.output_of(bytemuck::cast_slice(&steps.got.words()[..words])));
+        self.steps = Some(steps);
+        output
     }
 
     /// Whether the device samples the tokens of steps with this number of rows and these settings.

@@ -7,6 +7,7 @@ use cubecl::prelude::*;
 use cubecl::profile::TimingMethod;
 use cubecl::server::Handle;
 use cubecl::stream_id::StreamId;
+use kernels::boundary::Codec;
 use kernels::order::Activation;
 use kernels::order::experts::{Gating, Routing};
 use kernels::quant::{QUANT_TYPES, QuantType};
@@ -15,6 +16,7 @@ use rayon::prelude::*;
 
 use crate::arithmetic::Features;
 use crate::attention::{Heads, LayerHeads, Pages, Partials, Places, attend, place};
+use crate::boundary::RowEncoder;
 use crate::compile::{Source, compile, ptx};
 use crate::device::toolkit::{Toolkit, load_from};
 use crate::draw::{DrawScratch, draw};
@@ -150,6 +152,13 @@ fn rows(client: &ComputeClient<Recorder>, wanted: RowFormats) {
     draw(client, ABLE, &DrawScratch::of(handle, 4096), &y, &vector, 1, &handle(), &handle());
 }
 
+/// The encodings of hidden rows.
+fn encodings(client: &ComputeClient<Recorder>) {
+    for codec in [Codec::F16, Codec::Q8, Codec::Q4] {
+        RowEncoder::of(handle, codec, 4096).encode(client, ABLE, &handle(), 2, &handle());
+    }
+}
+
 /// Attention with all options, without any, and within chunks.
 fn attention(client: &ComputeClient<Recorder>, (heads, kv_heads, head_dim): (usize, usize, usize), wanted: RowFormats) {
     let heads = Heads { heads, kv_heads, head_dim, pairs: head_dim / 2, halves: true, half_cells: wanted.integers };
@@ -183,6 +192,7 @@ fn all_launches() -> Vec<Launches> {
         all.push((format!("{kind:?}"), Box::new(move |client| products(client, kind))));
     }
     all.push(("mixtures of experts".to_owned(), Box::new(mixtures)));
+    all.push(("encodings".to_owned(), Box::new(encodings)));
     for (name, floats) in [("int8", false), ("f32", true)] {
         let wanted = RowFormats { floats, integers: !floats };
         all.push((format!("rows of {name}"), Box::new(move |client| rows(client, wanted))));

@@ -117,7 +117,7 @@ fn run(file: &Arc<ModelFile>, layer: usize, input: &Input, threads: &mut Threads
         (0..).zip(rows).map(|(sequence, input)| Rows { sequence, position: 0, input, output: RequestedOutput::Logits });
     let numbers = |out: RowsOut| match out {
         RowsOut::Hidden(numbers) | RowsOut::Logits(numbers) | RowsOut::Embedding(numbers) => Ok(numbers),
-        RowsOut::Token(_) | RowsOut::Tokens(_) | RowsOut::Nothing => {
+        RowsOut::Encoded(_) | RowsOut::Token(_) | RowsOut::Tokens(_) | RowsOut::Nothing => {
             Err(StageError::Input("the layer gave no numbers".to_owned()))
         }
     };
