@@ -515,7 +515,7 @@ fn arrive(event: Event, driver: &DriverHandle, tensors: &TensorStore, ways_in: &
             let (payload, credit) = payload.split();
             let tensor = match head.dtype {
                 Dtype::U32 => Tensor::Tokens(frame::to_u32(&payload)),
-                Dtype::F32 | Dtype::F16 | Dtype::Bf16 => Tensor::Hidden(Arc::new(frame::to_f32(&payload))),
+                Dtype::F32 | Dtype::F16 | Dtype::Bf16 => Tensor::Hidden(frame::to_f32(&payload).into()),
                 Dtype::Rows16 => Tensor::Encoded { codec: Codec::F16, rows: payload },
                 Dtype::Rows8 => Tensor::Encoded { codec: Codec::Q8, rows: payload },
                 Dtype::Rows4 => Tensor::Encoded { codec: Codec::Q4, rows: payload },

@@ -1,10 +1,10 @@
 //! Tensor payloads by id: the core passes ids around, the bytes stay here.
 use bytes::Bytes;
 use kernels::boundary::Codec;
+use kernels_models::hidden_rows::HiddenRows;
 use node_core::id::TensorId;
 use parking_lot::Mutex;
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use transport::frame::Dtype;
@@ -13,7 +13,7 @@ use transport::frame::Dtype;
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Tensor {
     /// Hidden rows `[count, width]`: shared, because they may be sent to several peers and more than once.
-    Hidden(Arc<Vec<f32>>),
+    Hidden(HiddenRows),
     /// Encoded hidden rows, all of the same number of bytes.
     Encoded {
         /// The encoding.
@@ -81,8 +81,7 @@ impl TensorStore {
         let parts = match self.take(id) {
             Some(Tensor::Hidden(rows)) => {
                 let width = rows.len().checked_div(of as usize).unwrap_or(0);
-                let parts = rows.split_at_checked(at as usize * width);
-                parts.map(|(first, rest)| [first, rest].map(|part| Tensor::Hidden(Arc::new(part.to_vec()))))
+                rows.split_at(at as usize * width).map(|parts| parts.map(Tensor::Hidden))
             }
             Some(Tensor::Encoded { codec, rows }) => {
                 let at = at as usize * rows.len().checked_div(of as usize).unwrap_or(0);
@@ -121,7 +120,7 @@ pub(crate) fn join(parts: Vec<Option<Tensor>>) -> Option<Tensor> {
     let parts = parts.into_iter().collect::<Option<Vec<Tensor>>>()?;
     parts.into_iter().reduce(|joined, part| match (joined, part) {
         (Tensor::Hidden(mut rows), Tensor::Hidden(more)) => {
-            Arc::make_mut(&mut rows).extend_from_slice(&more);
+            rows.append(&more);
             Tensor::Hidden(rows)
         }
         (Tensor::Encoded { codec, rows }, Tensor::Encoded { codec: other, rows: more }) if codec == other => {
@@ -146,10 +145,10 @@ mod tests {
     fn rows_and_tokens_are_split() {
         let store = TensorStore::default();
         let [whole, first, rest] = [1, 2, 3].map(TensorId::Produced);
-        store.put(whole, Tensor::Hidden(Arc::new(vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0])));
+        store.put(whole, Tensor::Hidden(vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0].into()));
         store.split(whole, 1, 3, [first, rest]);
-        assert_eq!(store.take(first), Some(Tensor::Hidden(Arc::new(vec![1.0, 2.0]))));
-        assert_eq!(store.take(rest), Some(Tensor::Hidden(Arc::new(vec![3.0, 4.0, 5.0, 6.0]))));
+        assert_eq!(store.take(first), Some(Tensor::Hidden(vec![1.0, 2.0].into())));
+        assert_eq!(store.take(rest), Some(Tensor::Hidden(vec![3.0, 4.0, 5.0, 6.0].into())));
         let encoded = |rows: &'static [u8]| Tensor::Encoded { codec: Codec::Q4, rows: Bytes::from_static(rows) };
         store.put(whole, encoded(b"aabbcc"));
         store.split(whole, 1, 3, [first, rest]);
@@ -167,7 +166,7 @@ mod tests {
 
     #[test]
     fn payloads_are_joined_unless_one_is_missing() {
-        let rows = |values: &[f32]| Some(Tensor::Hidden(Arc::new(values.to_vec())));
+        let rows = |values: &[f32]| Some(Tensor::Hidden(values.to_vec().into()));
         assert_eq!(join(vec![rows(&[1.0, 2.0]), rows(&[3.0])]), rows(&[1.0, 2.0, 3.0]));
         assert_eq!(join(vec![rows(&[1.0]), None]), None);
         let encoded = |codec, rows: &'static [u8]| Some(Tensor::Encoded { codec, rows: Bytes::from_static(rows) });

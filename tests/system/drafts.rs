@@ -7,7 +7,7 @@ use std::time::Duration;
 const TOKENS: u32 = 160;
 
 /// A file, and the beginning of a copy of it: what a model repeats.
-fn edit() -> String {
+pub(crate) fn edit() -> String {
     let lines: Vec<String> = (0..9)
         .map(|i| format!("    let x{i} = read(base + {});\n    check(x{i} <= limit, \"register {i}\")?;\n", 4 * i))
         .collect();

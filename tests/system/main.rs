@@ -25,6 +25,7 @@ mod load;
 mod mesh;
 mod replicas;
 mod reshape;
+mod round_trips;
 mod serving;
 mod slow_link;
 mod standby;

@@ -292,13 +292,6 @@ fn survey_kernel(
     }
     let largest = largest_of(largest, &mut shared);
     let mut finite = largest < INFINITE;
-    if comptime!(codec == Codec::F16) {
-        if unit == 0 {
-            let power = select(finite, exponent(largest) - 15i32, comptime!(NAN_ROW as i32).runtime());
-            heads[head] = u32::reinterpret(power);
-        }
-        terminate!();
-    }
     // Outliers are the elements above this magnitude, and of those equal to it the first `wanted`.
     let mut least = 0x7fff_ffffu32.runtime();
     let mut wanted = 0u32;
@@ -365,6 +358,9 @@ fn survey_kernel(
         }
     }
     let mut power = 0i32;
+    if comptime!(codec == Codec::F16) {
+        power = exponent(largest) - 15i32;
+    }
     if comptime!(codec == Codec::Q4) {
         let blocks = cols.div_ceil(comptime!(ROTATED));
         let mut size = 0u32;

@@ -31,6 +31,7 @@ use crate::product::operands::{Activations, Matrix, Target};
 use crate::product::{gate_product, gates, product};
 use crate::rows::{RowFormats, cap, embed, gated, norm, norm_add};
 
+mod handover;
 mod layers;
 pub(crate) mod memory;
 mod mixture;
@@ -206,7 +207,6 @@ impl<R: Platform> GpuEngine<R> {
         let working = (pages * heads.page_bytes() * layers.len()) as u64 + scratch_bytes;
         let working = working + ram.as_ref().map_or(0, |ram| ram.device_bytes());
         let pool = Pool::new(pages);
-        let bytes = ResidentBytes { weights, working };
         let begun = Instant::now();
         let graphs = if able.matrices { R::graphs(&client, number)? } else { None };
         let steps = graphs.map(|graphs| {
@@ -214,6 +214,7 @@ impl<R: Platform> GpuEngine<R> {
             Steps::new(graphs, &memory, &config, &options, embedded)
         });
         let steps = steps.transpose()?;
+        let bytes = ResidentBytes { weights, working: working + steps.as_ref().map_or(0, Steps::handover_bytes) };
         phases.kernels_s = begun.elapsed().as_secs_f64();
         phases.total_s = start.elapsed().as_secs_f64();
         Ok(Self {
@@ -247,21 +248,31 @@ impl<R: Platform> GpuEngine<R> {
         wanted: &[usize],
     ) -> Result<Option<PassOutput>, StageError> {
         if rows.len() <= FEW && self.steps.is_some() && (self.head.is_none() || !wanted.is_empty()) {
-            let words = self.replay(rows, input, wanted)?;
-            self.queued.push_back(Queued::Step { words });
+            let (words, kept) = self.replay(rows, input, wanted)?;
+            self.queued.push_back(Queued::Step { words, kept });
             return Ok(None);
         }
         self.launched = true;
-        let (tokens, hidden, places) = self.uploaded(rows, input);
+        let (tokens, hidden, places) = self.uploaded(rows, input)?;
         self.layers(&self.client, tokens.as_ref(), &places, &hidden);
         self.begin_results(&hidden, rows.len(), wanted)
     }
 
     /// Uploads the input of a pass: tokens, if it has them, hidden rows, or room for them, and the places of the rows.
-    fn uploaded(&self, rows: &[RowAt], input: PassInput<'_>) -> (Option<Handle>, Handle, Places) {
+    fn uploaded(
+        &mut self,
+        rows: &[RowAt],
+        input: PassInput<'_>,
+    ) -> Result<(Option<Handle>, Handle, Places), StageError> {
         let (tokens, hidden) = match input {
             PassInput::Tokens(tokens) => (Some(self.upload(bytemuck::cast_slice(tokens))), self.scratch.hidden.clone()),
-            PassInput::Hidden(hidden) => (None, self.upload(bytemuck::cast_slice(hidden))),
+            PassInput::Hidden(pieces) => match self.brought(pieces)? {
+                Some(hidden) => (None, hidden),
+                None => {
+                    let bytes: Vec<&[u8]> = pieces.iter().map(|piece| bytemuck::cast_slice(piece.rows)).collect();
+                    (None, self.client.create(Bytes::from_bytes_vec(bytes.concat())))
+                }
+            },
         };
         let (table, tables) = self.tables(rows, None);
         let places = Places {
@@ -271,7 +282,7 @@ impl<R: Platform> GpuEngine<R> {
             tables_len: tables.len(),
             blocks: rows.iter().map(|row| row.position / POSITIONS + 1).max().unwrap_or(1),
         };
-        (tokens, hidden, places)
+        Ok((tokens, hidden, places))
     }
 
     /// All layers, preceded by the embedding of `tokens` if given.

@@ -398,8 +398,13 @@ pub(crate) struct Buffer {
 }
 
 impl Buffer {
+    /// Its device address.
+    pub(crate) fn address(&self) -> u64 {
+        self.address
+    }
+
     /// Device address of `words` words from byte `offset` on.
-    fn part(&self, offset: usize, words: usize) -> Result<u64, StageError> {
+    pub(crate) fn part(&self, offset: usize, words: usize) -> Result<u64, StageError> {
         let (end, size) = ((offset + 4 * words) as u64, self.handle.size_in_used());
         if end > size {
             return Err(failed(format!("a copy up to byte {end} of a buffer of {size}")));
@@ -469,7 +474,18 @@ impl Graphs {
         })
     }
 
-    fn enter(&self) -> Result<(), StageError> {
+    /// Number of the device.
+    pub(crate) fn number(&self) -> usize {
+        self.number
+    }
+
+    /// The device's primary context.
+    pub(crate) fn context(&self) -> sys::CUcontext {
+        self.context
+    }
+
+    /// Makes the context current on this thread.
+    pub(crate) fn enter(&self) -> Result<(), StageError> {
         // SAFETY: the context was retained.
         unsafe { result::ctx::set_current(self.context) }.map_err(failed)
     }
@@ -588,13 +604,13 @@ impl Graphs {
         }
     }
 
-    /// Queues, in this order: a copy of `sent` to buffer `to` from word `start` on, a graph, a copy of buffer `from` to `got`, and
-    /// the mark. The caller must wait for the mark before it uses `sent` or `got` again.
+    /// Queues, in this order: a copy of `sent` to buffer `to` from word `start` on, a graph, a copy of buffer `from` to `got`, and to
+    /// `also` if given, and the mark. The caller must wait for the mark before it uses `sent` or `got` again.
     pub(crate) fn queue(
         &self,
         (sent, to, start): (&[u32], &Buffer, usize),
         graph: &Graph,
-        (got, from): (&mut [u32], &Buffer),
+        (got, from, also): (&mut [u32], &Buffer, Option<&Buffer>),
         mark: &Mark,
     ) -> Result<(), StageError> {
         self.enter()?;
@@ -603,9 +619,25 @@ impl Graphs {
         unsafe {
             result::memcpy_htod_async(to.address + 4 * start as u64, sent, self.stream).map_err(failed)?;
             result::graph::launch(graph.0, self.stream).map_err(failed)?;
+            if let Some(also) = also {
+                let to = also.part(0, got.len())?;
+                result::memcpy_dtod_async(to, from.address, 4 * got.len(), self.stream).map_err(failed)?;
+            }
             result::memcpy_dtoh_async(got, from.address, self.stream).map_err(failed)?;
             result::event::record(mark.0, self.stream).map_err(failed)
         }
+    }
+
+    /// Queues a copy from an address of another device, whose context is given, to one of this device.
+    pub(crate) fn queue_peer_copy(
+        &self,
+        to: u64,
+        (from, context): (u64, sys::CUcontext),
+        bytes: usize,
+    ) -> Result<(), StageError> {
+        self.enter()?;
+        // SAFETY: the caller keeps both buffers, which have room for the bytes, until the copy is complete.
+        unsafe { sys::cuMemcpyPeerAsync(to, self.context, from, context, bytes, self.stream) }.result().map_err(failed)
     }
 
     /// Queues a graph.

@@ -20,6 +20,7 @@ mod inline;
 mod load;
 mod open;
 mod pages;
+mod peers;
 mod platform;
 mod product;
 mod rows;

@@ -174,7 +174,7 @@ fn continued<'a>(batch: &[Entry], hidden: &'a [RowsOut], output: RequestedOutput
     let mut all = Vec::with_capacity(batch.len());
     for ((sequence, position, _), out) in batch.iter().zip(hidden) {
         if let RowsOut::Hidden(hidden) = out {
-            all.push(Rows { sequence: *sequence, position: *position, input: RowsIn::Hidden(hidden), output });
+            all.push(Rows { sequence: *sequence, position: *position, input: RowsIn::Hidden(hidden.piece()), output });
         }
     }
     all
@@ -199,7 +199,8 @@ fn bits(stage: &mut dyn Stage, threads: &mut Threads, batch: &[Entry]) -> Result
 
 fn numbers(out: Vec<RowsOut>) -> Vec<u32> {
     let numbers = |out| match out {
-        RowsOut::Logits(numbers) | RowsOut::Hidden(numbers) | RowsOut::Embedding(numbers) => numbers,
+        RowsOut::Logits(numbers) | RowsOut::Embedding(numbers) => numbers,
+        RowsOut::Hidden(rows) => rows.to_vec(),
         RowsOut::Encoded(_) | RowsOut::Token(_) | RowsOut::Tokens(_) | RowsOut::Nothing => Vec::new(),
     };
     out.into_iter().flat_map(numbers).map(f32::to_bits).collect()

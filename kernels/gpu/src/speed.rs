@@ -285,7 +285,7 @@ impl<'a, R: Platform> Runner<'a, R> {
         for _ in 0..STEPS {
             std::thread::sleep(IDLE);
             let start = Instant::now();
-            graphs.queue((sent.words(), &words, 0), &graph, (got.words(), &out), &mark).map_err(text)?;
+            graphs.queue((sent.words(), &words, 0), &graph, (got.words(), &out, None), &mark).map_err(text)?;
             graphs.wait(&mark).map_err(text)?;
             steps.push(start.elapsed());
         }

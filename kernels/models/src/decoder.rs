@@ -2,7 +2,6 @@
 //! open sequences, samples tokens and queues the next decode step ahead of its request.
 //!
 //! This logic exists once; an [`Engine`] only computes passes. Next: `model.rs`, the CPU engine.
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -11,6 +10,7 @@ use kernels::order::rms_norm;
 use kernels::threads::Threads;
 use parking_lot::Mutex;
 
+use crate::hidden_rows::{OnDevice, Piece, cut};
 use crate::sampler::{Sampler, SamplerSettings};
 use crate::stage::{
     Draw, Drawn, Logprobs, RequestedOutput, ResidentBytes, Rows, RowsIn, RowsOut, SequenceId, Stage, StageError,
@@ -37,8 +37,8 @@ pub struct RowAt {
 pub enum PassInput<'a> {
     /// One token id per row, each within the vocabulary (stage with layer 0).
     Tokens(&'a [u32]),
-    /// `[rows, width]` (any other stage).
-    Hidden(&'a [f32]),
+    /// `[rows, width]`, in pieces (any other stage).
+    Hidden(&'a [Piece<'a>]),
 }
 
 /// Output of a pass.
@@ -46,6 +46,8 @@ pub enum PassInput<'a> {
 pub enum PassOutput {
     /// Logits `[requested, vocabulary]`, or hidden rows `[rows, width]`.
     Numbers(Vec<f32>),
+    /// Hidden rows, which the device holds too.
+    Held(Vec<f32>, OnDevice),
     /// Hidden rows in the encoding that [`Engine::encode_rows`] asked for.
     Encoded(Vec<u8>),
 }
@@ -57,7 +59,7 @@ impl PassOutput {
     /// The engine encoded them nevertheless.
     fn numbers(self) -> Result<Vec<f32>, StageError> {
         match self {
-            Self::Numbers(numbers) => Ok(numbers),
+            Self::Numbers(numbers) | Self::Held(numbers, _) => Ok(numbers),
             Self::Encoded(_) => Err(StageError::Device("expected numbers from the engine, found encoded rows".into())),
         }
     }
@@ -312,11 +314,11 @@ impl<E: Engine> Decoder<E> {
                 tokens.len()
             }
             RowsIn::Hidden(hidden) if !self.embeds() => {
-                if !hidden.len().is_multiple_of(self.width) {
-                    let found = hidden.len();
+                if !hidden.rows.len().is_multiple_of(self.width) {
+                    let found = hidden.rows.len();
                     return Err(StageError::Input(format!("expected rows of {} numbers, found {found}", self.width)));
                 }
-                hidden.len() / self.width
+                hidden.rows.len() / self.width
             }
             RowsIn::Tokens(_) => {
                 return Err(StageError::Input("expected hidden rows, found tokens: the stage has no layer 0".into()));
@@ -391,15 +393,6 @@ impl Joined {
     }
 }
 
-/// The inputs of a batch one after another. That of a single entry is not copied.
-fn concatenated<'a, T: Copy>(mut inputs: impl Iterator<Item = &'a [T]>) -> Cow<'a, [T]> {
-    let Some(first) = inputs.next() else { return Cow::Borrowed(&[]) };
-    inputs.fold(Cow::Borrowed(first), |mut all, more| {
-        all.to_mut().extend_from_slice(more);
-        all
-    })
-}
-
 impl<E: Engine> Decoder<E> {
     /// Reserves cache for a batch and records the new lengths.
     fn reserve(&mut self, batch: &[Rows<'_>], counts: &[usize]) -> Result<(), StageError> {
@@ -419,23 +412,19 @@ impl<E: Engine> Decoder<E> {
     fn begin(&mut self, threads: &mut Threads, batch: &[Rows<'_>], counts: &[usize]) -> Result<Passes, StageError> {
         let mut passes = Passes { joined: Joined::of(batch, counts), outputs: Vec::new() };
         let joined = &passes.joined;
-        let tokens = batch.iter().filter_map(|rows| match rows.input {
-            RowsIn::Tokens(tokens) => Some(tokens),
-            RowsIn::Hidden(_) => None,
-        });
-        let hidden = batch.iter().filter_map(|rows| match rows.input {
-            RowsIn::Hidden(hidden) => Some(hidden),
-            RowsIn::Tokens(_) => None,
-        });
-        let (tokens, hidden) = (concatenated(tokens), concatenated(hidden));
+        let (mut tokens, mut hidden) = (Vec::new(), Vec::new());
+        for rows in batch {
+            match rows.input {
+                RowsIn::Tokens(more) => tokens.extend(more),
+                RowsIn::Hidden(piece) => hidden.push(piece),
+            }
+        }
         for (index, rows) in joined.rows.chunks(E::ROWS_PER_PASS).enumerate() {
             let start = index * E::ROWS_PER_PASS;
             let pass = start..start + rows.len();
-            let input = if self.embeds() {
-                PassInput::Tokens(&tokens[pass.clone()])
-            } else {
-                PassInput::Hidden(&hidden[pass.start * self.width..pass.end * self.width])
-            };
+            let pieces = cut(&hidden, pass.start * self.width, pass.end * self.width);
+            let input =
+                if self.embeds() { PassInput::Tokens(&tokens[pass.clone()]) } else { PassInput::Hidden(&pieces) };
             let requested = if self.has_head() { joined.requested_of(&pass) } else { Vec::new() };
             match self.engine.pass(threads, rows, input, &requested) {
                 Ok(output) => passes.outputs.push(output),

@@ -275,7 +275,7 @@ impl<'a> Run<'a> {
                     *hidden = codec.decode(self.width, &coded).map_err(|e| StageError::Input(e.to_string()))?;
                 }
             }
-            let inputs = spread.iter().zip(&outputs).map(|(row, hidden)| (row.sequence(), RowsIn::Hidden(hidden)));
+            let inputs = spread.iter().zip(&outputs).map(|(row, hidden)| (row.sequence(), RowsIn::hidden(hidden)));
             outputs = forward(&mut **stage, &mut self.threads, inputs, position)?;
         }
         Ok(outputs)
@@ -310,7 +310,8 @@ fn forward<'r>(
     let batch: Vec<Rows<'_>> =
         inputs.map(|(sequence, input)| Rows { sequence, position, input, output: RequestedOutput::Logits }).collect();
     let numbers = |output| match output {
-        RowsOut::Hidden(numbers) | RowsOut::Logits(numbers) | RowsOut::Embedding(numbers) => Ok(numbers),
+        RowsOut::Hidden(rows) => Ok(rows.to_vec()),
+        RowsOut::Logits(numbers) | RowsOut::Embedding(numbers) => Ok(numbers),
         RowsOut::Encoded(_) | RowsOut::Token(_) | RowsOut::Tokens(_) | RowsOut::Nothing => {
             Err(StageError::Device("the stage returned neither rows nor logits".into()))
         }

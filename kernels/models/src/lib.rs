@@ -18,6 +18,7 @@ pub mod weights;
 
 mod attention;
 mod engine;
+pub mod hidden_rows;
 mod kv_cache;
 
 pub use engine::ram;

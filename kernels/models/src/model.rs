@@ -126,7 +126,14 @@ impl decoder::Engine for CpuEngine {
                 let rows = engine.hidden.chunks_exact_mut(*width);
                 rows.zip(tokens).for_each(|(hidden, token)| embed(table, recipe, *token, hidden));
             }
-            PassInput::Hidden(hidden) => engine.hidden.copy_from_slice(hidden),
+            PassInput::Hidden(pieces) => {
+                let mut rest = &mut engine.hidden[..];
+                for piece in pieces {
+                    let (rows, after) = rest.split_at_mut(piece.rows.len());
+                    rows.copy_from_slice(piece.rows);
+                    rest = after;
+                }
+            }
         }
         for (index, weights) in layers.iter().enumerate() {
             engine.layer(pool, &recipe.layers[options.layers.start + index], weights, index);

@@ -4,6 +4,7 @@ use std::ops::Range;
 use kernels::boundary::Codec;
 use kernels::threads::Threads;
 
+use crate::hidden_rows::{HiddenRows, Piece};
 use crate::sampler::{LogitChanges, SampleError, SamplerSettings};
 
 /// Options to load a stage.
@@ -108,14 +109,22 @@ pub enum RowsIn<'a> {
     /// Token ids (stage with layer 0).
     Tokens(&'a [u32]),
     /// Hidden rows, `[count, width]` row-major (any other stage).
-    Hidden(&'a [f32]),
+    Hidden(Piece<'a>),
+}
+
+impl<'a> RowsIn<'a> {
+    /// Hidden rows in RAM.
+    #[must_use]
+    pub fn hidden(rows: &'a [f32]) -> Self {
+        Self::Hidden(Piece::in_ram(rows))
+    }
 }
 
 /// Output rows, one value per entry of the batch.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RowsOut {
     /// Hidden rows `[count, width]` for the next stage.
-    Hidden(Vec<f32>),
+    Hidden(HiddenRows),
     /// The same in the encoding that [`Stage::encode_rows`] asked for.
     Encoded(Vec<u8>),
     /// Logits `[vocabulary]` of the last row.

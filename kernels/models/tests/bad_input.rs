@@ -220,7 +220,7 @@ fn through(stages: &mut [Box<dyn Stage>], sequence: u64, prompt: &[u32]) -> Resu
     let mut out = step(first, RowsIn::Tokens(prompt))?;
     for stage in rest {
         let RowsOut::Hidden(hidden) = out else { panic!("expected hidden rows, found {out:?}") };
-        out = step(stage, RowsIn::Hidden(&hidden))?;
+        out = step(stage, RowsIn::hidden(&hidden))?;
     }
     assert!(matches!(out, RowsOut::Token(_)), "{out:?}");
     Ok(out)
@@ -242,7 +242,7 @@ fn non_finite_hidden_rows_are_detected_when_sampling() {
                 logprobs: None,
             };
             let rows =
-                Rows { sequence: 1, position: 0, input: RowsIn::Hidden(&hidden), output: RequestedOutput::Token(draw) };
+                Rows { sequence: 1, position: 0, input: RowsIn::hidden(&hidden), output: RequestedOutput::Token(draw) };
             let error = stage.forward(&mut Threads::new(2).unwrap(), &[rows]).unwrap_err().to_string();
             assert!(error.starts_with("layers 1-2, position 2: "), "{bad} {activations:?}: {error}");
         }

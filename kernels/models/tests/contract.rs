@@ -51,7 +51,7 @@ fn through(stages: &mut [Loaded], sequence: u64, position: usize, tokens: &[u32]
     let mut out = step(first, RowsIn::Tokens(tokens));
     for stage in rest {
         let RowsOut::Hidden(hidden) = out else { panic!("expected hidden rows") };
-        out = step(stage, RowsIn::Hidden(&hidden));
+        out = step(stage, RowsIn::hidden(&hidden));
     }
     bits(&out)
 }
@@ -241,7 +241,7 @@ fn invalid_batches_are_rejected_and_change_nothing() {
     let long = vec![1; 601];
     let beyond = [file.config().vocab as u32];
     let wrong: Vec<(Vec<Rows<'_>>, &str)> = vec![
-        (vec![rows(1, 0, RowsIn::Hidden(&hidden))], "hidden rows"),
+        (vec![rows(1, 0, RowsIn::hidden(&hidden))], "hidden rows"),
         (vec![rows(1, 0, RowsIn::Tokens(&beyond))], "token id below"),
         (vec![rows(1, 4, RowsIn::Tokens(&[1]))], "3 are cached"),
         (vec![rows(2, 1, RowsIn::Tokens(&[1]))], "0 are cached"),
@@ -257,8 +257,8 @@ fn invalid_batches_are_rejected_and_change_nothing() {
         assert_eq!((first.stage.cached_positions(1), first.stage.cached_positions(2)), (3, 0));
     }
     assert!(last.forward(&[rows(1, 0, RowsIn::Tokens(&[1]))]).is_err());
-    assert!(last.forward(&[rows(1, 0, RowsIn::Hidden(&hidden[1..]))]).is_err());
-    assert!(last.forward(&[rows(1, 0, RowsIn::Hidden(&hidden))]).is_ok());
+    assert!(last.forward(&[rows(1, 0, RowsIn::hidden(&hidden[1..]))]).is_err());
+    assert!(last.forward(&[rows(1, 0, RowsIn::hidden(&hidden))]).is_ok());
 
     for (layers, sequences, context, threads) in [(0..4, 1, 1, 1), (1..1, 1, 1, 1), (0..3, 0, 1, 1), (0..3, 1, 1, 0)] {
         let options = StageOptions { layers, sequences, context, activations: Activations::Int8, ram: 0, threads };

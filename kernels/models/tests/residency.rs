@@ -19,7 +19,7 @@ fn a_stage_holds_its_own_weights_once() {
     stage
         .forward(
             &mut Threads::new(2).unwrap(),
-            &[Rows { sequence: 0, position: 0, input: RowsIn::Hidden(&hidden), output: RequestedOutput::Nothing }],
+            &[Rows { sequence: 0, position: 0, input: RowsIn::hidden(&hidden), output: RequestedOutput::Nothing }],
         )
         .unwrap();
 

@@ -10,7 +10,6 @@ use node_core::id::Epoch;
 use node_core::limits::CHALLENGE_STEPS;
 use node_core::work::Payload;
 use node_core::work::serve::{Item, ItemResult, Logprobs, SampleSpec, Sampled, Sampling};
-use std::sync::Arc;
 use std::time::Duration;
 
 /// A loaded stage.
@@ -110,7 +109,7 @@ impl Inputs {
         for tensor in self.rows.iter_mut().flatten() {
             if let Tensor::Encoded { codec, rows } = tensor {
                 let rows = codec.decode(width, rows).map_err(|e| format!("rows from the stage before: {e}"))?;
-                *tensor = Tensor::Hidden(Arc::new(rows));
+                *tensor = Tensor::Hidden(rows.into());
             }
         }
         Ok(())
@@ -133,7 +132,7 @@ pub(super) fn results(tensors: &TensorStore, items: &[Item], outputs: Vec<RowsOu
         ItemResult::Hidden
     };
     let result = |(item, output): (&Item, RowsOut)| match output {
-        RowsOut::Hidden(rows) => hidden(item, Tensor::Hidden(Arc::new(rows))),
+        RowsOut::Hidden(rows) => hidden(item, Tensor::Hidden(rows)),
         RowsOut::Encoded(rows) => hidden(item, Tensor::Encoded { codec, rows: rows.into() }),
         RowsOut::Token(drawn) => ItemResult::Token(sampled(drawn)),
         RowsOut::Tokens(tokens) => ItemResult::Tokens(tokens),
@@ -188,15 +187,18 @@ fn digest(stage: &mut dyn Stage, threads: &mut Threads, nonce: u64) -> Result<u6
         // Every vocabulary has at least 256 tokens.
         let token = [u32::from(bytes[position as usize])];
         // A stage that takes tokens rejects hidden rows with `Input`, without changing its state.
-        let outputs = match stage.forward(threads, &[row(RowsIn::Hidden(&hidden))]) {
+        let outputs = match stage.forward(threads, &[row(RowsIn::hidden(&hidden))]) {
             Err(StageError::Input(_)) => stage.forward(threads, &[row(RowsIn::Tokens(&token))]),
             answer => answer,
         };
         for output in outputs? {
-            if let RowsOut::Hidden(values) | RowsOut::Logits(values) | RowsOut::Embedding(values) = output {
-                for value in values {
-                    digest.update(&value.to_bits().to_le_bytes());
-                }
+            let values = match &output {
+                RowsOut::Hidden(rows) => &rows[..],
+                RowsOut::Logits(values) | RowsOut::Embedding(values) => values,
+                RowsOut::Encoded(_) | RowsOut::Token(_) | RowsOut::Tokens(_) | RowsOut::Nothing => &[],
+            };
+            for value in values {
+                digest.update(&value.to_bits().to_le_bytes());
             }
         }
     }
@@ -206,7 +208,7 @@ fn digest(stage: &mut dyn Stage, threads: &mut Threads, nonce: u64) -> Result<u6
 fn rows<'a>(item: &'a Item, input: Option<&'a Tensor>, allowed: Option<&'a [u32]>) -> Result<Rows<'a>, String> {
     let input = match input {
         Some(Tensor::Tokens(tokens)) => RowsIn::Tokens(tokens),
-        Some(Tensor::Hidden(rows)) => RowsIn::Hidden(rows),
+        Some(Tensor::Hidden(rows)) => RowsIn::Hidden(rows.piece()),
         Some(Tensor::Encoded { .. }) => return Err("the rows of a frame were not decoded".into()),
         Some(Tensor::Halo { .. }) => {
             return Err("a stage got cells of a grid as input; expected rows or tokens".into());

@@ -126,7 +126,7 @@ fn warm(stage: &mut dyn Stage, threads: usize, is_first: bool) -> Result<(), Sta
     // Separate threads: the device thread uses the node's own at the same time.
     let mut threads = Threads::new(threads).map_err(|e| StageError::Device(format!("{threads} threads: {e}")))?;
     let zeros = vec![0.0; stage.width()];
-    let input = if is_first { RowsIn::Tokens(&[0]) } else { RowsIn::Hidden(&zeros) };
+    let input = if is_first { RowsIn::Tokens(&[0]) } else { RowsIn::hidden(&zeros) };
     let draw =
         Draw { settings: SamplerSettings::greedy(), position: 1, changes: LogitChanges::default(), logprobs: None };
     let row = Rows { sequence: u64::MAX, position: 0, input, output: RequestedOutput::Token(draw) };

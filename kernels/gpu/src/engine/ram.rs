@@ -369,7 +369,7 @@ impl<R: Platform> GpuEngine<R> {
         self.launched = true;
         let (count, width) = (rows.len(), self.config.width);
         let pairs = count * self.config.experts.map_or(0, |experts| experts.used);
-        let (tokens, hidden, places) = self.uploaded(rows, input);
+        let (tokens, hidden, places) = self.uploaded(rows, input)?;
         let pass = Pass { tokens: tokens.as_ref(), places: &places, hidden: &hidden };
         let first = |handle: &Handle, words: usize| {
             let unused = handle.size() - 4 * words as u64;
@@ -439,7 +439,7 @@ impl<R: Platform> GpuEngine<R> {
             };
             let result = (|| {
                 recorded.record(engine, steps, &ram.cuts, shape)?;
-                let len = engine.write_pass(steps.sent.words(), rows, input, wanted);
+                let len = engine.write_pass(steps.sent.words(), rows, Some(input), wanted);
                 steps.graphs.queue_write(&steps.sent.words()[..len], &steps.words, 0)?;
                 let Recorded { pieces, read, got, staged, sent, arrived, .. } = &mut recorded;
                 let pieces = &pieces[&shape].graphs;

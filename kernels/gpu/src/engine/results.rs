@@ -1,4 +1,6 @@
 //! The results of passes: logits, or hidden rows, which the device encodes if that is asked for.
+use std::sync::Arc;
+
 use cubecl::server::Handle;
 use kernels::boundary::Codec;
 use kernels_gpu_grids::{PendingRead, submit_read};
@@ -9,14 +11,16 @@ use super::GpuEngine;
 use super::memory::{Memory, ROWS};
 use crate::boundary::RowEncoder;
 use crate::error::failed;
+use crate::load::write;
+use crate::peers::Kept;
 use crate::platform::Platform;
 
 /// A pass queued on the device.
 pub(super) enum Queued {
     /// A replayed step with this number of result words.
-    Step { words: usize },
+    Step { words: usize, kept: Option<Kept> },
     /// A pass launched by CubeCL, and the read of its results.
-    Read(PendingRead),
+    Read { coming: PendingRead, kept: Option<Kept> },
 }
 
 impl<R: Platform> GpuEngine<R> {
@@ -53,11 +57,16 @@ impl<R: Platform> GpuEngine<R> {
         if let Some(encoder) = &self.encoder {
             let encoded = self.client.empty(4 * count * encoder.words());
             encoder.encode(&self.client, self.able, hidden, count, &encoded);
-            return self.read(encoded).map(|()| None);
+            return self.read(encoded, None).map(|()| None);
         }
         if self.head.is_none() {
-            let unused = hidden.size() - (count * self.config.width * 4) as u64;
-            return self.read(hidden.clone().offset_end(unused)).map(|()| None);
+            let words = count * self.config.width;
+            let kept = self.claim().map(|(buffer, kept)| {
+                write(&self.client, hidden, buffer, 0, words);
+                kept
+            });
+            let unused = hidden.size() - 4 * words as u64;
+            return self.read(hidden.clone().offset_end(unused), kept).map(|()| None);
         }
         if wanted.is_empty() {
             self.client.flush().map_err(failed)?;
@@ -67,33 +76,38 @@ impl<R: Platform> GpuEngine<R> {
         let chosen = self.upload(bytemuck::cast_slice(&chosen));
         let logits = self.client.empty(wanted.len() * self.config.vocab * 4);
         self.logits(&self.client, hidden, &chosen, wanted.len(), &logits);
-        self.read(logits).map(|()| None)
+        self.read(logits, None).map(|()| None)
     }
 
     /// Starts to read results back. Flushes first to get errors: after a failure the device would return stale data.
-    fn read(&mut self, results: Handle) -> Result<(), StageError> {
+    fn read(&mut self, results: Handle, kept: Option<Kept>) -> Result<(), StageError> {
         self.client.flush().map_err(failed)?;
-        self.queued.push_back(Queued::Read(submit_read(self.client.clone(), results)));
+        let coming = submit_read(self.client.clone(), results);
+        self.queued.push_back(Queued::Read { coming, kept });
         Ok(())
     }
 
     /// Waits for the oldest queued pass.
     pub(super) fn arrive(&mut self) -> Result<PassOutput, StageError> {
         match self.queued.pop_front().ok_or_else(|| failed("no pass is queued"))? {
-            Queued::Step { words } => self.replayed(words),
-            Queued::Read(coming) => {
+            Queued::Step { words, kept } => self.replayed(words, kept),
+            Queued::Read { coming, kept } => {
                 let read = cubecl::future::block_on(coming).map_err(failed)?;
+                if let Some(handover) = self.steps.as_mut().and_then(|steps| steps.handover.as_mut()) {
+                    handover.waited();
+                }
                 let bytes = read.first().ok_or_else(|| failed("a read gave nothing"))?;
-                Ok(self.output_of(bytes))
+                Ok(self.output_of(bytes, kept))
             }
         }
     }
 
     /// The output of a pass, as it was read from the device.
-    pub(super) fn output_of(&self, bytes: &[u8]) -> PassOutput {
-        match &self.encoder {
-            Some(encoder) => PassOutput::Encoded(encoder.bytes(bytes)),
-            None => PassOutput::Numbers(bytemuck::pod_collect_to_vec(bytes)),
+    pub(super) fn output_of(&self, bytes: &[u8], kept: Option<Kept>) -> PassOutput {
+        match (&self.encoder, kept) {
+            (Some(encoder), _) => PassOutput::Encoded(encoder.bytes(bytes)),
+            (None, Some(kept)) => PassOutput::Held(bytemuck::pod_collect_to_vec(bytes), Arc::new(kept)),
+            (None, None) => PassOutput::Numbers(bytemuck::pod_collect_to_vec(bytes)),
         }
     }
 }

@@ -8,11 +8,13 @@ use std::time::{Duration, Instant};
 use cubecl::server::Handle;
 use kernels::order::POSITIONS;
 use kernels_models::decoder::{PassInput, PassOutput, QUEUED_MAX, RowAt};
+use kernels_models::hidden_rows::Piece;
 use kernels_models::sampler::SamplerSettings;
 use kernels_models::stage::{StageError, StageOptions};
 use kernels_models::weights::ModelConfig;
 
 use super::GpuEngine;
+use super::handover::Handover;
 use super::memory::Memory;
 use super::spill::Mover;
 use crate::attention::Places;
@@ -20,6 +22,7 @@ use crate::boundary::RowEncoder;
 use crate::draw::{DECIDED, DRAWN_MAX, DRAWN_WORDS, DrawScratch, PARAMETERS, draw, draws, parameters};
 use crate::error::failed;
 use crate::graph::{Buffer, Graph, Graphs, Mark, Pinned};
+use crate::peers::{Kept, has_peers};
 use crate::platform::Platform;
 
 /// Maximum rows of a step that runs as a graph although the host reads its rows or logits. Passes of more rows are mostly chunks of
@@ -47,6 +50,8 @@ pub(super) struct Steps {
     pub(super) got: Pinned,
     pub(super) done: Mark,
     draws: Option<Draws>,
+    /// Rows from and for other GPUs of this machine, if there are any.
+    pub(super) handover: Option<Handover>,
     /// Set if pages may move to RAM.
     pub(super) mover: Option<Mover>,
     /// Time that the host waited for steps.
@@ -125,6 +130,15 @@ pub(super) fn part(words: &Handle, part: Input, most: usize) -> Handle {
     words.clone().offset_start(4 * part.start(most) as u64)
 }
 
+/// Writes rows to the input of a step from word `at` on. Returns the end.
+fn put_rows(words: &mut [u32], mut at: usize, pieces: &[Piece<'_>]) -> usize {
+    for piece in pieces {
+        words[at..][..piece.rows.len()].copy_from_slice(bytemuck::cast_slice(piece.rows));
+        at += piece.rows.len();
+    }
+    at
+}
+
 /// Waits for a mark and adds the time to `wait_time`.
 pub(super) fn wait(graphs: &Graphs, mark: &Mark, waited: &mut Duration) -> Result<(), StageError> {
     let start = Instant::now();
@@ -156,6 +170,10 @@ impl Steps {
         let (sent, got, done) = (graphs.pinned(len)?, graphs.pinned(numbers)?, graphs.mark()?);
         let draws = last.then(|| Draws::new(&graphs, memory, config.vocab, len)).transpose()?;
         let (words, output) = (graphs.buffer(words)?, graphs.buffer(output)?);
+        let sides = [options.layers.start > 0, options.layers.end < config.layers];
+        let handover = (has_peers() && sides.contains(&true))
+            .then(|| Handover::new(&graphs, memory, config.width, sides))
+            .transpose()?;
         Ok(Self {
             graphs,
             recorded: BTreeMap::new(),
@@ -168,6 +186,7 @@ impl Steps {
             got,
             done,
             draws,
+            handover,
             mover: None,
             waited: Duration::ZERO,
         })
@@ -175,6 +194,11 @@ impl Steps {
 }
 
 impl Steps {
+    /// Bytes of device memory for rows from and to other devices.
+    pub(super) fn handover_bytes(&self) -> u64 {
+        self.handover.as_ref().map_or(0, Handover::bytes)
+    }
+
     /// Steps from now on do not encode their rows.
     pub(super) fn forget_encoded(&mut self) {
         self.encoded = None;
@@ -285,37 +309,37 @@ impl<R: Platform> GpuEngine<R> {
         }
     }
 
-    /// Writes the input of a pass that reads its results. Returns the number of words.
+    /// Writes the input of a pass that reads its results. Returns the number of words. `None`: its rows are on the device already.
     pub(super) fn write_pass(
         &self,
         words: &mut [u32],
         rows: &[RowAt],
-        input: PassInput<'_>,
+        input: Option<PassInput<'_>>,
         wanted: &[usize],
     ) -> usize {
         self.write_rows(words, rows, wanted.iter().copied());
         let mut len = Input::Hidden.start(self.options.context.div_ceil(POSITIONS));
         match input {
-            PassInput::Tokens(tokens) => words[..tokens.len()].copy_from_slice(tokens),
-            PassInput::Hidden(hidden) => {
-                words[len..][..hidden.len()].copy_from_slice(bytemuck::cast_slice(hidden));
-                len += hidden.len();
-            }
+            Some(PassInput::Tokens(tokens)) => words[..tokens.len()].copy_from_slice(tokens),
+            Some(PassInput::Hidden(pieces)) => len = put_rows(words, len, pieces),
+            None => {}
         }
         len
     }
 
-    /// Queues a pass of few rows as a graph. Returns the number of words for [`Self::replayed`]. At most one may be queued.
+    /// Queues a pass of few rows as a graph. Returns what [`Self::replayed`] needs: the number of words, and where the device keeps
+    /// them. At most one may be queued.
     pub(super) fn replay(
         &mut self,
         rows: &[RowAt],
         input: PassInput<'_>,
         wanted: &[usize],
-    ) -> Result<usize, StageError> {
+    ) -> Result<(usize, Option<Kept>), StageError> {
         let blocks = self.blocks_of(rows);
         self.with_steps(|engine, steps| {
             let shape = Shape { rows: rows.len(), wanted: wanted.len(), blocks, drawn: false };
             engine.record(steps, shape)?;
+            let input = if engine.bring_input(steps, Some(&input))? { None } else { Some(input) };
             let words = steps.sent.words();
             let len = engine.write_pass(words, rows, input, wanted);
             let (from, count) = match (&engine.encoder, &steps.encoded) {
@@ -325,16 +349,28 @@ impl<R: Platform> GpuEngine<R> {
             };
             let got = &mut steps.got.words()[..count];
             let graph = &steps.recorded[&shape].graph;
-            steps.graphs.queue((&words[..len], &steps.words, 0), graph, (got, from), &steps.done)?;
-            Ok(count)
+            let ring = steps.handover.as_ref().and_then(|handover| handover.ring.as_ref());
+            let ring = ring.filter(|_| engine.encoder.is_none());
+            let kept = ring.and_then(|ring| ring.claim().map(|kept| (ring, kept)));
+            let also = kept.as_ref().map(|(ring, kept)| ring.buffer(kept));
+            steps.graphs.queue((&words[..len], &steps.words, 0), graph, (got, from, also), &steps.done)?;
+            Ok((count, kept.map(|(_, kept)| kept)))
         })
     }
 
+    /// Copies a step's rows from other GPUs of this machine, if these hold them all.
+    fn bring_input(&self, steps: &mut Steps, input: Option<&PassInput<'_>>) -> Result<bool, StageError> {
+        let Some(PassInput::Hidden(pieces)) = input else { return Ok(false) };
+        let start = Input::Hidden.start(self.options.context.div_ceil(POSITIONS));
+        let to = steps.words.address() + 4 * start as u64;
+        steps.bring(pieces, to)
+    }
+
     /// Waits for the pass that [`Self::replay`] queued.
-    pub(super) fn replayed(&mut self, words: usize) -> Result<PassOutput, StageError> {
+    pub(super) fn replayed(&mut self, words: usize, kept: Option<Kept>) -> Result<PassOutput, StageError> {
         let mut steps = self.steps.take().ok_or_else(|| failed("this device cannot replay steps"))?;
         let waited = wait(&steps.graphs, &steps.done, &mut steps.waited);
-        let output = waited.map(|()| self.output_of(bytemuck::cast_slice(&steps.got.words()[..words])));
+        let output = waited.map(|()| self.output_of(bytemuck::cast_slice(&steps.got.words()[..words]), kept));
         self.steps = Some(steps);
         output
     }
@@ -356,6 +392,7 @@ impl<R: Platform> GpuEngine<R> {
         self.with_steps(|engine, steps| {
             let shape = Shape { rows: rows.len(), wanted: rows.len(), blocks, drawn: true };
             engine.record(steps, shape)?;
+            let brought = engine.bring_input(steps, input.as_ref())?;
             let Some(draws) = &mut steps.draws else { return Err(failed("this stage cannot sample tokens")) };
             if draws.queued.len() == QUEUED_MAX {
                 return Err(failed(format!("{QUEUED_MAX} steps are queued already")));
@@ -376,14 +413,12 @@ impl<R: Platform> GpuEngine<R> {
                     words[..tokens.len()].copy_from_slice(tokens);
                     start = 0;
                 }
-                Some(PassInput::Hidden(hidden)) => {
-                    words[end..][..hidden.len()].copy_from_slice(bytemuck::cast_slice(hidden));
-                    end += hidden.len();
-                }
+                Some(PassInput::Hidden(pieces)) if !brought => end = put_rows(words, end, pieces),
+                Some(PassInput::Hidden(_)) => {}
                 None => {}
             }
             let sent = (&words[start..end], &steps.words, start);
-            let got = (&mut slot.got.words()[..rows.len() * DRAWN_WORDS], &draws.drawn);
+            let got = (&mut slot.got.words()[..rows.len() * DRAWN_WORDS], &draws.drawn, None);
             steps.graphs.queue(sent, &steps.recorded[&shape].graph, got, &slot.done)?;
             draws.queued.push(rows.len());
             Ok(())

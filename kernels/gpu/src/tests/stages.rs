@@ -88,7 +88,7 @@ fn a_stage_rejects_invalid_batches() {
         rows(1, 3, &[]),
         rows(1, 3, &[1, 2, 3, 4, 5, 6]),
         rows(1, 3, &[u32::MAX]),
-        Rows { sequence: 1, position: 3, input: RowsIn::Hidden(&hidden), output: RequestedOutput::Nothing },
+        Rows { sequence: 1, position: 3, input: RowsIn::hidden(&hidden), output: RequestedOutput::Nothing },
     ];
     for wrong in wrong {
         let error = stage.forward(&mut Threads::new(2).unwrap(), &[rows(2, 0, &[1]), wrong]).unwrap_err();
@@ -102,7 +102,7 @@ fn a_stage_rejects_invalid_batches() {
     stage.forward(&mut Threads::new(2).unwrap(), &crowd).unwrap();
     let mut second = load_stage(file.clone(), StageOptions { layers: 1..3, ..options(&file, 8) }, device).unwrap();
     let ragged =
-        Rows { sequence: 1, position: 0, input: RowsIn::Hidden(&hidden[1..]), output: RequestedOutput::Nothing };
+        Rows { sequence: 1, position: 0, input: RowsIn::hidden(&hidden[1..]), output: RequestedOutput::Nothing };
     let error = second.forward(&mut Threads::new(2).unwrap(), &[ragged]).unwrap_err();
     assert!(matches!(error, StageError::Input(_)), "{error}");
 }

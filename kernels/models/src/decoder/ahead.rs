@@ -5,6 +5,7 @@
 use kernels::threads::Threads;
 
 use super::{Decoder, Engine, PassInput, RowAt};
+use crate::hidden_rows::Piece;
 use crate::sampler::SamplerSettings;
 use crate::stage::{Drawn, RequestedOutput, Rows, RowsIn, RowsOut, StageError};
 
@@ -17,14 +18,14 @@ pub(super) struct Step {
 
 /// Input rows of a step.
 #[derive(Debug)]
-pub(super) enum StepInput {
+pub(super) enum StepInput<'a> {
     /// One token per sequence.
     Tokens(Vec<u32>),
-    /// `[sequences, width]`
-    Hidden(Vec<f32>),
+    /// One row per sequence.
+    Hidden(Vec<Piece<'a>>),
 }
 
-impl StepInput {
+impl StepInput<'_> {
     fn as_pass(&self) -> PassInput<'_> {
         match self {
             Self::Tokens(tokens) => PassInput::Tokens(tokens),
@@ -54,7 +55,7 @@ impl Step {
 
 impl<E: Engine> Decoder<E> {
     /// The batch as a decode step with its input; `None` if the engine cannot sample it.
-    pub(super) fn step_of(&self, batch: &[Rows<'_>]) -> Option<(Step, StepInput)> {
+    pub(super) fn step_of<'a>(&self, batch: &[Rows<'a>]) -> Option<(Step, StepInput<'a>)> {
         if !self.has_head() || batch.is_empty() {
             return None;
         }
@@ -64,7 +65,7 @@ impl<E: Engine> Decoder<E> {
             let RequestedOutput::Token(draw) = rows.output else { return None };
             match (rows.input, &mut input) {
                 (RowsIn::Tokens([token]), StepInput::Tokens(tokens)) => tokens.push(*token),
-                (RowsIn::Hidden(row), StepInput::Hidden(hidden)) if row.len() == self.width => hidden.extend(row),
+                (RowsIn::Hidden(row), StepInput::Hidden(hidden)) if row.rows.len() == self.width => hidden.push(row),
                 _ => return None,
             }
             if draw.logprobs.is_some()
@@ -86,7 +87,7 @@ impl<E: Engine> Decoder<E> {
         &mut self,
         batch: &[Rows<'_>],
         step: &Step,
-        input: &StepInput,
+        input: &StepInput<'_>,
     ) -> Result<Option<Step>, StageError> {
         let queued = match (&self.queued_next, input) {
             (Some(ahead), StepInput::Tokens(tokens)) => ahead.step == *step && ahead.tokens == *tokens,

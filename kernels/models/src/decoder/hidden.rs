@@ -3,6 +3,7 @@ use kernels::boundary::Codec;
 use kernels::threads::Threads;
 
 use super::{Decoder, Engine, Joined, PassOutput};
+use crate::hidden_rows::{HiddenRows, OnDevice};
 use crate::stage::{RowsOut, StageError};
 
 impl<E: Engine> Decoder<E> {
@@ -14,11 +15,24 @@ impl<E: Engine> Decoder<E> {
         outputs: Vec<PassOutput>,
     ) -> Result<Vec<RowsOut>, StageError> {
         if self.codec == Codec::Lossless {
+            let held = match &outputs[..] {
+                [PassOutput::Held(_, by)] => Some(OnDevice::clone(by)),
+                _ => None,
+            };
             let rows = outputs.into_iter().map(PassOutput::numbers).collect::<Result<_, _>>()?;
-            return Ok(split(rows, self.width, &joined.entries).into_iter().map(RowsOut::Hidden).collect());
+            let mut start = 0;
+            let entry = |rows: Vec<f32>| {
+                let (from, rows) = (start, HiddenRows::from(rows));
+                start += rows.len();
+                RowsOut::Hidden(match &held {
+                    Some(by) => rows.held_by(OnDevice::clone(by), from),
+                    None => rows,
+                })
+            };
+            return Ok(split(rows, self.width, &joined.entries).into_iter().map(entry).collect());
         }
         let mut encoded = |output| match output {
-            PassOutput::Numbers(rows) => self.codec.encode_on(threads, self.width, &rows),
+            PassOutput::Numbers(rows) | PassOutput::Held(rows, _) => self.codec.encode_on(threads, self.width, &rows),
             PassOutput::Encoded(rows) => rows,
         };
         let rows = outputs.into_iter().map(&mut encoded).collect();

@@ -111,12 +111,13 @@ fn run(file: &Arc<ModelFile>, layer: usize, input: &Input, threads: &mut Threads
     let mut stage = load_cpu_stage(file.clone(), options)?;
     let rows: Vec<RowsIn<'_>> = match input {
         Input::Tokens(tokens) => tokens.iter().map(|tokens| RowsIn::Tokens(tokens)).collect(),
-        Input::Hidden(hidden) => hidden.iter().map(|hidden| RowsIn::Hidden(hidden)).collect(),
+        Input::Hidden(hidden) => hidden.iter().map(|hidden| RowsIn::hidden(hidden)).collect(),
     };
     let batch =
         (0..).zip(rows).map(|(sequence, input)| Rows { sequence, position: 0, input, output: RequestedOutput::Logits });
     let numbers = |out: RowsOut| match out {
-        RowsOut::Hidden(numbers) | RowsOut::Logits(numbers) | RowsOut::Embedding(numbers) => Ok(numbers),
+        RowsOut::Hidden(rows) => Ok(rows.to_vec()),
+        RowsOut::Logits(numbers) | RowsOut::Embedding(numbers) => Ok(numbers),
         RowsOut::Encoded(_) | RowsOut::Token(_) | RowsOut::Tokens(_) | RowsOut::Nothing => {
             Err(StageError::Input("the layer gave no numbers".to_owned()))
         }

@@ -90,7 +90,7 @@ fn a_stage_reads_only_its_range() {
         let options =
             StageOptions { layers: 1..2, sequences: 1, context: 8, activations: Activations::Int8, ram: 0, threads: 1 };
         let mut stage = crate::load_cpu_stage(file, options).unwrap();
-        let rows = Rows { sequence: 1, position: 0, input: RowsIn::Hidden(&hidden), output: RequestedOutput::Nothing };
+        let rows = Rows { sequence: 1, position: 0, input: RowsIn::hidden(&hidden), output: RequestedOutput::Nothing };
         stage.forward(&mut Threads::new(1).unwrap(), &[rows]).unwrap()
     };
     assert_eq!(run(ModelFile::open_partial(&part).unwrap()), run(source));

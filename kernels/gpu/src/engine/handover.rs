@@ -1,0 +1,94 @@
+//! Hidden rows that stay on GPUs between two stages of this machine: kept by the first stage, copied by the next one.
+use std::sync::Arc;
+
+use cubecl::server::Handle;
+use kernels_models::hidden_rows::Piece;
+use kernels_models::stage::StageError;
+
+use super::GpuEngine;
+use super::memory::{Memory, ROWS};
+use super::steps::Steps;
+use crate::graph::{Buffer, Graphs};
+use crate::peers::{Kept, Reading, Ring, SLOTS, bring};
+use crate::platform::Platform;
+
+/// A stage's side of the handover: what it keeps for the next stage, and room for what it copies.
+pub(super) struct Handover {
+    /// If another stage follows.
+    pub(super) ring: Option<Arc<Ring>>,
+    /// For the rows of passes that CubeCL launches, if another stage precedes: used in turn.
+    inboxes: Vec<Buffer>,
+    /// Rows that a queued step copies.
+    reading: Vec<Reading>,
+    /// Inboxes used since the host last waited for a pass: its kernels may still read them.
+    used: usize,
+}
+
+impl Handover {
+    /// Bytes of device memory.
+    pub(super) fn bytes(&self) -> u64 {
+        let kept = self.ring.as_ref().map_or(0, |ring| ring.bytes());
+        kept + self.inboxes.iter().map(|inbox| inbox.handle.size()).sum::<u64>()
+    }
+
+    pub(super) fn new<R: Platform>(
+        graphs: &Graphs,
+        memory: &Memory<'_, R>,
+        width: usize,
+        [precedes, follows]: [bool; 2],
+    ) -> Result<Self, StageError> {
+        let buffers = || -> Result<Vec<Buffer>, StageError> {
+            let buffer = |_| graphs.buffer(memory.buffer(4 * ROWS * width, "rows for another device")?);
+            (0..SLOTS).map(buffer).collect()
+        };
+        let ring = follows.then(|| Ok::<_, StageError>(Ring::new(graphs, buffers()?))).transpose()?;
+        let inboxes = if precedes { buffers()? } else { Vec::new() };
+        Ok(Self { ring, inboxes, reading: Vec::new(), used: 0 })
+    }
+
+    /// The host has waited for all passes.
+    pub(super) fn waited(&mut self) {
+        self.used = 0;
+    }
+}
+
+impl Steps {
+    /// Queues copies of rows that other GPUs hold to a step's input. False, with nothing queued, if they do not hold all. No other
+    /// step that copies rows is queued.
+    pub(super) fn bring(&mut self, pieces: &[Piece<'_>], to: u64) -> Result<bool, StageError> {
+        let Some(handover) = &mut self.handover else { return Ok(false) };
+        handover.reading.clear();
+        let reading = bring(&self.graphs, pieces, to)?;
+        let brought = reading.is_some();
+        handover.reading.extend(reading.into_iter().flatten());
+        Ok(brought)
+    }
+}
+
+impl<R: Platform> GpuEngine<R> {
+    /// Copies rows that other GPUs hold to a buffer of this device; `None` if they do not hold all.
+    pub(super) fn brought(&mut self, pieces: &[Piece<'_>]) -> Result<Option<Handle>, StageError> {
+        let Some(steps) = &mut self.steps else { return Ok(None) };
+        let Some(handover) = &mut steps.handover else { return Ok(None) };
+        if handover.inboxes.is_empty() {
+            return Ok(None);
+        }
+        if handover.used == handover.inboxes.len() {
+            steps.graphs.join()?;
+            handover.used = 0;
+        }
+        let inbox = &handover.inboxes[handover.used];
+        let Some(reading) = bring(&steps.graphs, pieces, inbox.address())? else { return Ok(None) };
+        handover.used += 1;
+        steps.graphs.settle()?;
+        drop(reading);
+        Ok(Some(inbox.handle.clone()))
+    }
+
+    /// Chooses a buffer for the rows of a pass, if they may be needed on another device.
+    pub(super) fn claim(&self) -> Option<(&Handle, Kept)> {
+        let ring = self.steps.as_ref()?.handover.as_ref()?.ring.as_ref()?;
+        let kept = ring.claim()?;
+        Some((&ring.buffer(&kept).handle, kept))
+    }
+}
