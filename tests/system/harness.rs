@@ -131,8 +131,8 @@ pub(crate) struct Mesh {
     options: Vec<(LocalNodeOptions, u16)>,
     /// The relay between the nodes, with the same indices.
     pub(crate) relay: Option<Relay>,
-    /// Compute threads of each node that [`Self::start`] starts.
-    pub(crate) threads: usize,
+    /// Compute threads of each node that [`Self::start`] starts: one, or as `MESHNODE_THREADS` says.
+    threads: usize,
     dir: tempfile::TempDir,
     /// Last field: dropped when the nodes have ended.
     _turn: Turn,
@@ -141,7 +141,8 @@ pub(crate) struct Mesh {
 impl Mesh {
     pub(crate) fn new() -> Self {
         let (nodes, options, turn) = (Vec::new(), Vec::new(), Turn::take());
-        Self { nodes, options, relay: None, threads: 1, dir: tempfile::tempdir().expect("a folder"), _turn: turn }
+        let threads = std::env::var("MESHNODE_THREADS").map_or(1, |text| text.parse().expect("a number of threads"));
+        Self { nodes, options, relay: None, threads, dir: tempfile::tempdir().expect("a folder"), _turn: turn }
     }
 
     /// A mesh whose nodes reach each other only through a relay; `seed` determines which datagrams are lost.
@@ -151,10 +152,11 @@ impl Mesh {
         mesh
     }
 
-    /// Starts a node on the processor. All but the first join the first one's mesh. Only the first one uses the user's model
-    /// cache.
+    /// Starts a node on the processor, or on the device that `MESHNODE_DEVICE` names. All but the first join the first one's mesh.
+    /// Only the first one uses the user's model cache.
     pub(crate) fn start(&mut self, name: &str, memory: Option<u64>) {
-        self.start_on(name, "cpu", memory);
+        let device = std::env::var("MESHNODE_DEVICE").unwrap_or_else(|_| "cpu".to_owned());
+        self.start_on(name, &device, memory);
     }
 
     /// The same on these devices, each with this much memory.

@@ -110,7 +110,6 @@ fn share(times: &mut [Duration], share: f64) -> f64 {
 fn requests_that_arrive_at_random_are_answered_in_flat_memory() {
     let Some(model) = require(model()) else { return };
     let mut mesh = Mesh::new();
-    mesh.threads = std::env::var("MESHNODE_THREADS").map_or(1, |text| text.parse().expect("a number of threads"));
     let bytes = mesh.model_bytes(&model);
     for i in 0..NODES {
         // Two nodes fit the model and its cache, one does not; the third has room for a standby.

@@ -13,8 +13,8 @@ use crate::arithmetic::{Features, opaque_float};
 use crate::inline::{await_previous, release_next};
 use crate::platform::{Platform, array};
 
-/// Units of a cube of `walk`: a plane of which four walk, and three that measure.
-const WALKERS: usize = 128;
+/// Units of a cube of `walk`: a plane of which four walk, and enough others that these never wait for a measurement.
+const WALKERS: usize = 256;
 /// First unit that measures.
 const MEASURING: usize = 32;
 /// Scales tried.
@@ -189,7 +189,8 @@ fn walk_kernel(
     let (row, unit, blocks) = (CUBE_POS_X as usize, UNIT_POS_X as usize, blocks as usize);
     // [two blocks in turn, element, scale] of the distances to each subset.
     let mut squares = SharedMemory::<Vector<f32, Const<4>>>::new(comptime!(2 * ROTATED * SCALES));
-    let mut path = SharedMemory::<u32>::new(comptime!(ROTATED * SCALES));
+    // [four elements, scale]: a byte per element.
+    let mut path = SharedMemory::<u32>::new(comptime!(TURN_WORDS * SCALES));
     let mut reached = SharedMemory::<f32>::new(comptime!(SCALES * STATES));
     let mut errors = Array::<f32>::new(comptime!(STATES));
     #[unroll]
@@ -201,26 +202,37 @@ fn walk_kernel(
     let mut block = 0usize;
     while block < blocks {
         if unit < comptime!(SCALES) {
-            let mut element = 0usize;
-            while element < comptime!(ROTATED) {
-                let at = element * comptime!(SCALES) + unit;
-                let square = squares[block % 2 * comptime!(ROTATED * SCALES) + at];
-                let mut after = Array::<f32>::new(comptime!(STATES));
-                let mut turn = 0u32;
+            let mut word = 0usize;
+            while word < comptime!(TURN_WORDS) {
+                // Loaded together: a load after the store of a path would wait for it.
+                let mut square = Array::<Vector<f32, Const<4>>>::new(4usize);
                 #[unroll]
-                for state in 0..STATES {
-                    let low = errors[comptime!(state / 2)] + square[comptime!(subset(state))];
-                    let high = errors[comptime!((state + STATES) / 2)] + square[comptime!(subset(state + STATES))];
-                    // Of equal errors the first state before.
-                    after[state] = select(high < low, high, low);
-                    turn |= select(high < low, comptime!(1u32 << state).runtime(), 0u32);
+                for k in 0..4usize {
+                    let at = (4 * word + k) * comptime!(SCALES) + unit;
+                    square[k] = squares[block % 2 * comptime!(ROTATED * SCALES) + at];
                 }
+                let mut turns = 0u32;
                 #[unroll]
-                for state in 0..STATES {
-                    errors[state] = after[state];
+                for k in 0..4usize {
+                    let mut after = Array::<f32>::new(comptime!(STATES));
+                    let mut turn = 0u32;
+                    #[unroll]
+                    for state in 0..STATES {
+                        let low = errors[comptime!(state / 2)] + square[k][comptime!(subset(state))];
+                        let high =
+                            errors[comptime!((state + STATES) / 2)] + square[k][comptime!(subset(state + STATES))];
+                        // Of equal errors the first state before.
+                        after[state] = select(high < low, high, low);
+                        turn |= select(high < low, comptime!(1u32 << (8 * k + state)).runtime(), 0u32);
+                    }
+                    #[unroll]
+                    for state in 0..STATES {
+                        errors[state] = after[state];
+                    }
+                    turns |= turn;
                 }
-                path[at] = turn;
-                element += 1;
+                path[word * comptime!(SCALES) + unit] = turns;
+                word += 1;
             }
             #[unroll]
             for state in 0..STATES {
@@ -254,12 +266,7 @@ fn walk_kernel(
             errors[state] = reached[best * comptime!(STATES) + state];
         }
         if unit < comptime!(TURN_WORDS) {
-            let mut word = 0u32;
-            #[unroll]
-            for k in 0..4usize {
-                word |= path[(4 * unit + k) * comptime!(SCALES) + best] << comptime!(8 * k as u32);
-            }
-            turns[(row * blocks + block) * comptime!(TURN_WORDS) + unit] = word;
+            turns[(row * blocks + block) * comptime!(TURN_WORDS) + unit] = path[unit * comptime!(SCALES) + best];
         }
         if unit == comptime!(TURN_WORDS) {
             let root = scales[row * blocks + block];
