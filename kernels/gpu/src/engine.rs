@@ -13,6 +13,7 @@ use kernels::order::{Activation, POSITIONS};
 use kernels::threads::Threads;
 use kernels::tile::Layout;
 use kernels_models::decoder::{self, Decoder, PassInput, PassOutput, RowAt};
+use kernels_models::hidden_rows::Piece;
 use kernels_models::ram::experts_in_ram;
 use kernels_models::recipe::{LayerRecipe, Recipe};
 use kernels_models::rotary::RotaryTables;
@@ -283,6 +284,12 @@ impl<R: Platform> GpuEngine<R> {
             blocks: rows.iter().map(|row| row.position / POSITIONS + 1).max().unwrap_or(1),
         };
         Ok((tokens, hidden, places))
+    }
+
+    /// Copies rows that other GPUs hold to a buffer of this device; `None` if they do not hold all.
+    fn brought(&mut self, pieces: &[Piece<'_>]) -> Result<Option<Handle>, StageError> {
+        let Some(Steps { graphs, handover: Some(handover), .. }) = &mut self.steps else { return Ok(None) };
+        handover.brought(graphs, pieces)
     }
 
     /// All layers, preceded by the embedding of `tokens` if given.

@@ -1,7 +1,7 @@
 //! Hands hidden rows from one GPU of this machine to another without a way through RAM.
 //!
 //! A stage keeps the rows of its latest passes in a ring of buffers on its device. They also go to RAM, from where they are sent to
-//! other nodes, and sent again after a loss. So a buffer may be overwritten as soon as nobody reads it: a reader checks that it still
+//! other nodes, and sent again after a loss. So a buffer may be overwritten as soon as no stage reads it: a reader checks that it still
 //! has the rows, and reads them from RAM otherwise. Next: `engine/handover.rs`, where stages use this.
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
@@ -83,7 +83,7 @@ impl Ring {
         self.slots.iter().map(|slot| slot.buffer.handle.size()).sum()
     }
 
-    /// Chooses a buffer that nobody reads for the rows of a pass; the rows that it had are no longer kept.
+    /// Chooses a buffer that no stage reads for the rows of a pass; the rows that it had are no longer kept.
     pub(crate) fn claim(self: &Arc<Self>) -> Option<Kept> {
         let mut next = self.next.lock();
         (0..self.slots.len()).find_map(|_| {

@@ -5,9 +5,7 @@ use cubecl::server::Handle;
 use kernels_models::hidden_rows::Piece;
 use kernels_models::stage::StageError;
 
-use super::GpuEngine;
 use super::memory::{Memory, ROWS};
-use super::steps::Steps;
 use crate::graph::{Buffer, Graphs};
 use crate::peers::{Kept, Reading, Ring, SLOTS, bring};
 use crate::platform::Platform;
@@ -15,7 +13,7 @@ use crate::platform::Platform;
 /// A stage's side of the handover: what it keeps for the next stage, and room for what it copies.
 pub(super) struct Handover {
     /// If another stage follows.
-    pub(super) ring: Option<Arc<Ring>>,
+    ring: Option<Arc<Ring>>,
     /// For the rows of passes that CubeCL launches, if another stage precedes: used in turn.
     inboxes: Vec<Buffer>,
     /// Rows that a queued step copies.
@@ -50,45 +48,38 @@ impl Handover {
     pub(super) fn waited(&mut self) {
         self.used = 0;
     }
-}
 
-impl Steps {
-    /// Queues copies of rows that other GPUs hold to a step's input. False, with nothing queued, if they do not hold all. No other
-    /// step that copies rows is queued.
-    pub(super) fn bring(&mut self, pieces: &[Piece<'_>], to: u64) -> Result<bool, StageError> {
-        let Some(handover) = &mut self.handover else { return Ok(false) };
-        handover.reading.clear();
-        let reading = bring(&self.graphs, pieces, to)?;
+    /// Queues copies of rows that other GPUs hold to address `to`, the input of a step. False, with nothing queued, if they do not
+    /// hold all. No other step that copies rows is queued.
+    pub(super) fn bring(&mut self, graphs: &Graphs, pieces: &[Piece<'_>], to: u64) -> Result<bool, StageError> {
+        self.reading.clear();
+        let reading = bring(graphs, pieces, to)?;
         let brought = reading.is_some();
-        handover.reading.extend(reading.into_iter().flatten());
+        self.reading.extend(reading.into_iter().flatten());
         Ok(brought)
     }
-}
 
-impl<R: Platform> GpuEngine<R> {
     /// Copies rows that other GPUs hold to a buffer of this device; `None` if they do not hold all.
-    pub(super) fn brought(&mut self, pieces: &[Piece<'_>]) -> Result<Option<Handle>, StageError> {
-        let Some(steps) = &mut self.steps else { return Ok(None) };
-        let Some(handover) = &mut steps.handover else { return Ok(None) };
-        if handover.inboxes.is_empty() {
+    pub(super) fn brought(&mut self, graphs: &Graphs, pieces: &[Piece<'_>]) -> Result<Option<Handle>, StageError> {
+        if self.inboxes.is_empty() {
             return Ok(None);
         }
-        if handover.used == handover.inboxes.len() {
-            steps.graphs.join()?;
-            handover.used = 0;
+        if self.used == self.inboxes.len() {
+            graphs.join()?;
+            self.used = 0;
         }
-        let inbox = &handover.inboxes[handover.used];
-        let Some(reading) = bring(&steps.graphs, pieces, inbox.address())? else { return Ok(None) };
-        handover.used += 1;
-        steps.graphs.settle()?;
+        let inbox = &self.inboxes[self.used];
+        let Some(reading) = bring(graphs, pieces, inbox.address())? else { return Ok(None) };
+        self.used += 1;
+        graphs.settle()?;
         drop(reading);
         Ok(Some(inbox.handle.clone()))
     }
 
-    /// Chooses a buffer for the rows of a pass, if they may be needed on another device.
-    pub(super) fn claim(&self) -> Option<(&Handle, Kept)> {
-        let ring = self.steps.as_ref()?.handover.as_ref()?.ring.as_ref()?;
+    /// Chooses a buffer for the rows of a pass, if another stage may need them on its device.
+    pub(super) fn claim(&self) -> Option<(&Buffer, Kept)> {
+        let ring = self.ring.as_ref()?;
         let kept = ring.claim()?;
-        Some((&ring.buffer(&kept).handle, kept))
+        Some((ring.buffer(&kept), kept))
     }
 }

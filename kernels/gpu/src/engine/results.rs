@@ -8,6 +8,7 @@ use kernels_models::decoder::PassOutput;
 use kernels_models::stage::StageError;
 
 use super::GpuEngine;
+use super::handover::Handover;
 use super::memory::{Memory, ROWS};
 use crate::boundary::RowEncoder;
 use crate::error::failed;
@@ -61,8 +62,9 @@ impl<R: Platform> GpuEngine<R> {
         }
         if self.head.is_none() {
             let words = count * self.config.width;
-            let kept = self.claim().map(|(buffer, kept)| {
-                write(&self.client, hidden, buffer, 0, words);
+            let handover = self.steps.as_ref().and_then(|steps| steps.handover.as_ref());
+            let kept = handover.and_then(Handover::claim).map(|(buffer, kept)| {
+                write(&self.client, hidden, &buffer.handle, 0, words);
                 kept
             });
             let unused = hidden.size() - 4 * words as u64;

@@ -349,12 +349,10 @@ impl<R: Platform> GpuEngine<R> {
             };
             let got = &mut steps.got.words()[..count];
             let graph = &steps.recorded[&shape].graph;
-            let ring = steps.handover.as_ref().and_then(|handover| handover.ring.as_ref());
-            let ring = ring.filter(|_| engine.encoder.is_none());
-            let kept = ring.and_then(|ring| ring.claim().map(|kept| (ring, kept)));
-            let also = kept.as_ref().map(|(ring, kept)| ring.buffer(kept));
+            let handover = steps.handover.as_ref().filter(|_| engine.encoder.is_none());
+            let (also, kept) = handover.and_then(Handover::claim).unzip();
             steps.graphs.queue((&words[..len], &steps.words, 0), graph, (got, from, also), &steps.done)?;
-            Ok((count, kept.map(|(_, kept)| kept)))
+            Ok((count, kept))
         })
     }
 
@@ -363,7 +361,7 @@ impl<R: Platform> GpuEngine<R> {
         let Some(PassInput::Hidden(pieces)) = input else { return Ok(false) };
         let start = Input::Hidden.start(self.options.context.div_ceil(POSITIONS));
         let to = steps.words.address() + 4 * start as u64;
-        steps.bring(pieces, to)
+        steps.handover.as_mut().map_or(Ok(false), |handover| handover.bring(&steps.graphs, pieces, to))
     }
 
     /// Waits for the pass that [`Self::replay`] queued.
