@@ -12,7 +12,7 @@ use kernels::order::{Activation, soft_cap};
 use kernels::pool::Pool;
 use kernels::tile::{ROWS, Tiles};
 
-use crate::attention::{Attend, scores_len};
+use crate::attention::{Attend, QUERIES_MAX, QueryRow, scratch_len};
 use crate::decoder::RowAt;
 use crate::kv_cache::{KvCache, StoreRow, Writer};
 use crate::model::load::{FeedForward, Gated, LayerWeights};
@@ -44,7 +44,7 @@ pub(crate) struct Engine {
     block: BlockScratch,
     mixture: Mixture,
     /// Attention scratch per thread.
-    scores: Vec<Vec<f32>>,
+    scratch: Vec<Vec<f32>>,
 }
 
 /// The dimensions of a model.
@@ -87,7 +87,7 @@ impl Engine {
             attended: Rows::default(),
             block: BlockScratch::default(),
             mixture: Mixture::default(),
-            scores: Vec::new(),
+            scratch: Vec::new(),
         }
     }
 
@@ -191,42 +191,51 @@ impl Engine {
     /// attention of each row over its visible positions.
     fn attend(&mut self, pool: &mut Pool, recipe: &LayerRecipe, sinks: Option<&[f32]>, layer: usize) {
         self.rotate_and_store(pool, layer);
-        let Self { isa, shape, cache, pass, q, attended, scores, .. } = self;
+        let Self { isa, shape, cache, pass, q, attended, scratch, .. } = self;
         let heads = shape.heads / shape.kv_heads;
         let group = heads * shape.head_dim;
         let q_width = group * shape.kv_heads;
         let end = pass.iter().map(|row| row.position + 1).max().unwrap_or(0);
-        scores.resize_with(scores.len().max(pool.workers()), Vec::new);
-        for scores in scores.iter_mut() {
-            let needed = scores_len(shape.heads / shape.kv_heads, end);
-            if scores.len() < needed {
-                scores.resize(needed.next_power_of_two(), 0.0);
+        let most = rows_at_once(heads, pass.len() * shape.kv_heads, pool.workers());
+        let units = row_groups(pass, most);
+        scratch.resize_with(scratch.len().max(pool.workers()), Vec::new);
+        for scratch in scratch.iter_mut() {
+            let needed = scratch_len(most * heads, shape.head_dim, end);
+            if scratch.len() < needed {
+                scratch.resize(needed.next_power_of_two(), 0.0);
             }
         }
         attended.shape(pass.len(), q_width);
-        let (out, scores) = (attended.rows_mut(), Shared::of(scores));
-        let views: Vec<_> = pass.iter().map(|row| cache.view(row.sequence).expect("an open sequence")).collect();
+        let (out, scratch) = (attended.rows_mut(), Shared::of(scratch));
+        let views: Vec<_> =
+            units.iter().map(|rows| cache.view(pass[rows.start].sequence).expect("an open sequence")).collect();
         let work: usize = pass.iter().map(|row| 2 * (row.position + 1) * q_width).sum();
-        let units = pass.len() * shape.kv_heads;
-        let attend = |worker: usize, units: Range<usize>| {
-            for unit in units {
-                let (i, head) = (unit / shape.kv_heads, unit % shape.kv_heads);
-                // SAFETY: each unit is done once and units do not overlap; scores are the worker's own; the instruction
-                // set was detected.
+        let row = |i: usize, head: usize| {
+            let part = head * group..(head + 1) * group;
+            let seen = recipe.window.map_or(0, |window| window.first(pass[i].position))..pass[i].position + 1;
+            // SAFETY: each head of a row is computed once.
+            QueryRow { queries: &q[i * q_width..][part.clone()], seen, out: unsafe { out.part(i, part) } }
+        };
+        let attend = |worker: usize, mine: Range<usize>| {
+            let mut rows = Vec::with_capacity(QUERIES_MAX);
+            for unit in mine {
+                let (unit, head) = (unit / shape.kv_heads, unit % shape.kv_heads);
+                rows.clear();
+                rows.extend(units[unit].clone().map(|i| row(i, head)));
+                // SAFETY: units do not overlap; the scratch is the worker's own; the instruction set was detected.
                 unsafe {
                     isa.run(Attend {
-                        queries: &q[i * q_width + head * group..][..group],
+                        rows: &mut rows,
                         head_dim: shape.head_dim,
-                        pages: views[i].head(layer, head),
-                        seen: recipe.window.map_or(0, |window| window.first(pass[i].position))..pass[i].position + 1,
+                        pages: views[unit].head(layer, head),
                         cap: recipe.score_cap,
                         sinks: sinks.map(|sinks| &sinks[head * heads..(head + 1) * heads]),
-                        scores: &mut scores.slice(worker..worker + 1)[0],
-                        out: out.part(i, head * group..(head + 1) * group),
+                        scratch: &mut scratch.slice(worker..worker + 1)[0],
                     });
                 }
             }
         };
+        let units = units.len() * shape.kv_heads;
         if work < ALONE {
             attend(0, 0..units)
         } else {
@@ -314,7 +323,7 @@ impl Engine {
     /// Allocated bytes of caches and scratch.
     pub(crate) fn bytes(&self) -> usize {
         let floats = [&self.hidden, &self.delta, &self.q, &self.k, &self.v];
-        let scratch: usize = floats.into_iter().chain(&self.scores).map(|v| v.capacity() * size_of::<f32>()).sum();
+        let scratch: usize = floats.into_iter().chain(&self.scratch).map(|v| v.capacity() * size_of::<f32>()).sum();
         let rows: usize = [&self.x, &self.attended].into_iter().map(Rows::bytes).sum();
         self.cache.bytes() + self.rotary.bytes() + scratch + rows + self.block.bytes() + self.mixture.bytes()
     }
@@ -410,6 +419,25 @@ pub(crate) fn products<const N: usize>(
 
 /// Output rows per unit of work: whole tiles.
 const GRAIN: usize = ROWS;
+
+/// Rows of one sequence whose attention one call computes, so that their queries fill it, but no worker is idle: `units` counts rows
+/// and key heads.
+fn rows_at_once(heads: usize, units: usize, workers: usize) -> usize {
+    let full = (1..QUERIES_MAX).find(|rows| (rows * heads).is_multiple_of(QUERIES_MAX)).unwrap_or(QUERIES_MAX);
+    full.min((units / (2 * workers)).max(1))
+}
+
+/// Groups of at most `most` neighbouring rows of one sequence.
+fn row_groups(pass: &[RowAt], most: usize) -> Vec<Range<usize>> {
+    let mut groups: Vec<Range<usize>> = Vec::new();
+    for (i, row) in pass.iter().enumerate() {
+        match groups.last_mut().filter(|group| group.len() < most && pass[group.start].sequence == row.sequence) {
+            Some(group) => group.end = i + 1,
+            None => groups.push(i..i + 1),
+        }
+    }
+    groups
+}
 
 /// Calls `step` once per row, on the caller alone if there is little to do; `work`: multiplications per row.
 fn each_row(pool: &mut Pool, rows: usize, work: usize, step: &(dyn Fn(usize) + Sync)) {

@@ -21,6 +21,7 @@ impl Simd for Avx2 {
     type F = Pair<__m256>;
     type I = Pair<__m256i>;
     type U = Pair<__m256i>;
+    const REGISTERS: usize = 8; // two registers each
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> Pair<__m256> {

@@ -14,6 +14,7 @@ impl Simd for Avx512 {
     type F = __m512;
     type I = __m512i;
     type U = __m512i;
+    const REGISTERS: usize = 32;
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> __m512 {

@@ -33,6 +33,8 @@ pub trait Simd: Words {
     type I: Copy;
     /// 64 bytes.
     type U: Copy;
+    /// Vectors of 16 `f32` that the registers hold.
+    const REGISTERS: usize;
 
     /// All lanes `value`.
     unsafe fn splat(value: f32) -> Self::F;

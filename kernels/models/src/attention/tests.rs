@@ -31,14 +31,25 @@ fn sinks_of(queries: &[f32], size: usize) -> Vec<f32> {
     (0..queries.len() / size).map(|head| head as f32 * 0.7 - 1.0).collect()
 }
 
-fn attend(isa: Isa, cache: &KvCache, queries: &[f32], size: usize, (first, position, cap, sunk): Row) -> Vec<f32> {
+fn attend(isa: Isa, cache: &KvCache, queries: &[f32], size: usize, row: Row) -> Vec<f32> {
+    attend_rows(isa, cache, queries, size, &[row])
+}
+
+/// All rows at once, which have the cap and the sinks of the first.
+fn attend_rows(isa: Isa, cache: &KvCache, queries: &[f32], size: usize, rows: &[Row]) -> Vec<f32> {
     let mut out = vec![f32::NAN; queries.len()];
-    let mut scores = vec![f32::NAN; scores_len(queries.len() / size, position + 1)];
+    let end = rows.iter().map(|(_, position, ..)| position + 1).max().unwrap();
+    let mut scratch = vec![f32::NAN; scratch_len(queries.len() / size, size, end)];
     let pages = cache.view(1).unwrap().head(1, 1);
-    let seen = first..position + 1;
-    let sinks = sinks_of(queries, size);
+    let (_, _, cap, sunk) = rows[0];
+    let each = queries.len() / rows.len();
+    let sinks = sinks_of(&queries[..each], size);
     let sinks = sunk.then_some(&sinks[..]);
-    let kernel = Attend { queries, head_dim: size, pages, seen, cap, sinks, scores: &mut scores, out: &mut out };
+    let parts = queries.chunks(each).zip(out.chunks_mut(each)).zip(rows);
+    let mut rows: Vec<QueryRow> = parts
+        .map(|((queries, out), (first, position, ..))| QueryRow { queries, seen: *first..position + 1, out })
+        .collect();
+    let kernel = Attend { rows: &mut rows, head_dim: size, pages, cap, sinks, scratch: &mut scratch };
     // SAFETY: the instruction set was detected.
     unsafe { isa.run(kernel) };
     out
@@ -95,6 +106,43 @@ fn every_instruction_set_matches_the_reference_bit_for_bit() {
                             let expected = reference(half, &queries, size, row);
                             assert_eq!(found, expected, "{isa:?} {half} {size} {heads} {row:?}");
                         }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_computed_together_match_the_reference_bit_for_bit() {
+    let rows_from = |first: usize, rows: usize, window: Option<usize>| -> Vec<Row> {
+        let seen_from = |position: usize| window.map_or(0, |window| (position + 1).saturating_sub(window));
+        (first..first + rows).map(|position| (seen_from(position), position, None, false)).collect()
+    };
+    for half in [false, true] {
+        for size in [40, 64, 96] {
+            for isa in Isa::all() {
+                let cache = filled(isa, size, half, 300);
+                for (heads, first, rows, window) in [
+                    (3, 0, 4, None),
+                    (3, 125, 4, None),
+                    (3, 129, 7, Some(130)),
+                    (1, 244, 12, None),
+                    (1, 250, 13, Some(5)),
+                    (5, 126, 5, Some(127)),
+                    (4, 127, 3, Some(64)),
+                    (2, 0, 6, Some(2)),
+                    (8, 255, 3, None),
+                ] {
+                    let rows = rows_from(first, rows, window);
+                    for (cap, sunk) in [(None, false), (Some(3.0), true)] {
+                        let rows: Vec<Row> = rows.iter().map(|row| (row.0, row.1, cap, sunk)).collect();
+                        let queries: Vec<f32> = noise(rows.len() * heads * size, 5).iter().map(|q| q * 0.3).collect();
+                        let found = attend_rows(isa, &cache, &queries, size, &rows);
+                        let each = queries.chunks(heads * size).zip(&rows);
+                        let expected: Vec<f32> =
+                            each.flat_map(|(queries, row)| reference(half, queries, size, *row)).collect();
+                        assert_eq!(found, expected, "{isa:?} {half} {size} {heads} {rows:?}");
                     }
                 }
             }

@@ -5,7 +5,7 @@ use kernels::bench::fastest;
 use kernels::cpu::Isa;
 use kernels::pool::Pool;
 
-use crate::attention::{Attend, scores_len};
+use crate::attention::{Attend, QueryRow, scratch_len};
 use crate::engine::Shared;
 use crate::kv_cache::{KvCache, StoreRow, position_bytes};
 use crate::stage::{Activations, SequenceId};
@@ -40,25 +40,24 @@ pub(super) fn cache_bytes_s(isa: Isa, pool: &mut Pool, bytes: usize) -> u64 {
     let group = SHARED_BY * HEAD_DIM;
     let queries = vec![0.01; KV_HEADS * group];
     let mut out = vec![0.0; KV_HEADS * group];
-    let mut scores = vec![vec![0.0; scores_len(SHARED_BY, POSITIONS)]; pool.workers()];
-    let (out, scores) = (Shared::of(&mut out), Shared::of(&mut scores));
+    let mut scratch = vec![vec![0.0; scratch_len(SHARED_BY, HEAD_DIM, POSITIONS)]; pool.workers()];
+    let (out, scratch) = (Shared::of(&mut out), Shared::of(&mut scratch));
     let seconds = fastest(MEASURE, || {
         for layer in 0..layers {
             pool.run(KV_HEADS, 1, &|worker, heads| {
                 for head in heads {
                     let part = head * group..(head + 1) * group;
-                    // SAFETY: each head is computed once and the parts do not overlap; scores are the worker's own; the
+                    // SAFETY: each head is computed once and the parts do not overlap; the scratch is the worker's own; the
                     // instruction set was detected.
                     unsafe {
+                        let (queries, out) = (&queries[part.clone()], out.slice(part));
                         isa.run(Attend {
-                            queries: &queries[part.clone()],
+                            rows: &mut [QueryRow { queries, seen: 0..POSITIONS, out }],
                             head_dim: HEAD_DIM,
                             pages: pages.head(layer, head),
-                            seen: 0..POSITIONS,
                             cap: None,
                             sinks: None,
-                            scores: &mut scores.slice(worker..worker + 1)[0],
-                            out: out.slice(part),
+                            scratch: &mut scratch.slice(worker..worker + 1)[0],
                         });
                     }
                 }
