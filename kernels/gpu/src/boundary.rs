@@ -263,6 +263,14 @@ fn pieces_of(cols: usize) -> (usize, usize) {
     (min(UNIT_POS_X as usize * each, pieces), min((UNIT_POS_X as usize + 1) * each, pieces))
 }
 
+/// The number of an element among the outliers of its row, from 1 on, in the order of columns; 0 if it is none. Outliers are the
+/// elements above `least`, and of those equal to it the first `wanted`. `above`, `equal`: how many of each are before this element.
+#[cube]
+fn outlier_place(found: u32, least: u32, wanted: u32, above: u32, equal: u32) -> u32 {
+    let is_outlier = found > least || (found == least && equal < wanted);
+    select(is_outlier, 1u32 + above + min(equal, wanted), 0u32)
+}
+
 /// Finds the exponent of a row, its outliers and the scales of its blocks. For four bits it also writes the rotated and scaled
 /// elements to `numbers`, and as scales those nearest to the root mean square.
 #[cube(launch_unchecked)]
@@ -292,7 +300,7 @@ fn survey_kernel(
     }
     let largest = largest_of(largest, &mut shared);
     let mut finite = largest < INFINITE;
-    // Outliers are the elements above this magnitude, and of those equal to it the first `wanted`.
+    // See `outlier_place`.
     let mut least = 0x7fff_ffffu32.runtime();
     let mut wanted = 0u32;
     if apart > 0u32 && finite {
@@ -340,8 +348,9 @@ fn survey_kernel(
             let mut i = block * comptime!(BLOCK);
             while i < min((block + 1) * comptime!(BLOCK), cols) {
                 let found = magnitude(hidden[start + i]);
-                if found > least || (found == least && equal < wanted) {
-                    heads[head + 1 + (above + min(equal, wanted)) as usize] = i as u32;
+                let place = outlier_place(found, least, wanted, above, equal);
+                if place > 0u32 {
+                    heads[head + place as usize] = i as u32;
                 } else {
                     size = max(size, found);
                 }
@@ -374,10 +383,11 @@ fn survey_kernel(
                 if column < cols {
                     let number = hidden[start + column];
                     let found = magnitude(number);
-                    if found > least || (found == least && equal < wanted) {
+                    let place = outlier_place(found, least, wanted, above, equal);
+                    if place > 0u32 {
                         let bits = u32::reinterpret(number);
                         let short = (bits + 0x7fffu32 + ((bits >> 16u32) & 1u32)) >> 16u32;
-                        heads[head + 1 + (above + min(equal, wanted)) as usize] = column as u32 | (short << 16u32);
+                        heads[head + place as usize] = column as u32 | (short << 16u32);
                         // A number near the greatest f32 overflows in bf16.
                         if (short & 0x7fffu32) >= 0x7f80u32 {
                             size = comptime!(INFINITE).runtime();

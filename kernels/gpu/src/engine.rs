@@ -68,8 +68,10 @@ pub struct GpuEngine<R: Platform> {
     steps: Option<Steps>,
     /// Experts that the processor computes.
     ram: Option<Box<Ram>>,
-    /// Encodes hidden rows, if that is asked for.
+    /// The last encoder that was asked for.
     encoder: Option<RowEncoder>,
+    /// Hidden rows are encoded.
+    encodes: bool,
     /// Index of the device within its runtime.
     number: usize,
     /// Passes queued on the device, the oldest first.
@@ -234,6 +236,7 @@ impl<R: Platform> GpuEngine<R> {
             steps,
             ram,
             encoder: None,
+            encodes: false,
             number,
             queued: VecDeque::new(),
             launched: true,

@@ -118,42 +118,55 @@ impl Kept {
 }
 
 /// Queues copies of all pieces to `to`, one after another, on the stream of `graphs`. Returns what the caller must keep until the
-/// copies are complete; `None`, with nothing queued, if other GPUs do not hold all pieces or cannot be reached.
-///
-/// # Errors
-/// The device failed.
-pub(crate) fn bring(graphs: &Graphs, pieces: &[Piece<'_>], to: u64) -> Result<Option<Vec<Reading>>, StageError> {
+/// copies are complete; `None` if other GPUs do not hold all pieces or cannot be reached: the caller then copies all rows from RAM.
+pub(crate) fn bring(graphs: &Graphs, pieces: &[Piece<'_>], to: u64) -> Option<Vec<Reading>> {
     let held = |piece: &Piece<'_>| {
         let (kept, start) = piece.held::<Kept>()?;
         let reading = kept.read()?;
         let from = reading.ring.slots[reading.slot].buffer.part(4 * start, piece.rows.len()).ok()?;
         reaches(graphs, &reading.ring).then_some((reading, from, 4 * piece.rows.len()))
     };
-    let Some(found) = pieces.iter().map(held).collect::<Option<Vec<_>>>() else { return Ok(None) };
+    let found = pieces.iter().map(held).collect::<Option<Vec<_>>>()?;
     let mut to = to;
     // Rows that lie one behind the other, as those of all requests of a batch do, are copied at once.
     for run in found.chunk_by(|(_, from, bytes), (_, next, _)| from + *bytes as u64 == *next) {
         let bytes = run.iter().map(|(_, _, bytes)| bytes).sum();
         if let Some((reading, from, _)) = run.first() {
-            graphs.queue_peer_copy(to, (*from, reading.ring.context.0), bytes)?;
+            if let Err(error) = graphs.queue_peer_copy(to, (*from, reading.ring.context.0), bytes) {
+                note(pair(graphs, &reading.ring), Err(error));
+                return None;
+            }
         }
         to += bytes as u64;
     }
-    Ok(Some(found.into_iter().map(|(reading, ..)| reading).collect()))
+    Some(found.into_iter().map(|(reading, ..)| reading).collect())
 }
+
+/// The numbers of the device that reads and of the one that is read.
+type Pair = (usize, usize);
+
+fn pair(graphs: &Graphs, ring: &Ring) -> Pair {
+    (graphs.number(), ring.number)
+}
+
+/// Pairs of devices of which the first can copy from the second, or not.
+static REACHES: Mutex<BTreeMap<Pair, bool>> = Mutex::new(BTreeMap::new());
 
 /// Whether the device of `graphs` can copy from that of a ring. Asked once per pair.
 fn reaches(graphs: &Graphs, ring: &Ring) -> bool {
-    static KNOWN: Mutex<BTreeMap<(usize, usize), bool>> = Mutex::new(BTreeMap::new());
-    let pair = (graphs.number(), ring.number);
-    pair.0 == pair.1
-        || *KNOWN.lock().entry(pair).or_insert_with(|| match connect(graphs, ring) {
-            Ok(reaches) => reaches,
-            Err(error) => {
-                tracing::info!("rows from cuda:{} to cuda:{} go through RAM: {error}", pair.1, pair.0);
-                false
-            }
-        })
+    let pair = pair(graphs, ring);
+    let known = REACHES.lock().get(&pair).copied();
+    pair.0 == pair.1 || known.unwrap_or_else(|| note(pair, connect(graphs, ring)))
+}
+
+/// Remembers whether a device can copy from another.
+fn note(pair: Pair, reaches: Result<bool, StageError>) -> bool {
+    let reaches = reaches.unwrap_or_else(|error| {
+        tracing::info!("rows from cuda:{} to cuda:{} go through RAM: {error}", pair.1, pair.0);
+        false
+    });
+    REACHES.lock().insert(pair, reaches);
+    reaches
 }
 
 /// Lets the device of `graphs` read the memory of a ring's device.

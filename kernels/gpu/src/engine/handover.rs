@@ -49,14 +49,14 @@ impl Handover {
         self.used = 0;
     }
 
-    /// Queues copies of rows that other GPUs hold to address `to`, the input of a step. False, with nothing queued, if they do not
-    /// hold all. No other step that copies rows is queued.
-    pub(super) fn bring(&mut self, graphs: &Graphs, pieces: &[Piece<'_>], to: u64) -> Result<bool, StageError> {
+    /// Queues copies of rows that other GPUs hold to address `to`, the input of a step. False if they do not hold all. No other step
+    /// that copies rows is queued.
+    pub(super) fn bring(&mut self, graphs: &Graphs, pieces: &[Piece<'_>], to: u64) -> bool {
         self.reading.clear();
-        let reading = bring(graphs, pieces, to)?;
+        let reading = bring(graphs, pieces, to);
         let brought = reading.is_some();
         self.reading.extend(reading.into_iter().flatten());
-        Ok(brought)
+        brought
     }
 
     /// Copies rows that other GPUs hold to a buffer of this device; `None` if they do not hold all.
@@ -69,7 +69,7 @@ impl Handover {
             self.used = 0;
         }
         let inbox = &self.inboxes[self.used];
-        let Some(reading) = bring(graphs, pieces, inbox.address())? else { return Ok(None) };
+        let Some(reading) = bring(graphs, pieces, inbox.address()) else { return Ok(None) };
         self.used += 1;
         graphs.settle()?;
         drop(reading);

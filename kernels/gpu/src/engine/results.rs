@@ -25,26 +25,33 @@ pub(super) enum Queued {
 }
 
 impl<R: Platform> GpuEngine<R> {
-    /// From now on hidden rows have this encoding. No pass is queued.
+    /// From now on hidden rows have this encoding. No pass is queued. An encoder is kept while rows are lossless, with the steps
+    /// that were recorded with it.
     pub(super) fn prepare_encoder(&mut self, codec: Codec) -> Result<(), StageError> {
-        if self.encoder.as_ref().map_or(Codec::Lossless, |encoder| encoder.codec) == codec {
-            return Ok(());
-        }
-        self.encoder = None;
-        if let Some(steps) = &mut self.steps {
-            steps.forget_encoded();
-        }
+        self.encodes = false;
         if codec == Codec::Lossless {
             return Ok(());
         }
-        let memory = Memory { client: &self.client, number: self.number };
-        let encoder = RowEncoder::new(&memory, codec, self.config.width, ROWS)?;
-        if let Some(steps) = &mut self.steps {
-            steps.prepare_encoded(&memory, &encoder)?;
+        if self.encoder.as_ref().is_none_or(|encoder| encoder.codec != codec) {
+            self.encoder = None;
+            if let Some(steps) = &mut self.steps {
+                steps.forget_encoded();
+            }
+            let memory = Memory { client: &self.client, number: self.number };
+            let encoder = RowEncoder::new(&memory, codec, self.config.width, ROWS)?;
+            if let Some(steps) = &mut self.steps {
+                steps.prepare_encoded(&memory, &encoder)?;
+            }
+            self.encoder = Some(encoder);
+            self.launched = true; // CubeCL may still write the tables
         }
-        self.encoder = Some(encoder);
-        self.launched = true; // CubeCL may still write the tables
+        self.encodes = true;
         Ok(())
+    }
+
+    /// The encoder of hidden rows, unless they are lossless.
+    pub(super) fn encoder(&self) -> Option<&RowEncoder> {
+        self.encoder.as_ref().filter(|_| self.encodes)
     }
 
     /// Computes the logits of the `wanted` rows if the stage has the output head, and starts to read the results. Returns them if
@@ -55,7 +62,7 @@ impl<R: Platform> GpuEngine<R> {
         count: usize,
         wanted: &[usize],
     ) -> Result<Option<PassOutput>, StageError> {
-        if let Some(encoder) = &self.encoder {
+        if let Some(encoder) = self.encoder() {
             let encoded = self.client.empty(4 * count * encoder.words());
             encoder.encode(&self.client, self.able, hidden, count, &encoded);
             return self.read(encoded, None).map(|()| None);
@@ -106,7 +113,7 @@ impl<R: Platform> GpuEngine<R> {
 
     /// The output of a pass, as it was read from the device.
     pub(super) fn output_of(&self, bytes: &[u8], kept: Option<Kept>) -> PassOutput {
-        match (&self.encoder, kept) {
+        match (self.encoder(), kept) {
             (Some(encoder), _) => PassOutput::Encoded(encoder.bytes(bytes)),
             (None, Some(kept)) => PassOutput::Held(bytemuck::pod_collect_to_vec(bytes), Arc::new(kept)),
             (None, None) => PassOutput::Numbers(bytemuck::pod_collect_to_vec(bytes)),

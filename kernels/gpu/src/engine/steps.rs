@@ -75,6 +75,8 @@ struct Shape {
     blocks: usize,
     /// Tokens are sampled on the device.
     drawn: bool,
+    /// Hidden rows are encoded.
+    encoded: bool,
 }
 
 /// Buffers of steps that sample on the device, for a stage with the output head.
@@ -199,13 +201,13 @@ impl Steps {
         self.handover.as_ref().map_or(0, Handover::bytes)
     }
 
-    /// Steps from now on do not encode their rows.
+    /// Forgets the steps that encode their rows.
     pub(super) fn forget_encoded(&mut self) {
         self.encoded = None;
-        self.recorded.clear();
+        self.recorded.retain(|shape, _| !shape.encoded);
     }
 
-    /// Steps from now on encode their rows.
+    /// Prepares steps that encode their rows.
     pub(super) fn prepare_encoded<R: Platform>(
         &mut self,
         memory: &Memory<'_, R>,
@@ -280,7 +282,7 @@ impl<R: Platform> GpuEngine<R> {
         let graph = steps.graphs.record(|client| {
             self.layers(client, self.table.as_ref().map(|_| &tokens), &places, hidden);
             self.logits(client, hidden, &chosen, shape.wanted, output);
-            if let (Some(encoder), Some(rows)) = (&self.encoder, encoded) {
+            if let (true, Some(encoder), Some(rows)) = (shape.encoded, &self.encoder, encoded) {
                 encoder.encode(client, self.able, hidden, shape.rows, &rows.handle);
             }
             if let (true, Some(Draws { scratch, drawn, .. })) = (shape.drawn, draws) {
@@ -337,19 +339,20 @@ impl<R: Platform> GpuEngine<R> {
     ) -> Result<(usize, Option<Kept>), StageError> {
         let blocks = self.blocks_of(rows);
         self.with_steps(|engine, steps| {
-            let shape = Shape { rows: rows.len(), wanted: wanted.len(), blocks, drawn: false };
+            let encoded = engine.encoder().is_some();
+            let shape = Shape { rows: rows.len(), wanted: wanted.len(), blocks, drawn: false, encoded };
             engine.record(steps, shape)?;
-            let input = if engine.bring_input(steps, Some(&input))? { None } else { Some(input) };
+            let input = if engine.bring_input(steps, Some(&input)) { None } else { Some(input) };
             let words = steps.sent.words();
             let len = engine.write_pass(words, rows, input, wanted);
-            let (from, count) = match (&engine.encoder, &steps.encoded) {
+            let (from, count) = match (engine.encoder(), &steps.encoded) {
                 (Some(encoder), Some(encoded)) => (encoded, rows.len() * encoder.words()),
                 _ if engine.head.is_some() => (&steps.output, wanted.len() * engine.config.vocab),
                 _ => (&steps.output, rows.len() * engine.config.width),
             };
             let got = &mut steps.got.words()[..count];
             let graph = &steps.recorded[&shape].graph;
-            let handover = steps.handover.as_ref().filter(|_| engine.encoder.is_none());
+            let handover = steps.handover.as_ref().filter(|_| !encoded);
             let (also, kept) = handover.and_then(Handover::claim).unzip();
             steps.graphs.queue((&words[..len], &steps.words, 0), graph, (got, from, also), &steps.done)?;
             Ok((count, kept))
@@ -357,11 +360,11 @@ impl<R: Platform> GpuEngine<R> {
     }
 
     /// Copies a step's rows from other GPUs of this machine, if these hold them all.
-    fn bring_input(&self, steps: &mut Steps, input: Option<&PassInput<'_>>) -> Result<bool, StageError> {
-        let Some(PassInput::Hidden(pieces)) = input else { return Ok(false) };
+    fn bring_input(&self, steps: &mut Steps, input: Option<&PassInput<'_>>) -> bool {
+        let Some(PassInput::Hidden(pieces)) = input else { return false };
         let start = Input::Hidden.start(self.options.context.div_ceil(POSITIONS));
         let to = steps.words.address() + 4 * start as u64;
-        steps.handover.as_mut().map_or(Ok(false), |handover| handover.bring(&steps.graphs, pieces, to))
+        steps.handover.as_mut().is_some_and(|handover| handover.bring(&steps.graphs, pieces, to))
     }
 
     /// Waits for the pass that [`Self::replay`] queued.
@@ -388,9 +391,9 @@ impl<R: Platform> GpuEngine<R> {
     ) -> Result<(), StageError> {
         let (blocks, most) = (self.blocks_of(rows), self.options.context.div_ceil(POSITIONS));
         self.with_steps(|engine, steps| {
-            let shape = Shape { rows: rows.len(), wanted: rows.len(), blocks, drawn: true };
+            let shape = Shape { rows: rows.len(), wanted: rows.len(), blocks, drawn: true, encoded: false };
             engine.record(steps, shape)?;
-            let brought = engine.bring_input(steps, input.as_ref())?;
+            let brought = engine.bring_input(steps, input.as_ref());
             let Some(draws) = &mut steps.draws else { return Err(failed("this stage cannot sample tokens")) };
             if draws.queued.len() == QUEUED_MAX {
                 return Err(failed(format!("{QUEUED_MAX} steps are queued already")));
