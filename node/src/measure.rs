@@ -108,15 +108,19 @@ pub(crate) fn per_second(speed: Option<u64>, unit: &str) -> String {
     }
 }
 
-/// Checks every operation on the device against float64.
+/// Checks every operation on the device against the reference. `progress` gets the number of checks done and the last one's name.
 ///
 /// # Errors
 /// This machine has no such device.
-pub(crate) fn selftest(device: &str) -> Result<(DeviceId, Vec<Value>), String> {
+pub(crate) fn selftest(device: &str, progress: impl Fn(usize, &str)) -> Result<(DeviceId, Vec<Value>), String> {
     let choice: DeviceChoice = device.parse().map_err(|e: kernels::device::DeviceError| e.to_string())?;
     let devices = kernels_gpu::probe();
     let device = choice.pick(&devices).map_err(|e| e.to_string())?.id;
-    let checks = kernels_gpu::selftest(device)?;
+    let mut count = 0;
+    let checks = kernels_gpu::selftest(device, &mut |check| {
+        count += 1;
+        progress(count, &check.name);
+    })?;
     let value = |check: kernels_gpu::Check| {
         let (ok, seen) = match check.outcome {
             Ok(seen) => (true, seen),

@@ -26,7 +26,7 @@ use crate::engine::{load, load_weights};
 use crate::error::panic_text;
 use crate::load::Weights;
 use crate::platform::Platform;
-use crate::selftest::{Check, checks, encoding_checks, product_checks};
+use crate::selftest::{Check, Load, checks, encoding_checks, product_checks};
 use crate::shapes::Shape;
 use crate::speed::{cache_speed, copy_speed, speed};
 
@@ -106,23 +106,23 @@ fn loaded(
     }
 }
 
-/// Runs small models of every family and format on a device and compares them bit by bit with the reference.
+/// Runs small models of every family and format on a device and compares them bit by bit with the reference. Calls `done` after each
+/// check: a software driver takes minutes for all.
 ///
 /// # Errors
 /// The device is missing.
-pub fn selftest(device: DeviceId) -> Result<Vec<Check>, String> {
-    fn on<R: Platform>(gpu: &R::Device, number: usize) -> Result<Vec<Check>, String> {
+pub fn selftest(device: DeviceId, done: &mut dyn FnMut(&Check)) -> Result<Vec<Check>, String> {
+    fn on<R: Platform>(gpu: &R::Device, number: usize, done: &mut dyn FnMut(&Check)) -> Result<Vec<Check>, String> {
         let opened = client::<R>(gpu).map_err(|error| error.to_string())?;
-        let mut all = product_checks(&opened);
-        all.extend(encoding_checks(&opened));
-        all.extend(checks(&|file, options| Ok(Box::new(load(file, options, client::<R>(gpu)?, number, None)?))));
-        Ok(all)
+        let load: Load<'_> = &|file, options| Ok(Box::new(load(file, options, client::<R>(gpu)?, number, None)?));
+        let operations = product_checks(&opened).chain(encoding_checks(&opened));
+        Ok(operations.chain(checks(load)).inspect(done).collect())
     }
     find(device)?;
     let checks = match gpu(device)? {
-        None => checks(&|file, options| load_cpu_stage(Arc::clone(file), options)),
-        Some(Gpu::Cuda(gpu)) => on::<CudaRuntime>(&gpu, gpu.index)?,
-        Some(Gpu::Vulkan(gpu)) => on::<WgpuRuntime>(&gpu, 0)?,
+        None => checks(&|file, options| load_cpu_stage(Arc::clone(file), options)).inspect(done).collect(),
+        Some(Gpu::Cuda(gpu)) => on::<CudaRuntime>(&gpu, gpu.index, done)?,
+        Some(Gpu::Vulkan(gpu)) => on::<WgpuRuntime>(&gpu, 0, done)?,
     };
     keep();
     Ok(checks)

@@ -40,8 +40,8 @@ pub(crate) type Load<'a> = &'a dyn Fn(&Arc<ModelFile>, StageOptions) -> Result<B
 /// Sequence, first position and tokens of some rows.
 type Entry = (u64, usize, Vec<u32>);
 
-/// All checks of a device.
-pub(crate) fn checks(load: Load<'_>) -> Vec<Check> {
+/// Checks of models on a device, each done when it is asked for.
+pub(crate) fn checks(load: Load<'_>) -> impl Iterator<Item = Check> {
     let formats = QUANT_TYPES.into_iter().map(|quant| {
         let batches = vec![vec![(1, 0, tokens(20, 1))], vec![(1, 20, tokens(5, 1))], vec![(1, 25, tokens(1, 1))]];
         (TinyModel { quant, layers: 1, ..TinyModel::default() }, batches)
@@ -53,11 +53,10 @@ pub(crate) fn checks(load: Load<'_>) -> Vec<Check> {
     let k_quant = TinyModel { quant: QuantType::Q4K, layers: 2, ..TinyModel::default() };
     let embeddings = TinyModel { architecture: Architecture::Qwen3, pooled: true, layers: 2, ..TinyModel::default() };
     let models = families.chain(formats).chain([(k_quant, conversation()), (embeddings, conversation())]);
-    models
-        .flat_map(|(model, batches)| {
-            [Activations::Int8, Activations::F32].map(|activations| check(&model, &batches, activations, load))
-        })
-        .collect()
+    models.flat_map(move |(model, batches)| {
+        let numerics = [Activations::Int8, Activations::F32].into_iter();
+        numerics.map(move |activations| check(&model, &batches, activations, load))
+    })
 }
 
 /// Prompts, steps of one and of several sequences, rewritten positions, and more rows than one kernel launch takes.

@@ -125,7 +125,9 @@ pub(super) struct SelftestArgs {
 pub(super) fn selftest(global: &Global, args: &SelftestArgs) -> Result<(), Failure> {
     let requested = args.device.as_deref().or(global.file.device.as_deref()).unwrap_or("auto");
     let spinner = Spinner::new(format!("testing {requested}"));
-    let (device, checks) = crate::measure::selftest(requested).map_err(Failure::failed)?;
+    let progress =
+        |done: usize, last: &str| spinner.say(format!("testing {requested}: {done} checks done, last: {last}"));
+    let (device, checks) = crate::measure::selftest(requested, progress).map_err(Failure::failed)?;
     drop(spinner);
     let failed = checks.iter().filter(|c| c["ok"] != true).count();
     let value = json!({"device": device.to_string(), "ok": failed == 0, "checks": checks});

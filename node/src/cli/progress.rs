@@ -77,6 +77,11 @@ impl Spinner {
         bar.enable_steady_tick(Duration::from_millis(120));
         Self(bar)
     }
+
+    /// Replaces the text.
+    pub(super) fn say(&self, text: String) {
+        self.0.set_message(text);
+    }
 }
 
 impl Drop for Spinner {

@@ -12,15 +12,15 @@ use crate::error::panic_text;
 use crate::platform::Platform;
 
 /// Each encoding, at a width with a partial block and at one of a common model.
-pub(crate) fn checks<R: Platform>(client: &ComputeClient<R>) -> Vec<Check> {
-    let check = |codec: Codec| {
+pub(crate) fn checks<R: Platform>(client: &ComputeClient<R>) -> impl Iterator<Item = Check> {
+    let check = move |codec: Codec| {
         let compared = || [100, 576].into_iter().try_fold(0, |sum, width| Ok(sum + compare(client, codec, width)?));
         let outcome = catch_unwind(AssertUnwindSafe(compared))
             .unwrap_or_else(|panic| Err(format!("panicked: {}", panic_text(panic.as_ref()))));
         let outcome = outcome.map(|bytes| format!("{bytes} bytes are those of the reference"));
         Check { name: format!("hidden rows in {}", codec.name()), outcome }
     };
-    [Codec::F16, Codec::Q8, Codec::Q4].map(check).into()
+    [Codec::F16, Codec::Q8, Codec::Q4].into_iter().map(check)
 }
 
 /// Compares rows of one width; returns the number of equal bytes.

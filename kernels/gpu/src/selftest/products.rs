@@ -20,13 +20,13 @@ const COLS: usize = 768;
 const COUNT: usize = 70;
 
 /// Products with formats whose blocks have other numbers of tokens, scales and minima.
-pub(crate) fn checks<R: Platform>(client: &ComputeClient<R>) -> Vec<Check> {
-    let check = |kind: QuantType| {
+pub(crate) fn checks<R: Platform>(client: &ComputeClient<R>) -> impl Iterator<Item = Check> {
+    let check = move |kind: QuantType| {
         let outcome = catch_unwind(AssertUnwindSafe(|| compare(client, kind)))
             .unwrap_or_else(|panic| Err(format!("panicked: {}", panic_text(panic.as_ref()))));
         Check { name: format!("large product in {}", kind.name()), outcome }
     };
-    [QuantType::Q4_0, QuantType::Q4_1, QuantType::Q6K].map(check).into()
+    [QuantType::Q4_0, QuantType::Q4_1, QuantType::Q6K].into_iter().map(check)
 }
 
 fn compare<R: Platform>(client: &ComputeClient<R>, kind: QuantType) -> Result<String, String> {

@@ -13,7 +13,7 @@ use kernels_models::weights::testing::{TinyModel, real_model_path};
 use kernels_models::weights::{Architecture, ModelFile};
 
 use super::device;
-use crate::{load_profiled, load_stage, measure_gpu, probe, selftest};
+use crate::{Check, load_profiled, load_stage, measure_gpu, probe, selftest};
 
 fn options(file: &ModelFile, context: usize) -> StageOptions {
     let layers = 0..file.config().layers;
@@ -29,7 +29,9 @@ fn draw(position: u32) -> RequestedOutput<'static> {
 #[test]
 fn a_device_gives_the_bits_of_the_reference() {
     let Some(device) = device() else { return };
-    let checks = selftest(device).unwrap();
+    let start = Instant::now();
+    let mut done = |check: &Check| eprintln!("{:?}: {}", start.elapsed(), check.name);
+    let checks = selftest(device, &mut done).unwrap();
     let failed: Vec<_> = checks.iter().filter(|check| check.outcome.is_err()).collect();
     assert!(failed.is_empty(), "{} of {} checks failed: {failed:#?}", failed.len(), checks.len());
     assert!(checks.len() >= 30, "only {} checks ran", checks.len());
@@ -37,7 +39,7 @@ fn a_device_gives_the_bits_of_the_reference() {
 
 #[test]
 fn the_cpu_gives_the_bits_of_the_reference() {
-    let checks = selftest(DeviceId::Cpu).unwrap();
+    let checks = selftest(DeviceId::Cpu, &mut |_| ()).unwrap();
     assert!(checks.iter().all(|check| check.outcome.is_ok()), "{checks:#?}");
 }
 
@@ -64,7 +66,9 @@ fn measured_rates_of_a_gpu_are_plausible() {
 #[test]
 fn the_cpu_is_listed_first_and_missing_devices_are_named() {
     assert_eq!(probe()[0].id, DeviceId::Cpu);
-    for error in [measure_gpu(DeviceId::Vulkan(77)).unwrap_err(), selftest(DeviceId::Vulkan(77)).unwrap_err()] {
+    for error in
+        [measure_gpu(DeviceId::Vulkan(77)).unwrap_err(), selftest(DeviceId::Vulkan(77), &mut |_| ()).unwrap_err()]
+    {
         assert!(error.contains("vulkan:77"), "{error}");
     }
 }
