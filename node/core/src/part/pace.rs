@@ -1,5 +1,5 @@
 //! Predicts how long batches take on this node's executor, so that a stalled executor is detected.
-use crate::limits::{CHUNK_POSITIONS_MAX, CHUNK_POSITIONS_MIN, SEQUENCES_MAX};
+use crate::limits::{CHUNK_POSITIONS_MAX, SEQUENCES_MAX};
 use crate::time::Duration;
 
 /// Durations of past batches, to predict the next one.
@@ -9,9 +9,11 @@ pub(super) struct Pace {
     decode: Option<Duration>,
     /// Slowest recent nanoseconds per row of a prefill batch.
     prefill_row_ns: Option<u64>,
-    /// Usual time of batches of decode steps alone.
+    /// Usual time of batches of decode steps alone, by the power of two below their rows: a step with drafts has several.
+    steps_ns: [Option<u64>; STEP_CLASSES],
+    /// The last one that was measured.
     step_ns: Option<u64>,
-    /// Least nanoseconds that a row of a prompt has added to that of late.
+    /// Usual nanoseconds that a row of a prompt adds to that.
     row_ns: Option<u64>,
 }
 
@@ -34,20 +36,25 @@ impl Pace {
         let time_ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         let time_ns = time_ns.max(self.step_ns.unwrap_or(0) / 4);
         let rows = self.row_ns.map_or(u64::from(ROWS_UNKNOWN), |row_ns| time_ns / row_ns.max(1));
-        u32::try_from(rows).unwrap_or(u32::MAX).clamp(CHUNK_POSITIONS_MIN, CHUNK_POSITIONS_MAX)
+        u32::try_from(rows).unwrap_or(u32::MAX).clamp(ROWS_BESIDE_MIN, CHUNK_POSITIONS_MAX)
     }
 
     /// Adopts a longer time immediately, and decays by an eighth with each shorter one.
     pub(super) fn learn(&mut self, decodes: u64, prefill: u64, took: Duration) {
         let rows = decodes + prefill;
         let took_ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
-        if prefill >= u64::from(CHUNK_POSITIONS_MIN) {
+        if prefill >= u64::from(ROWS_BESIDE_MIN) {
             // The steps of the batch, and what else the device computes meanwhile, take their time however many rows it has.
-            let others = if decodes > 0 { self.step_ns.unwrap_or(0) } else { 0 };
+            // Before such steps are measured alone, their rows count as those of prompts.
+            let alone = class_of(decodes).map(|class| self.steps_ns[class]);
+            let others = alone.map_or(0, |alone| alone.unwrap_or(took_ns / rows * decodes));
             let row_ns = took_ns.saturating_sub(others).max(took_ns / 8) / prefill;
-            self.row_ns = Some(self.row_ns.map_or(row_ns, |old| row_ns.min(old + old / 16 + 1)));
-        } else if prefill == 0 {
-            self.step_ns = Some(self.step_ns.map_or(took_ns, |old| old - old / 4 + took_ns / 4));
+            self.row_ns = Some(self.row_ns.map_or(row_ns, |old| old - old / 4 + row_ns / 4));
+        } else if prefill == 0
+            && let Some(class) = class_of(decodes)
+        {
+            let step_ns = self.steps_ns[class].map_or(took_ns, |old| old - old / 4 + took_ns / 4);
+            (self.steps_ns[class], self.step_ns) = (Some(step_ns), Some(step_ns));
         }
         if rows <= u64::from(SEQUENCES_MAX) {
             let old = self.decode.map_or(took, |old| old - old / 8);
@@ -60,8 +67,21 @@ impl Pace {
     }
 }
 
+/// Classes of batches by their number of decode rows, of which the last has all that are larger.
+const STEP_CLASSES: usize = 10;
+
+/// The class of a batch with decode rows.
+fn class_of(decodes: u64) -> Option<usize> {
+    let class = usize::try_from(decodes.checked_ilog2()?).unwrap_or(usize::MAX);
+    Some(class.min(STEP_CLASSES - 1))
+}
+
 /// Rows of a batch before any is measured: few enough for a processor.
 const ROWS_UNKNOWN: u32 = 64;
+
+/// Fewest rows of prompts that a batch of decode steps takes along: the weights are read once for all rows of a batch, so that fewer
+/// would cost about as much as these.
+const ROWS_BESIDE_MIN: u32 = 4;
 
 #[cfg(test)]
 mod tests {
@@ -83,7 +103,21 @@ mod tests {
             pace.learn(1, 0, MS * 100);
             pace.learn(1, 25, MS * 125);
         }
-        assert_eq!(pace.rows_within(MS * 20), 25, "a quarter of a step");
+        assert!((24..=26).contains(&pace.rows_within(MS * 20)), "a quarter of a step: {}", pace.rows_within(MS * 20));
+    }
+
+    #[test]
+    fn steps_with_drafts_do_not_count_as_rows_of_prompts() {
+        let mut pace = Pace::default();
+        for _ in 0..20 {
+            pace.learn(1, 0, MS * 2);
+            pace.learn(8, 0, MS * 16);
+            pace.learn(8, 10, MS * 26);
+        }
+        assert_eq!(pace.rows_within(MS * 12), 12, "a row takes a millisecond");
+        let mut pace = Pace::default();
+        (0..20).for_each(|_| pace.learn(8, 8, MS * 16));
+        assert_eq!(pace.rows_within(MS * 12), 12, "steps alone were not measured");
     }
 
     #[test]
