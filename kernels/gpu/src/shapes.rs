@@ -175,6 +175,10 @@ impl Shape {
         if let Some([count, used]) = self.experts {
             w.u32(&format!("{family}.expert_count"), count as u32);
             w.u32(&format!("{family}.expert_used_count"), used as u32);
+            w.u32(&format!("{family}.expert_feed_forward_length"), self.ffn as u32);
+        }
+        if self.family == Architecture::GptOss {
+            w.u32(&format!("{family}.attention.sliding_window"), 128);
         }
         w.f32(&format!("{family}.attention.layer_norm_rms_epsilon"), 1e-6);
         w.f32(&format!("{family}.rope.freq_base"), 1e6);
@@ -188,7 +192,12 @@ impl Shape {
                 let columns = format!("rows of {cols} are not whole blocks of {}", kind.name());
                 io::Error::other(format!("{}: {columns}; use another format or shape", self.name))
             })?;
-            let dims = if rows == 1 { vec![cols as u64] } else { vec![cols as u64, rows as u64] };
+            let dims = match self.experts {
+                Some([count, _]) if name.ends_with("_exps.weight") => vec![cols, rows / count, count],
+                _ if rows == 1 => vec![cols],
+                _ => vec![cols, rows],
+            };
+            let dims = dims.into_iter().map(|dim| dim as u64).collect();
             let (source, kind) = (name.clone(), kind.ggml_id());
             w.tensors_mut().push(TensorSource { name: source, dims, kind, bytes: Vec::new(), offset: Some(at) });
             tensors.push(Planned { name, rows, range: at..at + (rows * row) as u64 });
