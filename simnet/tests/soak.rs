@@ -51,9 +51,10 @@ fn the_same_seed_gives_the_same_run() {
 /// Seeds that once found a bug, in the core or in the checkers.
 #[test]
 fn regression_seeds_pass() {
-    for seed in
-        [3751, 4762, 5884, 7945, 8527, 9448, 10818, 10829, 12287, 173, 224, 693, 1345, 1583, 1881, 1949, 1960, 2209]
-    {
+    for seed in [
+        3751, 4762, 5884, 7945, 8527, 9448, 10818, 10829, 12287, 43183, 173, 224, 693, 1345, 1583, 1881, 1949, 1960,
+        2209,
+    ] {
         let outcome = run_caught(&draw(seed, Size::default()));
         assert!(outcome.violations.is_empty(), "seed {seed}: {:#?}", outcome.violations);
     }

@@ -9,10 +9,10 @@ pub(super) struct Pace {
     decode: Option<Duration>,
     /// Slowest recent nanoseconds per row of a prefill batch.
     prefill_row_ns: Option<u64>,
-    /// Usual time of batches of decode steps alone, by the power of two below their rows: a step with drafts has several.
-    steps_ns: [Option<u64>; STEP_CLASSES],
-    /// The last one that was measured.
+    /// Usual time of batches of decode steps alone, with the wait for what the device computed before.
     step_ns: Option<u64>,
+    /// Usual time that the device computes such batches, by the power of two below their rows: a step with drafts has several.
+    steps_ns: [Option<u64>; STEP_CLASSES],
     /// Usual nanoseconds that a row of a prompt adds to that.
     row_ns: Option<u64>,
 }
@@ -39,22 +39,32 @@ impl Pace {
         u32::try_from(rows).unwrap_or(u32::MAX).clamp(ROWS_BESIDE_MIN, CHUNK_POSITIONS_MAX)
     }
 
-    /// Adopts a longer time immediately, and decays by an eighth with each shorter one.
-    pub(super) fn learn(&mut self, decodes: u64, prefill: u64, took: Duration) {
+    /// Adopts a longer time immediately, and decays by an eighth with each shorter one. `computed`: the part of the time `took`
+    /// that the device computed for this batch.
+    pub(super) fn learn(&mut self, decodes: u64, prefill: u64, (took, computed): (Duration, Duration)) {
         let rows = decodes + prefill;
-        let took_ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
-        if prefill >= u64::from(ROWS_BESIDE_MIN) {
-            // The steps of the batch, and what else the device computes meanwhile, take their time however many rows it has.
-            // Before such steps are measured alone, their rows count as those of prompts.
-            let alone = class_of(decodes).map(|class| self.steps_ns[class]);
-            let others = alone.map_or(0, |alone| alone.unwrap_or(took_ns / rows * decodes));
-            let row_ns = took_ns.saturating_sub(others).max(took_ns / 8) / prefill;
-            self.row_ns = Some(self.row_ns.map_or(row_ns, |old| old - old / 4 + row_ns / 4));
-        } else if prefill == 0
-            && let Some(class) = class_of(decodes)
-        {
-            let step_ns = self.steps_ns[class].map_or(took_ns, |old| old - old / 4 + took_ns / 4);
-            (self.steps_ns[class], self.step_ns) = (Some(step_ns), Some(step_ns));
+        let [took_ns, computed_ns] = [took, computed].map(|time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
+        let steps_ns = class_of(decodes).map(|class| &mut self.steps_ns[class]);
+        match steps_ns {
+            Some(steps_ns) if prefill == 0 => {
+                *steps_ns = Some(usual(*steps_ns, computed_ns));
+                self.step_ns = Some(usual(self.step_ns, took_ns));
+            }
+            Some(steps_ns) => {
+                // What was measured long ago counts less and less.
+                *steps_ns = steps_ns.map(|ns| ns.min(computed_ns) / 128 * 127);
+                self.step_ns = self.step_ns.map(|ns| ns.min(took_ns));
+                if prefill >= u64::from(ROWS_BESIDE_MIN) {
+                    // Before such steps are measured alone, their rows count as those of prompts.
+                    let steps = steps_ns.unwrap_or(computed_ns / rows * decodes);
+                    let row_ns = computed_ns.saturating_sub(steps).max(computed_ns / 8) / prefill;
+                    self.row_ns = Some(usual(self.row_ns, row_ns));
+                }
+            }
+            None if prefill >= u64::from(ROWS_BESIDE_MIN) => {
+                self.row_ns = Some(usual(self.row_ns, computed_ns / prefill));
+            }
+            None => {}
         }
         if rows <= u64::from(SEQUENCES_MAX) {
             let old = self.decode.map_or(took, |old| old - old / 8);
@@ -65,6 +75,11 @@ impl Pace {
             self.prefill_row_ns = Some(old.max(row_ns));
         }
     }
+}
+
+/// A mean that forgets old measurements.
+fn usual(old: Option<u64>, new: u64) -> u64 {
+    old.map_or(new, |old| old - old / 4 + new / 4)
 }
 
 /// Classes of batches by their number of decode rows, of which the last has all that are larger.
@@ -89,46 +104,72 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
+    /// Learns a batch that waits for nothing.
+    fn learn(pace: &mut Pace, decodes: u64, prefill: u64, took: Duration) {
+        pace.learn(decodes, prefill, (took, took));
+    }
+
+    fn assert_rows(pace: &Pace, time: Duration, expected: u32, why: &str) {
+        let rows = pace.rows_within(time);
+        assert!(rows.abs_diff(expected) <= expected / 10, "{rows} rows: {why}");
+    }
+
     #[test]
     fn a_device_with_other_work_takes_more_rows_at_once() {
         let mut pace = Pace::default();
         assert_eq!(pace.rows_within(MS * 25), ROWS_UNKNOWN);
         for _ in 0..20 {
-            pace.learn(1, 0, MS * 8);
-            pace.learn(1, 100, MS * 108);
+            learn(&mut pace, 1, 0, MS * 8);
+            learn(&mut pace, 1, 100, MS * 108);
         }
-        assert_eq!(pace.rows_within(MS * 25), 25, "a row takes a millisecond");
+        assert_rows(&pace, MS * 25, 25, "a row takes a millisecond");
         for _ in 0..200 {
             // Each batch now waits 92 ms for something else.
-            pace.learn(1, 0, MS * 100);
-            pace.learn(1, 25, MS * 125);
+            pace.learn(1, 0, (MS * 100, MS * 8));
+            pace.learn(1, 25, (MS * 125, MS * 33));
         }
-        assert!((24..=26).contains(&pace.rows_within(MS * 20)), "a quarter of a step: {}", pace.rows_within(MS * 20));
+        assert_rows(&pace, MS * 20, 25, "a quarter of a step");
+        for _ in 0..200 {
+            pace.learn(0, 4, (MS * 120, MS * 4));
+        }
+        assert_rows(&pace, MS * 100, 100, "waits are not those of rows");
+    }
+
+    #[test]
+    fn a_device_that_slows_down_takes_fewer_rows() {
+        let mut pace = Pace::default();
+        learn(&mut pace, 64, 0, MS);
+        learn(&mut pace, 64, 100, MS * 101);
+        for _ in 0..60 {
+            learn(&mut pace, 64, 0, MS);
+            learn(&mut pace, 64, 50, MS * 201);
+        }
+        assert_rows(&pace, MS * 100, 25, "a row takes four milliseconds");
     }
 
     #[test]
     fn steps_with_drafts_do_not_count_as_rows_of_prompts() {
         let mut pace = Pace::default();
         for _ in 0..20 {
-            pace.learn(1, 0, MS * 2);
-            pace.learn(8, 0, MS * 16);
-            pace.learn(8, 10, MS * 26);
+            learn(&mut pace, 1, 0, MS * 2);
+            learn(&mut pace, 8, 0, MS * 16);
+            learn(&mut pace, 8, 10, MS * 26);
         }
-        assert_eq!(pace.rows_within(MS * 12), 12, "a row takes a millisecond");
+        assert_rows(&pace, MS * 12, 12, "a row takes a millisecond");
         let mut pace = Pace::default();
-        (0..20).for_each(|_| pace.learn(8, 8, MS * 16));
-        assert_eq!(pace.rows_within(MS * 12), 12, "steps alone were not measured");
+        (0..20).for_each(|_| learn(&mut pace, 8, 8, MS * 16));
+        assert_rows(&pace, MS * 12, 12, "steps alone were not measured");
     }
 
     #[test]
-    fn a_device_that_slows_down_takes_fewer_rows() {
+    fn a_step_that_was_slow_once_does_not_let_prompts_delay_streams() {
         let mut pace = Pace::default();
-        pace.learn(64, 0, MS);
-        pace.learn(64, 100, MS * 101);
-        for _ in 0..60 {
-            pace.learn(64, 0, MS);
-            pace.learn(64, 50, MS * 201);
+        learn(&mut pace, 1, 0, MS * 800);
+        let mut rows = u64::from(pace.rows_within(MS * 12));
+        for _ in 0..600 {
+            learn(&mut pace, 1, rows, MS * 2 + MS * u32::try_from(rows).unwrap());
+            rows = u64::from(pace.rows_within(MS * 12));
         }
-        assert_eq!(pace.rows_within(MS * 100), 25, "a row takes four milliseconds");
+        assert!((10..=16).contains(&rows), "{rows} rows of a millisecond");
     }
 }

@@ -249,21 +249,25 @@ impl Program {
         }
     }
 
-    /// A run is done, or failed. Returns whether to report progress immediately.
+    /// A run is done, or failed. Returns whether to report progress immediately. `free_since`: when its device completed the last
+    /// run before it, of any part.
     ///
     /// # Errors
     /// The part cannot continue.
     pub(super) fn ran(
         &mut self,
         now: Instant,
+        free_since: Option<Instant>,
         result: Result<RunResult, String>,
         out: &mut Out,
     ) -> Result<bool, String> {
         match (self, result) {
-            (Program::Stage(run), Ok(RunResult::Batch(results))) => run.ran(now, Ok(results), out).map(|()| false),
-            (Program::Stage(run), Err(reason)) => run.ran(now, Err(reason), out).map(|()| false),
-            (Program::Stage(run), Ok(RunResult::Steps(_))) => {
-                run.ran(now, Err("the executor ran steps of a stage".into()), out).map(|()| false)
+            (Program::Stage(run), result) => {
+                let results = result.and_then(|result| match result {
+                    RunResult::Batch(results) => Ok(results),
+                    RunResult::Steps(_) => Err("the executor ran steps of a stage".into()),
+                });
+                run.ran(now, free_since, results, out).map(|()| false)
             }
             (Program::Tile(run), Ok(RunResult::Steps(made))) => Ok(run.ran(now, made, out)),
             (Program::Tile(run), result) => {

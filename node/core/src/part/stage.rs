@@ -264,13 +264,14 @@ impl StageRun {
         self.running.as_ref().is_some_and(|batch| batch.work == work)
     }
 
-    /// The running batch came back.
+    /// The running batch came back. `free_since`: when the device completed its last run before.
     ///
     /// # Errors
     /// The executor failed. No cache can be trusted, so all state is dropped.
     pub(super) fn ran(
         &mut self,
         now: Instant,
+        free_since: Option<Instant>,
         results: Result<Vec<ItemResult>, String>,
         out: &mut Out,
     ) -> Result<(), String> {
@@ -297,7 +298,9 @@ impl StageRun {
             let frames = batch.items.iter().map(|(header, _)| header).filter(|header| is_step(header) == steps);
             frames.map(|header| u64::from(header.count)).sum()
         };
-        self.pace.learn(rows(true), rows(false), took);
+        // The device completes one run after the other.
+        let computed = free_since.map_or(took, |free| took.min(now.since(free)));
+        self.pace.learn(rows(true), rows(false), (took, computed));
         self.report_busy(now, took, out);
         let mut withheld = self.withheld.take();
         let to = withheld.as_mut().unwrap_or(out);

@@ -114,6 +114,11 @@ impl StepTimes {
         (self.alone > 0 && self.drafted < DRAFTED_MAX).then_some(self.alone)
     }
 
+    /// The time of a step without drafts as last measured, nanoseconds. 0 if it was not.
+    pub(super) fn measured(&self) -> u64 {
+        self.alone
+    }
+
     /// The number of drafts, at most `most`, with which the tokens of all requests that share the stages come fastest. Rows of
     /// drafts take time of each of them; for each draft the request itself waits `wait_ns` more. Without a clear gain there are
     /// no drafts: the times of steps contain the drafts of others, so a small one may be none.

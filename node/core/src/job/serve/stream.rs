@@ -574,7 +574,7 @@ impl Stream {
         assert!(within, "{id:?}: chunks {chunks:?} are in flight, of positions {acked} to {sent}");
     }
 
-    /// When to resend if nothing comes back; `None` if nothing is awaited. `token_ns` is the predicted time of one decode step,
+    /// When to resend if nothing comes back; `None` if nothing is awaited. `token_ns` is the time of one decode step,
     /// `sharers` the number of requests that share the stages. Doubles with each attempt, so that resends do not slow a slow mesh
     /// down further.
     pub(super) fn resend_at(&self, token_ns: u64, sharers: u32) -> Option<Instant> {

@@ -124,7 +124,7 @@ impl Requests {
     /// Resends requests that made no progress for too long. Returns a reason to place the job again if that did not
     /// help.
     pub(super) fn resend_unanswered(&mut self, now: Instant, out: &mut Out) -> Option<String> {
-        let token_ns = self.track.as_ref()?.token_ns;
+        let token_ns = self.step_ns()?;
         let sharers = self.sharers();
         let mut again = Vec::new();
         let due = |stream: &Stream| stream.resend_at(token_ns, sharers).is_some_and(|at| at <= now);
@@ -141,9 +141,14 @@ impl Requests {
         None
     }
 
+    /// Time of a decode step: as planned, or as measured if devices that also compute for other jobs need longer.
+    fn step_ns(&self) -> Option<u64> {
+        Some(self.track.as_ref()?.token_ns.max(self.times.measured()))
+    }
+
     /// When a request that makes no progress is resent.
     pub(super) fn resend_at(&self) -> Option<Instant> {
-        let token_ns = self.track.as_ref()?.token_ns;
+        let token_ns = self.step_ns()?;
         let sharers = self.sharers();
         let unanswered = self.running.values().filter_map(|stream| stream.resend_at(token_ns, sharers)).min();
         let lost = self.reconnected.as_ref().map(|reconnected| reconnected.resend_at);
