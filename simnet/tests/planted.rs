@@ -11,7 +11,7 @@ use simnet::soak::{Size, cores, draw, run_caught, soak};
 
 /// Each bug, a seed that finds it, and a part of the violation's text.
 const BUGS: [(Planted, u64, &str); 22] = [
-    (Planted::EpochCheckLeftOut, 17, "a frame of"),
+    (Planted::EpochCheckLeftOut, 50, "a frame of"),
     (Planted::RingTrimmedEarly, 3, "keeps request"),
     (Planted::StandbyPromotedTwice, 2, "as standby of part"),
     (Planted::ResumeOneAhead, 3, "and a request waits"),

@@ -63,8 +63,8 @@ pub const CHUNK_POSITIONS_MAX: u32 = 512;
 /// reads.
 pub const CHUNK_POSITIONS_MIN: u32 = 16;
 /// Time of the prefill rows that share batches with the decode steps of other requests, in all stages together. A decode step may
-/// wait for one batch at each stage and then shares another, so it takes about twice this longer.
-pub const PREFILL_BESIDE: Duration = Duration::from_millis(25);
+/// wait for one batch at each stage and then shares another, so it takes about twice this longer: 50 ms in bad cases.
+pub const PREFILL_BESIDE: Duration = Duration::from_millis(20);
 /// Time of the prefill rows of a batch on a device that also computes for another job: the tile of a simulation, or its standby,
 /// waits for one batch before each of its runs.
 pub const PREFILL_SHARED: Duration = Duration::from_millis(100);

@@ -30,7 +30,7 @@ use crate::work::{HeldPart, Loaded, Order, Run, RunResult};
 use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::{string::String, vec::Vec};
-use output::{Names, Out, Started, discard};
+use output::{Names, Out, Sharing, Started, discard};
 use program::Program;
 use succession::Succession;
 use tile::{AfterSnapshot, TileRun};
@@ -407,9 +407,12 @@ impl Parts {
     pub fn poll_runs(&mut self, now: Instant) -> Option<PartOutput> {
         let alone = self.jobs.len() < 2;
         for (&job, held) in &mut self.jobs {
+            let devices: Vec<u8> = held.parts.values().map(|known| known.order.device).collect();
             for (&part, known) in held.parts.iter_mut().filter(|(_, known)| known.load == Load::Resident) {
+                let together = devices.iter().filter(|device| **device == known.order.device).count();
+                let sharing = Sharing { alone, parts: u32::try_from(together).unwrap_or(u32::MAX) };
                 if !known.answer_due
-                    && let Some(started) = known.run.start_batch(now, alone, &mut self.names)
+                    && let Some(started) = known.run.start_batch(now, sharing, &mut self.names)
                 {
                     let to = (job, held.epoch, part, known.order.device);
                     start(now, to, started, &mut self.in_flight, &mut self.out);

@@ -84,6 +84,15 @@ impl Names {
     }
 }
 
+/// What computes on this node or device beside a part.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sharing {
+    /// This node computes for no other job.
+    pub(super) alone: bool,
+    /// Parts of the job on the device, this one included.
+    pub(super) parts: u32,
+}
+
 /// A run that a part gives to the executor.
 #[derive(Debug)]
 pub(super) struct Started {

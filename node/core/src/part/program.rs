@@ -1,6 +1,6 @@
 //! The program of a part, behind the questions of the participant: how to create, feed and run it, what state it has,
 //! and where it resumes. `job/workload.rs` is the coordinator's counterpart.
-use super::output::{Names, Out, PartOutput, Started, discard, discard_payload};
+use super::output::{Names, Out, PartOutput, Sharing, Started, discard, discard_payload};
 use super::stage::StageRun;
 use super::tile::TileRun;
 use crate::id::{Epoch, JobId, NodeId, PartId, WorkId};
@@ -231,11 +231,10 @@ impl Program {
         }
     }
 
-    /// The next batch of a part whose work is batched. Started when the shell has reported everything that happened. `alone`:
-    /// this node computes for no other job.
-    pub(super) fn start_batch(&mut self, now: Instant, alone: bool, names: &mut Names) -> Option<Started> {
+    /// The next batch of a part whose work is batched. Started when the shell has reported everything that happened.
+    pub(super) fn start_batch(&mut self, now: Instant, sharing: Sharing, names: &mut Names) -> Option<Started> {
         match self {
-            Program::Stage(run) => run.start(now, alone, names),
+            Program::Stage(run) => run.start(now, sharing, names),
             Program::Tile(_) => None,
         }
     }

@@ -6,7 +6,7 @@
 mod frames;
 mod invariants;
 
-use super::output::{Names, Out, PartOutput, Started, discard, discard_payload};
+use super::output::{Names, Out, PartOutput, Sharing, Started, discard, discard_payload};
 use super::pace::Pace;
 use super::queue::{BatchLimits, Waiting, choose, is_step};
 use super::sent::{Bounds, Keep, LogEntry, OutgoingFrame, Sent};
@@ -196,11 +196,11 @@ impl StageRun {
     // ---- batches
 
     /// Takes the next batch from the queue, if the executor is free: decode steps, and prefill rows beside them.
-    pub(super) fn start(&mut self, now: Instant, alone: bool, names: &mut Names) -> Option<Started> {
+    pub(super) fn start(&mut self, now: Instant, sharing: Sharing, names: &mut Names) -> Option<Started> {
         if self.running.is_some() || self.waiting.is_empty() || !self.started || self.withheld.is_some() {
             return None;
         }
-        let limits = self.batch_limits(alone);
+        let limits = self.batch_limits(sharing);
         let mut before = Vec::new();
         let mut split = |tensor, at, of| {
             let into = [names.tensor(), names.tensor()];
@@ -227,16 +227,16 @@ impl StageRun {
     }
 
     /// The requests that decode are divided into as many groups as there are stages, so that each stage has one while the
-    /// others compute theirs. Beside them, prefill takes no more rows than they can wait for: they wait longer where more
-    /// requests wait for their first token.
-    fn batch_limits(&self, alone: bool) -> BatchLimits {
+    /// others compute theirs. Beside them, prefill takes no more rows than they can wait for, in this batch and in one of each
+    /// other part on the device: they wait longer where more requests wait for their first token.
+    fn batch_limits(&self, sharing: Sharing) -> BatchLimits {
         let stages = self.route.stages.max(1);
         let running = self.requests.values().filter(|held| !held.rests).count();
         let decoding = self.requests.values().filter(|held| held.decodes && !held.rests).count();
         let beside = |weight: usize| PREFILL_BESIDE * u32::try_from(weight.clamp(1, PREFILL_WEIGHT_MAX)).unwrap_or(1);
         let prefill = match (running - decoding).checked_div(decoding) {
-            Some(weight) => self.pace.rows_within(beside(weight) / stages),
-            None if alone => CHUNK_POSITIONS_MAX,
+            Some(weight) => self.pace.rows_within(beside(weight) / stages / sharing.parts.max(1)),
+            None if sharing.alone => CHUNK_POSITIONS_MAX,
             None => self.pace.rows_within(PREFILL_SHARED),
         };
         let decodes = decoding.div_ceil(stages as usize).max(1);
