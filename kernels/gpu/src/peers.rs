@@ -131,11 +131,11 @@ pub(crate) fn bring(graphs: &Graphs, pieces: &[Piece<'_>], to: u64) -> Option<Ve
     // Rows that lie one behind the other, as those of all requests of a batch do, are copied at once.
     for run in found.chunk_by(|(_, from, bytes), (_, next, _)| from + *bytes as u64 == *next) {
         let bytes = run.iter().map(|(_, _, bytes)| bytes).sum();
-        if let Some((reading, from, _)) = run.first() {
-            if let Err(error) = graphs.queue_peer_copy(to, (*from, reading.ring.context.0), bytes) {
-                note(pair(graphs, &reading.ring), Err(error));
-                return None;
-            }
+        if let Some((reading, from, _)) = run.first()
+            && let Err(error) = graphs.queue_peer_copy(to, (*from, reading.ring.context.0), bytes)
+        {
+            note(pair(graphs, &reading.ring), Err(error));
+            return None;
         }
         to += bytes as u64;
     }

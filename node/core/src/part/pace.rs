@@ -1,6 +1,7 @@
 //! Predicts how long batches take on this node's executor, so that a stalled executor is detected.
 use crate::limits::{CHUNK_POSITIONS_MAX, SEQUENCES_MAX};
 use crate::time::Duration;
+use alloc::collections::BTreeMap;
 
 /// Durations of past batches, to predict the next one.
 #[derive(Debug, Default)]
@@ -11,8 +12,9 @@ pub(super) struct Pace {
     prefill_row_ns: Option<u64>,
     /// Usual time of batches of decode steps alone, with the wait for what the device computed before.
     step_ns: Option<u64>,
-    /// Usual time that the device computes such batches, by the power of two below their rows: a step with drafts has several.
-    steps_ns: [Option<u64>; STEP_CLASSES],
+    /// Usual time that the device computes such batches, by the power of two that their rows reach: a step with drafts has
+    /// several.
+    steps_ns: BTreeMap<u32, u64>,
     /// Usual nanoseconds that a row of a prompt adds to that.
     row_ns: Option<u64>,
 }
@@ -44,15 +46,18 @@ impl Pace {
     pub(super) fn learn(&mut self, decodes: u64, prefill: u64, (took, computed): (Duration, Duration)) {
         let rows = decodes + prefill;
         let [took_ns, computed_ns] = [took, computed].map(|time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
-        let steps_ns = class_of(decodes).map(|class| &mut self.steps_ns[class]);
-        match steps_ns {
-            Some(steps_ns) if prefill == 0 => {
-                *steps_ns = Some(usual(*steps_ns, computed_ns));
+        match decodes.checked_ilog2() {
+            Some(class) if prefill == 0 => {
+                let before = self.steps_ns.get(&class).copied();
+                self.steps_ns.insert(class, usual(before, computed_ns));
                 self.step_ns = Some(usual(self.step_ns, took_ns));
             }
-            Some(steps_ns) => {
+            Some(class) => {
                 // What was measured long ago counts less and less.
-                *steps_ns = steps_ns.map(|ns| ns.min(computed_ns) / 128 * 127);
+                let steps_ns = self.steps_ns.get_mut(&class).map(|ns| {
+                    *ns = (*ns).min(computed_ns) / 128 * 127;
+                    *ns
+                });
                 self.step_ns = self.step_ns.map(|ns| ns.min(took_ns));
                 if prefill >= u64::from(ROWS_BESIDE_MIN) {
                     // Before such steps are measured alone, their rows count as those of prompts.
@@ -80,15 +85,6 @@ impl Pace {
 /// A mean that forgets old measurements.
 fn usual(old: Option<u64>, new: u64) -> u64 {
     old.map_or(new, |old| old - old / 4 + new / 4)
-}
-
-/// Classes of batches by their number of decode rows, of which the last has all that are larger.
-const STEP_CLASSES: usize = 10;
-
-/// The class of a batch with decode rows.
-fn class_of(decodes: u64) -> Option<usize> {
-    let class = usize::try_from(decodes.checked_ilog2()?).unwrap_or(usize::MAX);
-    Some(class.min(STEP_CLASSES - 1))
 }
 
 /// Rows of a batch before any is measured: few enough for a processor.
