@@ -142,7 +142,7 @@ enum Command {
     Cancel(submit::CancelArgs),
     /// Benchmark this machine
     Bench(bench::BenchArgs),
-    /// Check every operation on a device against float64
+    /// Check every operation on a device against the reference
     Selftest(bench::SelftestArgs),
     /// Run three nodes on this machine that share a model, and kill one during generation
     Demo(bench::DemoArgs),

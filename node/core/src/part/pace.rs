@@ -1,4 +1,4 @@
-//! Predicts how long batches take on this node's executor, so that a stalled executor is detected.
+//! Predicts how long batches take on this node's executor: to detect a stalled one, and to limit the rows of prompts beside decode steps.
 use crate::limits::{CHUNK_POSITIONS_MAX, SEQUENCES_MAX};
 use crate::time::Duration;
 use alloc::collections::BTreeMap;
