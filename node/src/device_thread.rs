@@ -20,7 +20,7 @@ use node_core::work::serve::Item;
 use node_core::work::steps::TileStart;
 use node_core::work::{Loaded, Run, RunResult, Task};
 use partitioner::{Room, Tier};
-use pending::{Pending, PendingWork, Watcher, nanos};
+use pending::{Begun, Pending, PendingWork, Watcher, nanos};
 use queue::{Queue, Work};
 use shared::Shared;
 use stages::Inputs;
@@ -56,6 +56,7 @@ pub(crate) fn spawn(shared: Shared) -> std::io::Result<(Commands, JoinHandle<()>
         pending: VecDeque::new(),
         watcher: Watcher::new(Arc::downgrade(&sender)),
         batch_at: None,
+        batch_ended: None,
         own: Arc::downgrade(&sender),
         shared,
     };
@@ -74,6 +75,8 @@ struct DeviceThread {
     watcher: Watcher,
     /// When a batch of a stage was last submitted or answered.
     batch_at: Option<Instant>,
+    /// When a batch of a stage was last computed.
+    batch_ended: Option<Instant>,
     /// For the threads that compute or fetch initial states.
     own: Weak<mpsc::Sender<Command>>,
     shared: Shared,
@@ -293,6 +296,7 @@ impl DeviceThread {
             }
         }
         let mut inputs = Inputs::default();
+        let began = self.watcher.begun();
         // A panic must not end the node: the stage is reported as failed and loaded again.
         let submitted = guarded(|| {
             inputs = Inputs::new(stages::rows_of(&self.shared.tensors, &items));
@@ -300,20 +304,30 @@ impl DeviceThread {
             stages::submit(held.of(epoch)?, threads, &items, &mut inputs)
         });
         match submitted {
-            Ok(None) => self.pending.push_back(Pending { key, work, what: PendingWork::Batch { items, inputs } }),
-            Ok(Some(outputs)) => self.answer_batch(key, work, &items, Ok(outputs)),
-            Err(reason) => self.answer_batch(key, work, &items, Err(reason)),
+            Ok(None) => {
+                self.pending.push_back(Pending { key, work, what: PendingWork::Batch { items, inputs, began } })
+            }
+            Ok(Some(outputs)) => self.answer_batch((key, work), began, &items, Ok(outputs)),
+            Err(reason) => self.answer_batch((key, work), began, &items, Err(reason)),
         }
     }
 
-    fn answer_batch(&mut self, key: Key, work: WorkId, items: &[Item], outputs: Result<Vec<RowsOut>, String>) {
-        self.batch_at = Some(Instant::now());
+    fn answer_batch(
+        &mut self,
+        (key, work): (Key, WorkId),
+        began: Begun,
+        items: &[Item],
+        outputs: Result<Vec<RowsOut>, String>,
+    ) {
         let codec = match self.parts.get(&key) {
             Some(Part::Stage(held)) => held.rows,
             Some(Part::Tile(_)) | None => Codec::Lossless,
         };
         let results = outputs.map(|outputs| stages::results(&self.shared.tensors, items, outputs, codec));
-        self.answer(key, work, results.map(RunResult::Batch));
+        let compute_ns = began.compute_ns(self.batch_ended);
+        self.batch_at = Some(Instant::now());
+        self.batch_ended = self.batch_at;
+        self.answer(key, work, results.map(|results| RunResult::Batch { results, compute_ns }));
     }
 
     /// Computes steps of a tile, or launches them on the device. While a model is in use, a batch may run in between.
@@ -356,12 +370,12 @@ impl DeviceThread {
     fn finish(&mut self, pending: Pending) {
         let Pending { key, work, what } = pending;
         match what {
-            PendingWork::Batch { items, inputs } => {
+            PendingWork::Batch { items, inputs, began } => {
                 let outputs = guarded(|| {
                     let (held, threads) = self.stage(key)?;
                     stages::finish(&mut *held.stage, threads, &items, &inputs)
                 });
-                self.answer_batch(key, work, &items, outputs);
+                self.answer_batch((key, work), began, &items, outputs);
             }
             PendingWork::Steps { before, this, last, made } => {
                 let result = this.made(before.as_ref(), last, made);

@@ -315,8 +315,9 @@ impl Executor {
         let rows: u64 = items.iter().map(|item| u64::from(item.count)).sum();
         let seen: u64 = items.iter().map(positions_seen).sum();
         let layers = self.stages.get(&(job, part)).map_or(0, |stage| stage.layers.len() as u64);
-        let result = self.run_batch(run, items).map(RunResult::Batch);
-        let took = Duration::from_nanos(self.batch_ns(run.device, layers, rows, seen));
+        let compute_ns = self.batch_ns(run.device, layers, rows, seen);
+        let result = self.run_batch(run, items).map(|results| RunResult::Batch { results, compute_ns });
+        let took = Duration::from_nanos(compute_ns);
         let ends = self.unit(run.device).busy_until.max(now) + took;
         self.unit(run.device).busy_until = ends;
         self.batches_took += took;

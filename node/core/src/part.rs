@@ -364,7 +364,7 @@ impl Parts {
     pub fn handle_ran(&mut self, now: Instant, part: PartId, work: WorkId, result: Result<RunResult, String>) {
         let Some(flight) = self.in_flight.remove(&work) else { return };
         let (job, device) = (flight.job, flight.device);
-        let free_since = self.answered.insert(device, now);
+        self.answered.insert(device, now);
         self.out.push_back(PartOutput::WorkDone { job, device });
         let held =
             self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&part)).filter(|held| held.run.runs(work));
@@ -372,7 +372,7 @@ impl Parts {
             return self.out.extend(flight.makes.into_iter().map(discard));
         };
         let epoch = held.epoch;
-        match held.run.ran(now, free_since, result, &mut self.out) {
+        match held.run.ran(now, result, &mut self.out) {
             Ok(true) => self.report_progress(job),
             Ok(false) => {}
             Err(reason) => {

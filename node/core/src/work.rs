@@ -309,7 +309,12 @@ pub enum Task {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RunResult {
     /// One result per item, in order.
-    Batch(Vec<ItemResult>),
+    Batch {
+        /// The results.
+        results: Vec<ItemResult>,
+        /// Time that the device computed them, in nanoseconds, without waits for other work.
+        compute_ns: u64,
+    },
     /// Result of time steps.
     Steps(TileResult),
 }

@@ -38,10 +38,25 @@ impl Pending {
 /// The kind of work, which decides when it is answered.
 pub(super) enum PendingWork {
     /// A batch of a stage, answered when it completes.
-    Batch { items: Vec<Item>, inputs: Inputs },
+    Batch { items: Vec<Item>, inputs: Inputs, began: Begun },
     /// Steps of a tile. Answered when the *previous* run completes, so that the core sends the next run before the
     /// device goes idle. The last run of a job is answered on its own completion.
     Steps { before: Option<Launched>, this: Launched, last: bool, made: TileResult },
+}
+
+/// When a batch was submitted, and the tile run that the device completes before it.
+pub(super) struct Begun {
+    at: Instant,
+    after: Option<Arc<End>>,
+}
+
+impl Begun {
+    /// Time that the device computed the batch, which completed now, in nanoseconds. `free`: when it completed its last batch.
+    pub(super) fn compute_ns(&self, free: Option<Instant>) -> u64 {
+        let run = self.after.as_ref().and_then(|run| run.get()?.clone().ok());
+        let began = [free, run].into_iter().flatten().fold(self.at, Instant::max);
+        nanos(began.elapsed())
+    }
 }
 
 /// When a run completed, or its error.
@@ -100,6 +115,8 @@ impl Launched {
 /// The channel is bounded by the protocol: two runs per tile.
 pub(super) struct Watcher {
     marks: Option<mpsc::Sender<(Mark, Arc<End>)>>,
+    /// The end of the run that was launched last.
+    last: Option<Arc<End>>,
     /// Wakes the device thread at each mark.
     thread: Weak<mpsc::Sender<Command>>,
 }
@@ -107,7 +124,12 @@ pub(super) struct Watcher {
 impl Watcher {
     /// A watcher that wakes `thread`.
     pub(super) fn new(thread: Weak<mpsc::Sender<Command>>) -> Self {
-        Self { marks: None, thread }
+        Self { marks: None, last: None, thread }
+    }
+
+    /// The beginning of a batch that is submitted now.
+    pub(super) fn begun(&self) -> Begun {
+        Begun { at: Instant::now(), after: self.last.clone() }
     }
 
     /// Watches a launched run until `mark`. `last` is the tile's previous launched run; it is replaced by this one.
@@ -127,6 +149,7 @@ impl Watcher {
         };
         marks.send((mark, this.end.clone())).map_err(|_| "the watcher thread of the device has ended")?;
         // From here on the completion is reported.
+        self.last = Some(this.end.clone());
         *last = Some(this.clone());
         Ok((before, this))
     }

@@ -8,6 +8,7 @@ use kernels::boundary::Codec;
 use kernels_models::stage::{ResidentBytes, Rows, SequenceId, Stage, StageError, Submitted};
 use kernels_simulations::Simulation;
 use node_core::id::{ContentId, JobId, NodeId, PartId, RequestId, TensorId};
+use node_core::limits::TILE_PIECE;
 use node_core::work::Payload;
 use node_core::work::steps::{Action, ActionKind, Schedule, SimulationId, TileOrder, TileResult, TileWork};
 use parking_lot::Mutex;
@@ -42,7 +43,7 @@ impl Bench {
 
     fn load(&self, job: JobId, size: usize) {
         let text = format!(
-            "name = \"t\"\nsteps = 1000\n[grid]\nsize = [{size}, {size}]\n[rule]\nname = \"life\"\n[initial]\nnoise = 0.4\n"
+            "name = \"t\"\nsteps = 1000000\n[grid]\nsize = [{size}, {size}]\n[rule]\nname = \"life\"\n[initial]\nnoise = 0.4\n"
         );
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("t.toml");
@@ -55,7 +56,7 @@ impl Bench {
             work,
             depth: 1,
             schedule: Schedule {
-                steps: 1000,
+                steps: 1_000_000,
                 report_every: 10,
                 checkpoint_every: None,
                 outputs: Vec::new(),
@@ -98,7 +99,7 @@ impl Bench {
                 }
                 Input::Ran { job, result, .. } => match result.unwrap() {
                     RunResult::Steps(made) => return (job, false, made),
-                    RunResult::Batch(results) => panic!("{results:?} of a tile"),
+                    RunResult::Batch { results, .. } => panic!("{results:?} of a tile"),
                 },
                 _ => {}
             }
@@ -266,34 +267,47 @@ fn a_batch_of_another_epoch_or_of_a_missing_stage_is_rejected() {
 
 #[test]
 fn a_batch_overtakes_a_tile_run_without_changing_its_result() {
-    let (tile, model, steps) = (JobId(5), JobId(1), 1000);
-    let hash = |with_batches: bool| {
-        let mut bench = Bench::new("cpu");
+    let (tile, model) = (JobId(5), JobId(1));
+    let loaded = || {
+        let bench = Bench::new("cpu");
         bench.load(tile, 2048);
         assert!(bench.loaded());
-        if !with_batches {
-            bench.run(tile, 0, steps);
-            return bench.next().unwrap().2.unwrap();
+        bench
+    };
+    // Runs of more and more steps, until one consists of several pieces on this machine.
+    let mut bench = loaded();
+    let (mut run, mut expected) = ((0, 10), Vec::new());
+    loop {
+        let start = Instant::now();
+        bench.run(tile, run.0, run.1);
+        expected.push((run, bench.answer().2.reports));
+        if start.elapsed() > 10 * TILE_PIECE {
+            break;
         }
-        let (open, log) = bench.stages(["a", "b"]);
-        open.send(()).unwrap();
-        bench.batch(model);
-        assert_eq!(bench.next().unwrap().0, model);
-        bench.run(tile, 0, 10); // measures the time of a step
-        assert_eq!(bench.next().unwrap().0, tile);
-        bench.run(tile, 10, steps);
-        bench.batch(model);
-        assert_eq!(bench.next().unwrap().0, model, "the batch overtakes the run");
-        bench.batch(model);
-        let answers = [bench.next().unwrap(), bench.next().unwrap()];
-        assert_eq!(log.lock().len(), 6);
-        answers.into_iter().find(|(job, ..)| *job == tile).expect("an answer to the run").2.unwrap()
-    };
-    let reports = |made| match made {
-        RunResult::Steps(made) => made.reports,
-        RunResult::Batch(results) => panic!("{results:?} of a tile"),
-    };
-    assert_eq!(reports(hash(true)), reports(hash(false)));
+        run = (run.1, 3 * run.1);
+    }
+    drop(bench);
+
+    let mut bench = loaded();
+    let (open, log) = bench.stages(["a", "b"]);
+    open.send(()).unwrap();
+    bench.batch(model);
+    assert_eq!(bench.next().unwrap().0, model);
+    let ((last, reports), before) = expected.split_last().unwrap();
+    for (run, reports) in before {
+        bench.run(tile, run.0, run.1);
+        assert_eq!(&bench.answer().2.reports, reports);
+    }
+    bench.run(tile, last.0, last.1);
+    bench.batch(model);
+    assert_eq!(bench.next().unwrap().0, model, "the batch overtakes the run");
+    bench.batch(model);
+    let answers = [bench.next().unwrap(), bench.next().unwrap()];
+    assert_eq!(log.lock().len(), 6);
+    match answers.into_iter().find(|(job, ..)| *job == tile).expect("an answer to the run").2.unwrap() {
+        RunResult::Steps(made) => assert_eq!(&made.reports, reports),
+        RunResult::Batch { results, .. } => panic!("{results:?} of a tile"),
+    }
 }
 
 #[test]

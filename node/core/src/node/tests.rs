@@ -320,7 +320,8 @@ impl Mesh {
                 let Run { work, job, part, task, .. } = *run;
                 let Task::Batch(items) = task else { panic!("no simulation was submitted here") };
                 let results = compute(self.nodes.get_mut(&me).unwrap(), (job, part), items);
-                let ran = Input::Ran { job, part, work, result: Ok(RunResult::Batch(results)) };
+                let ran =
+                    Input::Ran { job, part, work, result: Ok(RunResult::Batch { results, compute_ns: 2_000_000 }) };
                 self.post(Duration::from_millis(2), me, ran);
             }
             Output::Release { job, part, request } => {

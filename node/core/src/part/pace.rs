@@ -10,13 +10,22 @@ pub(super) struct Pace {
     decode: Option<Duration>,
     /// Slowest recent nanoseconds per row of a prefill batch.
     prefill_row_ns: Option<u64>,
-    /// Usual time of batches of decode steps alone, with the wait for what the device computed before.
+    /// Usual time of batches of decode steps alone, with the wait for what the device computed before. No more than the last batch
+    /// with decode steps took.
     step_ns: Option<u64>,
-    /// Usual time that the device computes such batches, by the power of two that their rows reach: a step with drafts has
-    /// several.
-    steps_ns: BTreeMap<u32, u64>,
+    /// The time that the device computes such batches, by the power of two that their rows reach: a step with drafts has several.
+    steps: BTreeMap<u32, Steps>,
     /// Usual nanoseconds that a row of a prompt adds to that.
     row_ns: Option<u64>,
+}
+
+/// Batches of decode steps with similar numbers of rows.
+#[derive(Debug)]
+struct Steps {
+    /// Usual time of one without rows of prompts, in nanoseconds. No more than the last one with such rows took.
+    alone_ns: u64,
+    /// Batches with rows of prompts since one without them.
+    beside: u32,
 }
 
 impl Pace {
@@ -41,35 +50,45 @@ impl Pace {
         u32::try_from(rows).unwrap_or(u32::MAX).clamp(ROWS_BESIDE_MIN, CHUNK_POSITIONS_MAX)
     }
 
-    /// Adopts a longer time immediately, and decays by an eighth with each shorter one. `computed`: the part of the time `took`
-    /// that the device computed for this batch.
+    /// Which decode steps have to be measured without rows of prompts, to tell their time from that of the rows: bit n for steps of
+    /// 2^n rows and more.
+    pub(super) fn unmeasured_steps(&self) -> u64 {
+        let is_measured = |class: u32| self.steps.get(&class).is_some_and(|steps| steps.beside < BESIDE_MAX);
+        (0..=CHUNK_POSITIONS_MAX.ilog2()).filter(|class| !is_measured(*class)).map(|class| 1 << class).sum()
+    }
+
+    /// A batch ended. `computed`: the part of the time `took` that the device computed it.
+    ///
+    /// What stalls are detected by is the longest recent time, which decays by an eighth with each shorter one. What prompts are
+    /// limited by are means of recent times.
     pub(super) fn learn(&mut self, decodes: u64, prefill: u64, (took, computed): (Duration, Duration)) {
         let rows = decodes + prefill;
         let [took_ns, computed_ns] = [took, computed].map(|time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
-        match decodes.checked_ilog2() {
+        // The part of the time that does not depend on the rows of prompts.
+        let fixed_ns = match decodes.checked_ilog2() {
             Some(class) if prefill == 0 => {
-                let before = self.steps_ns.get(&class).copied();
-                self.steps_ns.insert(class, usual(before, computed_ns));
                 self.step_ns = Some(usual(self.step_ns, took_ns));
+                let alone_ns = match self.steps.get(&class) {
+                    // The last measurement is old.
+                    Some(steps) if steps.beside >= BESIDE_MAX => steps.alone_ns / 2 + computed_ns / 2,
+                    steps => usual(steps.map(|steps| steps.alone_ns), computed_ns),
+                };
+                self.steps.insert(class, Steps { alone_ns, beside: 0 });
+                None
             }
             Some(class) => {
-                // What was measured long ago counts less and less.
-                let steps_ns = self.steps_ns.get_mut(&class).map(|ns| {
-                    *ns = (*ns).min(computed_ns) / 128 * 127;
-                    *ns
-                });
                 self.step_ns = self.step_ns.map(|ns| ns.min(took_ns));
-                if prefill >= u64::from(ROWS_BESIDE_MIN) {
-                    // Before such steps are measured alone, their rows count as those of prompts.
-                    let steps = steps_ns.unwrap_or(computed_ns / rows * decodes);
-                    let row_ns = computed_ns.saturating_sub(steps).max(computed_ns / 8) / prefill;
-                    self.row_ns = Some(usual(self.row_ns, row_ns));
-                }
+                self.steps.get_mut(&class).map(|steps| {
+                    steps.beside = steps.beside.saturating_add(1);
+                    steps.alone_ns = steps.alone_ns.min(computed_ns);
+                    steps.alone_ns
+                })
             }
-            None if prefill >= u64::from(ROWS_BESIDE_MIN) => {
-                self.row_ns = Some(usual(self.row_ns, computed_ns / prefill));
-            }
-            None => {}
+            None => Some(self.steps.values().next().map_or(0, |steps| steps.alone_ns)),
+        };
+        if let Some(fixed_ns) = fixed_ns.filter(|_| prefill >= u64::from(ROWS_BESIDE_MIN)) {
+            let row_ns = computed_ns.saturating_sub(fixed_ns).max(computed_ns / 8) / prefill;
+            self.row_ns = Some(usual(self.row_ns, row_ns));
         }
         if rows <= u64::from(SEQUENCES_MAX) {
             let old = self.decode.map_or(took, |old| old - old / 8);
@@ -86,6 +105,10 @@ impl Pace {
 fn usual(old: Option<u64>, new: u64) -> u64 {
     old.map_or(new, |old| old - old / 4 + new / 4)
 }
+
+/// Batches of decode steps with rows of prompts until one goes without, to be measured. It costs a prompt less than a sixteenth of its
+/// time.
+const BESIDE_MAX: u32 = 16;
 
 /// Rows of a batch before any is measured: few enough for a processor.
 const ROWS_UNKNOWN: u32 = 64;
@@ -126,7 +149,7 @@ mod tests {
         }
         assert_rows(&pace, MS * 20, 25, "a quarter of a step");
         for _ in 0..200 {
-            pace.learn(0, 4, (MS * 120, MS * 4));
+            pace.learn(0, 4, (MS * 120, MS * 12));
         }
         assert_rows(&pace, MS * 100, 100, "waits are not those of rows");
     }
@@ -152,20 +175,63 @@ mod tests {
             learn(&mut pace, 8, 10, MS * 26);
         }
         assert_rows(&pace, MS * 12, 12, "a row takes a millisecond");
-        let mut pace = Pace::default();
-        (0..20).for_each(|_| learn(&mut pace, 8, 8, MS * 16));
-        assert_rows(&pace, MS * 12, 12, "steps alone were not measured");
+    }
+
+    /// Rows of the last of `batches` batches, each of a step beside a prompt where the step need not be measured, and of `between`
+    /// batches of the prompt alone after each. A step takes 40 ms, a row 0.2.
+    fn beside(pace: &mut Pace, batches: u32, between: u32) -> u32 {
+        let cost = |step: u32, rows: u32| Duration::from_micros(u64::from(40_000 * step + 200 * rows));
+        for _ in 0..batches {
+            let rows = if pace.unmeasured_steps() & 1 == 1 { 0 } else { pace.rows_within(MS * 20) };
+            learn(pace, 1, rows.into(), cost(1, rows));
+            for _ in 0..between {
+                let rows = pace.rows_within(MS * 20);
+                learn(pace, 0, rows.into(), cost(1, rows));
+            }
+        }
+        pace.rows_within(MS * 20)
     }
 
     #[test]
-    fn a_step_that_was_slow_once_does_not_let_prompts_delay_streams() {
+    fn the_time_of_steps_never_counts_as_that_of_rows() {
+        for between in [0, 1] {
+            let mut pace = Pace::default();
+            for batches in [10, 50, 500] {
+                let rows = beside(&mut pace, batches, between);
+                assert!(
+                    (90..=110).contains(&rows),
+                    "{rows} rows after {batches} more steps, {between} batches between"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn steps_are_measured_alone_at_first_and_now_and_then() {
+        let mut pace = Pace::default();
+        assert_eq!(pace.unmeasured_steps(), 0b11_1111_1111);
+        learn(&mut pace, 1, 0, MS * 8);
+        learn(&mut pace, 9, 0, MS * 8);
+        assert_eq!(pace.unmeasured_steps(), 0b11_1111_0110);
+        (0..BESIDE_MAX).for_each(|_| learn(&mut pace, 1, 10, MS * 18));
+        assert_eq!(pace.unmeasured_steps(), 0b11_1111_0111);
+        (0..BESIDE_MAX).for_each(|_| learn(&mut pace, 0, 10, MS * 18));
+        learn(&mut pace, 1, 0, MS * 8);
+        assert_eq!(pace.unmeasured_steps(), 0b11_1111_0110);
+    }
+
+    #[test]
+    fn steps_that_become_slower_or_faster_do_not_change_the_time_of_rows() {
         let mut pace = Pace::default();
         learn(&mut pace, 1, 0, MS * 800);
-        let mut rows = u64::from(pace.rows_within(MS * 12));
-        for _ in 0..600 {
-            learn(&mut pace, 1, rows, MS * 2 + MS * u32::try_from(rows).unwrap());
-            rows = u64::from(pace.rows_within(MS * 12));
-        }
-        assert!((10..=16).contains(&rows), "{rows} rows of a millisecond");
+        let mut steps = |step: u32| {
+            for _ in 0..400 {
+                let rows = if pace.unmeasured_steps() & 1 == 1 { 0 } else { pace.rows_within(MS * 12) };
+                learn(&mut pace, 1, rows.into(), MS * (step + rows));
+            }
+            let rows = pace.rows_within(MS * 12);
+            assert!((10..=14).contains(&rows), "{rows} rows of a millisecond beside steps of {step}");
+        };
+        [2, 40, 2, 20].map(&mut steps);
     }
 }

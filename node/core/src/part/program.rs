@@ -5,7 +5,7 @@ use super::stage::StageRun;
 use super::tile::TileRun;
 use crate::id::{Epoch, JobId, NodeId, PartId, WorkId};
 use crate::message::{FrameHeader, ToTile};
-use crate::time::Instant;
+use crate::time::{Duration, Instant};
 use crate::work::steps::TileStart;
 use crate::work::{Cursors, HeldWork, Order, PartState, PartWork, Payload, Resume, RunResult};
 use alloc::string::String;
@@ -248,25 +248,23 @@ impl Program {
         }
     }
 
-    /// A run is done, or failed. Returns whether to report progress immediately. `free_since`: when its device completed the last
-    /// run before it, of any part.
+    /// A run is done, or failed. Returns whether to report progress immediately.
     ///
     /// # Errors
     /// The part cannot continue.
     pub(super) fn ran(
         &mut self,
         now: Instant,
-        free_since: Option<Instant>,
         result: Result<RunResult, String>,
         out: &mut Out,
     ) -> Result<bool, String> {
         match (self, result) {
             (Program::Stage(run), result) => {
                 let results = result.and_then(|result| match result {
-                    RunResult::Batch(results) => Ok(results),
+                    RunResult::Batch { results, compute_ns } => Ok((results, Duration::from_nanos(compute_ns))),
                     RunResult::Steps(_) => Err("the executor ran steps of a stage".into()),
                 });
-                run.ran(now, free_since, results, out).map(|()| false)
+                run.ran(now, results, out).map(|()| false)
             }
             (Program::Tile(run), Ok(RunResult::Steps(made))) => Ok(run.ran(now, made, out)),
             (Program::Tile(run), result) => {

@@ -124,6 +124,9 @@ pub(super) struct BatchLimits {
     pub(super) joined: u32,
     /// Decode steps.
     pub(super) decodes: usize,
+    /// Numbers of rows of decode steps that go without prefill rows, to be measured, as classes of powers of two: bit n for
+    /// 2^n rows and more.
+    pub(super) alone: u64,
     /// Prefill rows of all requests.
     pub(super) prefill: u32,
     /// All rows.
@@ -132,7 +135,7 @@ pub(super) struct BatchLimits {
 
 /// Removes the next batch from the queue: decode steps, and prefill rows beside them. Frames that continue each other are
 /// joined, and one that exceeds the limit is split. The first prefill frame is always taken, so that decode steps cannot
-/// delay it for ever. Where one that cannot be split does not fit beside the decode steps, whichever waits longer goes
+/// delay it for ever, except beside the few steps that are measured alone. Where one that cannot be split does not fit beside the decode steps, whichever waits longer goes
 /// alone.
 pub(super) fn choose(queue: &mut VecDeque<Waiting>, limits: BatchLimits, split: &mut Split<'_>) -> Vec<Waiting> {
     let mut runs: BTreeMap<RequestId, Run> = BTreeMap::new();
@@ -155,6 +158,9 @@ pub(super) fn choose(queue: &mut VecDeque<Waiting>, limits: BatchLimits, split: 
         chosen.extend(run.indices.iter().map(|&index| (index, (batch, run.rows))));
         batch += 1;
         decoded += run.rows;
+    }
+    if decoded.checked_ilog2().is_some_and(|class| limits.alone >> class & 1 == 1) {
+        return take(queue, &chosen, batch, split);
     }
     let first = in_order().find(|run| !run.decodes).and_then(|run| run.indices.first().copied());
     if let Some((at, waiting)) = first.and_then(|at| queue.get(at).map(|waiting| (at, waiting)))
@@ -220,7 +226,7 @@ mod tests {
     use crate::id::{Epoch, JobId, NodeId, PartId};
     use crate::message::Drafts;
 
-    const LIMITS: BatchLimits = BatchLimits { joined: 512, decodes: usize::MAX, prefill: 512, rows: 512 };
+    const LIMITS: BatchLimits = BatchLimits { joined: 512, decodes: usize::MAX, alone: 0, prefill: 512, rows: 512 };
 
     fn frame(request: u64, cursor: u32, count: u32, last: bool, tokens: bool) -> Waiting {
         let epoch = Epoch { counter: 1, issuer: NodeId([1; 16]) };
@@ -318,6 +324,16 @@ mod tests {
             [(1, 0, 1, false)],
             "one row is all it may take"
         );
+    }
+
+    #[test]
+    fn steps_that_have_to_be_measured_go_alone() {
+        let frames = || VecDeque::from([frame(1, 3, 1, true, false), frame(2, 0, 20, false, false)]);
+        let alone = |alone| batch(&mut frames(), BatchLimits { alone, ..LIMITS });
+        assert_eq!(alone(0b1), [(1, 3, 1, true)]);
+        assert_eq!(alone(0b10), [(1, 3, 1, true), (2, 0, 20, false)], "steps of two or three rows do");
+        let mut prompt = VecDeque::from([frame(2, 0, 20, false, false)]);
+        assert_eq!(batch(&mut prompt, BatchLimits { alone: u64::MAX, ..LIMITS }), [(2, 0, 20, false)]);
     }
 
     #[test]

@@ -240,7 +240,13 @@ impl StageRun {
             None => self.pace.rows_within(PREFILL_SHARED),
         };
         let decodes = decoding.div_ceil(stages as usize).max(1);
-        BatchLimits { joined: chunk_positions(stages), decodes, prefill, rows: CHUNK_POSITIONS_MAX }
+        BatchLimits {
+            joined: chunk_positions(stages),
+            decodes,
+            alone: self.pace.unmeasured_steps(),
+            prefill,
+            rows: CHUNK_POSITIONS_MAX,
+        }
     }
 
     fn item(&self, waiting: Waiting, output: TensorId) -> Item {
@@ -264,23 +270,22 @@ impl StageRun {
         self.running.as_ref().is_some_and(|batch| batch.work == work)
     }
 
-    /// The running batch came back. `free_since`: when the device completed its last run before.
+    /// The running batch came back, with the time that the device computed it.
     ///
     /// # Errors
     /// The executor failed. No cache can be trusted, so all state is dropped.
     pub(super) fn ran(
         &mut self,
         now: Instant,
-        free_since: Option<Instant>,
-        results: Result<Vec<ItemResult>, String>,
+        results: Result<(Vec<ItemResult>, Duration), String>,
         out: &mut Out,
     ) -> Result<(), String> {
         let Some(batch) = self.running.take() else { return Ok(()) };
-        let results = results.and_then(|results| match results.len() == batch.items.len() {
-            true => Ok(results),
+        let results = results.and_then(|(results, computed)| match results.len() == batch.items.len() {
+            true => Ok((results, computed)),
             false => Err(format!("the executor answered {} items, expected {}", results.len(), batch.items.len())),
         });
-        let results = match results {
+        let (results, computed) = match results {
             Ok(results) => results,
             Err(reason) => {
                 out.extend(batch.items.iter().map(|&(_, tensor)| discard(tensor)));
@@ -298,8 +303,6 @@ impl StageRun {
             let frames = batch.items.iter().map(|(header, _)| header).filter(|header| is_step(header) == steps);
             frames.map(|header| u64::from(header.count)).sum()
         };
-        // The device completes one run after the other.
-        let computed = free_since.map_or(took, |free| took.min(now.since(free)));
         self.pace.learn(rows(true), rows(false), (took, computed));
         self.report_busy(now, took, out);
         let mut withheld = self.withheld.take();

@@ -150,7 +150,7 @@ fn start(parts: &mut Parts) -> Option<(WorkId, Vec<(u64, u32)>)> {
 }
 
 fn finish(parts: &mut Parts, part: u16, work: WorkId, results: Vec<ItemResult>) -> Vec<PartOutput> {
-    parts.handle_ran(NOW, PartId(part), work, Ok(RunResult::Batch(results)));
+    parts.handle_ran(NOW, PartId(part), work, Ok(RunResult::Batch { results, compute_ns: 0 }));
     outputs(parts)
 }
 
@@ -215,7 +215,11 @@ fn decode_steps_meet_in_one_batch_and_prefill_shares_it() {
     feed(&mut parts, frame(1, 512, 300, false));
     feed(&mut parts, frame(2, 0, 1, true));
     finish(&mut parts, 0, first, vec![ItemResult::Hidden]);
-    assert_eq!(start(&mut parts).unwrap().1, vec![(2, 0), (1, 512)]);
+    let (alone, items) = start(&mut parts).unwrap();
+    assert_eq!(items, vec![(2, 0)], "the first step is measured alone");
+    finish(&mut parts, 0, alone, vec![ItemResult::Hidden]);
+    feed(&mut parts, frame(2, 1, 1, true));
+    assert_eq!(start(&mut parts).unwrap().1, vec![(2, 1), (1, 512)]);
 }
 
 #[test]
