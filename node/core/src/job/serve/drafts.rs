@@ -76,6 +76,8 @@ pub(super) struct StepTimes {
     alone: u64,
     /// What each row of a draft adds.
     row: Option<u64>,
+    /// The job was placed again since: a shorter time is adopted immediately.
+    is_old: bool,
     /// Steps with drafts since the last one without.
     drafted: u32,
     /// Drafts whose step was answered, and those of them that were right.
@@ -90,13 +92,21 @@ impl StepTimes {
         self.drafted = if drafts == 0 { 0 } else { self.drafted.saturating_add(1) };
         if drafts == 0 {
             // A pause after a loss says nothing about steps.
-            let took = if self.alone > 0 { took.min(4 * self.alone) } else { took };
-            self.alone = if self.alone > 0 { (3 * self.alone + took) / 4 } else { took };
+            self.alone = match self.alone {
+                0 => took,
+                alone if core::mem::take(&mut self.is_old) && took < alone => took,
+                alone => (3 * alone + took.min(4 * alone)) / 4,
+            };
             return;
         }
         let row = took.saturating_sub(self.alone) / u64::from(drafts);
         let row = row.min(self.alone);
         self.row = Some(self.row.map_or(row, |before| (7 * before + row) / 8));
+    }
+
+    /// The job was placed again: its steps may have become faster.
+    pub(super) fn placed_again(&mut self) {
+        self.is_old = true;
     }
 
     /// A draft was right.
@@ -176,7 +186,7 @@ mod tests {
         let best = |times: StepTimes, share, sharers| times.best(Accuracy { share }, 7, sharers, 0).drafts;
         let times = StepTimes { alone: 1000, row: Some(0), ..StepTimes::default() };
         assert_eq!(best(times, 600, 1), 7, "rows that cost nothing");
-        let times = StepTimes { alone: 1000, row: Some(250), drafted: 31, counts: (0, 0) };
+        let times = StepTimes { alone: 1000, row: Some(250), drafted: 31, ..StepTimes::default() };
         assert_eq!(best(times, 1000, 1), 7);
         assert_eq!(best(times, 512, 1), 1, "1.5 tokens in 1.25, 1.75 in 1.5 steps");
         assert_eq!(best(times, 400, 1), 0, "1.39 tokens in 1.25 steps are a gain of less than an eighth");

@@ -394,6 +394,7 @@ impl Requests {
         }
         self.resume_resting(held, &mut resume);
         self.track = Some(track);
+        self.times.placed_again();
         self.closed.clear();
         resume
     }

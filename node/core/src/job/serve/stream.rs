@@ -574,16 +574,14 @@ impl Stream {
         assert!(within, "{id:?}: chunks {chunks:?} are in flight, of positions {acked} to {sent}");
     }
 
-    /// When to resend if nothing comes back; `None` if nothing is awaited. `token_ns` is the time of one decode step,
-    /// `sharers` the number of requests that share the stages. Doubles with each attempt, so that resends do not slow a slow mesh
-    /// down further.
-    pub(super) fn resend_at(&self, token_ns: u64, sharers: u32) -> Option<Instant> {
+    /// When to resend if nothing comes back; `None` if nothing is awaited. `step_ns` is the time of one decode step beside all
+    /// requests that share the stages. Doubles with each attempt, so that resends do not slow a slow mesh down further.
+    pub(super) fn resend_at(&self, step_ns: u64) -> Option<Instant> {
         // Progress is reported per chunk. Its rows share a pass over the weights, so each costs far less than a decode
         // step.
         let rows = u64::from((self.sent - self.acked).clamp(1, CHUNK_POSITIONS_MAX));
         let steps = if rows == 1 { 8 } else { 8 + rows / 2 };
-        let predicted = token_ns.saturating_mul(steps).saturating_mul(u64::from(sharers.max(1)));
-        let patience = WATCHDOG_MIN.max(Duration::from_nanos(predicted));
+        let patience = WATCHDOG_MIN.max(Duration::from_nanos(step_ns.saturating_mul(steps)));
         let at = self.progress_at + patience.saturating_mul(1 << self.resends.min(8));
         (!self.is_paused()).then_some(at)
     }

@@ -124,10 +124,9 @@ impl Requests {
     /// Resends requests that made no progress for too long. Returns a reason to place the job again if that did not
     /// help.
     pub(super) fn resend_unanswered(&mut self, now: Instant, out: &mut Out) -> Option<String> {
-        let token_ns = self.step_ns()?;
-        let sharers = self.sharers();
+        let step_ns = self.slowest_step_ns()?;
         let mut again = Vec::new();
-        let due = |stream: &Stream| stream.resend_at(token_ns, sharers).is_some_and(|at| at <= now);
+        let due = |stream: &Stream| stream.resend_at(step_ns).is_some_and(|at| at <= now);
         for stream in self.running.values_mut().filter(|stream| due(stream)) {
             if stream.resends >= RESENDS_MAX {
                 return Some(format!("request {} was sent {RESENDS_MAX} times without an answer", stream.id.0));
@@ -141,16 +140,17 @@ impl Requests {
         None
     }
 
-    /// Time of a decode step: as planned, or as measured if devices that also compute for other jobs need longer.
-    fn step_ns(&self) -> Option<u64> {
-        Some(self.track.as_ref()?.token_ns.max(self.times.measured()))
+    /// Time of a decode step among all that run: as planned, if each waits for the others, or as measured if that is longer because
+    /// the devices also compute for other jobs.
+    fn slowest_step_ns(&self) -> Option<u64> {
+        let planned = self.track.as_ref()?.token_ns.saturating_mul(u64::from(self.sharers().max(1)));
+        Some(planned.max(self.times.measured()))
     }
 
     /// When a request that makes no progress is resent.
     pub(super) fn resend_at(&self) -> Option<Instant> {
-        let token_ns = self.step_ns()?;
-        let sharers = self.sharers();
-        let unanswered = self.running.values().filter_map(|stream| stream.resend_at(token_ns, sharers)).min();
+        let step_ns = self.slowest_step_ns()?;
+        let unanswered = self.running.values().filter_map(|stream| stream.resend_at(step_ns)).min();
         let lost = self.reconnected.as_ref().map(|reconnected| reconnected.resend_at);
         [unanswered, lost].into_iter().flatten().min()
     }

@@ -37,12 +37,12 @@ fn it_adds_tokens_and_pauses() {
     let mut stream = Stream::steered(Instant(0), RequestId(1), ME, steering(0, &[1, 2, 3], 2));
     assert_eq!((stream.request.sampling.seed, stream.request.sampling.drafts), (5, 0));
     assert_eq!(send(&mut stream), [(0, vec![1, 2, 3])]);
-    assert!(stream.resend_at(1, 1).is_some() && stream.answer().is_none());
+    assert!(stream.resend_at(1).is_some() && stream.answer().is_none());
     assert_eq!(token(&mut stream, 3, 9), Taken::Next, "it goes on after the end of an answer");
     assert_eq!(send(&mut stream), [(3, vec![9])]);
     assert_eq!(token(&mut stream, 4, 8), Taken::Next);
     assert_eq!(stream.answer(), Some((JobId(7), RequestId(3), vec![9, 8])));
-    assert_eq!((send(&mut stream), stream.resend_at(1, 1)), (vec![], None), "nothing is sent, and nothing awaited");
+    assert_eq!((send(&mut stream), stream.resend_at(1)), (vec![], None), "nothing is sent, and nothing awaited");
     // What follows is what it added, and one more token.
     assert!(stream.steer(Instant(0), 3, &[9, 8, 7], 1));
     assert_eq!((stream.answer(), send(&mut stream)), (None, vec![(4, vec![8, 7])]));
