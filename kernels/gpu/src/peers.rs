@@ -135,6 +135,8 @@ pub(crate) fn bring(graphs: &Graphs, pieces: &[Piece<'_>], to: u64) -> Option<Ve
             && let Err(error) = graphs.queue_peer_copy(to, (*from, reading.ring.context.0), bytes)
         {
             note(pair(graphs, &reading.ring), Err(error));
+            // Copies that were queued before still read from `found`, which is dropped here.
+            let _ = graphs.settle();
             return None;
         }
         to += bytes as u64;
@@ -156,7 +158,7 @@ static REACHES: Mutex<BTreeMap<Pair, bool>> = Mutex::new(BTreeMap::new());
 fn reaches(graphs: &Graphs, ring: &Ring) -> bool {
     let pair = pair(graphs, ring);
     let known = REACHES.lock().get(&pair).copied();
-    pair.0 == pair.1 || known.unwrap_or_else(|| note(pair, connect(graphs, ring)))
+    known.unwrap_or_else(|| pair.0 == pair.1 || note(pair, connect(graphs, ring)))
 }
 
 /// Remembers whether a device can copy from another.
