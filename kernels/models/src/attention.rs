@@ -1,8 +1,8 @@
 //! Attention of query rows over the visible positions of their sequence, in the order of [`kernels::order::attend`].
 //!
 //! Keys of a page of positions are stored transposed (`[dim][position]`), so that one chain over the dimensions yields
-//! the scores of 16 positions; values are stored as rows. Queries that share a key head are computed together, those of
-//! several rows, too: each key and value is then loaded and converted once for all of them.
+//! the scores of 16 positions; values are stored as rows. Queries that share a key head are computed together, also
+//! those of several rows: each key and value is loaded and converted once for all of them.
 use std::array;
 use std::ops::Range;
 

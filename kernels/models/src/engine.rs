@@ -420,8 +420,8 @@ pub(crate) fn products<const N: usize>(
 /// Output rows per unit of work: whole tiles.
 const GRAIN: usize = ROWS;
 
-/// Rows of one sequence whose attention one call computes, so that their queries fill it, but no worker is idle: `units` counts rows
-/// and key heads.
+/// Rows of one sequence whose attention one call computes: enough that their query heads are a multiple of [`QUERIES_MAX`], but so few
+/// that all workers have work. `units`: rows times key heads.
 fn rows_at_once(heads: usize, units: usize, workers: usize) -> usize {
     let full = (1..QUERIES_MAX).find(|rows| (rows * heads).is_multiple_of(QUERIES_MAX)).unwrap_or(QUERIES_MAX);
     full.min((units / (2 * workers)).max(1))

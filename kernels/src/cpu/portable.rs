@@ -23,7 +23,7 @@ impl Simd for Portable {
     type F = [f32; 16];
     type I = [i32; 16];
     type U = [u8; 64];
-    const REGISTERS: usize = 4; // of SSE2
+    const REGISTERS: usize = if cfg!(target_arch = "aarch64") { 8 } else { 4 }; // of NEON, of SSE2
 
     #[cfg_attr(target_arch = "x86_64", inline(never))]
     #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
