@@ -17,6 +17,9 @@ use partitioner::tiles::Block;
 /// Longest wait for an answer; no machine is this slow.
 const PATIENCE: Duration = Duration::from_secs(120);
 
+/// Steps of a simulation that does not end in a test.
+const STEPS: u32 = 1_000_000;
+
 /// Cells along an axis of a tile that takes long to initialise.
 const LARGE: usize = 12_288;
 
@@ -41,9 +44,9 @@ impl Bench {
         Self { commands: spawn(shared).unwrap().0, queue, works: 0 }
     }
 
-    fn load(&self, job: JobId, size: usize) {
+    fn load(&self, job: JobId, size: usize, steps: u32) {
         let text = format!(
-            "name = \"t\"\nsteps = 1000000\n[grid]\nsize = [{size}, {size}]\n[rule]\nname = \"life\"\n[initial]\nnoise = 0.4\n"
+            "name = \"t\"\nsteps = {steps}\n[grid]\nsize = [{size}, {size}]\n[rule]\nname = \"life\"\n[initial]\nnoise = 0.4\n"
         );
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("t.toml");
@@ -55,13 +58,7 @@ impl Bench {
             simulation: SimulationId { content: ContentId([0; 32]), bytes: 1 },
             work,
             depth: 1,
-            schedule: Schedule {
-                steps: 1_000_000,
-                report_every: 10,
-                checkpoint_every: None,
-                outputs: Vec::new(),
-                looks: None,
-            },
+            schedule: Schedule { steps, report_every: 10, checkpoint_every: None, outputs: Vec::new(), looks: None },
             blocks: vec![whole],
             start: TileStart::Initial,
             step_ns: 1,
@@ -110,9 +107,9 @@ impl Bench {
 #[test]
 fn initialising_a_tile_does_not_delay_another() {
     let (mut bench, small, large) = (Bench::new("cpu"), JobId(1), JobId(2));
-    bench.load(small, 256);
+    bench.load(small, 256, STEPS);
     assert_eq!(bench.answer(), (small, true, TileResult::default()));
-    bench.load(large, LARGE);
+    bench.load(large, LARGE, STEPS);
     for piece in 0..5 {
         bench.run(small, 10 * piece, 10 * piece + 10);
         let (job, loaded, made) = bench.answer();
@@ -125,9 +122,9 @@ fn initialising_a_tile_does_not_delay_another() {
 #[test]
 fn a_dropped_tile_stops_initialising() {
     let (mut bench, small, large) = (Bench::new("cpu"), JobId(1), JobId(2));
-    bench.load(large, LARGE);
+    bench.load(large, LARGE, STEPS);
     bench.commands.send(Command::Drop { key: (large, PartId(0)) }).unwrap();
-    bench.load(small, 256);
+    bench.load(small, 256, STEPS);
     assert_eq!(bench.answer(), (small, true, TileResult::default()), "the dropped tile is not reported");
     bench.run(small, 0, 10);
     assert_eq!(bench.answer().0, small);
@@ -270,7 +267,7 @@ fn a_batch_overtakes_a_tile_run_without_changing_its_result() {
     let (tile, model) = (JobId(5), JobId(1));
     let loaded = || {
         let bench = Bench::new("cpu");
-        bench.load(tile, 2048);
+        bench.load(tile, 2048, STEPS);
         assert!(bench.loaded());
         bench
     };
@@ -321,10 +318,10 @@ fn gpu_runs_match_the_processor() {
     };
     let reports = |device: &str| {
         let mut bench = Bench::new(device);
-        bench.load(JobId(1), 256);
+        bench.load(JobId(1), 256, 200);
         assert!(bench.answer().1);
         let mut reports = Vec::new();
-        for (from, to) in [(0, 0), (0, 7), (7, 8), (8, 40), (40, 1000)] {
+        for (from, to) in [(0, 0), (0, 7), (7, 8), (8, 40), (40, 200)] {
             bench.run(JobId(1), from, to);
             reports.extend(bench.answer().2.reports);
         }
