@@ -113,9 +113,9 @@ const BESIDE_MAX: u32 = 16;
 /// Rows of a batch before any is measured: few enough for a processor.
 const ROWS_UNKNOWN: u32 = 64;
 
-/// Fewest rows of prompts that a batch of decode steps takes along, however long they take: a single one would count as a decode step.
-/// Where weights are what a batch waits for, rows add little, and far more fit into the time.
-const ROWS_BESIDE_MIN: u32 = 2;
+/// Fewest rows of prompts that a batch of decode steps takes along, however long they take. Measured with two: prompts take half as long
+/// again, and gaps between tokens are no shorter, because streams wait for twice as many batches.
+const ROWS_BESIDE_MIN: u32 = 4;
 
 #[cfg(test)]
 mod tests {
