@@ -68,7 +68,7 @@ fn conversation() -> Vec<Vec<Entry>> {
         vec![(1, 11, tokens(1, 4)), (2, 0, tokens(140, 3))],
         vec![(1, 12, tokens(1, 4)), (2, 140, tokens(1, 5)), (3, 22, tokens(2, 6))],
         vec![(2, 100, tokens(3, 7))],
-        vec![(1, 13, tokens(64, 8)), (3, 24, tokens(8, 9))],
+        vec![(1, 13, tokens(20, 8)), (3, 24, tokens(8, 9))],
     ]
 }
 
