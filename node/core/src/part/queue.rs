@@ -135,8 +135,8 @@ pub(super) struct BatchLimits {
 
 /// Removes the next batch from the queue: decode steps, and prefill rows beside them. Frames that continue each other are
 /// joined, and one that exceeds the limit is split. The first prefill frame is always taken, so that decode steps cannot
-/// delay it for ever, except beside the few steps that are measured alone. Where one that cannot be split does not fit beside the decode steps, whichever waits longer goes
-/// alone.
+/// delay it for ever, except beside the few steps that are measured alone. Where one that cannot be split does not fit beside
+/// the decode steps, whichever waits longer goes alone.
 pub(super) fn choose(queue: &mut VecDeque<Waiting>, limits: BatchLimits, split: &mut Split<'_>) -> Vec<Waiting> {
     let mut runs: BTreeMap<RequestId, Run> = BTreeMap::new();
     let mut order = Vec::new();
