@@ -63,9 +63,9 @@ pub const CHUNK_POSITIONS_MAX: u32 = 512;
 /// reads.
 pub const CHUNK_POSITIONS_MIN: u32 = 16;
 /// Time of the prefill rows that share batches with the decode steps of other requests, in all stages together, and in all parts of
-/// the job that share a device. A decode step may wait for one batch at each stage and then shares another, so it takes about twice
-/// this longer. More where four rows take more time, where a quarter of a step is more, and where many requests wait for their first
-/// token ([`PREFILL_WEIGHT_MAX`]).
+/// the job that share a device. A decode step takes about this longer; twice this where it waits for a batch at each stage, because it
+/// arrives earlier than expected. More where four rows take more time, where a quarter of a step is more, and where many requests
+/// wait for their first token ([`PREFILL_WEIGHT_MAX`]).
 pub const PREFILL_BESIDE: Duration = Duration::from_millis(20);
 /// Time of the prefill rows of a batch on a device that also computes for another job: the tile of a simulation, or its standby,
 /// waits for one batch before each of its runs.

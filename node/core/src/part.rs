@@ -555,6 +555,9 @@ impl Parts {
         let periodic = |held: &LocalPart| held.run.is_periodic();
         let stages =
             all().filter_map(|held| held.run.report_at()).min().map(|at| (at, "parts: a stage reports what it holds"));
+        let ready = all().filter(|held| held.load == Load::Resident && !held.answer_due);
+        let start = ready.filter_map(|held| held.run.start_at()).min();
+        let start = start.map(|at| (at, "parts: prompts no longer wait for decode steps"));
         let shadows = all().any(|held| periodic(held) && held.order.standby.is_some());
         let begin =
             self.jobs.values().any(|held| self.held_at < held.begins_until && held.parts.values().any(periodic));
@@ -565,7 +568,7 @@ impl Parts {
         let orphan = self.jobs.values().filter_map(|held| self.orphaned_at(held)).min();
         let orphan = orphan.filter(|_| !planted::has(Planted::OrphansStay));
         let orphan = orphan.map(|at| (at, "parts: a job's coordinator is silent"));
-        [stages, held, progress, orphan].into_iter().flatten().min()
+        [stages, start, held, progress, orphan].into_iter().flatten().min()
     }
 
     fn report_progress(&mut self, job: JobId) {

@@ -20,6 +20,7 @@ mod bubble;
 mod cache;
 mod coordinator;
 mod drafting;
+mod fairness;
 
 /// A mesh that serves a model of which each host holds at most five of twelve layers.
 struct Room {

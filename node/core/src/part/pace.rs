@@ -17,6 +17,8 @@ pub(super) struct Pace {
     steps: BTreeMap<u32, Steps>,
     /// Usual nanoseconds that a row of a prompt adds to that.
     row_ns: Option<u64>,
+    /// Usual nanoseconds from the end of a batch with decode steps until the next steps arrive, where none waited meanwhile.
+    away_ns: Option<u64>,
 }
 
 /// Batches of decode steps with similar numbers of rows.
@@ -48,6 +50,34 @@ impl Pace {
         let time_ns = time_ns.max(self.step_ns.unwrap_or(0) / 4);
         let rows = self.row_ns.map_or(u64::from(ROWS_UNKNOWN), |row_ns| time_ns / row_ns.max(1));
         u32::try_from(rows).unwrap_or(u32::MAX).clamp(ROWS_BESIDE_MIN, CHUNK_POSITIONS_MAX)
+    }
+
+    /// Decode steps arrived, this time after the last ones had left and none waited.
+    pub(super) fn learn_away(&mut self, away: Duration) {
+        let away_ns = u64::try_from(away.as_nanos()).unwrap_or(u64::MAX);
+        // A stream that pauses says nothing about the others.
+        let most_ns = self.away_ns.map_or(u64::MAX, |ns| ns.saturating_mul(2).max(AWAY_SLACK_NS));
+        self.away_ns = Some(usual(self.away_ns, away_ns.min(most_ns)));
+    }
+
+    /// What a batch of prompts may hold whose stage has no decode step, when the last steps left `away` ago.
+    pub(super) fn until_steps(&self, away: Duration) -> UntilSteps {
+        let (Some(away_ns), Some(row_ns)) = (self.away_ns, self.row_ns) else { return UntilSteps::Overdue };
+        let passed_ns = u64::try_from(away.as_nanos()).unwrap_or(u64::MAX);
+        let overdue_ns = away_ns.saturating_mul(2).saturating_add(AWAY_SLACK_NS);
+        if passed_ns >= overdue_ns {
+            return UntilSteps::Overdue;
+        }
+        let rows = away_ns.saturating_sub(passed_ns).saturating_sub(self.fixed_ns()) / row_ns.max(1);
+        match u32::try_from(rows).unwrap_or(u32::MAX) {
+            0..ROWS_BETWEEN_MIN => UntilSteps::Wait(Duration::from_nanos(overdue_ns - passed_ns)),
+            rows => UntilSteps::Rows(rows),
+        }
+    }
+
+    /// Nanoseconds that a batch takes on the device without rows of prompts.
+    fn fixed_ns(&self) -> u64 {
+        self.steps.values().next().map_or(0, |steps| steps.alone_ns)
     }
 
     /// Which decode steps have to be measured without rows of prompts, to tell their time from that of the rows: bit n for steps of
@@ -84,7 +114,7 @@ impl Pace {
                     steps.alone_ns
                 })
             }
-            None => Some(self.steps.values().next().map_or(0, |steps| steps.alone_ns)),
+            None => Some(self.fixed_ns()),
         };
         if let Some(fixed_ns) = fixed_ns.filter(|_| prefill >= u64::from(ROWS_BESIDE_MIN)) {
             let row_ns = computed_ns.saturating_sub(fixed_ns).max(computed_ns / 8) / prefill;
@@ -101,6 +131,17 @@ impl Pace {
     }
 }
 
+/// What a batch may hold that no decode step goes with, while streams run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum UntilSteps {
+    /// As many rows as end before the next step arrives.
+    Rows(u32),
+    /// The next step arrives before a batch would end. It is overdue once this time has passed.
+    Wait(Duration),
+    /// Nothing is known of when the next step arrives.
+    Overdue,
+}
+
 /// A mean that forgets old measurements.
 fn usual(old: Option<u64>, new: u64) -> u64 {
     old.map_or(new, |old| old - old / 4 + new / 4)
@@ -110,12 +151,18 @@ fn usual(old: Option<u64>, new: u64) -> u64 {
 /// time.
 const BESIDE_MAX: u32 = 16;
 
+/// How much later than after twice the usual time steps are overdue: the wake-up of a few threads under load.
+const AWAY_SLACK_NS: u64 = 2_000_000;
+
 /// Rows of a batch before any is measured: few enough for a processor.
 const ROWS_UNKNOWN: u32 = 64;
 
 /// Fewest rows of prompts that a batch of decode steps takes along, however long they take. Measured with two: prompts take half as long
 /// again, and gaps between tokens are no shorter, because streams wait for twice as many batches.
 const ROWS_BESIDE_MIN: u32 = 4;
+
+/// Fewest rows of a batch between decode steps: the device has nothing else to do, but a single row would count as a step.
+const ROWS_BETWEEN_MIN: u32 = 2;
 
 #[cfg(test)]
 mod tests {
@@ -235,5 +282,23 @@ mod tests {
         for step in [2, 40, 2, 20] {
             steps(step);
         }
+    }
+
+    #[test]
+    fn prompts_between_steps_end_before_the_next_one_arrives() {
+        let mut pace = Pace::default();
+        assert_eq!(pace.until_steps(MS), UntilSteps::Overdue, "nothing is known");
+        for _ in 0..20 {
+            learn(&mut pace, 1, 0, MS * 8);
+            learn(&mut pace, 1, 10, MS * 18);
+            pace.learn_away(MS * 20);
+        }
+        let UntilSteps::Rows(rows) = pace.until_steps(MS * 2) else { panic!("there is time for 10 rows") };
+        assert!((9..=11).contains(&rows), "{rows} rows in 20 - 2 - 8 ms");
+        assert_eq!(pace.until_steps(MS * 11), UntilSteps::Wait(MS * 31), "one row would be ready");
+        assert_eq!(pace.until_steps(MS * 41), UntilSteps::Wait(MS));
+        assert_eq!(pace.until_steps(MS * 42), UntilSteps::Overdue);
+        pace.learn_away(MS * 5000);
+        assert_eq!(pace.until_steps(MS * 52), UntilSteps::Overdue, "one stream paused");
     }
 }

@@ -274,6 +274,14 @@ impl Program {
         }
     }
 
+    /// When a batch starts that waits for nothing but time.
+    pub(super) fn start_at(&self) -> Option<Instant> {
+        match self {
+            Program::Stage(run) => run.start_at(),
+            Program::Tile(_) => None,
+        }
+    }
+
     // ---- reports
 
     /// When it next reports what it holds, if it has its own timer.

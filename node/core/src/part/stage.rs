@@ -7,7 +7,7 @@ mod frames;
 mod invariants;
 
 use super::output::{Names, Out, PartOutput, Sharing, Started, discard, discard_payload};
-use super::pace::Pace;
+use super::pace::{Pace, UntilSteps};
 use super::queue::{BatchLimits, Waiting, choose, is_step};
 use super::sent::{Bounds, Keep, LogEntry, OutgoingFrame, Sent};
 use crate::id::{Epoch, JobId, NodeId, PartId, RequestId, TensorId, WorkId};
@@ -47,6 +47,10 @@ pub(super) struct StageRun {
     /// The batch at the executor.
     running: Option<Batch>,
     pace: Pace,
+    /// When the last decode steps left, if none has waited or run here since.
+    steps_left: Option<Instant>,
+    /// Until when rows of prompts wait for the next decode steps, to go with them.
+    waits_until: Option<Instant>,
     touched: u64,
     /// Send log of the rows for the next stage.
     sent: Sent,
@@ -168,6 +172,8 @@ impl StageRun {
             waiting: VecDeque::new(),
             running: None,
             pace: Pace::default(),
+            steps_left: None,
+            waits_until: None,
             touched: 0,
             sent: Sent::new(Keep::WhileRoom, bounds),
             before: None,
@@ -197,10 +203,14 @@ impl StageRun {
 
     /// Takes the next batch from the queue, if the executor is free: decode steps, and prefill rows beside them.
     pub(super) fn start(&mut self, now: Instant, sharing: Sharing, names: &mut Names) -> Option<Started> {
+        self.waits_until = None;
+        if let Some(left) = self.steps_left.take_if(|_| self.waiting.iter().any(|waiting| is_step(&waiting.header))) {
+            self.pace.learn_away(now.since(left));
+        }
         if self.running.is_some() || self.waiting.is_empty() || !self.started || self.withheld.is_some() {
             return None;
         }
-        let limits = self.batch_limits(sharing);
+        let limits = self.batch_limits(now, sharing)?;
         let mut before = Vec::new();
         let mut split = |tensor, at, of| {
             let into = [names.tensor(), names.tensor()];
@@ -228,25 +238,41 @@ impl StageRun {
 
     /// The requests that decode are divided into as many groups as there are stages, so that each stage has one while the
     /// others compute theirs. Beside them, prefill takes no more rows than they can wait for, in this batch and in one of each
-    /// other part on the device: they wait longer where more requests wait for their first token.
-    fn batch_limits(&self, sharing: Sharing) -> BatchLimits {
+    /// other part on the device: they wait longer where more requests wait for their first token. While all decode steps are
+    /// away, it takes no more rows than are computed before the next one arrives. `None`: it waits for that one.
+    fn batch_limits(&mut self, now: Instant, sharing: Sharing) -> Option<BatchLimits> {
         let stages = self.route.stages.max(1);
         let running = self.requests.values().filter(|held| !held.rests).count();
         let decoding = self.requests.values().filter(|held| held.decodes && !held.rests).count();
         let beside = |weight: usize| PREFILL_BESIDE * u32::try_from(weight.clamp(1, PREFILL_WEIGHT_MAX)).unwrap_or(1);
         let prefill = match (running - decoding).checked_div(decoding) {
-            Some(weight) => self.pace.rows_within(beside(weight) / stages / sharing.parts.max(1)),
+            Some(weight) => {
+                let most = self.pace.rows_within(beside(weight) / stages / sharing.parts.max(1));
+                match self.steps_left.map(|left| self.pace.until_steps(now.since(left))) {
+                    Some(UntilSteps::Wait(time)) => {
+                        self.waits_until = Some(now + time);
+                        return None;
+                    }
+                    Some(UntilSteps::Rows(rows)) => most.min(rows),
+                    Some(UntilSteps::Overdue) | None => most,
+                }
+            }
             None if sharing.alone => CHUNK_POSITIONS_MAX,
             None => self.pace.rows_within(PREFILL_SHARED),
         };
         let decodes = decoding.div_ceil(stages as usize).max(1);
-        BatchLimits {
+        Some(BatchLimits {
             joined: chunk_positions(stages),
             decodes,
             alone: self.pace.unmeasured_steps(),
             prefill,
             rows: CHUNK_POSITIONS_MAX,
-        }
+        })
+    }
+
+    /// When prompts go without the decode steps that they wait for.
+    pub(super) fn start_at(&self) -> Option<Instant> {
+        self.waits_until
     }
 
     fn item(&self, waiting: Waiting, output: TensorId) -> Item {
@@ -303,7 +329,11 @@ impl StageRun {
             let frames = batch.items.iter().map(|(header, _)| header).filter(|header| is_step(header) == steps);
             frames.map(|header| u64::from(header.count)).sum()
         };
-        self.pace.learn(rows(true), rows(false), (took, computed));
+        let steps = rows(true);
+        self.pace.learn(steps, rows(false), (took, computed));
+        if steps > 0 {
+            self.steps_left = Some(now);
+        }
         self.report_busy(now, took, out);
         let mut withheld = self.withheld.take();
         let to = withheld.as_mut().unwrap_or(out);
@@ -407,6 +437,7 @@ impl StageRun {
     /// Nothing more is started or sent. Computed positions stay.
     pub(super) fn pause(&mut self, out: &mut Out) {
         self.started = false;
+        (self.steps_left, self.waits_until) = (None, None);
         self.release(false, out);
         self.opened.clear();
         self.refused.clear();

@@ -1,6 +1,7 @@
 //! Stages between frames and executor: positions, gaps, replays, bounds, and the epoch fence.
 #![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many outputs")]
 mod drafts;
+mod pacing;
 mod tile;
 
 use super::*;
