@@ -118,7 +118,8 @@ fn forged_messages_of_a_non_participant_change_nothing() {
         let pause = room.forge(seed, forger, 600);
         assert!(room.work.epoch == epoch && room.moves().is_empty(), "seed {seed}: {:?}", room.moves());
         let honest = Room::serving(seed).forge(seed, forger, 0);
-        assert!(pause < honest + ms(20), "seed {seed}: {pause:?}, without forged messages {honest:?}");
+        // Rows that arrive a little later share other batches. A failover takes longer than that.
+        assert!(pause < honest + ms(60), "seed {seed}: {pause:?}, without forged messages {honest:?}");
         longest = longest.max(pause);
     }
     println!("12 non-participants, 600 forged messages each: longest pause {longest:?}");

@@ -204,7 +204,8 @@ impl StageRun {
     /// Takes the next batch from the queue, if the executor is free: decode steps, and prefill rows beside them.
     pub(super) fn start(&mut self, now: Instant, sharing: Sharing, names: &mut Names) -> Option<Started> {
         self.waits_until = None;
-        if let Some(left) = self.steps_left.take_if(|_| self.waiting.iter().any(|waiting| is_step(&waiting.header))) {
+        if let Some(left) = self.steps_left.filter(|_| self.step_waits()) {
+            self.steps_left = None;
             self.pace.learn_away(now.since(left));
         }
         if self.running.is_some() || self.waiting.is_empty() || !self.started || self.withheld.is_some() {
@@ -270,6 +271,11 @@ impl StageRun {
         })
     }
 
+    /// Whether a decode step waits to be computed.
+    fn step_waits(&self) -> bool {
+        self.waiting.iter().any(|waiting| is_step(&waiting.header))
+    }
+
     /// When prompts go without the decode steps that they wait for.
     pub(super) fn start_at(&self) -> Option<Instant> {
         self.waits_until
@@ -331,7 +337,7 @@ impl StageRun {
         };
         let steps = rows(true);
         self.pace.learn(steps, rows(false), (took, computed));
-        if steps > 0 {
+        if steps > 0 && !self.step_waits() {
             self.steps_left = Some(now);
         }
         self.report_busy(now, took, out);

@@ -27,51 +27,59 @@ impl Paced {
         Some(rows)
     }
 
+    /// Computes a step of each stream, and rows of the prompt with each.
+    fn steps(&mut self, streams: &[u64], position: u32) {
+        streams.iter().for_each(|&stream| self.feed(frame(stream, position, 1, true)));
+        for _ in streams {
+            let rows = self.batch().expect("a step and rows of the prompt");
+            assert!(rows[0] == 1 && rows.len() <= 2, "one step: {rows:?}");
+        }
+    }
+
     fn feed(&mut self, header: FrameHeader) {
         self.parts.handle_frame(self.now, COORDINATOR, header, Payload::Tensor(TensorId::Arrived(1)));
     }
 }
 
-/// A stage with a stream whose steps return 20 ms after they left, and that has computed twenty of them beside a prompt. Returns
-/// the position of the stream, too.
-fn beside_a_prompt() -> (Paced, u32) {
+/// A stage with two streams, 7 and 9, or with the first of them. Their steps return 20 ms after the last one left, and twenty of each
+/// were computed beside a prompt. Returns the position of the streams, too.
+fn beside_a_prompt(streams: &[u64]) -> (Paced, u32) {
     let mut paced = Paced { parts: stage(Some(NEXT)), now: NOW };
-    paced.feed(frame(7, 0, 4, true));
-    paced.batch();
+    streams.iter().for_each(|&stream| paced.feed(frame(stream, 0, 4, true)));
+    while paced.batch().is_some() {}
     for position in 4..8 {
-        paced.feed(frame(7, position, 1, true));
-        assert_eq!(paced.batch(), Some(Vec::from([1])));
+        streams.iter().for_each(|&stream| paced.feed(frame(stream, position, 1, true)));
+        streams.iter().for_each(|_| assert_eq!(paced.batch(), Some(Vec::from([1]))));
         paced.now = paced.now + MS * 20;
     }
     for chunk in 0..3 {
         paced.feed(frame(8, 512 * chunk, 512, false));
     }
     for position in 8..28 {
-        paced.feed(frame(7, position, 1, true));
-        paced.batch();
-        let arrives = paced.now + MS * 20;
-        while paced.now < arrives && paced.batch().is_some() {}
-        paced.now = paced.now.max(arrives);
+        paced.steps(streams, position);
+        let arrive = paced.now + MS * 20;
+        while paced.now < arrive && paced.batch().is_some() {}
+        paced.now = paced.now.max(arrive);
     }
     (paced, 28)
 }
 
 #[test]
 fn rows_between_steps_end_before_the_next_one_arrives() {
-    let (mut paced, position) = beside_a_prompt();
-    paced.feed(frame(7, position, 1, true));
-    let rows = paced.batch().expect("a batch");
-    assert!(rows.len() == 2 && rows[0] == 1, "a step and rows of the prompt: {rows:?}");
-    let left = paced.now;
-    let between = paced.batch().expect("a batch of the prompt");
-    assert!(between.len() == 1 && between[0] > 1 && paced.now <= left + MS * 25, "{between:?}");
+    for streams in [&[7][..], &[7, 9]] {
+        let (mut paced, position) = beside_a_prompt(streams);
+        paced.steps(streams, position);
+        let left = paced.now;
+        let between = paced.batch().expect("a batch of the prompt");
+        let took = paced.now.since(left);
+        assert!(between.len() == 1 && (MS * 15..=MS * 21).contains(&took), "{between:?} in {took:?}");
+    }
 }
 
 #[test]
 fn prompts_wait_for_a_step_until_it_is_overdue() {
-    let (mut paced, position) = beside_a_prompt();
-    paced.feed(frame(7, position, 1, true));
-    paced.batch().expect("a step and rows of the prompt");
+    let (mut paced, position) = beside_a_prompt(&[7]);
+    paced.steps(&[7], position);
     paced.now = paced.now + MS * 15;
     assert_eq!(paced.batch(), None, "a batch would end after the next step arrives");
     let (at, why) = paced.parts.next_wakeup().expect("a time");
@@ -94,9 +102,8 @@ fn prompts_wait_for_a_step_until_it_is_overdue() {
 
 #[test]
 fn prompts_wait_for_no_stream_that_ended() {
-    let (mut paced, position) = beside_a_prompt();
-    paced.feed(frame(7, position, 1, true));
-    paced.batch().expect("a step and rows of the prompt");
+    let (mut paced, position) = beside_a_prompt(&[7]);
+    paced.steps(&[7], position);
     paced.now = paced.now + MS * 15;
     assert_eq!(paced.batch(), None);
     close(&mut paced.parts, 7);
