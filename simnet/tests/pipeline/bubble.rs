@@ -8,7 +8,7 @@ const STAGES: usize = 4;
 
 #[test]
 fn eight_requests_keep_four_stages_busy() {
-    let (mut world, _) = Room::empty(Options::lan(1), 2 * STAGES, HOST_MEMORY * 3 / 5);
+    let (mut world, _) = Room::empty(Options::lan(1), 2 * STAGES, &with_memory(HOST_MEMORY * 3 / 5));
     let model = symbolic_model(LAYERS, LAYER_BYTES);
     let mut work = Workload::deploy(&mut world, COORDINATOR, model);
     assert!(work.run_until_ready(&mut world, ms(20_000)), "{:?}", work.notes);

@@ -13,7 +13,7 @@ const MEMORY: u64 = 400 << 20;
 
 /// A mesh that serves a model, and the draft model too unless `alone`.
 fn serving(options: Options, alone: bool) -> (Room, Workload) {
-    let (mut world, hosts) = Room::empty(options, 6, MEMORY);
+    let (mut world, hosts) = Room::empty(options, 6, &with_memory(MEMORY));
     let (epochs, bounds) = (Epochs::default(), Bounds::default());
     world.observe(Box::new(epochs.clone()));
     world.observe(Box::new(bounds.clone()));

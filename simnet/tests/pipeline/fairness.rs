@@ -18,16 +18,10 @@ struct Measured {
 }
 
 fn measure(stages: u32, streams: u64) -> Measured {
-    let mut spec = HostSpec::default();
+    let mut spec = with_memory(80 << 20);
     let device = &mut spec.capacity.devices[0];
-    (device.memory_total, device.memory_free) = (80 << 20, 80 << 20);
     (device.bytes_per_second, device.cache_bytes_per_second) = (BYTES_PER_SECOND, CACHE_BYTES_PER_SECOND);
-    let mut world = World::new(Options::lan(7));
-    let hosts = world.add_hosts(stages as usize, &spec);
-    hosts.iter().for_each(|&host| world.start(host));
-    hosts[1..].iter().for_each(|&host| world.introduce(host, COORDINATOR));
-    assert!(world.run_while_not(ms(20_000), ms(50), |world| membership::informed(world, &[])), "hosts find each other");
-    world.run_for(ms(1000));
+    let (mut world, _) = Room::empty(Options::lan(7), stages as usize, &spec);
     let mut work = Workload::deploy(&mut world, COORDINATOR, symbolic_model(stages, LAYER_BYTES));
     assert!(work.run_until_ready(&mut world, ms(20_000)), "{:?}", work.notes);
     assert_eq!(work.stages(&world).len(), stages as usize);

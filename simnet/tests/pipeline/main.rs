@@ -36,13 +36,18 @@ const LAYER_BYTES: u64 = 20 << 20;
 const HOST_MEMORY: u64 = 297 << 20;
 const COORDINATOR: HostId = HostId(0);
 
+/// A host whose device has this memory, in bytes.
+fn with_memory(bytes: u64) -> HostSpec {
+    let mut spec = HostSpec::default();
+    (spec.capacity.devices[0].memory_total, spec.capacity.devices[0].memory_free) = (bytes, bytes);
+    spec
+}
+
 impl Room {
     /// `n` hosts that have joined, without a model.
-    fn empty(options: Options, n: usize, memory: u64) -> (World, Vec<HostId>) {
+    fn empty(options: Options, n: usize, spec: &HostSpec) -> (World, Vec<HostId>) {
         let mut world = World::new(options);
-        let mut spec = HostSpec::default();
-        (spec.capacity.devices[0].memory_total, spec.capacity.devices[0].memory_free) = (memory, memory);
-        let hosts = world.add_hosts(n, &spec);
+        let hosts = world.add_hosts(n, spec);
         hosts.iter().for_each(|&host| world.start(host));
         hosts[1..].iter().for_each(|&host| world.introduce(host, hosts[0]));
         let settled = world.run_while_not(ms(20_000), ms(50), |world| membership::informed(world, &[]));
@@ -71,7 +76,7 @@ impl Room {
     }
 
     fn deploying_stored(options: Options, n: usize, stored: bool) -> Room {
-        let (mut world, hosts) = Room::empty(options, n, HOST_MEMORY);
+        let (mut world, hosts) = Room::empty(options, n, &with_memory(HOST_MEMORY));
         let model = symbolic_model(LAYERS, LAYER_BYTES);
         hosts.iter().filter(|_| stored).for_each(|&host| world.give_model(host, model.content, LAYERS));
         let (epochs, bounds) = (Epochs::default(), Bounds::default());
@@ -545,7 +550,7 @@ fn cancelling_at_any_moment_frees_everything() {
 
 #[test]
 fn missing_memory_is_reported_until_a_host_joins() {
-    let (mut world, _) = Room::empty(Options::lan(3), 2, HOST_MEMORY);
+    let (mut world, _) = Room::empty(Options::lan(3), 2, &with_memory(HOST_MEMORY));
     let mut work = Workload::deploy(&mut world, COORDINATOR, symbolic_model(LAYERS, LAYER_BYTES));
     assert!(!work.run_until_ready(&mut world, ms(2_000)));
     let reason = work.notes.iter().find_map(|told| match &told.event {
@@ -641,7 +646,7 @@ fn the_same_seed_gives_the_same_run() {
 
 /// Time to the first token of a prompt of 4000 tokens in a pipeline of `stages` stages of one layer each.
 fn first_token_after(stages: usize) -> Duration {
-    let (mut world, _) = Room::empty(Options::lan(5), stages, 80 << 20);
+    let (mut world, _) = Room::empty(Options::lan(5), stages, &with_memory(80 << 20));
     let mut work = Workload::deploy(&mut world, COORDINATOR, symbolic_model(stages as u32, LAYER_BYTES));
     assert!(work.run_until_ready(&mut world, ms(20_000)), "{:?}", work.notes);
     assert_eq!(work.stages(&world).len(), stages);

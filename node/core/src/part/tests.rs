@@ -128,8 +128,8 @@ fn discards(outputs: &[PartOutput]) -> usize {
 }
 
 /// Starts what can start.
-fn start_run(parts: &mut Parts) -> Option<Box<Run>> {
-    let mut outputs: Vec<PartOutput> = parts.poll_runs(NOW).into_iter().collect();
+fn start_run(parts: &mut Parts, now: Instant) -> Option<Box<Run>> {
+    let mut outputs: Vec<PartOutput> = parts.poll_runs(now).into_iter().collect();
     outputs.extend(self::outputs(parts));
     outputs.into_iter().find_map(|output| match output {
         PartOutput::Shell(Output::Run(run)) => Some(run),
@@ -146,7 +146,7 @@ fn items(run: &Run) -> Vec<crate::work::serve::Item> {
 
 /// Starts what can start. Returns the work id, and request and first position of each item.
 fn start(parts: &mut Parts) -> Option<(WorkId, Vec<(u64, u32)>)> {
-    let run = start_run(parts)?;
+    let run = start_run(parts, NOW)?;
     Some((run.work, items(&run).iter().map(|item| (item.request.0, item.position)).collect()))
 }
 
@@ -250,7 +250,7 @@ fn history_goes_with_a_sample_only_if_the_sampling_depends_on_it() {
     feed(&mut parts, frame(1, 0, 2, true));
     feed(&mut parts, frame(2, 0, 2, true));
     let histories = |parts: &mut Parts| {
-        let run = start_run(parts).expect("a batch");
+        let run = start_run(parts, NOW).expect("a batch");
         (run.work, items(&run).iter().map(|item| item.sample.clone().unwrap().history).collect::<Vec<_>>())
     };
     let (work, sampled) = histories(&mut parts);

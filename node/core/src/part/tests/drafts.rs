@@ -76,7 +76,7 @@ fn the_last_stage_samples_after_each_draft() {
     let (work, _) = start(&mut parts).unwrap();
     finish(&mut parts, 0, work, vec![ItemResult::Token(9.into())]);
     feed(&mut parts, step(5, 4, 2, 0));
-    let run = start_run(&mut parts).unwrap();
+    let run = start_run(&mut parts, NOW).unwrap();
     let [item] = &items(&run)[..] else { panic!("one item") };
     assert_eq!((item.count, item.drafts, item.sample.as_ref().map(|sample| sample.position)), (3, 2, Some(6)));
     let done = finish(&mut parts, 0, run.work, vec![ItemResult::Tokens(vec![7, 8, 9])]);
@@ -86,7 +86,7 @@ fn the_last_stage_samples_after_each_draft() {
     let penalised = Sampling { repetition_penalty_e6: 1_100_000, ..Sampling::GREEDY };
     open(&mut parts, 1, penalised, vec![5; 6], 2);
     feed(&mut parts, step(6, 5, 2, 0));
-    assert!(items(&start_run(&mut parts).unwrap()).iter().all(|item| item.sample.is_none()));
+    assert!(items(&start_run(&mut parts, NOW).unwrap()).iter().all(|item| item.sample.is_none()));
 }
 
 #[test]

@@ -12,12 +12,7 @@ struct Paced {
 impl Paced {
     /// Runs the next batch, if one starts. Returns the rows of its items.
     fn batch(&mut self) -> Option<Vec<u32>> {
-        let mut outputs: Vec<PartOutput> = self.parts.poll_runs(self.now).into_iter().collect();
-        outputs.extend(self::outputs(&mut self.parts));
-        let run = outputs.into_iter().find_map(|output| match output {
-            PartOutput::Shell(Output::Run(run)) => Some(run),
-            _ => None,
-        })?;
+        let run = start_run(&mut self.parts, self.now)?;
         let rows: Vec<u32> = items(&run).iter().map(|item| item.count).collect();
         let took = MS * (7 + rows.iter().sum::<u32>());
         self.now = self.now + took;
