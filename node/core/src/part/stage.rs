@@ -239,27 +239,30 @@ impl StageRun {
 
     /// The requests that decode are divided into as many groups as there are stages, so that each stage has one while the
     /// others compute theirs. Beside them, prefill takes no more rows than they can wait for, in this batch and in one of each
-    /// other part on the device: they wait longer where more requests wait for their first token. While all decode steps are
-    /// away, it takes no more rows than are computed before the next one arrives. `None`: it waits for that one.
+    /// other part on the device: they wait longer where more requests wait for their first token, because all of these then
+    /// decode in the same batches. While all decode steps are away, the only prompt takes no more rows than are computed before
+    /// the next step arrives. `None`: it waits for that one.
     fn batch_limits(&mut self, now: Instant, sharing: Sharing) -> Option<BatchLimits> {
         let stages = self.route.stages.max(1);
         let running = self.requests.values().filter(|held| !held.rests).count();
         let decoding = self.requests.values().filter(|held| held.decodes && !held.rests).count();
-        let beside = |weight: usize| PREFILL_BESIDE * u32::try_from(weight.clamp(1, PREFILL_WEIGHT_MAX)).unwrap_or(1);
-        let prefill = match (running - decoding).checked_div(decoding) {
-            Some(weight) => {
-                let most = self.pace.rows_within(beside(weight) / stages / sharing.parts.max(1));
-                match self.steps_left.map(|left| self.pace.until_steps(now.since(left))) {
-                    Some(UntilSteps::Wait(time)) => {
-                        self.waits_until = Some(now + time);
-                        return None;
-                    }
-                    Some(UntilSteps::Rows(rows)) => most.min(rows),
-                    Some(UntilSteps::Overdue) | None => most,
+        let prompts = u32::try_from(running - decoding).unwrap_or(u32::MAX);
+        let prefill = if decoding > 0 {
+            let beside = PREFILL_BESIDE * prompts.clamp(1, PREFILL_WEIGHT_MAX);
+            let most = self.pace.rows_within(beside / stages / sharing.parts.max(1));
+            let left = self.steps_left.filter(|_| prompts <= 1);
+            match left.map(|left| self.pace.until_steps(now.since(left))) {
+                Some(UntilSteps::Wait(time)) => {
+                    self.waits_until = Some(now + time);
+                    return None;
                 }
+                Some(UntilSteps::Rows(rows)) => most.min(rows),
+                Some(UntilSteps::Overdue) | None => most,
             }
-            None if sharing.alone => CHUNK_POSITIONS_MAX,
-            None => self.pace.rows_within(PREFILL_SHARED),
+        } else if sharing.alone {
+            CHUNK_POSITIONS_MAX
+        } else {
+            self.pace.rows_within(PREFILL_SHARED)
         };
         let decodes = decoding.div_ceil(stages as usize).max(1);
         Some(BatchLimits {

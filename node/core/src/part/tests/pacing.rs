@@ -104,3 +104,20 @@ fn prompts_wait_for_no_stream_that_ended() {
     close(&mut paced.parts, 7);
     assert!(paced.batch().is_some_and(|rows| rows[0] > 100), "the prompt has the device for itself");
 }
+
+#[test]
+fn several_prompts_wait_for_no_step_and_take_more_rows() {
+    let rows_beside = |prompts: u64| {
+        let (mut paced, position) = beside_a_prompt(&[7]);
+        (1..prompts).for_each(|n| paced.feed(frame(20 + n, 0, 512, false)));
+        paced.feed(frame(7, position, 1, true));
+        let step = paced.batch().expect("a step and rows of the prompts");
+        paced.now = paced.now + MS * 15;
+        (step.iter().sum::<u32>() - 1, paced.batch().is_some())
+    };
+    let (alone, goes) = rows_beside(1);
+    assert!(!goes, "the only prompt waits");
+    let (two, goes) = rows_beside(2);
+    assert!(goes && two.abs_diff(2 * alone) <= 2, "{two} rows of two prompts, {alone} of one");
+    assert_eq!(rows_beside(4), rows_beside(9), "the time is bounded");
+}
