@@ -97,6 +97,9 @@ const IN_USE: Duration = Duration::from_secs(2);
 /// Target of the log events that say how long rows waited on this node for their stage: `MESHNODE_LOG=handover=trace`.
 const HANDOVER: &str = "handover";
 
+/// Target of the log events that say how long a device computes each batch of a stage: `MESHNODE_LOG=batches=trace`.
+const BATCHES: &str = "batches";
+
 impl DeviceThread {
     fn run(mut self, commands: &mpsc::Receiver<Command>) {
         loop {
@@ -325,6 +328,10 @@ impl DeviceThread {
         };
         let results = outputs.map(|outputs| stages::results(&self.shared.tensors, items, outputs, codec));
         let compute_ns = began.compute_ns(self.batch_ended);
+        if tracing::enabled!(target: BATCHES, tracing::Level::TRACE) {
+            let rows: Vec<(u32, u32)> = items.iter().map(|item| (item.position, item.count)).collect();
+            tracing::trace!(target: BATCHES, us = compute_ns / 1000, "part {} of a job, (position, rows): {rows:?}", key.1);
+        }
         self.batch_at = Some(Instant::now());
         self.batch_ended = self.batch_at;
         self.answer(key, work, results.map(|results| RunResult::Batch { results, compute_ns }));
