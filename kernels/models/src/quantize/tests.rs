@@ -313,7 +313,7 @@ fn a_damaged_source_is_rejected_by_its_chunk() {
     bytes[place.range.start as usize + 9] ^= 4;
     std::fs::write(&from, bytes).unwrap();
     let error = write(&ModelFile::open(&from).unwrap(), &out, Bits::Keep).unwrap_err().to_string();
-    assert!(error.contains(&place.name) && error.contains("has not the hash"), "{error}");
+    assert!(error.contains(&place.name) && error.contains("does not match its hash"), "{error}");
     assert!(!out.exists());
 }
 

@@ -35,7 +35,7 @@ impl ShardIndex {
     ///
     /// # Errors
     /// [`IndexError::Partial`]: the file has holes, so its content is incomplete. [`IndexError::Unreadable`]: it cannot be
-    /// read, or was modified while it was hashed. [`IndexError::Damaged`]: a chunk has not the hash that the file's header
+    /// read, or was modified while it was hashed. [`IndexError::Damaged`]: a chunk does not match its hash, which the file's header
     /// records.
     pub fn build(file: &ModelFile, progress: impl Fn(u64) + Sync) -> Result<Self, IndexError> {
         if file.is_partial() {
@@ -270,9 +270,9 @@ pub enum IndexError {
     /// The file cannot be read.
     #[error("{0}")]
     Unreadable(String),
-    /// A chunk has not the hash that the header records.
+    /// A chunk does not match its hash in the header.
     #[error(
-        "the file is damaged: chunk {chunk} ({place}, bytes {}..{}) has not the hash that the header records; fetch the file again, \
+        "the file is damaged: chunk {chunk} ({place}, bytes {}..{}) does not match its hash in the header; fetch the file again, \
          or write it again with `meshnode quantize`", range.start, range.end
     )]
     Damaged {

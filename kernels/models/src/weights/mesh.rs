@@ -40,7 +40,7 @@ pub(super) fn parse(bytes: &Bytes, file_len: u64) -> Result<Header, WeightsError
     let (header, hash) = read(bytes, file_len)?;
     if hash != hash_of(&bytes[..header.header_len as usize]) {
         return Err(WeightsError::Malformed(
-            "the header of the .mesh file has not the hash that it records; fetch the file again".to_owned(),
+            "the header of the .mesh file does not match the hash in it; fetch the file again".to_owned(),
         ));
     }
     Ok(header)
