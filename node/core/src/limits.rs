@@ -71,7 +71,7 @@ pub const PREFILL_BESIDE: Duration = Duration::from_millis(20);
 /// waits for one batch before each of its runs.
 pub const PREFILL_SHARED: Duration = Duration::from_millis(100);
 /// Most requests without a first token for which [`PREFILL_BESIDE`] counts: streams still get some tokens a second. Measured with 16
-/// requests of 300 tokens that arrive at once, on two stages: 1.04 times the time of their prefill and their decoding apart, and 1.3
+/// requests of 300 tokens that arrive at once, on two stages: 1.05 to 1.1 times the time of their prefill and decoding apart, and 1.3
 /// where each counts as the share of a stream, because decode steps are then computed for few streams at a time.
 pub const PREFILL_WEIGHT_MAX: u32 = 4;
 /// Prefill chunks in flight per request: bounds the queues of a stage, and a deeper pipeline waits for some of the chunks.
