@@ -71,8 +71,8 @@ pub const PREFILL_BESIDE: Duration = Duration::from_millis(20);
 /// waits for one batch before each of its runs.
 pub const PREFILL_SHARED: Duration = Duration::from_millis(100);
 /// Most requests without a first token for which [`PREFILL_BESIDE`] counts: streams still get some tokens a second. Measured with 16
-/// requests of 300 tokens that arrive at once, on two stages: 1.05 to 1.1 times the time of their prefill and decoding apart, and 1.3
-/// where each counts as the share of a stream, because decode steps are then computed for few streams at a time.
+/// requests of 300 tokens that arrive at once, on two stages of two cores: 1.05 to 1.1 times the time of their prefill and decoding apart.
+/// It was 1.2 to 1.3 where they counted only in the ratio to the streams, and waited for steps: steps were computed for few streams each.
 pub const PREFILL_WEIGHT_MAX: u32 = 4;
 /// Prefill chunks in flight per request: bounds the queues of a stage, and a deeper pipeline waits for some of the chunks.
 pub const CHUNKS_IN_FLIGHT_MAX: u32 = 64;
