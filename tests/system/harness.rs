@@ -159,13 +159,15 @@ impl Mesh {
         self.start_on(name, &device, memory);
     }
 
-    /// The same on these devices, each with this much memory.
+    /// The same on these devices, each with this much memory, and no RAM for experts beside it: a node with a GPU could hold a
+    /// model in RAM that is meant to be too large for it.
     pub(crate) fn start_on(&mut self, name: &str, devices: &str, memory: Option<u64>) {
         let join = self.nodes.first().map(|first| {
             let answer = first.post("/api/v1/invite", &json!({"ttl_s": 600, "uses": 1})).expect("an invitation");
             answer["ticket"].as_str().expect("a ticket").to_owned()
         });
         let cache = join.is_some().then(|| self.cache_of(name));
+        let flags: &[&str] = if memory.is_some() { &["--expert-ram", "0"] } else { &[] };
         self.spawn(LocalNodeOptions {
             name: name.to_owned(),
             device: Some(devices.to_owned()),
@@ -173,7 +175,7 @@ impl Mesh {
             threads: Some(self.threads),
             join,
             cache_dir: cache,
-            flags: Vec::new(),
+            flags: flags.iter().map(|&flag| flag.to_owned()).collect(),
         });
     }
 

@@ -5,7 +5,7 @@
 //! On few cores SmolLM2 takes longer to compute than to send. A model of wide rows with little to compute shows a link
 //! that is the bottleneck, as between faster machines.
 use crate::client::solo;
-use crate::harness::{CONTEXT, Mesh, Turn, deploy, generate, tokens_of};
+use crate::harness::{CONTEXT, Mesh, Turn, generate, tokens_of};
 use kernels::boundary::Codec;
 use kernels::quant::QuantType;
 use kernels_models::weights::Architecture;
@@ -74,13 +74,7 @@ fn wide_rows_over_a_slow_link_need_fewer_bytes_when_coded() {
         ..TinyModel::default()
     };
     std::fs::write(&path, model.writer().write()).expect("written");
-    let bytes = {
-        let mut mesh = Mesh::new();
-        mesh.start("measure", None);
-        let plan = mesh.nodes[0].post("/api/v1/plan", &deploy(&path)).expect("a plan");
-        plan["stages"][0]["bytes"].as_u64().expect("bytes")
-    };
-    let memory = (bytes as f64 * 0.7) as u64;
+    let memory = (Mesh::new().model_bytes(&path) as f64 * 0.7) as u64;
     compare(&Case { name: "a model of wide rows", model: &path, width: model.width, ids: 3..250, memory });
 }
 
