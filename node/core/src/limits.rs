@@ -42,9 +42,10 @@ pub const RAM_PAGES_MAX: u32 = 1 << 16;
 /// Draft tokens in a frame. Products of at most eight rows share a pass over the weights on every engine, and
 /// [`SEQUENCES_MAX`] requests with drafts fill one chunk.
 pub const DRAFTS_MAX: u8 = 7;
-/// Rows that a stage computes beside the decode steps, whatever else waits, if a token follows them: as many as a step with drafts.
-/// So what a request lost does not wait behind the prompts of others.
-pub const STEP_ROWS_MAX: u32 = 1 + DRAFTS_MAX as u32;
+/// Rows without drafts that a stage computes like a decode step, whatever else waits, if a token follows them: so what a request lost
+/// does not wait behind the prompts of others. No more than a prompt has beside a step anyway, because its last rows are such rows,
+/// too: with eight, streams waited for them twice as long as for others.
+pub const STEP_ROWS_MAX: u32 = 4;
 /// Ended requests whose positions stay cached for requests that begin with the same tokens: bounds what stages report. Pages
 /// run out first, except for short requests.
 pub const PREFIXES_MAX: usize = 64;

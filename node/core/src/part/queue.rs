@@ -282,10 +282,12 @@ mod tests {
     #[test]
     fn what_a_request_lost_does_not_wait_behind_prompts() {
         let limits = BatchLimits { prefill: 40, ..LIMITS };
-        let lost = || frame(2, 700, 8, true, true);
-        let mut queue = VecDeque::from([frame(1, 0, 300, true, true), lost(), frame(3, 0, 8, true, true)]);
-        assert_eq!(batch(&mut queue, limits), [(2, 700, 8, true), (1, 0, 40, false)], "a short prompt is a prompt");
-        let mut queue = VecDeque::from([frame(1, 0, 300, true, true), frame(2, 700, 9, true, true)]);
+        let lost = frame(2, 700, STEP_ROWS_MAX, true, true);
+        let mut queue = VecDeque::from([frame(1, 0, 300, true, true), lost, frame(3, 0, 4, true, true)]);
+        let expected = [(2, 700, STEP_ROWS_MAX, true), (1, 0, 40, false)];
+        assert_eq!(batch(&mut queue, limits), expected, "a short prompt is a prompt");
+        let more = frame(2, 700, STEP_ROWS_MAX + 1, true, true);
+        let mut queue = VecDeque::from([frame(1, 0, 300, true, true), more]);
         assert_eq!(batch(&mut queue, limits), [(1, 0, 40, false)], "more rows wait");
     }
 
