@@ -32,7 +32,7 @@ const BUGS: [(Planted, u64, &str); 22] = [
     (Planted::ReportsOfTwoPartitions, 85, "the sum of step"),
     (Planted::SimulationCancelDropped, 173, "after its cancellation"),
     (Planted::CheckpointIncomplete, 1, "a wrong checkpoint"),
-    (Planted::DraftsCounted, 773, "the solo chain has"),
+    (Planted::DraftsCounted, 47, "the solo chain has"),
 ];
 
 /// A planted bug affects the whole process, so tests run one at a time.

@@ -1,5 +1,5 @@
 //! Predicts how long batches take on this node's executor: to detect a stalled one, and to limit the rows of prompts beside decode steps.
-use crate::limits::{CHUNK_POSITIONS_MAX, SEQUENCES_MAX};
+use crate::limits::{CHUNK_POSITIONS_MAX, SEQUENCES_MAX, STEP_ROWS_MAX};
 use crate::time::Duration;
 use alloc::collections::BTreeMap;
 
@@ -60,8 +60,9 @@ impl Pace {
         self.away_ns = Some(usual(self.away_ns, away_ns.min(most_ns)));
     }
 
-    /// What a batch of prompts may hold whose stage has no decode step, when the last steps left `away` ago.
-    pub(super) fn until_steps(&self, away: Duration) -> UntilSteps {
+    /// What a batch of prompts may hold whose stage has no decode step, when the last steps left `away` ago. Steps that left
+    /// `alone`, without rows of prompts, give the next stages less to compute and return earlier than expected.
+    pub(super) fn until_steps(&self, away: Duration, alone: bool) -> UntilSteps {
         let (Some(away_ns), Some(row_ns)) = (self.away_ns, self.row_ns) else { return UntilSteps::Overdue };
         let passed_ns = u64::try_from(away.as_nanos()).unwrap_or(u64::MAX);
         let overdue_ns = away_ns.saturating_mul(2).saturating_add(AWAY_SLACK_NS);
@@ -70,8 +71,8 @@ impl Pace {
         }
         let rows = away_ns.saturating_sub(passed_ns).saturating_sub(self.fixed_ns()) / row_ns.max(1);
         match u32::try_from(rows).unwrap_or(u32::MAX) {
-            0..ROWS_BETWEEN_MIN => UntilSteps::Wait(Duration::from_nanos(overdue_ns - passed_ns)),
-            rows => UntilSteps::Rows(rows),
+            rows if rows >= ROWS_BETWEEN_MIN && !alone => UntilSteps::Rows(rows),
+            _ => UntilSteps::Wait(Duration::from_nanos(overdue_ns - passed_ns)),
         }
     }
 
@@ -159,7 +160,7 @@ const ROWS_UNKNOWN: u32 = 64;
 
 /// Fewest rows of prompts that a batch of decode steps takes along, however long they take. Measured with two: prompts take half as long
 /// again, and gaps between tokens are no shorter, because streams wait for twice as many batches.
-const ROWS_BESIDE_MIN: u32 = 4;
+const ROWS_BESIDE_MIN: u32 = STEP_ROWS_MAX;
 
 /// Fewest rows of a batch between decode steps: the device has nothing else to do, but a single row would count as a step.
 const ROWS_BETWEEN_MIN: u32 = 2;
@@ -287,18 +288,19 @@ mod tests {
     #[test]
     fn prompts_between_steps_end_before_the_next_one_arrives() {
         let mut pace = Pace::default();
-        assert_eq!(pace.until_steps(MS), UntilSteps::Overdue, "nothing is known");
+        assert_eq!(pace.until_steps(MS, false), UntilSteps::Overdue, "nothing is known");
         for _ in 0..20 {
             learn(&mut pace, 1, 0, MS * 8);
             learn(&mut pace, 1, 10, MS * 18);
             pace.learn_away(MS * 20);
         }
-        let UntilSteps::Rows(rows) = pace.until_steps(MS * 2) else { panic!("there is time for 10 rows") };
+        let UntilSteps::Rows(rows) = pace.until_steps(MS * 2, false) else { panic!("there is time for 10 rows") };
         assert!((9..=11).contains(&rows), "{rows} rows in 20 - 2 - 8 ms");
-        assert_eq!(pace.until_steps(MS * 11), UntilSteps::Wait(MS * 31), "one row would be ready");
-        assert_eq!(pace.until_steps(MS * 41), UntilSteps::Wait(MS));
-        assert_eq!(pace.until_steps(MS * 42), UntilSteps::Overdue);
+        assert_eq!(pace.until_steps(MS * 11, false), UntilSteps::Wait(MS * 31), "one row would be ready");
+        assert_eq!(pace.until_steps(MS * 2, true), UntilSteps::Wait(MS * 40), "the step returns early");
+        assert_eq!(pace.until_steps(MS * 41, false), UntilSteps::Wait(MS));
+        assert_eq!(pace.until_steps(MS * 42, false), UntilSteps::Overdue);
         pace.learn_away(MS * 5000);
-        assert_eq!(pace.until_steps(MS * 52), UntilSteps::Overdue, "one stream paused");
+        assert_eq!(pace.until_steps(MS * 52, false), UntilSteps::Overdue, "one stream paused");
     }
 }

@@ -49,6 +49,8 @@ pub(super) struct StageRun {
     pace: Pace,
     /// When the last decode steps left, if none has waited or run here since.
     steps_left: Option<Instant>,
+    /// No rows of prompts went with these steps, so they return earlier than others.
+    steps_alone: bool,
     /// Until when rows of prompts wait for the next decode steps, to go with them.
     waits_until: Option<Instant>,
     touched: u64,
@@ -173,6 +175,7 @@ impl StageRun {
             running: None,
             pace: Pace::default(),
             steps_left: None,
+            steps_alone: false,
             waits_until: None,
             touched: 0,
             sent: Sent::new(Keep::WhileRoom, bounds),
@@ -251,7 +254,7 @@ impl StageRun {
             let beside = PREFILL_BESIDE * prompts.clamp(1, PREFILL_WEIGHT_MAX);
             let most = self.pace.rows_within(beside / stages / sharing.parts.max(1));
             let left = self.steps_left.filter(|_| prompts <= 1);
-            match left.map(|left| self.pace.until_steps(now.since(left))) {
+            match left.map(|left| self.pace.until_steps(now.since(left), self.steps_alone)) {
                 Some(UntilSteps::Wait(time)) => {
                     self.waits_until = Some(now + time);
                     return None;
@@ -338,10 +341,10 @@ impl StageRun {
             let frames = batch.items.iter().map(|(header, _)| header).filter(|header| is_step(header) == steps);
             frames.map(|header| u64::from(header.count)).sum()
         };
-        let steps = rows(true);
-        self.pace.learn(steps, rows(false), (took, computed));
+        let (steps, prefill) = (rows(true), rows(false));
+        self.pace.learn(steps, prefill, (took, computed));
         if steps > 0 && !self.step_waits() {
-            self.steps_left = Some(now);
+            (self.steps_left, self.steps_alone) = (Some(now), prefill == 0);
         }
         self.report_busy(now, took, out);
         let mut withheld = self.withheld.take();

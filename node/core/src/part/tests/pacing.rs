@@ -96,6 +96,23 @@ fn prompts_wait_for_a_step_until_it_is_overdue() {
 }
 
 #[test]
+fn prompts_wait_for_a_step_that_was_measured_alone() {
+    let (mut paced, mut position) = beside_a_prompt(&[7]);
+    for _ in 0..20 {
+        paced.feed(frame(7, position, 1, true));
+        let step = paced.batch().expect("a step");
+        let left = paced.now;
+        let between = paced.batch();
+        assert_eq!(between.is_none(), step.len() == 1, "{step:?}, then {between:?}");
+        if between.is_none() {
+            return;
+        }
+        (paced.now, position) = (paced.now.max(left + MS * 20), position + 1);
+    }
+    panic!("no step was measured alone");
+}
+
+#[test]
 fn prompts_wait_for_no_stream_that_ended() {
     let (mut paced, position) = beside_a_prompt(&[7]);
     paced.steps(&[7], position);
