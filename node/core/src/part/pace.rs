@@ -158,8 +158,8 @@ const AWAY_SLACK_NS: u64 = 2_000_000;
 /// Rows of a batch before any is measured: few enough for a processor.
 const ROWS_UNKNOWN: u32 = 64;
 
-/// Fewest rows of prompts that a batch of decode steps takes along, however long they take. Measured with two: prompts take half as long
-/// again, and gaps between tokens are no shorter, because streams wait for twice as many batches.
+/// Fewest rows of prompts that a batch of decode steps takes along, however long they take. Measured with two, beside a stream: a prompt
+/// of 4,000 tokens takes up to twice as long, and the gaps between the stream's tokens are hardly shorter.
 const ROWS_BESIDE_MIN: u32 = STEP_ROWS_MAX;
 
 /// Fewest rows of a batch between decode steps: the device has nothing else to do, but a single row would count as a step.
